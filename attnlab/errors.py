@@ -1,0 +1,25 @@
+"""The lab's errors: one small tree, so that a caller can catch exactly what it can handle."""
+
+
+class AttnLabError(Exception):
+    """Any error that the lab raises on purpose; its text is one line for a person."""
+
+
+class InvalidCase(AttnLabError, ValueError):
+    """A Case, or what it is made from, breaks a rule; the text names the field."""
+
+
+class InvalidCall(AttnLabError, ValueError):
+    """A KernelCall, or a file that should hold one, is not well formed."""
+
+
+class KernelRejected(AttnLabError, RuntimeError):
+    """The kernel refuses its arguments, with the text that the real op raises."""
+
+
+class Unavailable(AttnLabError, RuntimeError):
+    """What was asked for cannot run here; the text says why and what would help."""
+
+
+class VerdictFailed(AttnLabError, AssertionError):
+    """A notebook's verdict differs from what the notebook expects."""
