@@ -1,0 +1,98 @@
+"""Batch: ragged sequences with their query, key and value."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from attnlab.case import Case
+from attnlab.formats import FORMATS
+from attnlab.lengths import Lengths
+
+_CHUNK = 1 << 22  # elements drawn at a time in float32, so that float16 needs no second full copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """New tokens and context of several sequences.
+
+    - ``query``: [num_tokens, num_heads, head_size], the new tokens of sequence 0, then 1, …
+    - ``key``, ``value``: [sum(seq_lens), num_kv_heads, head_size], all tokens of sequence 0 (context,
+      then new), then of sequence 1, …
+    - ``alibi_slopes``: [num_heads] float32, or None.
+    """
+
+    lengths: Lengths
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    alibi_slopes: torch.Tensor | None
+
+    @property
+    def kv_start_loc(self) -> list[int]:
+        """Return where each sequence begins in ``key`` and ``value``; length num_seqs + 1."""
+        return [0, *accumulate(self.lengths.seq_lens)]
+
+    @property
+    def token_start_loc(self) -> list[int]:
+        """Return where each sequence begins in ``query``; length num_seqs + 1."""
+        return [0, *accumulate(self.lengths.query_lens)]
+
+    def new_rows(self) -> torch.Tensor:
+        """Return the rows of ``key`` that are new tokens, in the order of ``query``; [num_tokens]."""
+        starts = self.kv_start_loc
+        return torch.cat(
+            [
+                torch.arange(start + ctx_len, end)
+                for start, end, ctx_len in zip(
+                    starts, starts[1:], self.lengths.ctx_lens, strict=False
+                )
+            ]
+        )
+
+
+def make_batch(case: Case) -> Batch:
+    """Draw the Case's batch; the same Case gives the same bits on the same torch version.
+
+    The lengths are those of vLLM's test to the number; the numbers are of the same distribution, but
+    not the test's own, which a GPU's generator draws.
+    """
+    lengths, dtype = case.lengths, FORMATS[case.dtype].dtype
+    generator = torch.Generator().manual_seed(case.seed)
+    kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
+    return Batch(
+        lengths=lengths,
+        query=_draw(
+            (lengths.num_tokens, case.num_heads, case.head_size), dtype, case.data, generator
+        ),
+        key=_draw(kv_shape, dtype, case.data, generator),
+        value=_draw(kv_shape, dtype, case.data, generator),
+        alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,
+    )
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Return the ALiBi slope of each head, [num_heads] float32 (Press et al. 2022, appendix).
+
+    For a power of two, 2^(-8 (h + 1) / num_heads). Otherwise the slopes of the power of two below,
+    then every second slope of the power of two above, as many as are missing.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
+    rest = [2.0 ** (-4 * (2 * h + 1) / below) for h in range(num_heads - below)]
+    return torch.tensor(first + rest, dtype=torch.float32)
+
+
+def _draw(
+    shape: tuple[int, ...], dtype: torch.dtype, data: str, generator: torch.Generator
+) -> torch.Tensor:
+    """Return a tensor drawn in float32 and rounded to ``dtype``."""
+    drawn = torch.empty(shape, dtype=dtype)
+    for chunk in drawn.view(-1).split(_CHUNK):
+        numbers = torch.empty(chunk.shape, dtype=torch.float32)
+        if data == "normal":
+            numbers.normal_(generator=generator)
+        else:
+            numbers.uniform_(-1e-3, 1e-3, generator=generator)
+        chunk.copy_(numbers)
+    return drawn

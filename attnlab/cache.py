@@ -1,0 +1,159 @@
+"""PagedCache: keys and values in blocks, and who wrote each slot."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.batch import Batch
+from attnlab.case import Case
+from attnlab.fill import write_tokens
+from attnlab.formats import ElementFormat, written_format
+from attnlab.lengths import Lengths
+
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Provenance:
+    """Who wrote each slot of a cache, and which slots each sequence owns.
+
+    - ``seq``, ``pos``: [num_blocks, block_size] int32, the sequence and position whose token a slot
+      holds, or NOBODY.
+    - ``block_table``: [num_seqs, max_blocks_per_seq] int64, the block table as it was meant.
+    """
+
+    seq: torch.Tensor
+    pos: torch.Tensor
+    block_table: torch.Tensor
+
+    def slot(self, seq: int, pos: int) -> tuple[int, int]:
+        """Return (block, offset) of a sequence's position."""
+        block_size = self.seq.shape[1]
+        return int(self.block_table[seq, pos // block_size]), pos % block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedCache:
+    """A paged KV cache in the layout that vLLM's paged decode kernels read.
+
+    - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
+    - ``value``: [num_blocks, num_kv_heads, head_size, block_size]
+
+    Both of ``format.storage``. ``to_flash`` gives the other layout that vLLM uses,
+    [num_blocks, block_size, num_kv_heads, head_size] for both.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    format: ElementFormat
+    k_scale: float
+    v_scale: float
+    provenance: Provenance
+
+    def to_flash(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return key and value in the layout of FlashAttention and unified attention; copies."""
+        blocks, heads, chunks, block_size, x = self.key.shape
+        key = self.key.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, chunks * x)
+        return key, self.value.permute(0, 3, 1, 2).contiguous()
+
+
+def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
+    """Return how many tokens of each sequence the cache holds under a fill policy.
+
+    ``context_only`` is ctx_len, ``all_rows`` is seq_len, ``decode_rows`` is seq_len where query_len is
+    1 and ctx_len elsewhere.
+    """
+    if fill == "all_rows":
+        return lengths.seq_lens
+    if fill == "context_only":
+        return lengths.ctx_lens
+    return tuple(
+        seq_len if query_len == 1 else ctx_len
+        for seq_len, query_len, ctx_len in zip(
+            lengths.seq_lens, lengths.query_lens, lengths.ctx_lens, strict=True
+        )
+    )
+
+
+def make_block_table(case: Case) -> torch.Tensor:
+    """Return the Case's block table, int64: its own, or blocks dealt out in a random order."""
+    if case.block_table is not None:
+        return torch.tensor(case.block_table)
+    num_seqs = len(case.lengths.query_lens)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    blocks = torch.randperm(case.total_blocks, generator=generator)
+    return blocks[: num_seqs * case.blocks_per_seq].view(num_seqs, case.blocks_per_seq)
+
+
+def make_cache(case: Case, batch: Batch) -> PagedCache:
+    """Return a cache that holds what the Case's fill policy writes, and in all other slots what
+    ``case.empty`` says.
+
+    Encoding is ``format.encode`` with the Case's scales, or, for ``cache_write="numeric"``, the
+    conversion of each number to uint8 that vLLM's own test does (0.11.2 and 0.33.0): for data of
+    ±1e-3 every byte is 0.
+    """
+    format = written_format(case)
+    block_table = make_block_table(case)
+    chunks = case.head_size // case.key_x
+    head = (case.total_blocks, case.num_kv_heads)
+    key = _empty((*head, chunks, case.block_size, case.key_x), format, case, salt=2)
+    value = _empty((*head, case.head_size, case.block_size), format, case, salt=3)
+    lens = written_lens(batch.lengths, case.staging.fill)
+    rows, slots, provenance = _addresses(batch, lens, block_table, key.shape[0], case.block_size)
+    if format.is_fp8:
+        numeric = case.cache_write == "numeric"
+        new_key, new_value = (
+            tensor.to(torch.uint8) if numeric else format.encode(tensor, scale)
+            for tensor, scale in ((batch.key, case.k_scale), (batch.value, case.v_scale))
+        )
+    else:
+        new_key, new_value = batch.key, batch.value
+    write_tokens(key, value, new_key, new_value, rows, slots)
+    return PagedCache(
+        key=key,
+        value=value,
+        format=format,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        provenance=provenance,
+    )
+
+
+def _addresses(
+    batch: Batch, lens: tuple[int, ...], block_table: torch.Tensor, num_blocks: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
+    """Return for every token that is written its row in ``batch.key``, its slot (block × block_size
+    + offset), and the provenance that results."""
+    counts = torch.tensor(lens)
+    seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
+    pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq]
+    slots = block_table[seq, pos // block_size] * block_size + pos % block_size
+    owner = torch.full((2, num_blocks * block_size), NOBODY, dtype=torch.int32)
+    owner[0, slots], owner[1, slots] = seq.int(), pos.int()
+    provenance = Provenance(
+        seq=owner[0].view(num_blocks, block_size),
+        pos=owner[1].view(num_blocks, block_size),
+        block_table=block_table,
+    )
+    return torch.tensor(batch.kv_start_loc)[seq] + pos, slots, provenance
+
+
+def _empty(shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int) -> torch.Tensor:
+    """Return a cache tensor that holds zeros, NaN or finite garbage everywhere."""
+    if case.empty == "zeros":
+        return torch.zeros(shape, dtype=format.storage)
+    if case.empty == "nan":
+        return torch.empty(shape, dtype=format.storage).fill_(format.nan)
+    return format.encode(garbage(shape, seed=case.seed + salt))
+
+
+def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return what recycled memory may hold: float16 numbers with 0.5 ≤ |number| < 2.
+
+    Finite and never small, so that no element is right by luck and none is a NaN that gives it away.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.empty(shape, dtype=torch.int16).random_(-(2**15), 2**15, generator=generator)
+    # IEEE binary16: keep the sign, the fraction and the exponent's last bit; set the rest to 0111x.
+    return (bits & -0x7801 | 0x3800).view(torch.float16)

@@ -1,0 +1,210 @@
+"""ErrorMap: where and by how much an output differs from the reference."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from attnlab.lengths import Lengths
+
+_ROWS_AT_A_TIME = 128  # a megabyte of float32 a head: no second full-size copy is made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greatest:
+    """A largest value and the first index that has it."""
+
+    value: float
+    index: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One output row with mismatches.
+
+    ``row`` counts from the start of the output, ``token`` from the start of its sequence's new tokens;
+    ``heads`` are the query heads with at least one mismatch, ``elements`` the mismatches.
+    """
+
+    seq: int
+    token: int
+    row: int
+    query_len: int
+    heads: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ErrorMap:
+    """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
+
+    - ``error``: [num_tokens, num_heads] float32, the largest absolute difference over the head's
+      elements; NaN where there is a NaN.
+    - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; a NaN
+      is outside.
+    - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all where none does;
+      NaN is greater than any number.
+    - ``first_index``: of the first mismatch, or None.
+    - ``nan_elements``: NaN elements of the output.
+    """
+
+    lengths: Lengths
+    head_size: int
+    atol: float
+    rtol: float
+    error: torch.Tensor
+    mismatches: torch.Tensor
+    greatest_abs: Greatest
+    greatest_rel: Greatest
+    first_index: tuple[int, int, int] | None
+    nan_elements: int
+
+    @property
+    def mismatched(self) -> int:
+        """Return the number of elements outside the tolerance."""
+        return int(self.mismatches.sum())
+
+    @property
+    def total(self) -> int:
+        """Return the number of elements."""
+        return self.mismatches.numel() * self.head_size
+
+    @property
+    def token_error(self) -> torch.Tensor:
+        """Return the largest error of each row, [num_tokens]; NaN where there is one."""
+        return self.error.amax(1)
+
+    def seq_error(self) -> list[float]:
+        """Return the largest error of each sequence; NaN where there is one."""
+        return [float(rows.max()) for rows in self.token_error.split(list(self.lengths.query_lens))]
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Return (sequence, token of its query) of an output row."""
+        return locate(self.lengths, row)
+
+    def places(self) -> list[Place]:
+        """Return every row with a mismatch, in order."""
+        found = []
+        for row in torch.nonzero(self.mismatches.sum(1)).flatten().tolist():
+            seq, token = self.locate(row)
+            heads = torch.nonzero(self.mismatches[row]).flatten().tolist()
+            found.append(
+                Place(
+                    seq=seq,
+                    token=token,
+                    row=row,
+                    query_len=self.lengths.query_lens[seq],
+                    heads=tuple(heads),
+                    elements=int(self.mismatches[row].sum()),
+                )
+            )
+        return found
+
+    def message(self) -> str:
+        """Return what ``torch.testing.assert_close`` says of these two tensors; "" where they match."""
+        if not self.mismatched:
+            return ""
+        share = self.mismatched / self.total
+        lines = [
+            "Tensor-likes are not close!",
+            "",
+            f"Mismatched elements: {self.mismatched} / {self.total} ({share:.1%})",
+            f"Greatest absolute difference: {self.greatest_abs.value} at index "
+            f"{self.greatest_abs.index} (up to {self.atol} allowed)",
+            f"Greatest relative difference: {self.greatest_rel.value} at index "
+            f"{self.greatest_rel.index} (up to {self.rtol} allowed)",
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON-able values."""
+        return {
+            "mismatched": self.mismatched,
+            "total": self.total,
+            "max_abs_error": _json_number(self.greatest_abs.value),
+            "max_index": list(self.greatest_abs.index),
+            "first_index": None if self.first_index is None else list(self.first_index),
+            "nan_elements": self.nan_elements,
+            "atol": self.atol,
+            "rtol": self.rtol,
+        }
+
+
+def locate(lengths: Lengths, row: int) -> tuple[int, int]:
+    """Return (sequence, token of its query) of an output row; the way back from a flat index."""
+    starts = [0, *accumulate(lengths.query_lens)]
+    seq = bisect_right(starts, row) - 1
+    return seq, row - starts[seq]
+
+
+def compare(
+    output: torch.Tensor, expected: torch.Tensor, lengths: Lengths, atol: float, rtol: float
+) -> ErrorMap:
+    """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
+
+    Computed in ``expected``'s dtype, some rows at a time.
+    """
+    tokens, heads, head_size = output.shape
+    error = torch.empty(tokens, heads)
+    mismatches = torch.empty(tokens, heads, dtype=torch.int32)
+    # Greatest differences among all elements, and among those that mismatch: absolute, relative.
+    overall, outside = [_NONE, _NONE], [_NONE, _NONE]
+    first, nans = None, 0
+    for row in range(0, tokens, _ROWS_AT_A_TIME):
+        rows = slice(row, row + _ROWS_AT_A_TIME)
+        right = expected[rows]
+        size = right.abs()
+        wrong = (output[rows].to(right.dtype) - right).abs_()
+        close = wrong <= atol + rtol * size if rtol else wrong <= atol
+        error[rows] = wrong.amax(2).float()
+        mismatches[rows] = head_size - close.sum(2, dtype=torch.int32)
+        relative = wrong / size
+        overall = _greater(overall, (wrong, relative), row)
+        if mismatches[rows].any():
+            first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
+            nans += int(output[rows].isnan().sum())
+            masked = (wrong.masked_fill(close, 0), relative.masked_fill(close, 0))
+            outside = _greater(outside, masked, row)
+    greatest_abs, greatest_rel = outside if first else overall
+    return ErrorMap(
+        lengths=lengths,
+        head_size=head_size,
+        atol=atol,
+        rtol=rtol,
+        error=error,
+        mismatches=mismatches,
+        greatest_abs=greatest_abs,
+        greatest_rel=greatest_rel,
+        first_index=first,
+        nan_elements=nans,
+    )
+
+
+_NONE = Greatest(value=-1.0, index=(0, 0, 0))
+
+
+def _greater(
+    best: list[Greatest], pair: tuple[torch.Tensor, torch.Tensor], row: int
+) -> list[Greatest]:
+    """Return, for each of two tensors, ``best`` or its own greatest value where that is greater."""
+    kept = []
+    for before, values in zip(best, pair, strict=True):
+        at = int(values.flatten().argmax())
+        value = float(values.flatten()[at])
+        is_greater = value > before.value or (value != value and before.value == before.value)
+        here = Greatest(value=value, index=_index(at, values.shape, row))
+        kept.append(here if is_greater else before)
+    return kept
+
+
+def _index(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:
+    """Return (row, head, element) of a flat index into some rows that begin at ``row``."""
+    _, heads, head_size = shape
+    return row + flat // (heads * head_size), flat // head_size % heads, flat % head_size
+
+
+def _json_number(value: float) -> float | None:
+    """Return a finite number, or None: JSON has neither NaN nor infinity."""
+    return value if value - value == 0 else None

@@ -1,0 +1,56 @@
+"""Reading a paged cache the way the kernels do: through a sequence's row of the block table."""
+
+import math
+
+import torch
+
+from attnlab.call import KernelCall
+from attnlab.dispatch import Setting
+from attnlab.formats import ElementFormat, read_format
+
+
+def format_of(call: KernelCall, setting: Setting) -> ElementFormat:
+    """Return the format that a kernel on this platform takes the cache's bytes for."""
+    return read_format(call.kv_cache_dtype, call.query.dtype, setting.platform.fp8_e4m3)
+
+
+def scale_of(call: KernelCall, setting: Setting) -> float:
+    """Return the scale of the scores: as passed, or the op's default.
+
+    chunked_prefill_paged_decode up to 0.11.2 takes it from the number of heads, ``query.shape[1]``,
+    where 0.33.0 and context_attention_fwd take the head size, ``query.shape[2]``.
+    """
+    if call.sm_scale is not None:
+        return call.sm_scale
+    by_heads = setting.release == "0.11.2" and call.op == "chunked_prefill_paged_decode"
+    size: int = call.query.shape[1 if by_heads else 2]
+    return 1.0 / math.sqrt(size)
+
+
+def keys(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Return the stored keys of some blocks and KV heads, [heads, len(blocks) × block_size, head_size].
+
+    ``cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x].
+    """
+    return cache[blocks, heads].permute(1, 0, 3, 2, 4).flatten(3, 4).flatten(1, 2)
+
+
+def values(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Return the stored values of some blocks and KV heads, [heads, len(blocks) × block_size,
+    head_size]; ``cache``: [num_blocks, num_kv_heads, head_size, block_size]."""
+    return cache[blocks, heads].permute(1, 0, 3, 2).flatten(1, 2)
+
+
+def dequantised(
+    stored: torch.Tensor, format: ElementFormat, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return stored elements as Triton's kernels use them: FP8 times its scale, rounded to the
+    query's ``dtype``; the result is float32 that holds such numbers."""
+    if not format.is_fp8:
+        return stored.float()
+    return format.decode(stored, scale).to(dtype).float()
+
+
+def rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return softmax weights as the second product takes them: rounded to ``dtype``, in float32."""
+    return weights if dtype == torch.float32 else weights.to(dtype).float()

@@ -1,0 +1,190 @@
+"""Knobs: what a field of a Case may hold, checked and parsed in one place.
+
+Each kind of knob answers two questions: is this value allowed (``check``), and what value does this
+command-line text stand for (``parse``). Both raise :class:`~attnlab.errors.InvalidCase` with one line
+that names the field, what is allowed and what was given.
+"""
+
+import dataclasses
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from attnlab.errors import InvalidCase
+
+
+def refuse(name: str, allowed: str, value: object) -> NoReturn:
+    """Raise InvalidCase: "name must be ``allowed``, got ``value``"."""
+    raise InvalidCase(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+
+
+class Kind(Protocol):
+    """What a knob may hold."""
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return ``value`` in its canonical form, or raise InvalidCase."""
+
+    def parse(self, name: str, text: str) -> Any:
+        """Return the value that the command-line ``text`` stands for, unchecked."""
+
+    @property
+    def allowed(self) -> str:
+        """Say in words what the knob may hold."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few names."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return "one of " + ", ".join(self.choices)
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.choices:
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> str:
+        return text
+
+
+@dataclass(frozen=True)
+class Int:
+    """An integer of at least ``least`` and at most ``most``."""
+
+    least: int
+    most: int = 2**31 - 1
+
+    @property
+    def allowed(self) -> str:
+        if self.most == 2**31 - 1:
+            return f"an integer of at least {self.least}"
+        return f"an integer from {self.least} to {self.most}"
+
+    def check(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(name, self.allowed, value)
+        if not self.least <= value <= self.most:
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number, above zero or, with ``zero``, at least zero."""
+
+    zero: bool = False
+
+    @property
+    def allowed(self) -> str:
+        return "a finite number of at least 0" if self.zero else "a finite number above 0"
+
+    def check(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(name, self.allowed, value)
+        if not math.isfinite(value) or value < 0 or (value == 0 and not self.zero):
+            refuse(name, self.allowed, value)
+        return float(value)
+
+    def parse(self, name: str, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    allowed: str = "true or false"
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() not in words:
+            refuse(name, self.allowed, text)
+        return words[text.lower()]
+
+
+@dataclass(frozen=True)
+class Lens:
+    """A non-empty tuple of token counts, each of at least ``least``; "880,410,1" on a command line."""
+
+    least: int
+
+    @property
+    def allowed(self) -> str:
+        return f"a non-empty list of integers of at least {self.least}"
+
+    def check(self, name: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple) or not value:
+            refuse(name, self.allowed, value)
+        for i, n in enumerate(value):
+            Int(self.least).check(f"{name}[{i}]", n)
+        return tuple(value)
+
+    def parse(self, name: str, text: str) -> list[int]:
+        try:
+            return [int(n) for n in text.split(",")]
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of block numbers, one row a sequence; JSON on a command line: "[[3,1],[0,2]]"."""
+
+    allowed: str = "a list of rows of equal length, each of block numbers of at least 0"
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        if not isinstance(value, list | tuple) or not value:
+            refuse(name, self.allowed, value)
+        rows = tuple(Lens(0).check(f"{name}[{i}]", row) for i, row in enumerate(value))
+        if len({len(row) for row in rows}) != 1:
+            refuse(name, self.allowed, value)
+        return rows
+
+    def parse(self, name: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """Another kind, or None, which stands for ``meaning``."""
+
+    kind: Kind
+    meaning: str
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.kind.allowed}, or none ({self.meaning})"
+
+    def check(self, name: str, value: Any) -> Any:
+        return None if value is None else self.kind.check(name, value)
+
+    def parse(self, name: str, text: str) -> Any:
+        return None if text.lower() == "none" else self.kind.parse(name, text)
+
+
+def knob(default: Any, group: str, kind: Kind, text: str) -> Any:
+    """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
+    return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})

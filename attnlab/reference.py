@@ -1,0 +1,161 @@
+"""The oracle: attention computed plainly, in float32 or float64, on the bytes that are stored.
+
+For every query row only the keys that it may see are multiplied, in tiles of rows that share a bound:
+the work is the causal triangle, not the square, and a tile's scores stay in the processor's cache.
+Nothing here is shared with the kernel models; the tests hold it to torch's own
+``scaled_dot_product_attention`` in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.batch import Batch
+from attnlab.case import Case
+from attnlab.formats import ElementFormat, written_format
+
+ROWS = 256  # query rows of a tile
+SCORES = 1 << 19  # scores of a tile: 2 MiB of float32
+
+
+def reference(case: Case, batch: Batch) -> torch.Tensor:
+    """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.oracle``.
+
+    A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
+    format. That is every key of a context, and every key of a decode row of
+    chunked_prefill_paged_decode. New keys of the other rows count as they are.
+    """
+    output = torch.empty(
+        batch.query.shape, dtype=torch.float64 if case.oracle == "float64" else torch.float32
+    )
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    rows, tokens = batch.token_start_loc, batch.kv_start_loc
+    for i, (query_len, ctx_len) in enumerate(
+        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
+    ):
+        cached = ctx_len + int(query_len == 1 and case.op == "chunked_prefill_paged_decode")
+        attend(
+            batch.query[rows[i] : rows[i + 1]],
+            seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),
+            seen(case, batch.value[tokens[i] : tokens[i + 1]], cached, case.v_scale),
+            scale,
+            output[rows[i] : rows[i + 1]],
+            case.sliding_window,
+            batch.alibi_slopes,
+        )
+    return output
+
+
+def seen(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
+    """Return ``tokens`` [n, heads, head_size] as attention sees them: the first ``cached`` as stored.
+
+    Tokens of a 16- or 32-bit cache are themselves; with FP8 the result is float64.
+    """
+    if not case.is_fp8:
+        return tokens
+    format: ElementFormat = written_format(case)
+    old, new = tokens[:cached], tokens[cached:]
+    stored = old.to(torch.uint8) if case.cache_write == "numeric" else format.encode(old, scale)
+    return torch.cat([format.decode(stored).double() * scale, new.double()])
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    sliding_window: int = 0,
+    alibi_slopes: torch.Tensor | None = None,
+) -> None:
+    """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
+
+    - ``query``, ``output``: [query_len, num_heads, head_size]; row i stands at position
+      seq_len - query_len + i.
+    - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
+    - ``sliding_window``: how many keys a row sees at most, itself included; 0 is all.
+    - ``alibi_slopes``: [num_heads], times (key position - query position).
+    """
+    query_len, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    rows_at_once = max(1, ROWS // group)
+    heads_at_once = max(1, SCORES // (group * min(rows_at_once, query_len) * seq_len))
+    for first in range(0, num_kv_heads, heads_at_once):
+        kv = slice(first, first + heads_at_once)
+        heads = slice(first * group, (first + heads_at_once) * group)
+        queries = query[:, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        tiles = _Tiles(
+            query=queries.to(output.dtype, memory_format=torch.contiguous_format).mul_(scale),
+            key=_by_head(key[:, kv], output.dtype),
+            value=_by_head(value[:, kv], output.dtype),
+            slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
+            sliding_window=sliding_window,
+        )
+        for row in range(0, query_len, rows_at_once):
+            mixed = tiles.attend(row, min(row + rows_at_once, query_len))
+            output[row : row + rows_at_once, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return [tokens, heads, head_size] as [heads, tokens, head_size] in ``dtype``, contiguous."""
+    return tokens.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tiles:
+    """Some heads of one sequence: query [heads, group, query_len, head_size], key and value
+    [heads, seq_len, head_size], slopes [heads × group] or None."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    slopes: torch.Tensor | None
+    sliding_window: int
+
+    def attend(self, first: int, last: int) -> torch.Tensor:
+        """Return attention of the rows from ``first`` to ``last``, [heads, group, rows, head_size]."""
+        ctx_len = self.key.shape[1] - self.query.shape[2]
+        begin = max(0, ctx_len + first - self.sliding_window + 1) if self.sliding_window else 0
+        end = ctx_len + last
+        tile = self.query[:, :, first:last]
+        scores = tile.flatten(1, 2) @ self.key[:, begin:end].transpose(1, 2)
+        scores = scores.view(*tile.shape[:3], end - begin)
+        if self.slopes is not None:
+            scores += _alibi(self.slopes.view(*tile.shape[:2]), last - first, end - begin)
+        bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
+        scores[..., -bias.shape[1] :] += bias
+        weights = scores.softmax(-1).flatten(1, 2)
+        return (weights @ self.value[:, begin:end]).view(tile.shape)
+
+
+def _bias(
+    like: torch.Tensor, position: int, rows: int, begin: int, end: int, sliding_window: int
+) -> torch.Tensor:
+    """Return 0 where a row may see a key and -inf where not, for the keys that not all rows see.
+
+    [rows, columns]; the columns are the last ones before ``end``: without a window just the diagonal
+    of the tile, with one every column from ``begin``.
+    """
+    begin = begin if sliding_window else position
+    at = torch.arange(position, position + rows)[:, None]
+    keys = torch.arange(begin, end)
+    hidden = keys > at
+    if sliding_window:
+        hidden |= keys <= at - sliding_window
+    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return slope × (key position - query position), [num_kv_heads, group, rows, columns]."""
+    distance = torch.arange(columns) - torch.arange(columns - rows, columns)[:, None]
+    return slopes[:, :, None, None] * distance.to(slopes.dtype)
+
+
+def causal_flops(case: Case) -> int:
+    """Return the floating-point operations of the two products, counting visible keys alone."""
+    pairs = 0
+    for query_len, ctx_len in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True):
+        window = case.sliding_window or ctx_len + query_len
+        pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
+    return pairs * case.num_heads * case.head_size * 2 * 2

@@ -1,0 +1,248 @@
+"""Running a Case: from its knobs to a Result, with everything shared that cases have in common."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from attnlab.batch import Batch, make_batch
+from attnlab.breaches import Breach, check
+from attnlab.cache import PagedCache, make_cache
+from attnlab.call import KernelCall, make_call, make_output
+from attnlab.case import KNOBS, Case
+from attnlab.compare import ErrorMap, Place, compare
+from attnlab.contracts import contract, written_rows
+from attnlab.dispatch import PREFILL, Decision, Setting, decide
+from attnlab.errors import KernelRejected
+from attnlab.kernels import model
+from attnlab.reference import reference
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """What came of a Case.
+
+    - ``status``: "match", "mismatch", or "rejected" where the kernel raised ``error``.
+    - ``errors``: the ErrorMap; None where the call was rejected.
+    - ``breaches``: what the contracts say of the call, found without running it.
+    - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
+    - ``shared``: the steps whose product an earlier run of the same Lab had left.
+    - ``call``, ``cache``: what was run, for a closer look.
+    """
+
+    case: Case
+    decision: Decision
+    origin: str
+    status: str
+    error: str | None
+    errors: ErrorMap | None
+    breaches: list[Breach]
+    seconds: dict[str, float]
+    shared: tuple[str, ...]
+    call: KernelCall
+    cache: PagedCache
+
+    def places(self) -> list[Place]:
+        """Return the rows with mismatches; none where the call was rejected."""
+        return [] if self.errors is None else self.errors.places()
+
+    @property
+    def verdict(self) -> str:
+        """Return one line that says what came of it."""
+        if self.errors is None:
+            return f"rejected: {self.error}"
+        line = f"{self.errors.mismatched} of {self.errors.total}"
+        if self.errors.first_index is not None:
+            line += f", first {self.errors.first_index}"
+        return line
+
+
+@dataclass(slots=True)
+class Lab:
+    """Runs Cases and keeps what they share, the last few of each kind.
+
+    A stage of the test, a platform or a buffer's contents changes neither the batch nor the reference,
+    so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
+    that reaches them differs; the tests run it both ways and compare the bits.
+    """
+
+    keep: int = 2
+    _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
+
+    def batch(self, case: Case) -> Batch:
+        """Return the Case's batch; not to be changed."""
+        return self._shared("batch", _batch_key(case), lambda: make_batch(case))[0]
+
+    def cache(self, case: Case) -> PagedCache:
+        """Return the Case's cache; not to be changed."""
+        batch = self.batch(case)
+        return self._shared("cache", _cache_key(case), lambda: make_cache(case, batch))[0]
+
+    def reference(self, case: Case) -> torch.Tensor:
+        """Return the Case's reference; not to be changed."""
+        batch = self.batch(case)
+        return self._shared("reference", _reference_key(case), lambda: reference(case, batch))[0]
+
+    def call(self, case: Case) -> KernelCall:
+        """Return the Case's call, its output buffer fresh."""
+        buffer = _reset(case, keep=(*_BATCH_KNOBS, "output"))
+        output = self._shared("output", buffer, lambda: make_output(case))[0].clone()
+        return make_call(case, self.batch(case), self.cache(case), output)
+
+    def run(self, case: Case) -> Result:
+        """Run the Case's op and compare its output with the reference."""
+        seconds: dict[str, float] = {}
+        shared = [
+            kind
+            for kind, key in (
+                ("batch", _batch_key(case)),
+                ("cache", _cache_key(case)),
+                ("reference", _reference_key(case)),
+            )
+            if key in self._stores.get(kind, {})
+        ]
+        with _timed(seconds, "batch"):
+            self.batch(case)
+        with _timed(seconds, "cache"):
+            cache = self.cache(case)
+        call = self.call(case)
+        decision, setting = decide(case), Setting.of(case)
+        breaches = check(call, setting, decision.kernels, cache.provenance)
+        error = None
+        with _timed(seconds, "kernels"):
+            try:
+                if self._run_kernels(case, call, setting, decision):
+                    shared.append("prefill rows")
+            except KernelRejected as rejection:
+                error = str(rejection)
+        errors = None
+        if error is None:
+            with _timed(seconds, "reference"):
+                expected = self.reference(case)
+            with _timed(seconds, "compare"):
+                errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
+        wrong = errors is not None and errors.mismatched > 0
+        return Result(
+            case=case,
+            decision=decision,
+            origin=case.origin,
+            status="rejected" if error is not None else "mismatch" if wrong else "match",
+            error=error,
+            errors=errors,
+            breaches=breaches,
+            seconds={step: s for step, s in seconds.items() if step not in shared},
+            shared=tuple(shared),
+            call=call,
+            cache=cache,
+        )
+
+    def _run_kernels(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> bool:
+        """Run the kernels into ``call.output``; answer whether prefill rows were taken over."""
+        if PREFILL not in decision.kernels:
+            model.run(call, setting, decision.kernels)
+            return False
+
+        def prefill() -> torch.Tensor:
+            model.run(call, setting, (PREFILL,))
+            return call.output[rows].clone()
+
+        rows = written_rows(contract(PREFILL, setting, call.op), call)
+        done, was_there = self._shared("prefill", _prefill_key(case), prefill)
+        if was_there:
+            call.output[rows] = done
+        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+        return was_there
+
+    def _shared(self, kind: str, key: Case, make: Callable[[], T]) -> tuple[T, bool]:
+        """Return what ``make`` makes, kept under ``key``, and whether it was there already."""
+        store = self._stores.setdefault(kind, OrderedDict())
+        if key in store:
+            store.move_to_end(key)
+            return store[key], True
+        while len(store) >= self.keep:
+            store.popitem(last=False)
+        store[key] = make()
+        return store[key], False
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[step] = time.perf_counter() - start
+
+
+# Which knobs reach which product. What is not named is reset to its default, so that two Cases that
+# differ only there have the same key.
+_LENGTH_KNOBS = (
+    "query_lens",
+    "ctx_lens",
+    "seed",
+    "num_seqs",
+    "draw_max_query_len",
+    "draw_max_ctx_len",
+    "force_decode",
+)
+_BATCH_KNOBS = (
+    *_LENGTH_KNOBS,
+    "num_heads",
+    "num_queries_per_kv",
+    "head_size",
+    "dtype",
+    "data",
+    "alibi",
+)
+_STORED_KNOBS = (*_BATCH_KNOBS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
+_TABLE_KNOBS = ("block_size", "num_blocks", "max_blocks_per_seq", "block_table", "x")
+
+
+def _reset(case: Case, keep: tuple[str, ...], **changes: Any) -> Case:
+    """Return the Case with every knob at its default that is not in ``keep`` or ``changes``."""
+    kept = {name: getattr(case, name) for name in keep}
+    x = {"x": 1} if "x" not in keep else {}  # fits every head size
+    return Case.from_dict({**{n: f.default for n, f in KNOBS.items()}, **x, **kept, **changes})
+
+
+def _batch_key(case: Case) -> Case:
+    return _reset(case, _BATCH_KNOBS)
+
+
+def _stored_format(case: Case) -> dict[str, Any]:
+    """Return the platform's FP8 format as a knob, and a platform that stands for all of its kind."""
+    if not case.is_fp8 or case.kv_cache_dtype == "fp8_e5m2":
+        return {"cache_format": case.cache_format}
+    return {"cache_format": case.cache_format or case.machine.fp8_e4m3}
+
+
+def _cache_key(case: Case) -> Case:
+    keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty")
+    return _reset(case, keep, fill=case.staging.fill, **_stored_format(case))
+
+
+def _reference_key(case: Case) -> Case:
+    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "oracle")
+    return _reset(case, keep, **_stored_format(case))
+
+
+def _prefill_key(case: Case) -> Case:
+    """Return the key of the prefill kernel's rows: neither stage, fill nor buffers reach them."""
+    keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "op", "sliding_window", "sm_scale", "max_query_len")
+    by_heads = case.sm_scale is None and case.release == "0.11.2"
+    reads = case.platform if case.is_fp8 else "cpu"
+    return _reset(
+        case,
+        keep,
+        platform=reads,
+        release=case.release if by_heads else "0.33.0",
+        **_stored_format(case),
+    )
