@@ -1,5 +1,6 @@
 """PagedCache: keys and values in blocks, and who wrote each slot."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from attnlab.formats import ElementFormat, written_format
 from attnlab.lengths import Lengths
 
 NOBODY = -1
+_PATTERN = (1 << 20) + 7  # garbage repeats after so many elements, at no block's or head's edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,6 +156,9 @@ def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     Finite and never small, so that no element is right by luck and none is a NaN that gives it away.
     """
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.empty(shape, dtype=torch.int16).random_(-(2**15), 2**15, generator=generator)
+    size = math.prod(shape)
+    bits = torch.empty(min(size, _PATTERN), dtype=torch.int16)
+    bits.random_(-(2**15), 2**15, generator=generator)
     # IEEE binary16: keep the sign, the fraction and the exponent's last bit; set the rest to 0111x.
-    return (bits & -0x7801 | 0x3800).view(torch.float16)
+    numbers = (bits & -0x7801 | 0x3800).view(torch.float16)
+    return numbers.repeat(-(-size // max(1, len(numbers))))[:size].view(shape)

@@ -1,8 +1,8 @@
 """ErrorMap: where and by how much an output differs from the reference."""
 
+import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -80,6 +80,21 @@ class ErrorMap:
         """Return the largest error of each sequence; NaN where there is one."""
         return [float(rows.max()) for rows in self.token_error.split(list(self.lengths.query_lens))]
 
+    def bands(self, per_row: torch.Tensor, height: int = 16) -> torch.Tensor:
+        """Return ``per_row`` [num_tokens, …] with ``height`` rows for each sequence, long or short.
+
+        A row of the result is the maximum over its share of the sequence's tokens (NaN where there is
+        one), so that a sequence of one token is as tall in a picture as one of a thousand.
+        """
+        bands = []
+        for rows in per_row.split(list(self.lengths.query_lens)):
+            edges = [len(rows) * i // height for i in range(height + 1)]
+            bands += [
+                rows[first : max(last, first + 1)].amax(0)
+                for first, last in itertools.pairwise(edges)
+            ]
+        return torch.stack(bands)
+
     def locate(self, row: int) -> tuple[int, int]:
         """Return (sequence, token of its query) of an output row."""
         return locate(self.lengths, row)
@@ -134,7 +149,7 @@ class ErrorMap:
 
 def locate(lengths: Lengths, row: int) -> tuple[int, int]:
     """Return (sequence, token of its query) of an output row; the way back from a flat index."""
-    starts = [0, *accumulate(lengths.query_lens)]
+    starts = [0, *itertools.accumulate(lengths.query_lens)]
     seq = bisect_right(starts, row) - 1
     return seq, row - starts[seq]
 

@@ -1,6 +1,8 @@
 """Dispatch: which decode kernel vLLM picks, term by term."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from attnlab.case import Case
 from attnlab.platforms import PLATFORMS, Platform
@@ -75,6 +77,10 @@ class Decision:
         return [
             f"not {ROCM_DECODE}: {t.name} is {t.value}, allowed: {t.allowed}" for t in self.refused
         ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as JSON-able values."""
+        return {**dataclasses.asdict(self), "decode": self.decode, "reasons": self.reasons}
 
 
 def decide(case: Case) -> Decision:

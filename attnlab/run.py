@@ -1,5 +1,6 @@
 """Running a Case: from its knobs to a Result, with everything shared that cases have in common."""
 
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,16 @@ from attnlab.kernels import model
 from attnlab.reference import reference
 
 T = TypeVar("T")
+_NUMBERS = (
+    "mismatched",
+    "total",
+    "max_abs_error",
+    "max_index",
+    "first_index",
+    "nan_elements",
+    "atol",
+    "rtol",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +73,37 @@ class Result:
             line += f", first {self.errors.first_index}"
         return line
 
+    def to_dict(self, most_places: int) -> dict[str, Any]:
+        """Return the result as JSON-able values, with the first ``most_places`` places."""
+        places = self.places()
+        numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
+        return {
+            "case": dataclasses.asdict(self.case),
+            "kernel": self.decision.decode or PREFILL,
+            "kernels": list(self.decision.kernels),
+            "origin": self.origin,
+            "reasons": self.decision.reasons,
+            "status": self.status,
+            "error": self.error,
+            **numbers,
+            "places": [self._place(place) for place in places[:most_places]],
+            "places_left_out": max(0, len(places) - most_places),
+            "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "seconds": sum(self.seconds.values()),
+            "seconds_by_step": self.seconds,
+        }
+
+    def _place(self, place: Place) -> dict[str, Any]:
+        """Return a place with the slot of the newest token, where the row takes it from the cache."""
+        fields = dataclasses.asdict(place)
+        if place.query_len == 1 and self.decision.decode is not None:
+            position = self.case.lengths.seq_lens[place.seq] - 1
+            block, offset = self.cache.provenance.slot(place.seq, position)
+            written = int(self.cache.provenance.pos[block, offset]) == position
+            newest = {"position": position, "block": block, "offset": offset, "written": written}
+            fields["newest_slot"] = newest
+        return fields
+
 
 @dataclass(slots=True)
 class Lab:
@@ -70,9 +112,12 @@ class Lab:
     A stage of the test, a platform or a buffer's contents changes neither the batch nor the reference,
     so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
     that reaches them differs; the tests run it both ways and compare the bits.
+
+    ``on_step`` is called with the name of each step of a run before it begins.
     """
 
     keep: int = 2
+    on_step: Callable[[str], None] | None = None
     _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
 
     def batch(self, case: Case) -> Batch:
@@ -107,15 +152,15 @@ class Lab:
             )
             if key in self._stores.get(kind, {})
         ]
-        with _timed(seconds, "batch"):
+        with self._step(seconds, "batch"):
             self.batch(case)
-        with _timed(seconds, "cache"):
+        with self._step(seconds, "cache"):
             cache = self.cache(case)
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
         error = None
-        with _timed(seconds, "kernels"):
+        with self._step(seconds, "kernels"):
             try:
                 if self._run_kernels(case, call, setting, decision):
                     shared.append("prefill rows")
@@ -123,9 +168,9 @@ class Lab:
                 error = str(rejection)
         errors = None
         if error is None:
-            with _timed(seconds, "reference"):
+            with self._step(seconds, "reference"):
                 expected = self.reference(case)
-            with _timed(seconds, "compare"):
+            with self._step(seconds, "compare"):
                 errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
         wrong = errors is not None and errors.mismatched > 0
         return Result(
@@ -161,6 +206,17 @@ class Lab:
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
         return was_there
 
+    @contextmanager
+    def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
+        """Announce a step and record its time, also where it raises."""
+        if self.on_step is not None:
+            self.on_step(step)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[step] = time.perf_counter() - start
+
     def _shared(self, kind: str, key: Case, make: Callable[[], T]) -> tuple[T, bool]:
         """Return what ``make`` makes, kept under ``key``, and whether it was there already."""
         store = self._stores.setdefault(kind, OrderedDict())
@@ -171,15 +227,6 @@ class Lab:
             store.popitem(last=False)
         store[key] = make()
         return store[key], False
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[step] = time.perf_counter() - start
 
 
 # Which knobs reach which product. What is not named is reset to its default, so that two Cases that

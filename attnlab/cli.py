@@ -1,0 +1,295 @@
+"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate`` and ``bench``.
+
+Exit codes: 0 where everything matches, 1 where something does not, 2 for bad input, which is told in
+one line. With ``--json`` one document goes to standard output and nothing else; progress is shown on
+standard error, and only to a person.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from attnlab import __version__
+from attnlab.case import KNOBS, Case, kind_of
+from attnlab.errors import AttnLabError, InvalidCase
+from attnlab.knobs import Flag, Maybe
+
+_ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
+_PLACES_SHOWN = 200
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong command line in one line, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.command(args)
+    except AttnLabError as error:
+        print(f"attnlab: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("attnlab: interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="attnlab",
+        description="Find out why a paged-attention kernel, or the test of one, is wrong.",
+        epilog="Exit codes: 0 all matches, 1 something does not, 2 bad input.",
+    )
+    parser.add_argument("--version", action="version", version=f"attnlab {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", _run, "run one case: dispatch, breaches, comparison, places")
+    _add_case_flags(run)
+    run.add_argument("--stages", action="store_true", help="run every stage and print a table")
+    run.add_argument(
+        "--platforms",
+        metavar="A,B",
+        default="gfx942,sm_90",
+        help="the columns of --stages (gfx942,sm_90)",
+    )
+    run.add_argument(
+        "--save-call",
+        type=Path,
+        metavar="FILE",
+        help="write the call, with the output that the kernels left, to a safetensors file",
+    )
+
+    explain = _command(
+        commands, "explain", _explain, "say which kernel runs, and why not the other"
+    )
+    _add_case_flags(explain)
+
+    decode = _command(
+        commands,
+        "decode-error",
+        _decode_error,
+        "read an assertion's text: which sequence, token and kernel",
+    )
+    decode.add_argument(
+        "file", nargs="?", default="-", help="the text; - is standard input (default)"
+    )
+    _add_case_flags(decode)
+
+    investigate = _command(
+        commands, "investigate", _investigate, "run the notebooks headless and write reports/"
+    )
+    investigate.add_argument(
+        "notebooks", nargs="*", metavar="NAME", help="number or name of a notebook; default: all"
+    )
+    investigate.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter for the notebooks that have it",
+    )
+    investigate.add_argument("--reports", type=Path, default=Path("reports"), metavar="FOLDER")
+    investigate.add_argument(
+        "--notebooks-folder", type=Path, metavar="FOLDER", help="where they are"
+    )
+    investigate.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="the most that a cell may take",
+    )
+    investigate.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time")
+
+    _command(commands, "bench", _bench, "measure speed and memory on this machine")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + "."
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON document")
+    command.set_defaults(command=function)
+    return command
+
+
+def _add_case_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every knob of a Case, grouped, and the two ways to start from a whole one."""
+    base = parser.add_argument_group("the case to start from; the flags below change it")
+    base.add_argument(
+        "--test-id", metavar="ID", help="a pytest id of vLLM's test_prefix_prefill.py"
+    )
+    base.add_argument(
+        "--case", type=Path, metavar="FILE", help="a Case as JSON; - is standard input"
+    )
+    groups: dict[str, Any] = {}
+    for name, field in KNOBS.items():
+        title = field.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        kind = kind_of(name)
+        inner = kind.kind if isinstance(kind, Maybe) else kind
+        optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
+        groups[title].add_argument(
+            "--" + name.replace("_", "-"),
+            dest="knob_" + name,
+            metavar="VALUE",
+            help=f"{field.metadata['help']}; {kind.allowed} (default: {field.default})".replace(
+                "%", "%%"
+            ),
+            **optional,
+        )
+
+
+def _case(args: argparse.Namespace) -> Case:
+    """Return the Case that the flags give; raise InvalidCase."""
+    if args.test_id and args.case:
+        raise InvalidCase("test-id and case must not both be given")
+    case = Case()
+    if args.test_id:
+        case = Case.from_test_id(args.test_id)
+    elif args.case:
+        case = Case.from_json(_read(str(args.case)))
+    flags = {name: getattr(args, "knob_" + name) for name in KNOBS}
+    changes = {
+        name: kind_of(name).parse(name, text) for name, text in flags.items() if text is not None
+    }
+    return case.replace(**changes)
+
+
+def _read(file: str) -> str:
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidCase(f"{file} must be a readable text file: {error}") from error
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[..., None]]:
+    """Show a step, or a bar with (done, total), on standard error while a person watches."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=_ERRORS, transient=True, disable=not _ERRORS.is_terminal
+    ) as bar:
+        task = bar.add_task(text, total=None)
+
+        def show(
+            step: str | None = None, done: int | None = None, total: int | None = None
+        ) -> None:
+            bar.update(task, description=step or text, completed=done, total=total)
+
+        yield show
+
+
+def _run(args: argparse.Namespace) -> int:
+    case = _case(args)
+    return _run_stages(args, case) if args.stages else _run_case(args, case)
+
+
+def _run_case(args: argparse.Namespace, case: Case) -> int:
+    from attnlab.run import Lab
+    from attnlab.terminal import show_result
+
+    with _progress("running") as show:
+        result = Lab(on_step=show).run(case)
+    if args.save_call is not None:
+        try:
+            result.call.save(args.save_call)
+        except OSError as error:
+            raise InvalidCase(f"save-call must be a file that can be written: {error}") from error
+    if args.json:
+        _print_json(result.to_dict(_PLACES_SHOWN))
+    else:
+        show_result(_console(), result)
+    return 0 if result.status == "match" else 1
+
+
+def _run_stages(args: argparse.Namespace, case: Case) -> int:
+    from attnlab.run import Lab
+    from attnlab.stage_table import stage_table, to_json
+    from attnlab.terminal import show_stages
+
+    platforms = args.platforms.split(",")
+    for platform in platforms:
+        kind_of("platform").check("platforms", platform)
+    with _progress("table of stages") as show:
+        lab = Lab(on_step=show)
+        cells = stage_table(
+            lab, case, platforms, on_cell=lambda n, total: show(done=n, total=total)
+        )
+    if args.json:
+        _print_json(to_json(case, cells))
+    else:
+        show_stages(_console(), case, cells)
+    return 0 if all(cell.status == "match" for cell in cells) else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from attnlab.dispatch import decide
+    from attnlab.terminal import show_decision
+
+    decision = decide(_case(args))
+    if args.json:
+        _print_json(decision.to_dict())
+    else:
+        show_decision(_console(), decision)
+    return 0
+
+
+def _decode_error(args: argparse.Namespace) -> int:
+    from attnlab.decode_error import decode_error
+    from attnlab.terminal import show_decoded
+
+    decoded = decode_error(_read(args.file), _case(args))
+    if args.json:
+        _print_json(decoded.to_dict())
+    else:
+        show_decoded(_console(), decoded)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from attnlab.bench import bench
+    from attnlab.terminal import show_bench
+
+    with _progress("measuring") as show:
+        figures = bench(on_step=show)
+    if args.json:
+        _print_json(figures)
+    else:
+        show_bench(_console(), figures)
+    return 0
+
+
+def _investigate(args: argparse.Namespace) -> int:
+    raise NotImplementedError

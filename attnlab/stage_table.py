@@ -1,0 +1,97 @@
+"""The table of stages: one Case in every state that the test went through, on several platforms."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.case import Case
+from attnlab.run import Lab
+from attnlab.stages import STAGES
+
+PLATFORMS_SHOWN = ("gfx942", "sm_90")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One Case of the table and what came of it; no tensors.
+
+    ``decode_error`` and ``prefill_error`` are the largest absolute errors over the rows of sequences
+    with one new token and with more; None where there is no such row or the call was rejected.
+    """
+
+    stage: str
+    platform: str
+    status: str
+    verdict: str
+    mismatched: int | None
+    total: int | None
+    first_index: tuple[int, int, int] | None
+    decode_kernel: str | None
+    decode_error: float | None
+    prefill_error: float | None
+
+
+def stage_table(
+    lab: Lab,
+    case: Case,
+    platforms: Sequence[str] = PLATFORMS_SHOWN,
+    stages: Sequence[str] = tuple(STAGES),
+    on_cell: Callable[[int, int], None] | None = None,
+) -> list[Cell]:
+    """Run the Case in each stage on each platform, stage by stage.
+
+    ``on_cell`` is called with (cells done, cells in all) before each cell. The Lab builds once what
+    the cells share.
+    """
+    plan = [(stage, platform) for stage in stages for platform in platforms]
+    cells = []
+    for done, (stage, platform) in enumerate(plan):
+        if on_cell is not None:
+            on_cell(done, len(plan))
+        cells.append(_cell(lab, case.replace(stage=stage, platform=platform)))
+    return cells
+
+
+def _cell(lab: Lab, case: Case) -> Cell:
+    result = lab.run(case)
+    errors = result.errors
+    return Cell(
+        stage=case.stage,
+        platform=case.platform,
+        status=result.status,
+        verdict=result.verdict,
+        mismatched=None if errors is None else errors.mismatched,
+        total=None if errors is None else errors.total,
+        first_index=None if errors is None else errors.first_index,
+        decode_kernel=result.decision.decode,
+        decode_error=None if errors is None else _largest(errors.seq_error(), case, decode=True),
+        prefill_error=None if errors is None else _largest(errors.seq_error(), case, decode=False),
+    )
+
+
+def _largest(seq_error: list[float], case: Case, decode: bool) -> float | None:
+    """Return the largest error of the decode, or of the other, sequences; NaN is the largest."""
+    own = [
+        error
+        for error, query_len in zip(seq_error, case.lengths.query_lens, strict=True)
+        if (query_len == 1) == decode
+    ]
+    return max(own, key=lambda error: (error != error, error), default=None)
+
+
+def by_cell(cells: Sequence[Cell]) -> dict[tuple[str, str], Cell]:
+    """Return the cells by (stage, platform)."""
+    return {(cell.stage, cell.platform): cell for cell in cells}
+
+
+def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the table as JSON-able values; NaN is None."""
+    rows = [
+        {
+            name: None if value != value else value
+            for name in Cell.__dataclass_fields__
+            for value in [getattr(cell, name)]
+        }
+        for cell in cells
+    ]
+    return {"case": case.changes(), "origin": case.origin, "cells": rows}
