@@ -88,7 +88,10 @@ class KernelCall:
         return self.query_start_loc.long().diff()
 
     def save(self, path: Path) -> None:
-        """Write the call to a safetensors file: tensors as they are, the rest as metadata."""
+        """Write the call to a safetensors file: tensors as they are, the rest as metadata.
+
+        Raises InvalidCall where the file cannot be written.
+        """
         tensors, scalars = {}, {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -96,7 +99,10 @@ class KernelCall:
                 tensors[field.name] = value.contiguous()
             elif value is not None:
                 scalars[field.name] = value
-        save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
+        try:
+            save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
+        except (OSError, SafetensorError) as error:
+            raise InvalidCall(f"{path} must be a file that can be written: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":

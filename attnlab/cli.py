@@ -118,7 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     investigate.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time")
 
-    _command(commands, "bench", _bench, "measure speed and memory on this machine")
+    _command(
+        commands,
+        "bench",
+        _bench,
+        "measure speed and memory on this machine, each figure beside its yardstick",
+    )
     return parser
 
 
@@ -220,13 +225,12 @@ def _run_case(args: argparse.Namespace, case: Case) -> int:
     from attnlab.run import Lab
     from attnlab.terminal import show_result
 
+    if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
+        raise InvalidCase(f"save-call must be in a folder that exists, got {args.save_call}")
     with _progress("running") as show:
         result = Lab(on_step=show).run(case)
     if args.save_call is not None:
-        try:
-            result.call.save(args.save_call)
-        except OSError as error:
-            raise InvalidCase(f"save-call must be a file that can be written: {error}") from error
+        result.call.save(args.save_call)
     if args.json:
         _print_json(result.to_dict(_PLACES_SHOWN))
     else:

@@ -1,7 +1,6 @@
 """ErrorMap: where and by how much an output differs from the reference."""
 
 import itertools
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +94,11 @@ class ErrorMap:
             ]
         return torch.stack(bands)
 
-    def locate(self, row: int) -> tuple[int, int]:
-        """Return (sequence, token of its query) of an output row."""
-        return locate(self.lengths, row)
-
     def places(self) -> list[Place]:
         """Return every row with a mismatch, in order."""
         found = []
         for row in torch.nonzero(self.mismatches.sum(1)).flatten().tolist():
-            seq, token = self.locate(row)
+            seq, token = self.lengths.locate(row)
             heads = torch.nonzero(self.mismatches[row]).flatten().tolist()
             found.append(
                 Place(
@@ -145,13 +140,6 @@ class ErrorMap:
             "atol": self.atol,
             "rtol": self.rtol,
         }
-
-
-def locate(lengths: Lengths, row: int) -> tuple[int, int]:
-    """Return (sequence, token of its query) of an output row; the way back from a flat index."""
-    starts = [0, *itertools.accumulate(lengths.query_lens)]
-    seq = bisect_right(starts, row) - 1
-    return seq, row - starts[seq]
 
 
 def compare(

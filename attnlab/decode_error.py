@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case import Case
-from attnlab.compare import locate
 from attnlab.dispatch import PREFILL, decide
 from attnlab.errors import InvalidCase
 
@@ -96,7 +95,7 @@ def decode_error(text: str, case: Case) -> DecodedError:
         )
     if row >= shape[0] or head >= shape[1] or element >= shape[2]:
         raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")
-    seq, token = locate(case.lengths, row)
+    seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
     decode = decide(case).decode
     from_cache = query_len == 1 and decode is not None

@@ -1,8 +1,10 @@
 """Lengths of the sequences of a batch, drawn as vLLM's test draws them."""
 
 import random
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,12 @@ class Lengths:
     def seq_lens(self) -> tuple[int, ...]:
         """Return ctx_len + query_len of each sequence."""
         return tuple(c + q for c, q in zip(self.ctx_lens, self.query_lens, strict=True))
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Return (sequence, token of its query) of an output row: the way back from a flat index."""
+        starts = [0, *accumulate(self.query_lens)]
+        seq = bisect_right(starts, row) - 1
+        return seq, row - starts[seq]
 
     @property
     def num_tokens(self) -> int:

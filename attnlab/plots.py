@@ -259,9 +259,7 @@ def plot_sizes(
     return ax
 
 
-def plot_formats(
-    meaning: Mapping[str, Any], *, title: str = "", ax: Axes | None = None
-) -> Axes:
+def plot_formats(meaning: Mapping[str, Any], *, title: str = "", ax: Axes | None = None) -> Axes:
     """Draw what each byte means in each format, the positive ones: [256] numbers a name."""
     ax = ax or plt.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
     for (name, values), style in zip(meaning.items(), ("-", "--", ":"), strict=False):

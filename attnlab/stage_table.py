@@ -79,11 +79,6 @@ def _largest(seq_error: list[float], case: Case, decode: bool) -> float | None:
     return max(own, key=lambda error: (error != error, error), default=None)
 
 
-def by_cell(cells: Sequence[Cell]) -> dict[tuple[str, str], Cell]:
-    """Return the cells by (stage, platform)."""
-    return {(cell.stage, cell.platform): cell for cell in cells}
-
-
 def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
     """Return the table as JSON-able values; NaN is None."""
     rows = [

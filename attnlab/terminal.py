@@ -1,25 +1,27 @@
 """What the commands print for a person: tables and lines in the terminal."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from attnlab.breaches import Breach
 from attnlab.case import Case
-from attnlab.compare import Place
 from attnlab.decode_error import DecodedError
 from attnlab.dispatch import Decision
-from attnlab.run import Result
-from attnlab.stage_table import Cell, by_cell
+
+if TYPE_CHECKING:  # these need torch, which the light commands do without
+    from attnlab.breaches import Breach
+    from attnlab.compare import Place
+    from attnlab.run import Result
+    from attnlab.stage_table import Cell
 
 _COLOUR = {"match": "green", "mismatch": "red", "rejected": "magenta"}
 _EFFECT = {"rejected": "magenta", "silent": "red", "harmless": "dim"}
 
 
-def show_result(console: Console, result: Result) -> None:
+def show_result(console: Console, result: "Result") -> None:
     """Print a Result: what ran and why, the breaches, what came of it and where it went wrong."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
@@ -59,14 +61,14 @@ def _sizes(case: Case) -> str:
     )
 
 
-def breach_lines(breaches: Sequence[Breach]) -> str:
+def breach_lines(breaches: Sequence["Breach"]) -> str:
     """Return a line of markup for each breach."""
     if not breaches:
         return "[green]none[/]"
     return "\n".join(f"[{_EFFECT[b.effect]}]{b.effect}[/]  {escape(b.text)}" for b in breaches)
 
 
-def place_lines(places: Sequence[Place], most: int = 8) -> list[str]:
+def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
     """Return a line for each place, the first ``most``."""
     lines = [
         f"sequence {p.seq}, token {p.token} of {p.query_len} (row {p.row}), "
@@ -87,7 +89,7 @@ def head_range(heads: Sequence[int]) -> str:
     return "heads " + ", ".join(map(str, heads))
 
 
-def show_stages(console: Console, case: Case, cells: Sequence[Cell]) -> None:
+def show_stages(console: Console, case: Case, cells: Sequence["Cell"]) -> None:
     """Print the table of stages."""
     title = f"{case.op}, vLLM {case.release}, origin {case.origin}: {_sizes(case)}"
     caption = "under each count: the largest error of rows in decode and in prefill sequences"
@@ -96,13 +98,13 @@ def show_stages(console: Console, case: Case, cells: Sequence[Cell]) -> None:
     platforms = list(dict.fromkeys(cell.platform for cell in cells))
     for platform in platforms:
         table.add_column(platform, overflow="fold")
-    cell_at = by_cell(cells)
+    cell_at = {(cell.stage, cell.platform): cell for cell in cells}
     for stage in dict.fromkeys(cell.stage for cell in cells):
         table.add_row(stage, *(_cell_text(cell_at[stage, platform]) for platform in platforms))
     console.print(table)
 
 
-def _cell_text(cell: Cell) -> str:
+def _cell_text(cell: "Cell") -> str:
     sizes = [
         f"{name} {error:.1e}"
         for name, error in (("decode", cell.decode_error), ("prefill", cell.prefill_error))
