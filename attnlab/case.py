@@ -359,14 +359,14 @@ def _check_cache(case: Case) -> None:
 def _check_block_table(case: Case, rows: tuple[tuple[int, ...], ...], num_seqs: int) -> None:
     if len(rows) != num_seqs:
         refuse("block_table", f"one row a sequence ({num_seqs})", rows)
-    owner: dict[int, int] = {}
+    owner: dict[int, tuple[int, int]] = {}
     for i, (row, seq_len) in enumerate(zip(rows, case.lengths.seq_lens, strict=True)):
         for j, block in enumerate(row):
             if block >= case.total_blocks:
                 refuse(f"block_table[{i}][{j}]", f"below num_blocks ({case.total_blocks})", block)
-            if j * case.block_size < seq_len and owner.setdefault(block, i) != i:
+            if j * case.block_size < seq_len and owner.setdefault(block, (i, j)) != (i, j):
                 refuse(
                     f"block_table[{i}][{j}]",
-                    f"a block that sequence {owner[block]} does not use",
+                    "a block of its own, not that of block_table[{}][{}]".format(*owner[block]),
                     block,
                 )
