@@ -272,8 +272,10 @@ class Case:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Case":
         """Return the Case of a mapping; raise InvalidCase for a name that is no field."""
-        if unknown := sorted(set(fields) - set(KNOBS)):
-            raise InvalidCase(f"{unknown[0]} is not a field of a Case; it has {', '.join(KNOBS)}")
+        for name in fields:
+            if name not in KNOBS:
+                shown = " ".join(str(name).split())
+                raise InvalidCase(f"{shown} is not a field of a Case; it has {', '.join(KNOBS)}")
         return cls(**fields)
 
     @classmethod
@@ -281,7 +283,7 @@ class Case:
         """Return the Case of a JSON object; fields that it leaves out keep their defaults."""
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidCase(f"case must be a JSON object: {error}") from error
         if not isinstance(fields, dict):
             refuse("case", "a JSON object", fields)
