@@ -272,8 +272,10 @@ class Case:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Case":
         """Return the Case of a mapping; raise InvalidCase for a name that is no field."""
-        if unknown := sorted(set(fields) - set(KNOBS)):
-            raise InvalidCase(f"{unknown[0]} is not a field of a Case; it has {', '.join(KNOBS)}")
+        for name in fields:
+            if name not in KNOBS:
+                shown = " ".join(str(name).split())
+                raise InvalidCase(f"{shown} is not a field of a Case; it has {', '.join(KNOBS)}")
         return cls(**fields)
 
     @classmethod
@@ -281,7 +283,7 @@ class Case:
         """Return the Case of a JSON object; fields that it leaves out keep their defaults."""
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidCase(f"case must be a JSON object: {error}") from error
         if not isinstance(fields, dict):
             refuse("case", "a JSON object", fields)
@@ -359,14 +361,14 @@ def _check_cache(case: Case) -> None:
 def _check_block_table(case: Case, rows: tuple[tuple[int, ...], ...], num_seqs: int) -> None:
     if len(rows) != num_seqs:
         refuse("block_table", f"one row a sequence ({num_seqs})", rows)
-    owner: dict[int, int] = {}
+    owner: dict[int, tuple[int, int]] = {}
     for i, (row, seq_len) in enumerate(zip(rows, case.lengths.seq_lens, strict=True)):
         for j, block in enumerate(row):
             if block >= case.total_blocks:
                 refuse(f"block_table[{i}][{j}]", f"below num_blocks ({case.total_blocks})", block)
-            if j * case.block_size < seq_len and owner.setdefault(block, i) != i:
+            if j * case.block_size < seq_len and owner.setdefault(block, (i, j)) != (i, j):
                 refuse(
                     f"block_table[{i}][{j}]",
-                    f"a block that sequence {owner[block]} does not use",
+                    "a block of its own, not that of block_table[{}][{}]".format(*owner[block]),
                     block,
                 )

@@ -89,9 +89,8 @@ def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Ten
 def _write_value_blocks(value: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
     """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to the value cache's ``blocks``."""
     block_size = tokens.shape[1]
-    wide = (
-        _widened(tokens).permute(0, 2, 3, 1).contiguous()
-    )  # [n, heads, wide elements, block_size]
+    # [n, heads, wide elements, block_size]; contiguous() would leave a last dimension of 1 its stride
+    wide = _widened(tokens).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
     narrow = wide.view(tokens.dtype).unflatten(3, (block_size, -1))
     turned = narrow.transpose(3, 4).contiguous()  # [n, heads, wide elements, in one, block_size]
     _widened(value.flatten(1))[blocks] = _widened(turned.flatten(1))

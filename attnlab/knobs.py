@@ -16,8 +16,12 @@ from attnlab.errors import InvalidCase
 
 
 def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raise InvalidCase: "name must be ``allowed``, got ``value``"."""
-    raise InvalidCase(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+    """Raise InvalidCase: "name must be ``allowed``, got ``value``", in one line."""
+    try:
+        shown = " ".join(reprlib.repr(value).split())
+    except ValueError:  # an integer of more digits than Python will write
+        shown = "a very large integer"
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}")
 
 
 class Kind(Protocol):
@@ -93,9 +97,13 @@ class Number:
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(name, self.allowed, value)
-        if not math.isfinite(value) or value < 0 or (value == 0 and not self.zero):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond the largest float
             refuse(name, self.allowed, value)
-        return float(value)
+        if not math.isfinite(number) or number < 0 or (number == 0 and not self.zero):
+            refuse(name, self.allowed, value)
+        return number
 
     def parse(self, name: str, text: str) -> float:
         try:

@@ -86,7 +86,7 @@ def attend(
         heads = slice(first * group, (first + heads_at_once) * group)
         queries = query[:, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         tiles = _Tiles(
-            query=queries.to(output.dtype, memory_format=torch.contiguous_format).mul_(scale),
+            query=_contiguous(queries, output.dtype) * scale,
             key=_by_head(key[:, kv], output.dtype),
             value=_by_head(value[:, kv], output.dtype),
             slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
@@ -99,7 +99,16 @@ def attend(
 
 def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return [tokens, heads, head_size] as [heads, tokens, head_size] in ``dtype``, contiguous."""
-    return tokens.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    return _contiguous(tokens.transpose(0, 1), dtype)
+
+
+def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tensor`` in ``dtype``, contiguous; itself where it is both, so never to be changed.
+
+    ``Tensor.to`` alone hands a permuted tensor of the same dtype back as it is, whatever memory format
+    it is asked for.
+    """
+    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -64,7 +64,7 @@ def fields_of(test_id: str) -> dict[str, Any]:
 
 
 def _integer(name: str, word: str, test_id: str) -> int:
-    if not word.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,9}", word):
         raise InvalidCase(f"{name} must be an integer, got {word!r} in test_id {test_id!r}")
     return int(word)
 
