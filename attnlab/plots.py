@@ -247,15 +247,16 @@ def plot_sizes(
         least, most = max(least, 1e-9), max(most, 1e-9)
         holds = least <= observed <= most
         colour = _STATUS["match" if holds else "mismatch"]
+        marker = "D" if least == most else "|"
         ax.plot([least, most], [y, y], color=colour, linewidth=7, solid_capstyle="butt")
-        ax.plot([least, most], [y, y], "|", color=colour, markersize=14)
+        ax.plot([least, most], [y, y], marker, color=colour, markersize=9)
     ax.axvline(observed, color="black", label=f"observed {observed:.4g}")
     ax.axvline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
     ax.set_xscale("log")
     ax.set_yticks(range(len(sizes)), list(sizes))
     ax.set_ylim(len(sizes) - 0.5, -0.5)
     ax.set(xlabel="largest absolute error", title=title)
-    ax.legend(fontsize="small", loc="lower center")
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return ax
 
 

@@ -63,6 +63,16 @@ class Result:
         """Return the rows with mismatches; none where the call was rejected."""
         return [] if self.errors is None else self.errors.places()
 
+    def unwritten_rows(self) -> torch.Tensor:
+        """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
+        setting, written = (
+            Setting.of(self.case),
+            torch.zeros(len(self.call.query), dtype=torch.bool),
+        )
+        for name in self.decision.kernels:
+            written |= written_rows(contract(name, setting, self.call.op), self.call)
+        return ~written
+
     @property
     def verdict(self) -> str:
         """Return one line that says what came of it."""
