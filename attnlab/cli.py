@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from attnlab import __version__
 from attnlab.case import KNOBS, Case, kind_of
 from attnlab.errors import AttnLabError, InvalidCase
-from attnlab.knobs import Flag, Maybe
+from attnlab.knobs import Flag, Int, Maybe, Number
 
 _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _PLACES_SHOWN = 200
@@ -105,7 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a parameter for the notebooks that have it",
     )
-    investigate.add_argument("--reports", type=Path, default=Path("reports"), metavar="FOLDER")
+    investigate.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="FOLDER",
+        help="where the results go (reports)",
+    )
     investigate.add_argument(
         "--notebooks-folder", type=Path, metavar="FOLDER", help="where they are"
     )
@@ -296,4 +302,37 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _investigate(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from attnlab.investigate import find_notebooks, investigate
+    from attnlab.terminal import show_outcomes
+
+    paths = find_notebooks(args.notebooks, args.notebooks_folder)
+    parameters = _parameters(args.parameter)
+    with _progress("investigating") as show:
+        outcomes = investigate(
+            paths,
+            parameters=parameters,
+            reports=args.reports,
+            timeout_s=Number().check("timeout", args.timeout),
+            on_progress=lambda name, cell, total: show(name, cell, total),
+            jobs=Int(1, 64).check("jobs", args.jobs),
+        )
+    if args.json:
+        print((args.reports / "verdicts.json").read_text())
+    else:
+        show_outcomes(_console(), outcomes, args.reports)
+    return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
+
+
+def _parameters(words: Sequence[str]) -> dict[str, Any]:
+    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one."""
+    parameters = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise InvalidCase(f"parameter must be NAME=VALUE, got {word!r}")
+        if name in KNOBS:
+            kind = kind_of(name)
+            parameters[name] = kind.check(name, kind.parse(name, text))
+        else:
+            parameters[name] = text
+    return parameters

@@ -1,6 +1,7 @@
 """What the commands print for a person: tables and lines in the terminal."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -14,6 +15,7 @@ from attnlab.dispatch import Decision
 if TYPE_CHECKING:  # these need torch, which the light commands do without
     from attnlab.breaches import Breach
     from attnlab.compare import Place
+    from attnlab.outcome import Outcome
     from attnlab.run import Result
     from attnlab.stage_table import Cell
 
@@ -168,3 +170,33 @@ def show_bench(console: Console, figures: dict[str, Any]) -> None:
     table.add_row("table of stages", f"{figures['stage_table']['seconds']:.1f}", "", "")
     console.print(table)
     console.print(f"peak memory {figures['peak_memory_gib']:.2f} GiB")
+
+
+def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path) -> None:
+    """Print how each notebook ended, with its verdicts, and where the reports are."""
+    table = Table(show_lines=True)
+    for name in ("notebook", "status", "verdict", "expected", "found"):
+        table.add_column(name, overflow="fold")
+    for outcome in outcomes:
+        colour = "green" if outcome.status == "passed" else "red"
+        status = f"[{colour}]{outcome.status}[/]\n[dim]{outcome.seconds:.0f} s[/]"
+        rows = [
+            (
+                ("" if verdict.ok else "[red]") + escape(verdict.name),
+                escape(str(verdict.expected)),
+                escape(str(verdict.found)),
+            )
+            for verdict in outcome.verdicts
+        ]
+        if outcome.message:
+            rows.append((f"[red]{escape(outcome.message)}", "", ""))
+        columns = ["\n".join(column) for column in zip(*rows, strict=True)] or ["", "", ""]
+        table.add_row(escape(f"{outcome.name}\n{outcome.title}"), status, *columns)
+    console.print(table)
+    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
+    right = sum(verdict.ok for verdict in verdicts)
+    passed = sum(outcome.status == "passed" for outcome in outcomes)
+    console.print(
+        f"{passed} of {len(outcomes)} notebooks passed, {right} of {len(verdicts)} verdicts as expected"
+    )
+    console.print(f"reports: {reports / 'index.html'}")
