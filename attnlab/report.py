@@ -1,0 +1,198 @@
+"""Write what an investigation found for people: HTML pages that load nothing from anywhere."""
+
+import logging
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from attnlab.notebook import PROVENANCE_MIME, VERDICT_MIME, Verdict, as_text, versions
+from attnlab.outcome import Outcome, one_line, write_text
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+# Richest first; what needs JavaScript is not in the list and is left out of a report.
+_SHOWN = [
+    "text/html",
+    "image/svg+xml",
+    "image/png",
+    "image/jpeg",
+    "text/markdown",
+    "text/latex",
+    "text/plain",
+]
+_LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "meta"]
+_LOADING = ["src", "srcset", "poster", "data", "background", "xlink:href"]
+_CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
+
+
+def write_post_mortem(executed: Path, html: Path, *, command: str, failure: str = "") -> None:
+    """Write an executed notebook as one HTML file that loads nothing from anywhere.
+
+    `command` is what a reader types to make the report again; `failure` says what went wrong
+    where the notebook's own outputs cannot, as when its kernel died.
+    """
+    import nbformat
+
+    notebook = nbformat.read(executed, as_version=4)
+    papermill = notebook.metadata.get("papermill", {})
+    folder = Path(papermill.get("input_path") or executed).parent
+    page = _render(
+        "post_mortem.html.j2",
+        title=read_title(notebook) or executed.stem,
+        body=_self_contained(_body(notebook, folder)),
+        failure=failure or _last_error(notebook),
+        verdicts=read_verdicts(notebook),
+        provenance=_read_mime(notebook, PROVENANCE_MIME)[-1:],
+        command=command,
+        date=_date(papermill.get("start_time")),
+    )
+    write_text(html, page)
+
+
+def write_index(outcomes: Sequence[Outcome], path: Path, *, total: int) -> None:
+    """Write the page that leads to the reports; `total` is how many notebooks were asked for."""
+    page = _render(
+        "overview.html.j2",
+        title="attnlab: verdicts",
+        outcomes=outcomes,
+        total=total,
+        folder=path.parent,
+        versions=versions(),
+        date=_date(None),
+    )
+    write_text(path, page)
+
+
+def read_title(notebook: Any) -> str:
+    """Return the text of the notebook's first H1, or an empty string."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"(?m)^# +(.+)$", cell.source)):
+            return re.sub(r"[`*]", "", found[1]).strip()
+    return ""
+
+
+def read_verdicts(notebook: Any) -> list[Verdict]:
+    """Return the verdicts that an executed notebook shows, each name once."""
+    verdicts = [Verdict.from_json(data) for data in _read_mime(notebook, VERDICT_MIME)]
+    return list({verdict.name: verdict for verdict in verdicts}.values())
+
+
+def _outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def _read_mime(notebook: Any, mime: str) -> list[Any]:
+    datas = (output.get("data", {}) for output in _outputs(notebook))
+    return [data[mime] for data in datas if mime in data]
+
+
+def _last_error(notebook: Any) -> str:
+    """Return the exception that ended the notebook as one line, or an empty string."""
+    errors = [output for output in _outputs(notebook) if output.output_type == "error"]
+    return f"{errors[-1].ename}: {one_line(errors[-1].evalue)}" if errors else ""
+
+
+def _date(iso: str | None) -> str:
+    moment = datetime.fromisoformat(iso).astimezone(UTC) if iso else datetime.now(UTC)
+    return moment.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _body(notebook: Any, folder: Path) -> str:
+    """Render the cells with nbconvert; pictures that markdown names are looked for in `folder`."""
+    from nbconvert import HTMLExporter
+    from traitlets.config import Config
+
+    exporter = HTMLExporter(
+        template_name="classic",
+        template_file="notebook.html.j2",
+        extra_template_paths=[str(_TEMPLATES)],
+        embed_images=True,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        filters={"hint": _hint},
+        config=Config({"NbConvertBase": {"display_data_priority": _SHOWN}}),
+        log=logging.Logger("nbconvert", logging.CRITICAL),
+    )
+    body, _ = exporter.from_notebook_node(_prepared(notebook), {"metadata": {"path": str(folder)}})
+    return str(body)
+
+
+def _prepared(notebook: Any) -> Any:
+    """Return what a report shows of a notebook.
+
+    papermill's own error markers go, since the report has a better one; so does the provenance,
+    which is in the footer; and a widget gives way to what else its output has.
+    """
+    marker = "papermill-error-cell-tag"
+    shown = deepcopy(notebook)
+    shown.cells = [cell for cell in shown.cells if marker not in cell.metadata.get("tags", [])]
+    for cell in shown.cells:
+        if "outputs" in cell:
+            cell.outputs = [
+                out for out in cell.outputs if PROVENANCE_MIME not in out.get("data", {})
+            ]
+    for data in (output.data for output in _outputs(shown) if "data" in output):
+        is_widget = data.pop(_WIDGET_MIME, None) is not None
+        if is_widget and not set(data) & set(_SHOWN) - {"text/plain"}:
+            data["text/html"] = '<p class="note">(interactive in JupyterLab)</p>'
+    return shown
+
+
+def _hint(source: str) -> str:
+    """Return the first line of a cell, for the summary that the cell is folded under."""
+    return next((line for line in source.splitlines() if line.strip()), "")
+
+
+def _self_contained(body: str) -> str:
+    """Take out of HTML whatever would load something or run a script."""
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(body, "html.parser")
+    for tag in soup.find_all(_LOADERS):
+        tag.decompose()
+    for tag in soup.find_all(True):
+        for name in [name for name in tag.attrs if _is_loading(tag.name, name, str(tag[name]))]:
+            del tag[name]
+        if tag.name == "img" and not tag.has_attr("src"):
+            tag.replace_with(f"({tag.get('alt') or 'picture'}: not embedded)")
+        elif "style" in tag.attrs:
+            tag["style"] = _CSS_LOAD.sub("none", str(tag["style"]))
+        elif tag.name == "style":
+            tag.string = _CSS_LOAD.sub("", tag.get_text())
+    return str(soup)
+
+
+def _is_loading(tag: str, attribute: str, value: str) -> bool:
+    """Say whether an attribute fetches something or runs a script; a plain link does neither."""
+    value = value.strip().lower()
+    if attribute.startswith("on") or value.startswith("javascript:"):
+        return True
+    if attribute in _LOADING or (attribute == "href" and tag not in ("a", "area")):
+        return not value.startswith(("data:", "#"))
+    return False
+
+
+def _render(template: str, **facts: Any) -> str:
+    """Fill one of the lab's page templates; all that is not marked as HTML is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined
+    )
+    pages.filters["as_text"] = as_text
+    css = (_TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
+    return pages.get_template(template).render(css=css, **facts)
+
+
+def _code_colours() -> str:
+    """Return Pygments' CSS for code, light and dark."""
+    from pygments.formatters.html import HtmlFormatter
+
+    light, dark = (
+        HtmlFormatter(style=style, nobackground=True).get_style_defs(".highlight")
+        for style in ("default", "github-dark")
+    )
+    return f"\n{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n"

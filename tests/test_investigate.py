@@ -1,0 +1,298 @@
+"""Each notebook ends with its own outcome, whatever it or another one does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+from nbformat import v4, write
+
+from attnlab import investigate as module
+from attnlab.errors import AttnLabError, Unavailable
+from attnlab.headless import _last_words
+from attnlab.investigate import find_notebooks, investigate
+
+VERDICTS = "from attnlab.notebook import Verdicts\nverdicts = Verdicts()\n"
+
+
+def write_notebook(path, title, *sources, parameters=None):
+    cells = [v4.new_markdown_cell(f"# {title}")]
+    if parameters:
+        cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    cells += [v4.new_code_cell(source) for source in sources]
+    spec = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    write(v4.new_notebook(cells=cells, metadata={"kernelspec": spec}), path)
+    return path
+
+
+def write_all(root):
+    """Write a notebook for each way to end."""
+    write_notebook(
+        root / "01-pass.ipynb",
+        "It passes",
+        f"{VERDICTS}import os\nverdicts.record('seed', expected=7, found=seed, folder=os.getcwd())",
+        "verdicts.conclude()",
+        parameters="seed = 0",
+    )
+    write_notebook(
+        root / "02-differs.ipynb",
+        "A verdict differs",
+        f"{VERDICTS}verdicts.record('right', expected=1, found=1)",
+        "verdicts.record('wrong', expected=1, found=2)",
+        "verdicts.conclude()",
+        "print('not reached')",
+    )
+    write_notebook(
+        root / "03-raises.ipynb",
+        "It raises",
+        f"{VERDICTS}verdicts.record('kept', expected=1, found=1)",
+        "raise ValueError('first line\\nsecond line')",
+    )
+    write_notebook(root / "04-slow.ipynb", "Too slow", "import time\ntime.sleep(60)")
+    write_notebook(root / "05-dies.ipynb", "It dies", "import os", "os._exit(1)")
+    write_notebook(
+        root / "06-silent.ipynb",
+        "It never concludes",
+        f"{VERDICTS}verdicts.record('wrong', expected=1, found=2)\nNone",
+    )
+    (root / "07-broken.ipynb").write_text("{ this is no notebook")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run all of them once; return outcomes by slug, the reports and the progress."""
+    root = tmp_path_factory.mktemp("notebooks")
+    reports = tmp_path_factory.mktemp("out") / "new" / "reports"
+    write_all(root)
+    progress = []
+    outcomes = investigate(
+        find_notebooks([], root),
+        parameters={"seed": 7},
+        reports=reports,
+        timeout_s=2.5,
+        on_progress=lambda *step: progress.append(step),
+        jobs=2,
+    )
+    assert [one.name for one in outcomes] == [path.stem for path in find_notebooks([], root)]
+    return {one.name[3:]: one for one in outcomes}, reports, progress
+
+
+@pytest.mark.parametrize(
+    ("slug", "status", "message"),
+    [
+        ("pass", "passed", ""),
+        ("differs", "failed", "1 verdict differs: wrong: expected 1, found 2"),
+        ("raises", "error", "ValueError: first line"),
+        ("slow", "timeout", "longer than 2.5 s: import time"),
+        ("dies", "died", "the kernel died in: os._exit(1)"),
+        ("silent", "failed", "wrong: expected 1, found 2"),
+    ],
+)
+def test_each_notebook_ends_its_own_way(run, slug, status, message):
+    outcome = run[0][slug]
+    assert (outcome.status, outcome.message) == (status, message)
+
+
+def test_a_file_that_is_no_notebook_is_an_error_of_its_own(run):
+    outcome = run[0]["broken"]
+    assert (outcome.status, outcome.title) == ("error", "07-broken")
+    assert outcome.message.startswith("NotJSONError: ")
+    assert "NotJSONError" in outcome.html.read_text()
+
+
+def test_verdicts_survive_what_comes_after_them(run):
+    names = {slug: [verdict.name for verdict in one.verdicts] for slug, one in run[0].items()}
+    assert names == {
+        "pass": ["seed"],
+        "differs": ["right", "wrong"],
+        "raises": ["kept"],
+        "slow": [],
+        "dies": [],
+        "silent": ["wrong"],
+        "broken": [],
+    }
+
+
+def test_a_notebook_runs_in_its_folder_with_its_parameters(run):
+    outcomes, reports, _ = run
+    (verdict,) = outcomes["pass"].verdicts
+    assert verdict.found == 7
+    assert verdict.evidence["folder"] != str(reports)
+    assert os.path.exists(os.path.join(verdict.evidence["folder"], "01-pass.ipynb"))
+
+
+def test_a_verdict_that_ends_a_cell_is_shown_once(run):
+    executed = json.loads(run[0]["pass"].executed.read_text())
+    shown = [len(cell["outputs"]) for cell in executed["cells"] if "record(" in cell["source"][-1]]
+    assert shown == [1]
+
+
+def test_each_notebook_has_its_files(run):
+    outcomes, reports, _ = run
+    for outcome in outcomes.values():
+        assert outcome.executed == reports / "executed" / f"{outcome.name}.ipynb"
+        assert outcome.executed.exists()
+        assert outcome.message.split(": ")[0] in outcome.html.read_text()
+    assert "attnlab investigate 01 -p seed=7" in outcomes["pass"].html.read_text()
+    assert "-p seed" not in outcomes["differs"].html.read_text()
+
+
+def test_the_results_are_written(run):
+    outcomes, reports, _ = run
+    document = json.loads((reports / "verdicts.json").read_text())
+    assert document["ok"] is False
+    assert [one["status"] for one in document["notebooks"]] == [
+        one.status for one in outcomes.values()
+    ]
+    suites = ET.parse(reports / "junit.xml").getroot()
+    assert [len(suite) for suite in suites] == [1, 2, 2, 1, 1, 1, 1]
+    index = (reports / "index.html").read_text()
+    for outcome in outcomes.values():
+        assert f'href="{outcome.name}.html"' in index
+    assert not list(reports.rglob("*.part"))
+
+
+def test_progress_counts_cells_up_to_the_total(run):
+    steps = [(cell, total) for name, cell, total in run[2] if name == "01-pass"]
+    assert steps == sorted(steps)
+    assert steps[0][0] < steps[-1][0] == steps[-1][1]
+
+
+def test_a_run_of_nothing_but_passes_is_ok_and_says_nothing(tmp_path, capfd):
+    path = write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
+    (outcome,) = investigate([path], parameters={}, reports=tmp_path / "r", timeout_s=60)
+    assert (outcome.status, outcome.title) == ("passed", "One")
+    assert json.loads((tmp_path / "r" / "verdicts.json").read_text())["ok"] is True
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_old_run_does_not_speak_for_a_new_one(tmp_path):
+    executed = tmp_path / "r" / "executed"
+    executed.mkdir(parents=True)
+    write_notebook(executed / "01-one.ipynb", "Old")
+    (tmp_path / "01-one.ipynb").write_text("{")
+    (outcome,) = investigate(
+        [tmp_path / "01-one.ipynb"], parameters={}, reports=tmp_path / "r", timeout_s=9
+    )
+    assert (outcome.status, outcome.title) == ("error", "01-one")
+
+
+@pytest.fixture
+def names(tmp_path):
+    for name in ("03-cast.ipynb", "01-newest-token.ipynb", "10-scale.ipynb", "scratch.ipynb"):
+        write_notebook(tmp_path / name, name, parameters="seed = 0\nplatform = 'gfx90a'")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ([], ["01-newest-token", "03-cast", "10-scale"]),
+        (["03"], ["03-cast"]),
+        (["3", "newest-token"], ["03-cast", "01-newest-token"]),
+        (["10-scale.ipynb", "10", "scale"], ["10-scale"]),
+        (["notebooks/01-newest-token.ipynb", "03-cast"], ["01-newest-token", "03-cast"]),
+    ],
+)
+def test_notebooks_are_found_by_number_slug_or_file(names, asked, found):
+    assert [path.stem for path in find_notebooks(asked, names)] == found
+
+
+@pytest.mark.parametrize("name", ["2", "new", "scratch", "", "03-cast.html"])
+def test_an_unknown_notebook_is_named_with_what_there_is(names, name):
+    with pytest.raises(AttnLabError) as error:
+        find_notebooks(["03", name], names)
+    assert str(error.value) == (
+        f"notebook must be one of 01-newest-token, 03-cast, 10-scale; got {name!r}"
+    )
+
+
+def test_a_folder_without_notebooks_is_an_error(tmp_path):
+    with pytest.raises(AttnLabError, match=r"must hold notebooks named NN-slug\.ipynb, got none"):
+        find_notebooks([], tmp_path)
+
+
+def test_a_parameter_that_nobody_knows_stops_all_before_it_runs(names):
+    with pytest.raises(AttnLabError) as error:
+        investigate(
+            find_notebooks([], names),
+            parameters={"seed": 1, "plattform": "x"},
+            reports=names / "r",
+            timeout_s=9,
+        )
+    assert str(error.value) == (
+        "parameter must be one that a notebook has (platform, seed), got 'plattform'"
+    )
+    assert not (names / "r").exists()
+
+
+def test_reports_that_cannot_be_written_are_one_line(names):
+    (names / "file").write_text("in the way")
+    with pytest.raises(AttnLabError) as error:
+        investigate(
+            find_notebooks(["3"], names), parameters={}, reports=names / "file", timeout_s=9
+        )
+    assert str(error.value) == f"{names}/file/executed cannot be made: Not a directory"
+
+
+def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match=r"pip install 'attnlab\[lab\]'"):
+        investigate([], parameters={}, reports=names / "r", timeout_s=9)
+
+
+def test_a_kernels_last_words_are_its_own(tmp_path):
+    words = tmp_path / "words"
+    words.write_bytes(b"[IPKernelApp] WARNING | x\nFatal \xff error\n\n")
+    with words.open("rb") as file:
+        assert _last_words(file) == " (Fatal \ufffd error)"
+    words.write_bytes(b"[IPKernelApp] WARNING | x\n")
+    with words.open("rb") as file:
+        assert _last_words(file) == ""
+
+
+RUN_TWO = """
+import sys
+from pathlib import Path
+from attnlab.investigate import find_notebooks, investigate
+
+root = Path(sys.argv[1])
+investigate(find_notebooks([], root), parameters={}, reports=root / "r", timeout_s=60)
+"""
+
+
+def wait_for(condition, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path):
+    write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
+    asleep = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    write_notebook(tmp_path / "02-two.ipynb", "Two", asleep)
+    write_notebook(tmp_path / "03-three.ipynb", "Three", "1 + 1")
+    pid = tmp_path / "pid"
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN_TWO, str(tmp_path)], stderr=subprocess.PIPE
+    ) as process:
+        wait_for(lambda: pid.exists() and pid.read_text())
+        process.send_signal(signal.SIGINT)
+        try:
+            _, stderr = process.communicate(timeout=15)
+        finally:
+            process.kill()
+    assert stderr.strip().endswith(b"KeyboardInterrupt")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    document = json.loads((tmp_path / "r" / "verdicts.json").read_text())
+    assert [(one["name"], one["status"]) for one in document["notebooks"]] == [("01-one", "passed")]
+    assert document["ok"] is False
+    assert "2 not run yet" in (tmp_path / "r" / "index.html").read_text()
+    assert (tmp_path / "r" / "01-one.html").exists()
+    assert not (tmp_path / "r" / "03-three.html").exists()
