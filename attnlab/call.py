@@ -69,7 +69,7 @@ class KernelCall:
         for name in ("block_table", "seq_lens", "query_start_loc"):
             if getattr(self, name).dtype not in _INDEX.values():
                 raise InvalidCall(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
-        if heads % kv_heads:
+        if kv_heads == 0 or heads % kv_heads:
             raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
 
     @property

@@ -116,16 +116,19 @@ class ErrorMap:
         """Return what ``torch.testing.assert_close`` says of these two tensors; "" where they match."""
         if not self.mismatched:
             return ""
+        exact = self.atol == self.rtol == 0
         share = self.mismatched / self.total
         lines = [
-            "Tensor-likes are not close!",
+            f"Tensor-likes are not {'equal' if exact else 'close'}!",
             "",
             f"Mismatched elements: {self.mismatched} / {self.total} ({share:.1%})",
-            f"Greatest absolute difference: {self.greatest_abs.value} at index "
-            f"{self.greatest_abs.index} (up to {self.atol} allowed)",
-            f"Greatest relative difference: {self.greatest_rel.value} at index "
-            f"{self.greatest_rel.index} (up to {self.rtol} allowed)",
         ]
+        for name, greatest, allowed in (
+            ("absolute", self.greatest_abs, self.atol),
+            ("relative", self.greatest_rel, self.rtol),
+        ):
+            line = f"Greatest {name} difference: {greatest.value} at index {greatest.index}"
+            lines.append(line if exact else f"{line} (up to {allowed} allowed)")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

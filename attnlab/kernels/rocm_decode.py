@@ -113,7 +113,7 @@ def _write_partitions(
     weights = paged.rounded(weights / (sums[..., None] + _EPSILON), dtype)
     value = value.unflatten(1, (partitions, PARTITION_SIZE))
     by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
-    outputs = _weighted(weights, value, by_warp, call.v_scale, dtype)
+    outputs = _weighted(weights, value, by_warp, _scale_of_cache(call, call.v_scale), dtype)
     here = _places(call, scratch, seq, partitions)
     scratch.largest[here] = largest.flatten(0, 1)
     scratch.sums[here] = sums.flatten(0, 1)
@@ -142,12 +142,17 @@ def _scores(
 ) -> torch.Tensor:
     """Return the scores of one row, [num_kv_heads, group, positions] float32."""
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
-    scale = paged.scale_of(call, setting) * call.k_scale
+    scale = paged.scale_of(call, setting) * _scale_of_cache(call, call.k_scale)
     scores: torch.Tensor = query @ key.transpose(1, 2) * scale
     if call.alibi_slopes is not None:
         away = torch.arange(key.shape[1]) - (seq_len - 1)
         scores += call.alibi_slopes.view(*scores.shape[:2], 1) * away.float()
     return scores
+
+
+def _scale_of_cache(call: KernelCall, scale: float) -> float:
+    """Return k_scale or v_scale as the kernel uses it: not at all unless the cache is FP8."""
+    return 1.0 if call.kv_cache_dtype == "auto" else scale
 
 
 def _weighted(
