@@ -10,9 +10,9 @@ NOTEBOOKS = find_notebooks([], Path(__file__).parent.parent / "notebooks")
 SMALL = {"num_heads": 8, "draw_max_query_len": 96, "draw_max_ctx_len": 300}
 SETTINGS = {
     "as committed": {},
+    "gfx942 of 0.11.2": {"release": "0.11.2", "seed": 7},
     "Triton decodes": {"platform": "sm_90", "release": "0.11.2"},
     "gfx1100, another seed": {"platform": "gfx1100", "seed": 3},
-    "gfx942 of 0.11.2": {"release": "0.11.2", "seed": 7},
 }
 
 
