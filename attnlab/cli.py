@@ -113,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
         help="where the results go (reports)",
     )
     investigate.add_argument(
-        "--notebooks-folder", type=Path, metavar="FOLDER", help="where they are"
+        "--notebooks-folder",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(__file__).parent.parent / "notebooks",
+        help="where the notebooks are (default: beside the package)",
     )
     investigate.add_argument(
         "--timeout",

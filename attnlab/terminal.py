@@ -174,24 +174,24 @@ def show_bench(console: Console, figures: dict[str, Any]) -> None:
 
 def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path) -> None:
     """Print how each notebook ended, with its verdicts, and where the reports are."""
-    table = Table(show_lines=True)
-    for name in ("notebook", "status", "verdict", "expected", "found"):
+    table = Table()
+    for name in ("notebook", "verdict", "expected", "found"):
         table.add_column(name, overflow="fold")
     for outcome in outcomes:
         colour = "green" if outcome.status == "passed" else "red"
-        status = f"[{colour}]{outcome.status}[/]\n[dim]{outcome.seconds:.0f} s[/]"
-        rows = [
-            (
-                ("" if verdict.ok else "[red]") + escape(verdict.name),
+        table.add_section()
+        head = f"[{colour}]{outcome.status}[/] in {outcome.seconds:.0f} s"
+        table.add_row(f"[bold]{escape(outcome.name)}[/]", head)
+        for verdict in outcome.verdicts:
+            found = escape(str(verdict.found))
+            table.add_row(
+                "",
+                escape(verdict.name),
                 escape(str(verdict.expected)),
-                escape(str(verdict.found)),
+                f"[green]{found}[/]" if verdict.ok else f"[red]{found}[/]",
             )
-            for verdict in outcome.verdicts
-        ]
         if outcome.message:
-            rows.append((f"[red]{escape(outcome.message)}", "", ""))
-        columns = ["\n".join(column) for column in zip(*rows, strict=True)] or ["", "", ""]
-        table.add_row(escape(f"{outcome.name}\n{outcome.title}"), status, *columns)
+            table.add_row("", f"[red]{escape(outcome.message)}[/]")
     console.print(table)
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     right = sum(verdict.ok for verdict in verdicts)
