@@ -147,7 +147,6 @@ def test_stages_fills_and_empties_share_prefill_rows(platform, release):
     ("kind", "knob", "value"),
     [
         ("prefill", "sliding_window", 9),
-        ("prefill", "max_query_len", 100),
         ("prefill", "sm_scale", 0.3),
         ("cache", "empty", "nan"),
         ("cache", "fill", "context_only"),
