@@ -48,9 +48,9 @@ def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> t
     begins = torch.nonzero(slots % block_size == 0).flatten()
     ends = begins + block_size - 1
     begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
-    same_block = slots[ends] - slots[begins] == block_size - 1
-    same_run = rows[ends] - rows[begins] == block_size - 1
-    return begins[same_block & same_run]
+    follows = (slots.diff() == 1) & (rows.diff() == 1)
+    followed = torch.cat([torch.zeros(1, dtype=torch.int64), follows.cumsum(0)])
+    return begins[followed[ends] - followed[begins] == block_size - 1]
 
 
 def _runs(

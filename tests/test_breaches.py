@@ -114,6 +114,16 @@ def test_a_foreign_slot():
     assert "and 20 more positions" in breaches[0].text
 
 
+def test_a_sequences_own_blocks_in_another_order():
+    """The right sequence's tokens at other positions are foreign too."""
+    case = hostile(query_lens=(1,), ctx_lens=(31,))
+    call, _ = call_of(case)
+    (breach,) = breaches_of(case, block_table=call.block_table.flip(1))
+    assert breach.kind == "foreign_slot"
+    assert "sequence 0, position 0" in breach.text
+    assert "and 31 more positions" in breach.text
+
+
 def test_seq_lens_one_too_long():
     """A seq_len that counts a token too many reads a slot that nobody wrote."""
     case = hostile(query_lens=(1,), ctx_lens=(20,))
