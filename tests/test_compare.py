@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab import compare as compare_module
-from attnlab.compare import compare, locate
+from attnlab.compare import compare
 from attnlab.lengths import Lengths
 
 INF, NAN = math.inf, math.nan
@@ -156,7 +156,7 @@ def test_locate_inverts_the_flat_index(query_lens):
     """Every row is found in the sequence and at the token that it is."""
     lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=(0,) * len(query_lens))
     rows = [(seq, token) for seq, n in enumerate(query_lens) for token in range(n)]
-    assert [locate(lengths, row) for row in range(len(rows))] == rows
+    assert [lengths.locate(row) for row in range(len(rows))] == rows
 
 
 def test_the_text_of_torch_is_read_right():

@@ -15,8 +15,9 @@ FLOORS = [  # from the ground up
     {"kernels"},
     {"reference", "compare"},
     {"run"},
-    {"decode_error", "plots"},
-    {"notebook", "report", "investigate", "bench", "stage_table", "cli", "widgets"},
+    {"decode_error", "stage_table"},
+    {"plots", "notebook", "outcome"},
+    {"report", "headless", "investigate", "bench", "terminal", "cli"},
 ]
 GROUND = -1  # the package itself, which imports nothing
 
