@@ -131,14 +131,18 @@ def _prepared(notebook: Any) -> Any:
     shown.cells = [cell for cell in shown.cells if marker not in cell.metadata.get("tags", [])]
     for cell in shown.cells:
         if "outputs" in cell:
-            cell.outputs = [
-                out for out in cell.outputs if PROVENANCE_MIME not in out.get("data", {})
-            ]
+            cell.outputs = [output for output in cell.outputs if _is_shown(output)]
     for data in (output.data for output in _outputs(shown) if "data" in output):
-        is_widget = data.pop(_WIDGET_MIME, None) is not None
-        if is_widget and not set(data) & set(_SHOWN) - {"text/plain"}:
+        if _WIDGET_MIME in data and not set(data) & set(_SHOWN) - {"text/plain"}:
             data["text/html"] = '<p class="note">(interactive in JupyterLab)</p>'
     return shown
+
+
+def _is_shown(output: Any) -> bool:
+    """Say whether a report has a way, and a reason, to show an output."""
+    if "data" not in output:
+        return True
+    return PROVENANCE_MIME not in output.data and bool({*_SHOWN, _WIDGET_MIME} & set(output.data))
 
 
 def _hint(source: str) -> str:

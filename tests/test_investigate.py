@@ -1,5 +1,6 @@
 """Each notebook ends with its own outcome, whatever it or another one does."""
 
+import gc
 import json
 import os
 import signal
@@ -167,6 +168,15 @@ def test_a_run_of_nothing_but_passes_is_ok_and_says_nothing(tmp_path, capfd):
     (outcome,) = investigate([path], parameters={}, reports=tmp_path / "r", timeout_s=60)
     assert (outcome.status, outcome.title) == ("passed", "One")
     assert json.loads((tmp_path / "r" / "verdicts.json").read_text())["ok"] is True
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_takes_too_long_says_nothing_either(tmp_path, capfd, caplog):
+    path = write_notebook(tmp_path / "01-one.ipynb", "One", "while True: pass")
+    (outcome,) = investigate([path], parameters={}, reports=tmp_path / "r", timeout_s=0.5)
+    gc.collect()
+    assert outcome.status == "timeout"
+    assert not caplog.records
     assert capfd.readouterr() == ("", "")
 
 

@@ -82,9 +82,9 @@ def html(text):
     return output(text_html=text, text_plain="<fallback>")
 
 
-def write_report(tmp_path, *cells, **facts):
+def write_report(tmp_path, *cells, metadata=None, **facts):
     """Write a notebook of the given cells and its report; return the page."""
-    notebook = v4.new_notebook(cells=list(cells))
+    notebook = v4.new_notebook(cells=list(cells), metadata=metadata or {})
     executed = tmp_path / "01-one.ipynb"
     write(notebook, executed)
     page = tmp_path / "01-one.html"
@@ -160,12 +160,21 @@ def test_a_widget_gives_way_to_what_its_output_also_has(tmp_path):
     mime = "application/vnd.jupyter.widget-view+json"
     both = v4.new_output("display_data", data={mime: widget, "text/html": "<p>table</p>"})
     only = v4.new_output("display_data", data={mime: widget, "text/plain": "IntSlider(value=0)"})
-    page = write_report(tmp_path, code("both", both))
+    state = {"state": {"1": {}}, "version_major": 2, "version_minor": 0}
+    kept = {"widgets": {"application/vnd.jupyter.widget-state+json": state}}
+    page = write_report(tmp_path, code("both", both), metadata=kept)
     assert "<p>table</p>" in page
     assert "interactive" not in page
-    page = write_report(tmp_path, code("only", only))
+    page = write_report(tmp_path, code("only", only), metadata=kept)
     assert "(interactive in JupyterLab)" in page
     assert "IntSlider" not in page
+
+
+def test_an_output_that_is_only_a_script_is_left_out(tmp_path):
+    script = v4.new_output("display_data", data={"application/javascript": "alert(1)"})
+    page = write_report(tmp_path, code("x", script, html("<p>kept</p>")))
+    assert "alert" not in page
+    assert "<p>kept</p>" in page
 
 
 def test_a_traceback_is_there_without_escape_codes(tmp_path):
