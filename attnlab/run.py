@@ -153,15 +153,16 @@ class Lab:
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference."""
         seconds: dict[str, float] = {}
-        shared = [
+        shared = tuple(
             kind
             for kind, key in (
                 ("batch", _batch_key(case)),
                 ("cache", _cache_key(case)),
                 ("reference", _reference_key(case)),
+                ("prefill", _prefill_key(case)),
             )
             if key in self._stores.get(kind, {})
-        ]
+        )
         with self._step(seconds, "batch"):
             self.batch(case)
         with self._step(seconds, "cache"):
@@ -172,8 +173,7 @@ class Lab:
         error = None
         with self._step(seconds, "kernels"):
             try:
-                if self._run_kernels(case, call, setting, decision):
-                    shared.append("prefill rows")
+                self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -192,18 +192,18 @@ class Lab:
             errors=errors,
             breaches=breaches,
             seconds={step: s for step, s in seconds.items() if step not in shared},
-            shared=tuple(shared),
+            shared=shared,
             call=call,
             cache=cache,
         )
 
     def _run_kernels(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> bool:
-        """Run the kernels into ``call.output``; answer whether prefill rows were taken over."""
+    ) -> None:
+        """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
         if PREFILL not in decision.kernels:
             model.run(call, setting, decision.kernels)
-            return False
+            return
 
         def prefill() -> torch.Tensor:
             model.run(call, setting, (PREFILL,))
@@ -214,7 +214,6 @@ class Lab:
         if was_there:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
-        return was_there
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:

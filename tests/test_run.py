@@ -137,7 +137,7 @@ def test_stages_fills_and_empties_share_prefill_rows(platform, release):
         fields = {"stage": stage, "empty": empty, "output": output}
         case = small(platform=platform, release=release, **fields)
         result = lab.run(case)
-        taken += "prefill rows" in result.shared
+        taken += "prefill" in result.shared
         rejected += result.status == "rejected"
         assert same_result(result, Lab().run(case)), fields
     assert taken == 4 * len(STAGES) - (rejected or 1)  # the first run makes them, rejected or not
@@ -178,7 +178,7 @@ def test_a_lab_keeps_no_more_than_it_should(keep):
         assert first.shared == ()
         assert {"batch", "cache", "kernels", "reference", "compare"} == set(first.seconds)
         second = lab.run(small(seed=seed))
-        assert set(second.shared) == {"batch", "cache", "reference", "prefill rows"}
+        assert set(second.shared) == {"batch", "cache", "reference", "prefill"}
         assert all(len(store) <= keep for store in lab._stores.values())
 
 
@@ -282,7 +282,7 @@ def test_the_missing_token_at_its_own_size(seed_size):
     """After the merged fix it costs 1.1e-6, far below the tolerance; prefill rows are off by less."""
     result = seed_size["cast_after_cumsum"]
     assert result.status == "match"
-    assert result.shared == ("batch", "cache", "reference", "prefill rows")
+    assert result.shared == ("batch", "cache", "reference", "prefill")
     assert float(result.errors.token_error[5336]) == pytest.approx(1.10e-6, rel=0.1)
     assert float(result.errors.token_error[:5336].max()) < 1e-7
     assert [b.kind for b in result.breaches] == ["unwritten_slot"]

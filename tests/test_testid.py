@@ -49,6 +49,11 @@ def test_auto_and_the_models_dtype_are_one(test_id, other):
     assert Case.from_test_id(test_id) == Case.from_test_id(other)
 
 
+def test_interleave_v_in_front():
+    """0.33.0 puts interleave_v first: False is the plain case."""
+    assert Case.from_test_id(PLAIN.replace("[", "[False-")) == Case.from_test_id(PLAIN)
+
+
 @pytest.mark.parametrize("window", [0, 16, 2048])
 def test_sliding_windows(window):
     """The window is the second parameter of the plain test."""
@@ -84,6 +89,8 @@ def test_changes_override_the_id():
         PLAIN.replace("chunked_prefill_paged_decode", "other_op"),
         PLAIN.replace("-1-64]", "-3-64]"),
         PLAIN.replace("-", "\n", 1),
+        PLAIN.replace("[", "[True-"),
+        None,
     ],
 )
 def test_ids_that_are_none(test_id):
