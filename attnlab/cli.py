@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _command(commands, "run", _run, "run one case: dispatch, breaches, comparison, places")
     _add_case_flags(run)
+    _add_source(run)
     run.add_argument("--stages", action="store_true", help="run every stage and print a table")
     run.add_argument(
         "--platforms",
@@ -166,6 +167,19 @@ def _add_case_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
+    )
+
+
+def _notice(text: str) -> None:
+    print(f"attnlab: {text}", file=sys.stderr)
+
+
 def _case(args: argparse.Namespace) -> Case:
     """Return the Case that the flags give; raise InvalidCase."""
     if args.test_id and args.case:
@@ -218,6 +232,8 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 def _run(args: argparse.Namespace) -> int:
     case = _case(args)
+    if args.source is not None and case.origin != "vllm":
+        raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
     return _run_stages(args, case) if args.stages else _run_case(args, case)
 
 
@@ -228,7 +244,7 @@ def _run_case(args: argparse.Namespace, case: Case) -> int:
     if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
         raise InvalidCase(f"save-call must be in a folder that exists, got {args.save_call}")
     with _progress("running") as show:
-        result = Lab(on_step=show).run(case)
+        result = Lab(source=args.source, on_step=show, on_notice=_notice).run(case)
     if args.save_call is not None:
         result.call.save(args.save_call)
     if args.json:
@@ -247,7 +263,7 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
     for platform in platforms:
         kind_of("platform").check("platforms", platform)
     with _progress("table of stages") as show:
-        lab = Lab(on_step=show)
+        lab = Lab(source=args.source, on_step=show, on_notice=_notice)
         cells = stage_table(
             lab, case, platforms, on_cell=lambda n, total: show(done=n, total=total)
         )
