@@ -1,4 +1,5 @@
-"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate`` and ``bench``.
+"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate``, ``fetch`` and
+``bench``.
 
 Exit codes: 0 where everything matches, 1 where something does not, 2 for bad input, which is told in
 one line. With ``--json`` one document goes to standard output and nothing else; progress is shown on
@@ -118,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the most that a cell may take",
     )
     investigate.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time")
+
+    fetch = _command(
+        commands, "fetch", _fetch, "download a release of vLLM with pip, to be a --source"
+    )
+    fetch.add_argument("release", help="its version, 0.33.0 say; a wheel has 250 to 500 MB")
 
     _command(
         commands,
@@ -295,6 +301,19 @@ def _decode_error(args: argparse.Namespace) -> int:
         _print_json(decoded.to_dict())
     else:
         show_decoded(_console(), decoded)
+    return 0
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.source import fetch, find_source
+
+    with _progress(f"downloading vLLM {args.release}"):
+        path = fetch(args.release)
+        source = find_source(path)
+    if args.json:
+        _print_json({"version": source.version, "path": str(path), "ops": str(source.root)})
+    else:
+        print(path)
     return 0
 
 

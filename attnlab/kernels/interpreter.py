@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from attnlab.errors import Unavailable
+from attnlab.kernels.remembered import remember
 
 VARIABLE = "TRITON_INTERPRET"
 _ALONE_S = 0.3  # a launch that takes longer is shared out among processes
@@ -182,6 +183,7 @@ def _language(interpreter: Any, kernel: Any) -> Iterator[None]:
                 scopes[module] = interpreter._patch_lang(function.fn)
             return function.rewrite()(*args, **kwargs)
 
+        remember(interpreter, scope)
         scope.set_attr(tl.tensor, "__getitem__", indexed)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
         yield
