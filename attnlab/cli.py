@@ -125,11 +125,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("release", help="its version, 0.33.0 say; a wheel has 250 to 500 MB")
 
-    _command(
+    bench = _command(
         commands,
         "bench",
         _bench,
         "measure speed and memory on this machine, each figure beside its yardstick",
+    )
+    bench.add_argument(
+        "--source", type=Path, metavar="PATH", help="measure the interpreter on this vLLM instead"
     )
     return parser
 
@@ -318,13 +321,21 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from attnlab.bench import bench
-    from attnlab.terminal import show_bench
+    from attnlab.terminal import show_bench, show_interpreter
 
     with _progress("measuring") as show:
-        figures = bench(on_step=show)
+        if args.source is not None:
+            from attnlab.bench_interpreter import bench_interpreter
+
+            figures = bench_interpreter(args.source, on_step=show)
+        else:
+            from attnlab.bench import bench
+
+            figures = bench(on_step=show)
     if args.json:
         _print_json(figures)
+    elif args.source is not None:
+        show_interpreter(_console(), figures)
     else:
         show_bench(_console(), figures)
     return 0

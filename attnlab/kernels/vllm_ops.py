@@ -161,6 +161,13 @@ def load(source: Source, platform: Platform, device_type: str) -> Loaded:
     return Loaded(loader=Loader(source, _stubs(platform, triton, dispatch)), dispatch=dispatch)
 
 
+def load_stock(source: Source, platform: Platform) -> Loaded:
+    """Return the ops with Triton's own interpreter, to measure and compare with."""
+    dispatch = _Dispatch()
+    stubs = _stubs(platform, interpreter.load_triton(interpret=True), dispatch)
+    return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
+
+
 def _stubs(platform: Platform, triton: ModuleType, dispatch: _Dispatch) -> dict[str, ModuleType]:
     """Return the stand-ins for modules of vLLM."""
     quiet = SimpleNamespace(
