@@ -37,7 +37,7 @@ def bench_interpreter(
     source = find_source(path)
     case = case.replace(release=source.rules or case.release)
     batch = make_batch(case)
-    output = make_output(case).share_memory_()
+    output = interpreter.shared_copy(make_output(case))
     call = make_call(case, batch, make_cache(case, batch), output)
     figures: dict[str, Any] = {"source": source.text(), "processes": interpreter.cores()}
     op = vllm_ops.load(source, case.machine, "cpu").function(OP)

@@ -3,12 +3,20 @@
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from attnlab.case import Case
+from attnlab.dispatch import Setting, decide
+from attnlab.errors import Unavailable
 from attnlab.kernels import interpreter
+from attnlab.kernels.source import Source
+from attnlab.run import Lab
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -69,7 +77,7 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
         processes=3,
         on_programs=lambda done, total: seen.append((done, total)),
     )
-    out = torch.zeros(5 * 4, dtype=torch.int32).share_memory_()
+    out = interpreter.shared_copy(torch.zeros(5 * 4, dtype=torch.int32))
     with interpreter.launching(plan):
         kernels["number"][(5, 4)](out, fail=False)
     assert out.view(5, 4).tolist() == [[4 * i + 1, 4 * i + 2, 4 * i + 3, 0] for i in range(5)]
@@ -80,7 +88,7 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int) -> None:
     """Whichever process runs program 7, its error arrives, and no child is left."""
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
-    out = torch.zeros(20, dtype=torch.int32).share_memory_()
+    out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
         interpreter.launching(interpreter.Plan(processes=processes)),
         pytest.raises(Exception, match="program 7"),
@@ -107,6 +115,55 @@ def test_nothing_of_triton_stays_changed(kernels) -> None:
     before = names()
     kernels["number"][(1, 1)](torch.zeros(4, dtype=torch.int32), fail=False)
     assert names() == before
+
+
+def test_a_missing_triton_is_told() -> None:
+    """Without the triton extra one line says what to install, and nothing is left imported."""
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "from attnlab.cli import main\n"
+        "main(['run', '--origin', 'vllm', '--source', sys.argv[1], '--num-heads', '1',"
+        " '--query-lens', '1', '--ctx-lens', '3'])\n"
+        "sys.exit(any(name.startswith('vllm') for name in sys.modules))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ops = Path(folder, "vllm", "v1", "attention", "ops")
+        ops.mkdir(parents=True)
+        (ops / "chunked_prefill_paged_decode.py").write_text("")
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
+        )
+    assert "pip install 'attnlab[triton]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed batch with all heads is announced in minutes, and one head is not."""
+    notices: list[str] = []
+
+    def stop(*args: object) -> None:
+        raise Unavailable("enough")
+
+    source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
+    monkeypatch.setattr("attnlab.run.find_source", lambda path: source)
+    monkeypatch.setattr("attnlab.kernels.vllm_ops.run", stop)
+    for heads, announced in ((None, 1), ((0, 1), 0)):
+        notices.clear()
+        lab = Lab(on_notice=notices.append)
+        case = Case(origin="vllm", heads=heads, platform="sm_90")
+        call = SimpleNamespace(
+            op=case.op,
+            key=torch.empty(1, case.num_kv_heads, 1),
+            num_queries_per_kv=1,
+            block_size=32,
+            query_lens=torch.tensor(case.lengths.query_lens),
+            seq_lens=torch.tensor(case.lengths.seq_lens),
+        )
+        with pytest.raises(Unavailable, match="enough"):
+            lab._run_vllm(case, call, Setting.of(case), decide(case))
+        assert len(notices) == announced
+    assert not notices
 
 
 def test_triton_that_compiles_is_told_apart() -> None:

@@ -15,6 +15,7 @@ here. What differs from Triton's own launch, and why the result is the same:
 
 import inspect
 import itertools
+import mmap
 import os
 import pickle
 import sys
@@ -28,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnlab.errors import Unavailable
 from attnlab.kernels.remembered import remember
@@ -44,7 +46,7 @@ class Plan:
 
     - ``needed(kernel, arguments, program)``: whether a program is run.
     - ``processes``: how many share a launch; more than 1 asks that every tensor that a kernel writes is
-      in shared memory.
+      a :func:`shared_copy`.
     - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
     """
 
@@ -71,6 +73,13 @@ def cores() -> int:
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return 1
     return len(os.sched_getaffinity(0))
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that processes made later share; not in /dev/shm, which may be small."""
+    memory = mmap.mmap(-1, tensor.nbytes)
+    shared = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return shared.copy_(tensor)
 
 
 def interpreted_triton() -> ModuleType:

@@ -7,8 +7,8 @@ from attnlab.call import KernelCall
 from attnlab.dispatch import PREFILL, TRITON_DECODE
 
 # Seconds that one step of a kernel's loop over keys takes on a slow core.
-_DECODE_STEP_S = 0.007
-_PREFILL_STEP_S = 0.012
+_DECODE_STEP_S = 0.0025
+_PREFILL_STEP_S = 0.009
 _PREFILLS = ("_fwd_kernel", "_fwd_kernel_alibi")
 
 

@@ -98,7 +98,8 @@ def run(
     where = device()
     check_runs(call, setting, where, kv_heads)
     loaded = load(source, setting.platform, where.type)
-    output = call.output.to(where) if where.type == "cuda" else call.output.clone().share_memory_()
+    is_cpu = where.type == "cpu"
+    output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, setting, where), "output": output}
     moved = dataclasses.replace(call, **tensors)
     arguments = bind(loaded.function(call.op), moved, setting)
