@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.errors import InvalidCase
-from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Table, knob, refuse
+from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Span, Table, knob, refuse
 from attnlab.lengths import Lengths, draw_lengths
 from attnlab.platforms import PLATFORMS, Platform
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
@@ -22,7 +22,7 @@ RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model",)
+ORIGINS = ("model", "vllm")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 DATAS = ("uniform_1e-3", "normal")
@@ -98,6 +98,12 @@ class Case:
     platform: str = knob("gfx942", _PLATFORM, OneOf(tuple(PLATFORMS)), "where the op would run")
     release: str = knob("0.33.0", _PLATFORM, OneOf(RELEASES), "the vLLM release whose rules hold")
     origin: str = knob("model", _PLATFORM, OneOf(ORIGINS), "where the kernels come from")
+    heads: tuple[int, int] | None = knob(
+        None,
+        _PLATFORM,
+        Maybe(Span(), "all"),
+        "KV heads that run, first and behind the last, where a whole call would take minutes",
+    )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
     )
@@ -152,6 +158,7 @@ class Case:
             value = field.metadata["kind"].check(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
         _check_heads(self)
+        _check_origin(self)
         _check_lengths(self)
         _check_cache(self)
 
@@ -161,6 +168,15 @@ class Case:
     def num_kv_heads(self) -> int:
         """Return num_heads / num_queries_per_kv."""
         return self.num_heads // self.num_queries_per_kv
+
+    @property
+    def query_heads(self) -> range | None:
+        """Return the query heads that run, or None where all do."""
+        if self.heads is None:
+            return None
+        return range(
+            self.heads[0] * self.num_queries_per_kv, self.heads[1] * self.num_queries_per_kv
+        )
 
     @property
     def is_fp8(self) -> bool:
@@ -265,7 +281,8 @@ class Case:
         """Return the command line that runs this Case."""
         words = ["attnlab", "run"]
         for name, value in self.changes().items():
-            text = ",".join(map(str, value)) if name.endswith("_lens") else json.dumps(value)
+            joint = "," if name.endswith("_lens") else ":" if name == "heads" else None
+            text = json.dumps(value) if joint is None else joint.join(map(str, value))
             words += ["--" + name.replace("_", "-"), text.strip('"')]
         return shlex.join(words)
 
@@ -323,6 +340,15 @@ def _check_heads(case: Case) -> None:
             "0 with alibi (vLLM's ALiBi prefill kernel knows no window)",
             case.sliding_window,
         )
+
+
+def _check_origin(case: Case) -> None:
+    if case.heads is None:
+        return
+    if case.origin == "model":
+        refuse("heads", "none with origin model, which runs all", case.heads)
+    if case.heads[1] > case.num_kv_heads:
+        refuse("heads", f"at most 0:{case.num_kv_heads}, the KV heads", case.heads)
 
 
 def _check_lengths(case: Case) -> None:

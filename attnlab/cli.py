@@ -1,4 +1,5 @@
-"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate`` and ``bench``.
+"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate``, ``fetch`` and
+``bench``.
 
 Exit codes: 0 where everything matches, 1 where something does not, 2 for bad input, which is told in
 one line. With ``--json`` one document goes to standard output and nothing else; progress is shown on
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _command(commands, "run", _run, "run one case: dispatch, breaches, comparison, places")
     _add_case_flags(run)
+    _add_source(run)
     run.add_argument("--stages", action="store_true", help="run every stage and print a table")
     run.add_argument(
         "--platforms",
@@ -128,11 +130,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     investigate.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time")
 
-    _command(
+    fetch = _command(
+        commands, "fetch", _fetch, "download a release of vLLM with pip, to be a --source"
+    )
+    fetch.add_argument("release", help="its version, 0.33.0 say; a wheel has 250 to 500 MB")
+
+    bench = _command(
         commands,
         "bench",
         _bench,
         "measure speed and memory on this machine, each figure beside its yardstick",
+    )
+    bench.add_argument(
+        "--source", type=Path, metavar="PATH", help="measure the interpreter on this vLLM instead"
     )
     return parser
 
@@ -174,6 +184,19 @@ def _add_case_flags(parser: argparse.ArgumentParser) -> None:
             ),
             **optional,
         )
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
+    )
+
+
+def _notice(text: str) -> None:
+    print(f"attnlab: {text}", file=sys.stderr)
 
 
 def _case(args: argparse.Namespace) -> Case:
@@ -228,6 +251,8 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 def _run(args: argparse.Namespace) -> int:
     case = _case(args)
+    if args.source is not None and case.origin != "vllm":
+        raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
     return _run_stages(args, case) if args.stages else _run_case(args, case)
 
 
@@ -238,7 +263,7 @@ def _run_case(args: argparse.Namespace, case: Case) -> int:
     if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
         raise InvalidCase(f"save-call must be in a folder that exists, got {args.save_call}")
     with _progress("running") as show:
-        result = Lab(on_step=show).run(case)
+        result = Lab(source=args.source, on_step=show, on_notice=_notice).run(case)
     if args.save_call is not None:
         result.call.save(args.save_call)
     if args.json:
@@ -257,7 +282,7 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
     for platform in platforms:
         kind_of("platform").check("platforms", platform)
     with _progress("table of stages") as show:
-        lab = Lab(on_step=show)
+        lab = Lab(source=args.source, on_step=show, on_notice=_notice)
         cells = stage_table(
             lab, case, platforms, on_cell=lambda n, total: show(done=n, total=total)
         )
@@ -292,14 +317,35 @@ def _decode_error(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.source import fetch, find_source
+
+    with _progress(f"downloading vLLM {args.release}"):
+        path = fetch(args.release)
+        source = find_source(path)
+    if args.json:
+        _print_json({"version": source.version, "path": str(path), "ops": str(source.root)})
+    else:
+        print(path)
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
-    from attnlab.bench import bench
-    from attnlab.terminal import show_bench
+    from attnlab.terminal import show_bench, show_interpreter
 
     with _progress("measuring") as show:
-        figures = bench(on_step=show)
+        if args.source is not None:
+            from attnlab.bench_interpreter import bench_interpreter
+
+            figures = bench_interpreter(args.source, on_step=show)
+        else:
+            from attnlab.bench import bench
+
+            figures = bench(on_step=show)
     if args.json:
         _print_json(figures)
+    elif args.source is not None:
+        show_interpreter(_console(), figures)
     else:
         show_bench(_console(), figures)
     return 0

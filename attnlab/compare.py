@@ -1,5 +1,6 @@
 """ErrorMap: where and by how much an output differs from the reference."""
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,9 @@ class Place:
 class ErrorMap:
     """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
 
+    - ``heads``: the query heads that ran, or None where all did; the rest is neither right nor wrong.
     - ``error``: [num_tokens, num_heads] float32, the largest absolute difference over the head's
-      elements; NaN where there is a NaN.
+      elements; NaN where there is a NaN, -inf where the head did not run.
     - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; a NaN
       is outside.
     - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all where none does;
@@ -53,6 +55,7 @@ class ErrorMap:
     head_size: int
     atol: float
     rtol: float
+    heads: range | None = None
     error: torch.Tensor
     mismatches: torch.Tensor
     greatest_abs: Greatest
@@ -67,8 +70,9 @@ class ErrorMap:
 
     @property
     def total(self) -> int:
-        """Return the number of elements."""
-        return self.mismatches.numel() * self.head_size
+        """Return the number of elements that were compared."""
+        num_tokens, num_heads = self.mismatches.shape
+        return num_tokens * len(self.heads or range(num_heads)) * self.head_size
 
     @property
     def token_error(self) -> torch.Tensor:
@@ -140,21 +144,31 @@ class ErrorMap:
             "max_index": list(self.greatest_abs.index),
             "first_index": None if self.first_index is None else list(self.first_index),
             "nan_elements": self.nan_elements,
+            "heads_run": None if self.heads is None else list(self.heads),
             "atol": self.atol,
             "rtol": self.rtol,
         }
 
 
 def compare(
-    output: torch.Tensor, expected: torch.Tensor, lengths: Lengths, atol: float, rtol: float
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    lengths: Lengths,
+    atol: float,
+    rtol: float,
+    heads: range | None = None,
 ) -> ErrorMap:
     """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
 
-    Computed in ``expected``'s dtype, some rows at a time.
+    Computed in ``expected``'s dtype, some rows at a time. With ``heads``, those alone are compared.
     """
-    tokens, heads, head_size = output.shape
-    error = torch.empty(tokens, heads)
-    mismatches = torch.empty(tokens, heads, dtype=torch.int32)
+    if heads is not None:
+        some = slice(heads.start, heads.stop)
+        part = compare(output[:, some], expected[:, some], lengths, atol, rtol)
+        return _among(part, heads, output.shape[1])
+    tokens, num_heads, head_size = output.shape
+    error = torch.empty(tokens, num_heads)
+    mismatches = torch.empty(tokens, num_heads, dtype=torch.int32)
     # Greatest differences among all elements, and among those that mismatch: absolute, relative.
     overall, outside = [_NONE, _NONE], [_NONE, _NONE]
     first, nans = None, 0
@@ -188,6 +202,27 @@ def compare(
         greatest_rel=greatest_rel,
         first_index=first,
         nan_elements=nans,
+    )
+
+
+def _among(part: ErrorMap, heads: range, num_heads: int) -> ErrorMap:
+    """Return the ErrorMap of some heads as one of all heads, of which the others did not run."""
+    tokens, some = part.error.shape[0], slice(heads.start, heads.stop)
+    error = torch.full((tokens, num_heads), float("-inf"))
+    mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32)
+    error[:, some], mismatches[:, some] = part.error, part.mismatches
+
+    def moved(index: tuple[int, int, int]) -> tuple[int, int, int]:
+        return index[0], index[1] + heads.start, index[2]
+
+    return dataclasses.replace(
+        part,
+        heads=heads,
+        error=error,
+        mismatches=mismatches,
+        greatest_abs=dataclasses.replace(part.greatest_abs, index=moved(part.greatest_abs.index)),
+        greatest_rel=dataclasses.replace(part.greatest_rel, index=moved(part.greatest_rel.index)),
+        first_index=None if part.first_index is None else moved(part.first_index),
     )
 
 

@@ -155,6 +155,27 @@ class Lens:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A non-empty range of indices, first and behind the last; "0:2" on a command line."""
+
+    allowed: str = "a range A:B with 0 <= A < B"
+
+    def check(self, name: str, value: Any) -> tuple[int, int]:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            refuse(name, self.allowed, value)
+        first, last = (Int(0).check(f"{name}[{i}]", n) for i, n in enumerate(value))
+        if first >= last:
+            refuse(name, self.allowed, value)
+        return first, last
+
+    def parse(self, name: str, text: str) -> list[int]:
+        try:
+            return [int(n) for n in text.split(":")]
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows of block numbers, one row a sequence; JSON on a command line: "[[3,1],[0,2]]"."""
 

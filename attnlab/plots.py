@@ -19,7 +19,7 @@ from attnlab.lengths import Lengths
 from attnlab.stage_table import Cell
 
 BAND = 16  # picture rows of a sequence
-_NAN, _UNWRITTEN = "#d62728", "#ff9da6"
+_NAN, _UNWRITTEN, _IDLE = "#d62728", "#ff9da6", "#d0d0d0"
 _STATUS = {"match": "#4c9a5b", "mismatch": "#c8553d", "rejected": "#8d6a9f"}
 
 
@@ -32,15 +32,15 @@ def plot_error(
 ) -> Axes:
     """Draw the error of each token and head; every sequence is equally tall.
 
-    ``unwritten``: [num_tokens] bool, rows that nobody writes, hatched. The tolerance is a line in the
-    colour bar.
+    ``unwritten``: [num_tokens] bool, rows that nobody writes, hatched; heads that did not run are grey.
+    The tolerance is a line in the colour bar.
     """
     ax = ax or plt.subplots(figsize=(7.5, 5), layout="constrained")[1]
     shown = errors.bands(errors.error, BAND).numpy()
     norm = LogNorm(vmin=1e-9, vmax=max(1.0, errors.atol))
     colours = plt.get_cmap("cividis").with_extremes(bad=_NAN, under=plt.get_cmap("cividis")(0.0))
     image = ax.imshow(
-        np.where(shown == 0, 1e-12, shown),
+        np.where((shown == 0) | np.isneginf(shown), 1e-12, shown),
         cmap=colours,
         norm=norm,
         aspect="auto",
@@ -55,6 +55,8 @@ def plot_error(
         _hatch(ax, np.repeat(rows[:, None], shown.shape[1], 1), "///")
         label = "written by nobody"
         handles.append(Patch(facecolor=_UNWRITTEN, edgecolor="black", hatch="///", label=label))
+    if errors.heads is not None:
+        handles.append(_cover_idle(ax, errors.heads, shown.shape[1]))
     bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error", extend="min")
     bar.ax.axhline(errors.atol, color="red", linewidth=2)
     bar.ax.text(
@@ -87,6 +89,15 @@ def _hatch(ax: Axes, mask: Any, hatch: str) -> None:
             hatch=hatch,
             linewidth=0,
         )
+
+
+def _cover_idle(ax: Axes, heads: range, num_heads: int) -> Patch:
+    """Cover the columns of heads that did not run, and return their entry of the legend."""
+    style: dict[str, Any] = {"facecolor": _IDLE, "edgecolor": "#707070", "hatch": "\\\\"}
+    for first, last in ((0, heads.start), (heads.stop, num_heads)):
+        if first < last:
+            ax.axvspan(first - 0.5, last - 0.5, **style)
+    return Patch(**style, label="not run")
 
 
 def _runs(flags: Any) -> list[tuple[int, int]]:

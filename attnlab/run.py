@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +21,12 @@ from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, Decision, Setting, decide
 from attnlab.errors import KernelRejected
 from attnlab.kernels import model
+from attnlab.kernels.source import Source, find_source
+from attnlab.knobs import refuse
 from attnlab.reference import reference
 
 T = TypeVar("T")
+_NOTICE_S = 60.0  # a run that takes longer says so before it starts
 _NUMBERS = (
     "mismatched",
     "total",
@@ -30,6 +34,7 @@ _NUMBERS = (
     "max_index",
     "first_index",
     "nan_elements",
+    "heads_run",
     "atol",
     "rtol",
 )
@@ -79,6 +84,9 @@ class Result:
         if self.errors is None:
             return f"rejected: {self.error}"
         line = f"{self.errors.mismatched} of {self.errors.total}"
+        if self.errors.heads is not None:
+            ran = self.errors.heads
+            line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
         return line
@@ -123,11 +131,15 @@ class Lab:
     so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
     that reaches them differs; the tests run it both ways and compare the bits.
 
-    ``on_step`` is called with the name of each step of a run before it begins.
+    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm"; None is the installed one.
+    ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
+    a person should know before a long one.
     """
 
     keep: int = 2
+    source: Path | None = None
     on_step: Callable[[str], None] | None = None
+    on_notice: Callable[[str], None] = lambda text: None
     _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
 
     def batch(self, case: Case) -> Batch:
@@ -152,6 +164,8 @@ class Lab:
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference."""
+        if case.origin == "vllm":
+            self.vllm(case)  # a source that is wrong is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -161,7 +175,7 @@ class Lab:
                 ("reference", _reference_key(case)),
                 ("prefill", _prefill_key(case)),
             )
-            if key in self._stores.get(kind, {})
+            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin == "model")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -181,12 +195,19 @@ class Lab:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
-                errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
+                errors = compare(
+                    call.output,
+                    expected,
+                    case.lengths,
+                    case.tolerance,
+                    case.rtol,
+                    case.query_heads,
+                )
         wrong = errors is not None and errors.mismatched > 0
         return Result(
             case=case,
             decision=decision,
-            origin=case.origin,
+            origin=self.origin(case, decision),
             status="rejected" if error is not None else "mismatch" if wrong else "match",
             error=error,
             errors=errors,
@@ -201,6 +222,9 @@ class Lab:
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> None:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        if case.origin == "vllm":
+            self._run_vllm(case, call, setting, decision)
+            return
         if PREFILL not in decision.kernels:
             model.run(call, setting, decision.kernels)
             return
@@ -214,6 +238,41 @@ class Lab:
         if was_there:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+
+    def vllm(self, case: Case) -> Source:
+        """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
+        the rules of another release."""
+        source = self._shared("source", Case(), lambda: find_source(self.source))[0]
+        if source.rules not in (None, case.release):
+            refuse("release", f"{source.rules} with the kernels of {source.text()}", case.release)
+        return source
+
+    def origin(self, case: Case, decision: Decision) -> str:
+        """Return where the kernels of a run come from, and what stood in for which, in words."""
+        if case.origin == "model":
+            return case.origin
+        from attnlab.kernels.vllm_ops import origin_text
+
+        return origin_text(self.vllm(case), decision.kernels)
+
+    def _run_vllm(self, case: Case, call: KernelCall, setting: Setting, decision: Decision) -> None:
+        """Run vLLM's own op; say so before where it will take minutes."""
+        from attnlab.kernels import needed, vllm_ops
+
+        kv_heads = None if case.heads is None else range(*case.heads)
+        if vllm_ops.device().type == "cpu":
+            seconds = needed.estimated_s(call, decision.kernels, kv_heads)
+            if seconds > _NOTICE_S:
+                self.on_notice(
+                    f"about {seconds / 60:.0f} min under Triton's interpreter; "
+                    "--heads 0:1 runs one KV head"
+                )
+
+        def progress(done: int, total: int) -> None:
+            if self.on_step is not None:
+                self.on_step(f"kernels, program {done} of {total}")
+
+        vllm_ops.run(call, setting, decision.kernels, self.vllm(case), kv_heads, progress)
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:

@@ -200,3 +200,19 @@ def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path
         f"{passed} of {len(outcomes)} notebooks passed, {right} of {len(verdicts)} verdicts as expected"
     )
     console.print(f"reports: {reports / 'index.html'}")
+
+
+def show_interpreter(console: Console, figures: dict[str, Any]) -> None:
+    """Print what the decode kernel takes under the interpreter, and what it took."""
+    table = Table(box=None, padding=(0, 2))
+    for name in (f"decode kernel at seed size, {figures['source']}", "seconds", "times faster"):
+        table.add_column(name)
+    stock = figures["stock_seconds"]
+    for what, name in (
+        ("Triton's own launch", "stock_seconds"),
+        ("the lab's, 1 process", "one_process_seconds"),
+        (f"the lab's, {figures['processes']} processes", "seconds"),
+    ):
+        table.add_row(what, f"{figures[name]:.2f}", f"{stock / figures[name]:.1f}")
+    console.print(table)
+    console.print(f"largest error of the decode rows {figures['greatest_error']:.3g}")

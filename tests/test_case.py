@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnlab.case import KNOBS, Case, kind_of
 from attnlab.errors import InvalidCase
-from attnlab.knobs import Flag, Int, Lens, Maybe, Number, OneOf, Table
+from attnlab.knobs import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
@@ -35,6 +35,7 @@ WRONG = {
     Number: [True, "1", -1.0, NAN, INF, -INF, 10**400, [1.0], 1j],
     Flag: [0, 1, "true", None, 1.0],
     Lens: [[], 5, "1,2", [1, True], [1, -1], [1.0], {1: 2}, [[1]], [1, 2**31]],
+    Span: [[], [1], [2, 1], [0, 0], [0, 1, 2], "0:2", [-1, 2], [0, 1.0], [False, True], 3],
     Table: [[], [[]], [[0], [1, 2]], [0, 1], [[0, -1]], [[True]], "[[0]]", [[0.5]]],
 }
 
@@ -70,6 +71,8 @@ LENS = {"query_lens": (20, 1), "ctx_lens": (0, 40), "block_size": 16}
 CROSS = [
     ({"num_heads": 64, "num_queries_per_kv": 3}, "num_queries_per_kv", "divisor"),
     ({"num_heads": 4, "num_queries_per_kv": 8}, "num_queries_per_kv", "divisor"),
+    ({"heads": (0, 1)}, "heads", "none with origin model"),
+    ({"heads": (0, 65), "origin": "vllm"}, "heads", "at most 0:64"),
     ({"head_size": 20}, "head_size", "multiple of x (8)"),
     ({"head_size": 24, "kv_cache_dtype": "fp8"}, "head_size", "multiple of x (16)"),
     ({"head_size": 24, "x": 16}, "head_size", "multiple of x (16)"),

@@ -17,7 +17,7 @@ FLOORS = [  # from the ground up
     {"run"},
     {"decode_error", "stage_table"},
     {"plots", "notebook", "outcome"},
-    {"report", "headless", "investigate", "bench", "terminal", "cli"},
+    {"report", "headless", "investigate", "bench", "bench_interpreter", "terminal", "cli"},
 ]
 GROUND = -1  # the package itself, which imports nothing
 

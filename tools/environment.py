@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("cpu", "lab", "vllm", "test")
+EXTRAS = ("cpu", "triton", "lab", "vllm", "test")
 
 
 def environment() -> str:

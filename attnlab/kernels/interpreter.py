@@ -1,0 +1,257 @@
+"""Triton's interpreter, launched with its known faults mended and its speed where it can be had.
+
+Nothing of Triton is changed for others: op modules get a ``triton`` whose ``jit`` makes the functions
+here. What differs from Triton's own launch, and why the result is the same:
+
+- arguments that a kernel annotates ``tl.int64`` are int64. The stock interpreter leaves them int32, and
+  strides wrap where a GPU's do not.
+- no copy of every storage onto itself after a launch: on a CPU that is all the stock one does there.
+- a full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler took that
+  when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 refuses it.
+- the language is patched once for a launch, not again at every call of a device function.
+- programs that write nothing need not run, and the others can be shared out among processes. The tests
+  compare the bits with those of the whole grid in one process.
+"""
+
+import inspect
+import itertools
+import mmap
+import os
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnlab.errors import Unavailable
+from attnlab.kernels.remembered import remember
+
+VARIABLE = "TRITON_INTERPRET"
+_ALONE_S = 0.3  # a launch that takes longer is shared out among processes
+
+Program = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which programs of a launch run, where, and who hears of it.
+
+    - ``needed(kernel, arguments, program)``: whether a program is run.
+    - ``processes``: how many share a launch; more than 1 asks that every tensor that a kernel writes is
+      a :func:`shared_copy`.
+    - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
+    """
+
+    needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
+    processes: int = 1
+    on_programs: Callable[[int, int], None] = lambda done, total: None
+
+
+_PLAN: ContextVar[Plan | None] = ContextVar("plan", default=None)
+
+
+@contextmanager
+def launching(plan: Plan) -> Iterator[None]:
+    """Launch by ``plan`` within the block."""
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
+
+
+def cores() -> int:
+    """Return how many processes a launch may use here; 1 where a process cannot fork."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that processes made later share; not in /dev/shm, which may be small."""
+    memory = mmap.mmap(-1, tensor.nbytes)
+    shared = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return shared.copy_(tensor)
+
+
+def interpreted_triton() -> ModuleType:
+    """Return a ``triton`` whose ``jit`` interprets; everything else is Triton's own.
+
+    Raises Unavailable where Triton is missing, or was imported to compile.
+    """
+    triton = load_triton(interpret=True)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class Launched(InterpretedFunction):  # type: ignore[misc]
+        """An interpreted function that is launched by :func:`launch`."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            if not warmup:
+                launch(self, args, kwargs, grid)
+
+    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return Launched(fn) if fn is not None else lambda fn: Launched(fn)
+
+    module = ModuleType("triton")
+    module.__getattr__ = lambda name: getattr(triton, name)  # type: ignore[method-assign]
+    module.jit = jit  # type: ignore[attr-defined]
+    return module
+
+
+def load_triton(interpret: bool) -> Any:
+    """Return Triton, imported to interpret or to compile; raise Unavailable where it cannot be."""
+    if interpret and "triton" not in sys.modules:
+        os.environ[VARIABLE] = "1"
+    try:
+        import triton
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError as error:
+        raise Unavailable(
+            f"vLLM's kernels need Triton: pip install 'attnlab[triton]' ({error})"
+        ) from error
+    if interpret != isinstance(triton.language.standard.cdiv, InterpretedFunction):
+        done, wanted = ("compile", "1") if interpret else ("interpret", "0")
+        raise Unavailable(
+            f"Triton was imported to {done} in this process: set {VARIABLE}={wanted} before it is "
+            "imported, or start a new process"
+        )
+    return triton
+
+
+def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any) -> None:
+    """Run a kernel's programs one after the other, or in several processes, by the plan in force."""
+    from triton.runtime import interpreter
+
+    kernel = function.rewrite()
+    names = inspect.signature(kernel).parameters
+    arguments = inspect.getcallargs(
+        kernel, *args, **{k: v for k, v in kwargs.items() if k in names}
+    )
+    converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
+    sizes = tuple(grid(arguments) if callable(grid) else grid)
+    sizes += (1,) * (3 - len(sizes))
+    plan = _PLAN.get() or Plan()
+    name = kernel.__name__
+    programs = [
+        (x, y, z)
+        for x, y, z in itertools.product(*map(range, sizes))
+        if plan.needed(name, arguments, (x, y, z))
+    ]
+
+    def run(program: Program) -> None:
+        interpreter.interpreter_builder.set_grid_idx(*program)
+        kernel(**converted)
+
+    with _language(interpreter, kernel), warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # a slice that is all NaN
+        interpreter.interpreter_builder.set_grid_dim(*sizes)
+        _run_all(run, programs, plan)
+
+
+def _converted(kernel: Any, name: str, value: Any) -> Any:
+    """Return an argument as the kernel gets it; its annotation may ask for constexpr or int64."""
+    from triton.runtime import interpreter
+    from triton.runtime.jit import _normalize_ty
+
+    annotation = inspect.get_annotations(kernel).get(name)
+    asked = "" if annotation is None else _normalize_ty(annotation)
+    if asked == "constexpr":
+        return value
+    if asked == "i64" and isinstance(value, int):
+        int64 = interpreter.tl.int64
+        handle = interpreter.TensorHandle(np.array([value], dtype=np.int64), int64)
+        return interpreter.tl.tensor(handle, int64)
+    return interpreter._implicit_cvt(value)
+
+
+@contextmanager
+def _language(interpreter: Any, kernel: Any) -> Iterator[None]:
+    """Patch Triton's language for the interpreter, once for each part of it that a function sees."""
+    tl = interpreter.tl
+    scope = interpreter._patch_lang(kernel)
+    scopes = {id(kernel.__globals__): scope}
+    try:
+        getitem = tl.tensor.__getitem__
+
+        def indexed(tensor: Any, slices: Any) -> Any:
+            if not tensor.shape and isinstance(slices, tuple | tl.tuple):
+                slices = tuple(one for one in slices if one != slice(None))
+            return getitem(tensor, slices)
+
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            module = id(function.fn.__globals__)
+            if module not in scopes:
+                scopes[module] = interpreter._patch_lang(function.fn)
+            return function.rewrite()(*args, **kwargs)
+
+        remember(interpreter, scope)
+        scope.set_attr(tl.tensor, "__getitem__", indexed)
+        scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
+        yield
+    finally:
+        for scope in reversed(scopes.values()):
+            scope.restore()
+
+
+def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan) -> None:
+    """Run programs here until it is clear that they take long; share out the rest."""
+    start, done = time.perf_counter(), 0
+    while programs[done:] and (plan.processes == 1 or time.perf_counter() - start < _ALONE_S):
+        run(programs[done])
+        done += 1
+        plan.on_programs(done, len(programs))
+    rest = programs[done:]
+    if not rest:
+        return
+    children = [_fork(run, rest[i :: plan.processes]) for i in range(1, plan.processes)]
+    mine, error = rest[:: plan.processes], None
+    try:
+        for i, program in enumerate(mine, 1):
+            run(program)
+            plan.on_programs(done + i * len(rest) // len(mine), len(programs))
+    finally:
+        errors = [_join(*child) for child in children]
+    error = next((error for error in errors if error is not None), None)
+    if error is not None:
+        raise error
+
+
+def _fork(run: Callable[[Program], None], programs: list[Program]) -> tuple[int, int]:
+    """Run programs in a child process; return its id and the end of a pipe that tells its error.
+
+    The child runs Python and NumPy alone and leaves by os._exit, so that threads of the parent, which
+    do not exist in it, are not missed.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    answer = b""
+    try:
+        for program in programs:
+            run(program)
+    except BaseException as error:
+        answer = pickle.dumps(f"{type(error).__name__}: {error}")
+    os.write(writer, answer[:60000])
+    os._exit(0)
+
+
+def _join(child: int, reader: int) -> Exception | None:
+    """Wait for a child and return what it raised, or None."""
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        return RuntimeError(f"a process of the interpreter ended with status {status}")
+    return RuntimeError(pickle.loads(answer)) if answer else None
