@@ -1,0 +1,80 @@
+"""Run vLLM's test case at its own size with vLLM's own kernels on this machine's GPU.
+
+python tools/native.py --source vllm-0.33.0.tar.gz --out docs/native.json
+
+Two tables: every stage on an AMD and an NVIDIA platform, and every fill of the cache against every
+content of the slots that nobody writes. A GPU is needed; which one, and the versions, go into the file.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab.case import DATAS, EMPTIES, Case
+from attnlab.run import Lab
+from attnlab.stage_table import stage_table, to_json
+from attnlab.stages import FILLS
+
+SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
+
+
+def main() -> int:
+    """Run both tables and write them; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--source", type=Path, help="a wheel, an sdist or a checkout of vLLM")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("native.py needs a GPU that torch can use", file=sys.stderr)
+        return 2
+    import triton
+
+    lab = Lab(source=args.source)
+    case = Case.from_test_id(SEED_ID, origin="vllm", platform="sm_90")
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {
+            "vllm": lab.vllm(case).version,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+        "stages": to_json(case, stage_table(lab, case))["cells"],
+        "fills": _fills(lab, case),
+    }
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _fills(lab: Lab, case: Case) -> list[dict[str, Any]]:
+    """Return a row for each data, content of empty slots and fill; NaN is None."""
+    rows = []
+    for data, empty, fill in itertools.product(DATAS, EMPTIES, FILLS):
+        result = lab.run(case.replace(data=data, empty=empty, fill=fill))
+        assert result.errors is not None
+        *prefill, decode = result.errors.seq_error()
+        rows.append(
+            {
+                "data": data,
+                "empty": empty,
+                "fill": fill,
+                "decode_error": None if decode != decode else decode,
+                "prefill_error": max(prefill),
+                "mismatched": result.errors.mismatched,
+                "origin": result.origin,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
