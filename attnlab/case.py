@@ -15,6 +15,7 @@ from attnlab.errors import InvalidCase
 from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Span, Table, knob, refuse
 from attnlab.lengths import Lengths, draw_lengths
 from attnlab.platforms import PLATFORMS, Platform
+from attnlab.rules import check_rules
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
 OPS = ("chunked_prefill_paged_decode", "context_attention_fwd")
@@ -157,10 +158,7 @@ class Case:
         for field in dataclasses.fields(self):
             value = field.metadata["kind"].check(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-        _check_heads(self)
-        _check_origin(self)
-        _check_lengths(self)
-        _check_cache(self)
+        check_rules(self)
 
     # What the knobs amount to.
 
@@ -323,78 +321,3 @@ def kind_of(name: str) -> Kind:
     """Return what the field ``name`` may hold."""
     kind: Kind = KNOBS[name].metadata["kind"]
     return kind
-
-
-def _check_heads(case: Case) -> None:
-    if case.num_heads % case.num_queries_per_kv:
-        refuse(
-            "num_queries_per_kv",
-            f"a divisor of num_heads ({case.num_heads})",
-            case.num_queries_per_kv,
-        )
-    if case.head_size % case.key_x:
-        refuse("head_size", f"a multiple of x ({case.key_x})", case.head_size)
-    if case.alibi and case.sliding_window:
-        refuse(
-            "sliding_window",
-            "0 with alibi (vLLM's ALiBi prefill kernel knows no window)",
-            case.sliding_window,
-        )
-
-
-def _check_origin(case: Case) -> None:
-    if case.heads is None:
-        return
-    if case.origin == "model":
-        refuse("heads", "none with origin model, which runs all", case.heads)
-    if case.heads[1] > case.num_kv_heads:
-        refuse("heads", f"at most 0:{case.num_kv_heads}, the KV heads", case.heads)
-
-
-def _check_lengths(case: Case) -> None:
-    if (case.query_lens is None) != (case.ctx_lens is None):
-        missing = "query_lens" if case.query_lens is None else "ctx_lens"
-        raise InvalidCase(f"{missing} must be given where the other lengths are, got None")
-    if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
-        refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
-    room = case.blocks_per_seq * case.block_size
-    for i, seq_len in enumerate(case.lengths.seq_lens):
-        if seq_len > room:
-            raise InvalidCase(
-                f"seq_lens[{i}] must be at most {room} ({case.blocks_per_seq} blocks of "
-                f"{case.block_size} in a row of the block table), got {seq_len}"
-            )
-
-
-def _check_cache(case: Case) -> None:
-    num_seqs = len(case.lengths.query_lens)
-    if case.block_table is None:
-        needed = num_seqs * case.blocks_per_seq
-        if case.total_blocks < needed:
-            refuse(
-                "num_blocks",
-                f"at least {needed} ({num_seqs} sequences of {case.blocks_per_seq} blocks)",
-                case.num_blocks,
-            )
-    else:
-        _check_block_table(case, case.block_table, num_seqs)
-    if not case.is_fp8 and case.cache_write == "numeric":
-        refuse("cache_write", "scaled unless kv_cache_dtype is fp8", case.cache_write)
-    if not case.is_fp8 and case.cache_format is not None:
-        refuse("cache_format", "none unless kv_cache_dtype is fp8", case.cache_format)
-
-
-def _check_block_table(case: Case, rows: tuple[tuple[int, ...], ...], num_seqs: int) -> None:
-    if len(rows) != num_seqs:
-        refuse("block_table", f"one row a sequence ({num_seqs})", rows)
-    owner: dict[int, tuple[int, int]] = {}
-    for i, (row, seq_len) in enumerate(zip(rows, case.lengths.seq_lens, strict=True)):
-        for j, block in enumerate(row):
-            if block >= case.total_blocks:
-                refuse(f"block_table[{i}][{j}]", f"below num_blocks ({case.total_blocks})", block)
-            if j * case.block_size < seq_len and owner.setdefault(block, (i, j)) != (i, j):
-                refuse(
-                    f"block_table[{i}][{j}]",
-                    "a block of its own, not that of block_table[{}][{}]".format(*owner[block]),
-                    block,
-                )

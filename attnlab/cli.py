@@ -13,25 +13,26 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from attnlab import __version__
-from attnlab.case import KNOBS, Case, kind_of
+from attnlab.case import Case, kind_of
 from attnlab.errors import AttnLabError, InvalidCase
-from attnlab.knobs import Flag, Int, Maybe, Number
+from attnlab.flags import (
+    Parser,
+    add_case_flags,
+    add_source_flag,
+    case_of,
+    notebook_parameters,
+    read_text,
+)
+from attnlab.knobs import Int, Number
 
 _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _PLACES_SHOWN = 200
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong command line in one line, with exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="attnlab",
         description="Find out why a paged-attention kernel, or the test of one, is wrong.",
         epilog="Exit codes: 0 all matches, 1 something does not, 2 bad input.",
@@ -61,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     run = _command(commands, "run", _run, "run one case: dispatch, breaches, comparison, places")
-    _add_case_flags(run)
-    _add_source(run)
+    add_case_flags(run)
+    add_source_flag(run)
     run.add_argument("--stages", action="store_true", help="run every stage and print a table")
     run.add_argument(
         "--platforms",
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     explain = _command(
         commands, "explain", _explain, "say which kernel runs, and why not the other"
     )
-    _add_case_flags(explain)
+    add_case_flags(explain)
 
     decode = _command(
         commands,
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument(
         "file", nargs="?", default="-", help="the text; - is standard input (default)"
     )
-    _add_case_flags(decode)
+    add_case_flags(decode)
 
     investigate = _command(
         commands, "investigate", _investigate, "run the notebooks headless and write reports/"
@@ -158,70 +159,8 @@ def _command(
     return command
 
 
-def _add_case_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every knob of a Case, grouped, and the two ways to start from a whole one."""
-    base = parser.add_argument_group("the case to start from; the flags below change it")
-    base.add_argument(
-        "--test-id", metavar="ID", help="a pytest id of vLLM's test_prefix_prefill.py"
-    )
-    base.add_argument(
-        "--case", type=Path, metavar="FILE", help="a Case as JSON; - is standard input"
-    )
-    groups: dict[str, Any] = {}
-    for name, field in KNOBS.items():
-        title = field.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        kind = kind_of(name)
-        inner = kind.kind if isinstance(kind, Maybe) else kind
-        optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
-        groups[title].add_argument(
-            "--" + name.replace("_", "-"),
-            dest="knob_" + name,
-            metavar="VALUE",
-            help=f"{field.metadata['help']}; {kind.allowed} (default: {field.default})".replace(
-                "%", "%%"
-            ),
-            **optional,
-        )
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="PATH",
-        help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
-    )
-
-
 def _notice(text: str) -> None:
     print(f"attnlab: {text}", file=sys.stderr)
-
-
-def _case(args: argparse.Namespace) -> Case:
-    """Return the Case that the flags give; raise InvalidCase."""
-    if args.test_id and args.case:
-        raise InvalidCase("test-id and case must not both be given")
-    case = Case()
-    if args.test_id:
-        case = Case.from_test_id(args.test_id)
-    elif args.case:
-        case = Case.from_json(_read(str(args.case)))
-    flags = {name: getattr(args, "knob_" + name) for name in KNOBS}
-    changes = {
-        name: kind_of(name).parse(name, text) for name, text in flags.items() if text is not None
-    }
-    return case.replace(**changes)
-
-
-def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidCase(f"{file} must be a readable text file: {error}") from error
 
 
 def _print_json(document: Any) -> None:
@@ -250,7 +189,7 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    case = _case(args)
+    case = case_of(args)
     if args.source is not None and case.origin != "vllm":
         raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
     return _run_stages(args, case) if args.stages else _run_case(args, case)
@@ -297,7 +236,7 @@ def _explain(args: argparse.Namespace) -> int:
     from attnlab.dispatch import decide
     from attnlab.terminal import show_decision
 
-    decision = decide(_case(args))
+    decision = decide(case_of(args))
     if args.json:
         _print_json(decision.to_dict())
     else:
@@ -309,7 +248,7 @@ def _decode_error(args: argparse.Namespace) -> int:
     from attnlab.decode_error import decode_error
     from attnlab.terminal import show_decoded
 
-    decoded = decode_error(_read(args.file), _case(args))
+    decoded = decode_error(read_text(args.file), case_of(args))
     if args.json:
         _print_json(decoded.to_dict())
     else:
@@ -356,7 +295,7 @@ def _investigate(args: argparse.Namespace) -> int:
     from attnlab.terminal import show_outcomes
 
     paths = find_notebooks(args.notebooks, args.notebooks_folder)
-    parameters = _parameters(args.parameter)
+    parameters = notebook_parameters(args.parameter)
     with _progress("investigating") as show:
         outcomes = investigate(
             paths,
@@ -371,18 +310,3 @@ def _investigate(args: argparse.Namespace) -> int:
     else:
         show_outcomes(_console(), outcomes, args.reports)
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
-
-
-def _parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one."""
-    parameters = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise InvalidCase(f"parameter must be NAME=VALUE, got {word!r}")
-        if name in KNOBS:
-            kind = kind_of(name)
-            parameters[name] = kind.check(name, kind.parse(name, text))
-        else:
-            parameters[name] = text
-    return parameters

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # these need torch, which the light commands do without
     from attnlab.breaches import Breach
     from attnlab.compare import Place
     from attnlab.outcome import Outcome
-    from attnlab.run import Result
+    from attnlab.result import Result
     from attnlab.stage_table import Cell
 
 _COLOUR = {"match": "green", "mismatch": "red", "rejected": "magenta"}

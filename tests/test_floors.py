@@ -9,15 +9,16 @@ import attnlab
 
 ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
-    {"errors", "knobs", "platforms", "stages", "lengths", "case", "testid"},
+    {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels"},
     {"reference", "compare"},
+    {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table"},
     {"plots", "notebook", "outcome"},
-    {"report", "headless", "investigate", "bench", "bench_interpreter", "terminal", "cli"},
+    {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
 ]
 GROUND = -1  # the package itself, which imports nothing
 

@@ -166,8 +166,8 @@ def test_a_key_that_forgets_a_knob_is_caught(monkeypatch, kind, knob, value):
     fields = {"platform": "sm_90", "query_lens": (1, 150, 3, 1)}
     start, case = small(**fields), small(**fields, **{knob: value})
     fresh = Lab().run(case)
-    real, default = getattr(run_module, f"_{kind}_key"), KNOBS[knob].default
-    monkeypatch.setattr(run_module, f"_{kind}_key", lambda c: real(c).replace(**{knob: default}))
+    real, default = getattr(run_module, f"{kind}_key"), KNOBS[knob].default
+    monkeypatch.setattr(run_module, f"{kind}_key", lambda c: real(c).replace(**{knob: default}))
     lab = Lab()
     lab.run(start)
     got = lab.run(case)

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.dispatch import PREFILL, ROCM_DECODE, Setting
 from attnlab.errors import AttnLabError, KernelRejected, Unavailable
-from attnlab.formats import FORMATS
 from attnlab.kernels import interpreter
 from attnlab.kernels.loader import Loader
 from attnlab.kernels.needed import needed
 from attnlab.kernels.paged import format_of
 from attnlab.kernels.rocm_decode import paged_attention_rocm
 from attnlab.kernels.source import Source
+from attnlab.kernels.stand_ins import Dispatch, stand_ins
 from attnlab.platforms import Platform
 
 _MODULES = {
@@ -44,15 +43,6 @@ _PREFILL_NAMES = {
     "b_seq_len": "seq_lens",
     "max_input_len": "max_query_len",
 }
-_CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "cdna": (9, 4), "rdna": (11, 0)}
-
-
-@dataclass(slots=True)
-class _Dispatch:
-    """What the stand-ins of the running call answer with; set for the time of a call."""
-
-    use_custom: bool = False
-    rocm_decode: Callable[..., None] = lambda *args, **kwargs: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +50,7 @@ class Loaded:
     """The ops of one source on one platform."""
 
     loader: Loader
-    dispatch: _Dispatch
+    dispatch: Dispatch
 
     def function(self, op: str) -> Callable[..., None]:
         """Return the op; raise Unavailable where the release has none."""
@@ -158,83 +148,15 @@ def load(source: Source, platform: Platform, device_type: str) -> Loaded:
     """Return the ops of a source as they load on a platform; they read its facts when they load."""
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
-    dispatch = _Dispatch()
-    return Loaded(loader=Loader(source, _stubs(platform, triton, dispatch)), dispatch=dispatch)
+    dispatch = Dispatch()
+    return Loaded(loader=Loader(source, stand_ins(platform, triton, dispatch)), dispatch=dispatch)
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:
     """Return the ops with Triton's own interpreter, to measure and compare with."""
-    dispatch = _Dispatch()
-    stubs = _stubs(platform, interpreter.load_triton(interpret=True), dispatch)
+    dispatch = Dispatch()
+    stubs = stand_ins(platform, interpreter.load_triton(interpret=True), dispatch)
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
-
-
-def _stubs(platform: Platform, triton: ModuleType, dispatch: _Dispatch) -> dict[str, ModuleType]:
-    """Return the stand-ins for modules of vLLM."""
-    quiet = SimpleNamespace(
-        **{
-            name + once: lambda *args, **kwargs: None
-            for name in ("debug", "info", "warning", "error")
-            for once in ("", "_once")
-        }
-    )
-    contents: dict[str, dict[str, Any]] = {
-        "vllm.platforms": {"current_platform": _Current(platform)},
-        "vllm.platforms.rocm": {
-            "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom
-        },
-        "vllm._custom_ops": {
-            "paged_attention_rocm": lambda *args, **kwargs: dispatch.rocm_decode(*args, **kwargs)
-        },
-        "vllm.triton_utils": {"triton": triton, "tl": triton.language},
-        "vllm.logger": {"init_logger": lambda name: quiet},
-    }
-    stubs = {}
-    for name, content in contents.items():
-        stubs[name] = ModuleType(name)
-        vars(stubs[name]).update(content)
-    return stubs
-
-
-class _Current:
-    """Stands for ``vllm.platforms.current_platform``; what it does not know it refuses."""
-
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
-        default = _CAPABILITY.get(platform.family, (0, 0))
-        self._capability = _CAPABILITY.get(platform.name, default)
-
-    def fp8_dtype(self) -> torch.dtype:
-        return FORMATS[self._platform.fp8_e4m3].dtype
-
-    def is_rocm(self) -> bool:
-        return self._platform.is_rocm
-
-    def is_cuda(self) -> bool:
-        return self._platform.family == "cuda"
-
-    def is_cuda_alike(self) -> bool:
-        return self._platform.family != "cpu"
-
-    def is_cpu(self) -> bool:
-        return self._platform.family == "cpu"
-
-    def is_xpu(self) -> bool:
-        return False
-
-    def is_tpu(self) -> bool:
-        return False
-
-    def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
-        return self._capability
-
-    def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability >= asked
-
-    def is_device_capability(self, capability: Any, device_id: int = 0) -> bool:
-        asked = divmod(capability, 10) if isinstance(capability, int) else tuple(capability)
-        return self._capability == asked
 
 
 def _on_device(call: KernelCall, setting: Setting, where: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,110 @@
+"""Result: what came of a Case."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.breaches import Breach
+from attnlab.cache import PagedCache
+from attnlab.call import KernelCall
+from attnlab.case import Case
+from attnlab.compare import ErrorMap, Place
+from attnlab.contracts import contract, written_rows
+from attnlab.dispatch import PREFILL, Decision, Setting
+
+_NUMBERS = (
+    "mismatched",
+    "total",
+    "max_abs_error",
+    "max_index",
+    "first_index",
+    "nan_elements",
+    "heads_run",
+    "atol",
+    "rtol",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """What came of a Case.
+
+    - ``status``: "match", "mismatch", or "rejected" where the kernel raised ``error``.
+    - ``errors``: the ErrorMap; None where the call was rejected.
+    - ``breaches``: what the contracts say of the call, found without running it.
+    - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
+    - ``shared``: the steps whose product an earlier run of the same Lab had left.
+    - ``call``, ``cache``: what was run, for a closer look.
+    """
+
+    case: Case
+    decision: Decision
+    origin: str
+    status: str
+    error: str | None
+    errors: ErrorMap | None
+    breaches: list[Breach]
+    seconds: dict[str, float]
+    shared: tuple[str, ...]
+    call: KernelCall
+    cache: PagedCache
+
+    def places(self) -> list[Place]:
+        """Return the rows with mismatches; none where the call was rejected."""
+        return [] if self.errors is None else self.errors.places()
+
+    def unwritten_rows(self) -> torch.Tensor:
+        """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
+        setting, written = (
+            Setting.of(self.case),
+            torch.zeros(len(self.call.query), dtype=torch.bool),
+        )
+        for name in self.decision.kernels:
+            written |= written_rows(contract(name, setting, self.call.op), self.call)
+        return ~written
+
+    @property
+    def verdict(self) -> str:
+        """Return one line that says what came of it."""
+        if self.errors is None:
+            return f"rejected: {self.error}"
+        line = f"{self.errors.mismatched} of {self.errors.total}"
+        if self.errors.heads is not None:
+            ran = self.errors.heads
+            line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
+        if self.errors.first_index is not None:
+            line += f", first {self.errors.first_index}"
+        return line
+
+    def to_dict(self, most_places: int) -> dict[str, Any]:
+        """Return the result as JSON-able values, with the first ``most_places`` places."""
+        places = self.places()
+        numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
+        return {
+            "case": dataclasses.asdict(self.case),
+            "kernel": self.decision.decode or PREFILL,
+            "kernels": list(self.decision.kernels),
+            "origin": self.origin,
+            "reasons": self.decision.reasons,
+            "status": self.status,
+            "error": self.error,
+            **numbers,
+            "places": [self._place(place) for place in places[:most_places]],
+            "places_left_out": max(0, len(places) - most_places),
+            "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "seconds": sum(self.seconds.values()),
+            "seconds_by_step": self.seconds,
+        }
+
+    def _place(self, place: Place) -> dict[str, Any]:
+        """Return a place with the slot of the newest token, where the row takes it from the cache."""
+        fields = dataclasses.asdict(place)
+        if place.query_len == 1 and self.decision.decode is not None:
+            position = self.case.lengths.seq_lens[place.seq] - 1
+            block, offset = self.cache.provenance.slot(place.seq, position)
+            written = int(self.cache.provenance.pos[block, offset]) == position
+            newest = {"position": position, "block": block, "offset": offset, "written": written}
+            fields["newest_slot"] = newest
+        return fields
