@@ -3,6 +3,7 @@
 Nothing is run: everything here follows from the call, the contracts and the cache's provenance.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from attnlab.contracts import (
     Contract,
     cached_lens,
     contract,
+    default_scale,
     written_rows,
 )
 from attnlab.dispatch import ROCM_DECODE, Setting
@@ -33,7 +35,7 @@ class Breach:
     """One disagreement between a call and a contract.
 
     - ``kind``: "index_dtype", "unsupported", "unwritten_slot", "foreign_slot", "unwritten_rows",
-      "key_layout" or "short_scratch".
+      "key_layout", "short_scratch" or "default_scale".
     - ``effect``: "rejected" (the kernel raises), "silent" (it runs, and what it writes, or leaves, is
       not what was asked for) or "harmless" (converted on the way).
     - ``kernel``: whose contract; "" where no kernel of the op does what was needed.
@@ -62,7 +64,7 @@ def check(
         breaches += _index_dtypes(terms, call)
         breaches += _unsupported(terms, call)
         breaches += _layout(terms, call)
-    breaches += _unwritten_rows(contracts, call)
+    breaches += _default_scale(call, setting) + _unwritten_rows(contracts, call)
     if provenance is not None:
         for terms in contracts:
             breaches += _slots(terms, call, provenance)
@@ -153,6 +155,23 @@ def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
                 )
             )
     return found
+
+
+def _default_scale(call: KernelCall, setting: Setting) -> list[Breach]:
+    """Return a breach where the scale is left to an op that takes it from the number of heads."""
+    _, num_heads, head_size = call.query.shape
+    if call.sm_scale is not None or default_scale(call, setting) == 1.0 / math.sqrt(head_size):
+        return []
+    return [
+        Breach(
+            kind="default_scale",
+            effect="silent",
+            kernel=call.op,
+            subject="sm_scale",
+            text=f"sm_scale is left to {call.op}, which takes 1 / sqrt({num_heads}), by the number of "
+            f"heads, for 1 / sqrt({head_size}), by the head size",
+        )
+    ]
 
 
 def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]:

@@ -1,11 +1,12 @@
 """Contracts: what each kernel requires and does, as data."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting
+from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, WRAPPER, Setting
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
@@ -20,9 +21,12 @@ class Contract:
       int32). A tensor that is not named is accepted.
     - ``serves``: rows of which sequences it writes: "all", "prefill" (query_len ≠ 1) or "decode"
       (query_len = 1).
-    - ``new_tokens_from``: where the keys and values of new tokens come from, "arguments" or "cache".
+    - ``new_tokens_from``: where the keys and values of new tokens come from, "arguments" or "cache", or
+      "by query_len": the cache where it is 1, else the arguments.
     - ``reads_tail``: what the slots behind seq_len in the last block do: "nothing", or "value" where a
       NaN there reaches the output through 0 × NaN, or "key and value".
+    - ``default_scale``: what the op takes sm_scale from where none is passed, 1 / sqrt of "head_size" or
+      of "num_heads"; None for a kernel that is always given one.
     - ``key_x_bytes``: bytes that the kernel takes for the innermost size of the key cache, whatever
       the tensor's shape says; None where it reads the shape.
     - the four tuples: what it takes; empty is anything.
@@ -34,6 +38,7 @@ class Contract:
     new_tokens_from: str
     on_int64: dict[str, str] = field(default_factory=dict)
     reads_tail: str = "nothing"
+    default_scale: str | None = None
     key_x_bytes: int | None = None
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -41,11 +46,14 @@ class Contract:
     block_sizes: tuple[int, ...] = ()
 
 
-def contract(kernel: str, setting: Setting, op: str) -> Contract:
-    """Return the contract of ``kernel`` as ``op`` calls it, under a release's rules."""
-    return {PREFILL: _prefill, TRITON_DECODE: _triton_decode, ROCM_DECODE: _rocm_decode}[kernel](
-        setting, op
-    )
+def contract(name: str, setting: Setting, op: str) -> Contract:
+    """Return the contract of a kernel as ``op`` calls it, or of an op, under a release's rules."""
+    return {
+        WRAPPER: _wrapper,
+        PREFILL: _prefill,
+        TRITON_DECODE: _triton_decode,
+        ROCM_DECODE: _rocm_decode,
+    }[name](setting, op)
 
 
 def _ops(release: str, file: str) -> str:
@@ -59,9 +67,25 @@ def _triton_formats(setting: Setting) -> tuple[str, ...]:
     return ("auto", *e4m3, "fp8_e5m2")
 
 
+def _wrapper(setting: Setting, op: str) -> Contract:
+    """Return the contract of chunked_prefill_paged_decode, the op around prefill and decode kernel.
+
+    Every row is served, by the one or the other. Up to 0.11.2 its default scale comes from
+    ``query.shape[1]``, the number of heads; since then from ``query.shape[2]``.
+    """
+    return Contract(
+        name=WRAPPER,
+        source=_ops(setting.release, "chunked_prefill_paged_decode.py"),
+        serves="all",
+        new_tokens_from="by query_len",
+        default_scale="num_heads" if setting.release == "0.11.2" else "head_size",
+    )
+
+
 def _prefill(setting: Setting, op: str) -> Contract:
     """Return the contract of context_attention_fwd: it never reads the cache behind ctx_len."""
     return Contract(
+        default_scale="head_size",
         name=PREFILL,
         source=_ops(setting.release, "prefix_prefill.py"),
         serves="all" if op == PREFILL else "prefill",
@@ -113,6 +137,15 @@ def _rocm_decode(setting: Setting, op: str) -> Contract:
         head_sizes=(64, 128),
         block_sizes=(16, 32),
     )
+
+
+def default_scale(call: KernelCall, setting: Setting) -> float:
+    """Return the scale that the op takes where none is passed."""
+    _, num_heads, head_size = call.query.shape
+    size = (
+        num_heads if contract(call.op, setting, call.op).default_scale == "num_heads" else head_size
+    )
+    return 1.0 / math.sqrt(size)
 
 
 def as_read(contract: Contract, call: KernelCall, name: str) -> torch.Tensor:

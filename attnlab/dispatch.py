@@ -7,6 +7,7 @@ from typing import Any
 from attnlab.case import Case
 from attnlab.platforms import PLATFORMS, Platform
 
+WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"

@@ -1,5 +1,6 @@
 """Running a Case: from its knobs to a Result, with everything shared that cases have in common."""
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,11 +15,11 @@ from attnlab.batch import Batch, make_batch
 from attnlab.breaches import check
 from attnlab.cache import PagedCache, make_cache
 from attnlab.call import KernelCall, make_call, make_output
-from attnlab.case import Case
+from attnlab.case import DTYPE_BYTES, Case
 from attnlab.compare import compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, Decision, Setting, decide
-from attnlab.errors import KernelRejected
+from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
@@ -69,7 +70,11 @@ class Lab:
         return make_call(case, self.batch(case), self.cache(case), output)
 
     def run(self, case: Case) -> Result:
-        """Run the Case's op and compare its output with the reference."""
+        """Run the Case's op and compare its output with the reference.
+
+        Raises Unavailable for a Case that this machine has no memory for, before anything is made.
+        """
+        check_memory(case)
         if case.origin == "vllm":
             self.vllm(case)  # a source that is wrong is told before anything is made
         seconds: dict[str, float] = {}
@@ -201,3 +206,23 @@ class Lab:
             store.popitem(last=False)
         store[key] = make()
         return store[key], False
+
+
+def check_memory(case: Case) -> None:
+    """Raise Unavailable where the Case's tensors alone are larger than this machine's memory."""
+    element = DTYPE_BYTES[case.dtype]
+    head = case.num_kv_heads * case.head_size
+    cache = 2 * case.total_blocks * case.block_size * head * (1 if case.is_fp8 else element)
+    batch = 2 * sum(case.lengths.seq_lens) * head * element
+    row = case.num_heads * case.head_size
+    outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
+    needed, there = cache + batch + outputs, _memory_bytes()
+    if needed > there:
+        raise Unavailable(
+            f"the case needs about {needed / 2**30:.0f} GiB of memory and this machine has "
+            f"{there / 2**30:.0f}: fewer or shorter sequences, fewer heads or blocks"
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -19,9 +19,9 @@ SEED = {
 
 
 def breaches_of(case, **changes):
-    """Return the breaches of the Case's call, with ``changes`` to the call."""
+    """Return the breaches of the Case's call, its scale passed, with ``changes`` to the call."""
     call, cache = call_of(case)
-    call = dataclasses.replace(call, **changes)
+    call = dataclasses.replace(call, **{"sm_scale": case.head_size**-0.5} | changes)
     return check(call, Setting.of(case), decide(case).kernels, cache.provenance)
 
 
@@ -31,6 +31,17 @@ def breaches_of(case, **changes):
 def test_a_sound_call_has_no_breach(platform, release, op):
     """Production's order breaks nothing, whatever platform, release and op."""
     assert breaches_of(hostile(platform=platform, release=release, op=op)) == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "context_attention_fwd"])
+def test_a_default_scale_by_heads_is_a_breach(op, release):
+    """Up to 0.11.2 the wrapper takes its default scale from the number of heads; not where they agree."""
+    found = breaches_of(hostile(op=op, release=release), sm_scale=None)
+    by_heads = op == "chunked_prefill_paged_decode" and release == "0.11.2"
+    assert [breach.kind for breach in found] == ["default_scale"] * by_heads
+    as_many = hostile(op=op, release=release, num_heads=64, head_size=64)
+    assert breaches_of(as_many, sm_scale=None) == []
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -179,6 +179,7 @@ BAD = [
     (["run", "--case", "-", "--test-id", SEED_ID], "test-id and case must not both be given"),
     (["run", "--stages", "--platforms", "gfx942,tpu"], "platforms must be one of"),
     (["run", *SMALL, "--save-call", "/no/such/folder/x"], "save-call must be in a folder"),
+    (["run", "--num-blocks", "99999999"], "the case needs about"),
     (["explain", "--head-size", "0"], "head_size must be an integer"),
     (["decode-error", "/no/such/file"], "/no/such/file must be a readable text file"),
 ]

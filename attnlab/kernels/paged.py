@@ -1,10 +1,9 @@
 """Reading a paged cache the way the kernels do: through a sequence's row of the block table."""
 
-import math
-
 import torch
 
 from attnlab.call import KernelCall
+from attnlab.contracts import default_scale
 from attnlab.dispatch import Setting
 from attnlab.formats import ElementFormat, read_format
 
@@ -15,16 +14,8 @@ def format_of(call: KernelCall, setting: Setting) -> ElementFormat:
 
 
 def scale_of(call: KernelCall, setting: Setting) -> float:
-    """Return the scale of the scores: as passed, or the op's default.
-
-    chunked_prefill_paged_decode up to 0.11.2 takes it from the number of heads, ``query.shape[1]``,
-    where 0.33.0 and context_attention_fwd take the head size, ``query.shape[2]``.
-    """
-    if call.sm_scale is not None:
-        return call.sm_scale
-    by_heads = setting.release == "0.11.2" and call.op == "chunked_prefill_paged_decode"
-    size: int = call.query.shape[1 if by_heads else 2]
-    return 1.0 / math.sqrt(size)
+    """Return the scale of the scores: as passed, or the op's default by its contract."""
+    return call.sm_scale or default_scale(call, setting)
 
 
 def keys(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tensor:
