@@ -14,8 +14,8 @@ from attnlab.batch import Batch
 from attnlab.case import Case
 from attnlab.formats import ElementFormat, written_format
 
-ROWS = 256  # query rows of a tile
-SCORES = 1 << 19  # scores of a tile: 2 MiB of float32
+ROWS = 128  # query rows of a tile
+SCORES = 3 << 17  # scores of a tile: 1.5 MiB of float32, just below what torch gives huge pages to
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:
