@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU set-up. On a machine with a GPU build of torch: make EXTRAS=lab,test PYTHON=…
 EXTRAS ?= cpu,triton,lab,test
-READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 comma := ,
+READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: help setup investigate test lint lab bench clean
 
