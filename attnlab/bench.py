@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attnlab.batch import Batch, make_batch
-from attnlab.cache import make_cache, written_lens
+from attnlab.cache import addresses, make_cache, written_lens
 from attnlab.case import Case
 from attnlab.fill import write_tokens
 from attnlab.reference import causal_flops, reference
@@ -76,12 +76,9 @@ def _fill(case: Case, batch: Batch) -> dict[str, float]:
     cache = make_cache(case, batch)
     whole = _seconds(lambda: make_cache(case, batch))
     clone = _seconds(lambda: (cache.key.clone(), cache.value.clone()))
-    lens = torch.tensor(written_lens(batch.lengths, case.staging.fill))
-    seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
-    pos = torch.arange(len(seq)) - (lens.cumsum(0) - lens)[seq]
+    lens = written_lens(batch.lengths, case.staging.fill)
     table = cache.provenance.block_table
-    slots = table[seq, pos // case.block_size] * case.block_size + pos % case.block_size
-    rows = torch.tensor(batch.kv_start_loc)[seq] + pos
+    rows, slots, _ = addresses(batch, lens, table, case.total_blocks, case.block_size)
     tokens = _seconds(
         lambda: write_tokens(cache.key, cache.value, batch.key, batch.value, rows, slots)
     )

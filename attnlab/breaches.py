@@ -18,7 +18,7 @@ from attnlab.contracts import (
     cached_lens,
     contract,
     default_scale,
-    written_rows,
+    unwritten_rows,
 )
 from attnlab.dispatch import ROCM_DECODE, Setting
 
@@ -176,13 +176,11 @@ def _default_scale(call: KernelCall, setting: Setting) -> list[Breach]:
 
 def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]:
     """Return one breach for each run of output rows that none of the kernels writes."""
-    written = torch.zeros(call.query.shape[0], dtype=torch.bool)
-    for terms in contracts:
-        written |= written_rows(terms, call)
+    unwritten = unwritten_rows(contracts, call)
     starts = call.query_start_loc.tolist()
     found = []
     for seq, (first, last) in enumerate(pairwise(starts)):
-        rows = torch.nonzero(~written[first:last]).flatten() + first
+        rows = torch.nonzero(unwritten[first:last]).flatten() + first
         if len(rows) == 0:
             continue
         span = f"row {int(rows[0])}" if len(rows) == 1 else f"rows {int(rows[0])}–{int(rows[-1])}"

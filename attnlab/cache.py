@@ -8,7 +8,7 @@ import torch
 from attnlab.batch import Batch
 from attnlab.case import Case
 from attnlab.fill import write_tokens
-from attnlab.formats import ElementFormat, written_format
+from attnlab.formats import ElementFormat, store, written_format
 from attnlab.lengths import Lengths
 
 NOBODY = -1
@@ -89,12 +89,7 @@ def make_block_table(case: Case) -> torch.Tensor:
 
 def make_cache(case: Case, batch: Batch) -> PagedCache:
     """Return a cache that holds what the Case's fill policy writes, and in all other slots what
-    ``case.empty`` says.
-
-    Encoding is ``format.encode`` with the Case's scales, or, for ``cache_write="numeric"``, the
-    conversion of each number to uint8 that vLLM's own test does (0.11.2 and 0.33.0): for data of
-    ±1e-3 every byte is 0.
-    """
+    ``case.empty`` says."""
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
@@ -102,15 +97,9 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, salt=2)
     value = _empty((*head, case.head_size, case.block_size), format, case, salt=3)
     lens = written_lens(batch.lengths, case.staging.fill)
-    rows, slots, provenance = _addresses(batch, lens, block_table, key.shape[0], case.block_size)
-    if format.is_fp8:
-        numeric = case.cache_write == "numeric"
-        new_key, new_value = (
-            tensor.to(torch.uint8) if numeric else format.encode(tensor, scale)
-            for tensor, scale in ((batch.key, case.k_scale), (batch.value, case.v_scale))
-        )
-    else:
-        new_key, new_value = batch.key, batch.value
+    rows, slots, provenance = addresses(batch, lens, block_table, key.shape[0], case.block_size)
+    new_key = store(case, batch.key, case.k_scale)
+    new_value = store(case, batch.value, case.v_scale)
     write_tokens(key, value, new_key, new_value, rows, slots)
     return PagedCache(
         key=key,
@@ -122,7 +111,7 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     )
 
 
-def _addresses(
+def addresses(
     batch: Batch, lens: tuple[int, ...], block_table: torch.Tensor, num_blocks: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return for every token that is written its row in ``batch.key``, its slot (block × block_size

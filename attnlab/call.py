@@ -13,6 +13,7 @@ from attnlab.batch import Batch
 from attnlab.cache import PagedCache, garbage
 from attnlab.case import Case
 from attnlab.errors import InvalidCall
+from attnlab.formats import FORMATS
 
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
@@ -140,11 +141,11 @@ def make_output(case: Case) -> torch.Tensor:
     :func:`attnlab.cache.garbage`, so that a row that nobody writes never passes by luck.
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
-    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    dtype = FORMATS[case.dtype].dtype
     if case.output == "recycled":
-        return garbage(shape, seed=case.seed + 4).to(dtype[case.dtype])
+        return garbage(shape, seed=case.seed + 4).to(dtype)
     fill = float("nan") if case.output == "nan" else 0.0
-    return torch.full(shape, fill, dtype=dtype[case.dtype])
+    return torch.full(shape, fill, dtype=dtype)
 
 
 def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:

@@ -1,12 +1,13 @@
 """Contracts: what each kernel requires and does, as data."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, WRAPPER, Setting
+from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, WRAPPER, Setting, ops_source
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
@@ -56,11 +57,6 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
     }[name](setting, op)
 
 
-def _ops(release: str, file: str) -> str:
-    folder = "vllm/attention/ops" if release == "0.11.2" else "vllm/v1/attention/ops"
-    return f"{folder}/{file}, vLLM {release}"
-
-
 def _triton_formats(setting: Setting) -> tuple[str, ...]:
     """Return what Triton's kernels read: e4m3 needs compute capability 8.9 on CUDA."""
     e4m3 = ("fp8", "fp8_e4m3") if setting.platform.triton_e4m3 else ()
@@ -75,7 +71,7 @@ def _wrapper(setting: Setting, op: str) -> Contract:
     """
     return Contract(
         name=WRAPPER,
-        source=_ops(setting.release, "chunked_prefill_paged_decode.py"),
+        source=ops_source(setting.release, "chunked_prefill_paged_decode.py"),
         serves="all",
         new_tokens_from="by query_len",
         default_scale="num_heads" if setting.release == "0.11.2" else "head_size",
@@ -87,7 +83,7 @@ def _prefill(setting: Setting, op: str) -> Contract:
     return Contract(
         default_scale="head_size",
         name=PREFILL,
-        source=_ops(setting.release, "prefix_prefill.py"),
+        source=ops_source(setting.release, "prefix_prefill.py"),
         serves="all" if op == PREFILL else "prefill",
         new_tokens_from="arguments",
         kv_cache_dtypes=_triton_formats(setting),
@@ -104,7 +100,7 @@ def _triton_decode(setting: Setting, op: str) -> Contract:
     old = setting.release == "0.11.2"
     return Contract(
         name=TRITON_DECODE,
-        source=_ops(setting.release, "chunked_prefill_paged_decode.py"),
+        source=ops_source(setting.release, "chunked_prefill_paged_decode.py"),
         serves="decode",
         new_tokens_from="cache",
         on_int64={} if old else {"block_table": "convert"},
@@ -184,6 +180,14 @@ def written_rows(contract: Contract, call: KernelCall) -> torch.Tensor:
     rows.index_add_(0, begins, torch.ones_like(begins))
     rows.index_add_(0, ends, -torch.ones_like(ends))
     return rows.cumsum(0)[:-1] > 0
+
+
+def unwritten_rows(contracts: Sequence[Contract], call: KernelCall) -> torch.Tensor:
+    """Return which output rows none of the kernels writes, [num_tokens] bool."""
+    written = torch.zeros(call.query.shape[0], dtype=torch.bool)
+    for terms in contracts:
+        written |= written_rows(terms, call)
+    return ~written
 
 
 def cached_lens(contract: Contract, call: KernelCall) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Reading an assertion's text: which sequence, token and kernel a mismatch belongs to."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,7 @@ class DecodedError:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the sentences as JSON-able values."""
-        fields = {name: getattr(self, name) for name in DecodedError.__dataclass_fields__}
-        return {**fields, "sentences": self.sentences()}
+        return {**dataclasses.asdict(self), "sentences": self.sentences()}
 
 
 def decode_error(text: str, case: Case) -> DecodedError:

@@ -96,7 +96,7 @@ def decide(case: Case) -> Decision:
             release=case.release,
             kernels=(PREFILL,),
             terms=(),
-            source=_source(case.release, "prefix_prefill.py"),
+            source=ops_source(case.release, "prefix_prefill.py"),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
@@ -110,7 +110,8 @@ def decide(case: Case) -> Decision:
     )
 
 
-def _source(release: str, file: str) -> str:
+def ops_source(release: str, file: str) -> str:
+    """Return where a release keeps a file of its attention ops, and the release, in words."""
     folder = "vllm/attention/ops" if release == "0.11.2" else "vllm/v1/attention/ops"
     return f"{folder}/{file}, vLLM {release}"
 

@@ -77,3 +77,14 @@ def written_format(case: Case) -> ElementFormat:
     if case.cache_format is not None:
         return FORMATS[case.cache_format]
     return read_format(case.kv_cache_dtype, FORMATS[case.dtype].dtype, case.machine.fp8_e4m3)
+
+
+def store(case: Case, tokens: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``tokens`` as the Case's cache holds them.
+
+    ``format.encode`` with ``scale``, or, for ``cache_write="numeric"``, the conversion of each number to
+    uint8 that vLLM's own test does (0.11.2 and 0.33.0): for data of ±1e-3 every byte is 0.
+    """
+    if case.cache_write == "numeric":
+        return tokens.to(torch.uint8)
+    return written_format(case).encode(tokens, scale)

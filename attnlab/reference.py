@@ -12,7 +12,7 @@ import torch
 
 from attnlab.batch import Batch
 from attnlab.case import Case
-from attnlab.formats import ElementFormat, written_format
+from attnlab.formats import store, written_format
 
 ROWS = 128  # query rows of a tile
 SCORES = 3 << 17  # scores of a tile: 1.5 MiB of float32, just below what torch gives huge pages to
@@ -53,10 +53,9 @@ def seen(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.T
     """
     if not case.is_fp8:
         return tokens
-    format: ElementFormat = written_format(case)
-    old, new = tokens[:cached], tokens[cached:]
-    stored = old.to(torch.uint8) if case.cache_write == "numeric" else format.encode(old, scale)
-    return torch.cat([format.decode(stored).double() * scale, new.double()])
+    stored = store(case, tokens[:cached], scale)
+    old = written_format(case).decode(stored).double() * scale
+    return torch.cat([old, tokens[cached:].double()])
 
 
 def attend(

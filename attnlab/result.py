@@ -11,7 +11,7 @@ from attnlab.cache import PagedCache
 from attnlab.call import KernelCall
 from attnlab.case import Case
 from attnlab.compare import ErrorMap, Place
-from attnlab.contracts import contract, written_rows
+from attnlab.contracts import contract, unwritten_rows
 from attnlab.dispatch import PREFILL, Decision, Setting
 
 _NUMBERS = (
@@ -57,13 +57,9 @@ class Result:
 
     def unwritten_rows(self) -> torch.Tensor:
         """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
-        setting, written = (
-            Setting.of(self.case),
-            torch.zeros(len(self.call.query), dtype=torch.bool),
-        )
-        for name in self.decision.kernels:
-            written |= written_rows(contract(name, setting, self.call.op), self.call)
-        return ~written
+        setting = Setting.of(self.case)
+        contracts = [contract(name, setting, self.call.op) for name in self.decision.kernels]
+        return unwritten_rows(contracts, self.call)
 
     @property
     def verdict(self) -> str:

@@ -1,5 +1,6 @@
 """The table of stages: one Case in every state that the test went through, on several platforms."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,7 @@ def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
     rows = [
         {
             name: None if value != value else value
-            for name in Cell.__dataclass_fields__
-            for value in [getattr(cell, name)]
+            for name, value in dataclasses.asdict(cell).items()
         }
         for cell in cells
     ]

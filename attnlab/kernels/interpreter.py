@@ -212,7 +212,7 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan
     if not rest:
         return
     children = [_fork(run, rest[i :: plan.processes]) for i in range(1, plan.processes)]
-    mine, error = rest[:: plan.processes], None
+    mine = rest[:: plan.processes]
     try:
         for i, program in enumerate(mine, 1):
             run(program)
