@@ -12,7 +12,7 @@ FLOORS = [  # from the ground up
     {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
-    {"kernels"},
+    {"kernels", "hip"},
     {"reference", "compare"},
     {"result", "sharing"},
     {"run"},
@@ -45,7 +45,7 @@ def imports_of(source: str, module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             path = ".".join([*base, *([node.module] if node.module else [])])
-            inner = path in ("attnlab", "attnlab.kernels")
+            inner = path in ("attnlab", "attnlab.kernels", "attnlab.hip")
             names = [f"{path}.{alias.name}" for alias in node.names] if inner else [path]
         found |= {name for name in names if name.split(".")[0] == "attnlab"}
     return {name.partition(".")[2] for name in found} - {"", "__version__"}
