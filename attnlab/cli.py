@@ -190,8 +190,8 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 def _run(args: argparse.Namespace) -> int:
     case = case_of(args)
-    if args.source is not None and case.origin != "vllm":
-        raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
+    if args.source is not None and case.origin == "model":
+        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
     return _run_stages(args, case) if args.stages else _run_case(args, case)
 
 

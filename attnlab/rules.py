@@ -35,10 +35,12 @@ def _check_heads(case: "Case") -> None:
 
 
 def _check_origin(case: "Case") -> None:
+    if case.checked and case.origin != "rocm":
+        refuse("checked", f"false with origin {case.origin}; only rocm's device can", case.checked)
     if case.heads is None:
         return
-    if case.origin == "model":
-        refuse("heads", "none with origin model, which runs all", case.heads)
+    if case.origin != "vllm":
+        refuse("heads", f"none with origin {case.origin}, which runs all", case.heads)
     if case.heads[1] > case.num_kv_heads:
         refuse("heads", f"at most 0:{case.num_kv_heads}, the KV heads", case.heads)
 

@@ -18,11 +18,12 @@ from attnlab.call import KernelCall, make_call, make_output
 from attnlab.case import DTYPE_BYTES, Case
 from attnlab.compare import compare
 from attnlab.contracts import contract, written_rows
-from attnlab.dispatch import PREFILL, Decision, Setting, decide
+from attnlab.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
 from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
+from attnlab.memory import MemoryReport, report
 from attnlab.reference import reference
 from attnlab.result import Result
 from attnlab.sharing import batch_key, cache_key, output_key, prefill_key, reference_key
@@ -39,7 +40,8 @@ class Lab:
     so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
     that reaches them differs; the tests run it both ways and compare the bits.
 
-    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm"; None is the installed one.
+    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm" and "rocm"; None is the
+    installed one.
     ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
     a person should know before a long one.
     """
@@ -75,8 +77,8 @@ class Lab:
         Raises Unavailable for a Case that this machine has no memory for, before anything is made.
         """
         check_memory(case)
-        if case.origin == "vllm":
-            self.vllm(case)  # a source that is wrong is told before anything is made
+        if case.origin != "model":
+            self.kernels_of(case)  # a source that is wrong is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -86,7 +88,7 @@ class Lab:
                 ("reference", reference_key(case)),
                 ("prefill", prefill_key(case)),
             )
-            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin == "model")
+            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin != "vllm")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -95,10 +97,10 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error = None
+        error = memory = None
         with self._step(seconds, "kernels"):
             try:
-                self._run_kernels(case, call, setting, decision)
+                memory = self._run_kernels(case, call, setting, decision, cache)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -127,18 +129,34 @@ class Lab:
             shared=shared,
             call=call,
             cache=cache,
+            memory=memory,
         )
 
     def _run_kernels(
-        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> None:
-        """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        self,
+        case: Case,
+        call: KernelCall,
+        setting: Setting,
+        decision: Decision,
+        cache: PagedCache,
+    ) -> MemoryReport | None:
+        """Run the kernels into ``call.output``, or take over the prefill rows that are there.
+
+        Returns what the kernel read, where the Case asks for it.
+        """
         if case.origin == "vllm":
             self._run_vllm(case, call, setting, decision)
-            return
-        if PREFILL not in decision.kernels:
-            model.run(call, setting, decision.kernels)
-            return
+            return None
+        if PREFILL in decision.kernels:
+            self._run_prefill(case, call, setting)
+        rest = tuple(name for name in decision.kernels if name != PREFILL)
+        if case.origin == "rocm" and ROCM_DECODE in rest:
+            return self._run_rocm(case, call, setting, cache)
+        model.run(call, setting, rest)
+        return None
+
+    def _run_prefill(self, case: Case, call: KernelCall, setting: Setting) -> None:
+        """Run the model of the prefill kernel, or take over its rows."""
 
         def prefill() -> torch.Tensor:
             model.run(call, setting, (PREFILL,))
@@ -148,7 +166,40 @@ class Lab:
         done, was_there = self._shared("prefill", prefill_key(case), prefill)
         if was_there:
             call.output[rows] = done
-        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+
+    def _run_rocm(
+        self, case: Case, call: KernelCall, setting: Setting, cache: PagedCache
+    ) -> MemoryReport | None:
+        """Run the decode kernel of vLLM's csrc/rocm."""
+        from attnlab.hip.op import How
+        from attnlab.kernels import rocm_source
+
+        def progress(step: str) -> None:
+            if self.on_step is not None:
+                self.on_step(f"kernels, {step}")
+
+        how = How(checked=case.checked)
+        findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
+        if not case.checked:
+            return None
+        return report(findings, cache.provenance, call.seq_lens.long())
+
+    def kernels_of(self, case: Case) -> Source | None:
+        """Return the vLLM that a Case's kernels come from; None is this process's own."""
+        return self.rocm(case) if case.origin == "rocm" else self.vllm(case)
+
+    def rocm(self, case: Case) -> Source | None:
+        """Return the vLLM whose csrc/rocm runs, or None where the real op can run here.
+
+        Raises Unavailable for one that comes without it.
+        """
+        from attnlab.kernels import rocm_source
+
+        if self.source is None and rocm_source.native() is not None:
+            return None
+        source = self.vllm(case)
+        rocm_source.check_source(source)
+        return source
 
     def vllm(self, case: Case) -> Source:
         """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
@@ -162,9 +213,11 @@ class Lab:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
         if case.origin == "model":
             return case.origin
-        from attnlab.kernels.vllm_ops import origin_text
+        from attnlab.kernels import rocm_source, vllm_ops
 
-        return origin_text(self.vllm(case), decision.kernels)
+        if case.origin == "rocm":
+            return rocm_source.origin_text(self.rocm(case), decision.kernels)
+        return vllm_ops.origin_text(self.vllm(case), decision.kernels)
 
     def _run_vllm(self, case: Case, call: KernelCall, setting: Setting, decision: Decision) -> None:
         """Run vLLM's own op; say so before where it will take minutes."""

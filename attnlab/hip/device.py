@@ -124,11 +124,16 @@ class Context(Structure):
     )
 
 
-@functools.cache
-def device(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> ctypes.CDLL:
-    """Return the emulated device, built with the planted ``faults`` of device/instructions.h."""
+def prepare(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> Path:
+    """Build the emulated device, with the planted ``faults`` of device/instructions.h."""
     flags = ["-O2", *(f"-DATTNLAB_FAULT_{fault}" for fault in faults)]
-    library = ctypes.CDLL(str(build("device", (DEVICE / "device.cpp").read_text(), flags, on_step)))
+    return build("device", (DEVICE / "device.cpp").read_text(), flags, on_step)
+
+
+@functools.cache
+def device(faults: Sequence[str] = ()) -> ctypes.CDLL:
+    """Return the emulated device, loaded."""
+    library = ctypes.CDLL(str(prepare(faults)))
     library.attnlab_device.restype = c_void_p
     library.attnlab_error.restype = c_char_p
     library.attnlab_finding.restype = c_char_p

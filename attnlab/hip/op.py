@@ -40,6 +40,9 @@ class How:
     faults: tuple[str, ...] = ()
 
 
+PLAIN = How()
+
+
 @dataclass(slots=True)
 class Op:
     """The op of one source on one platform; what it needs is built when it is first called.
@@ -50,7 +53,6 @@ class Op:
 
     root: Path
     platform: Platform
-    on_step: OnStep = lambda text: None
     _texts: Texts | None = None
     _host: emulated.Host | None = None
     _kernels: dict[tuple[str, bool], tuple[Path, int]] = field(default_factory=dict)
@@ -63,25 +65,32 @@ class Op:
                 f"{self.platform.name} need waves of 32 and other matrix instructions"
             )
 
-    def __call__(self, arguments: Mapping[str, Any], how: How = How()) -> Findings:
+    def __call__(
+        self, arguments: Mapping[str, Any], how: How = PLAIN, on_step: OnStep = lambda text: None
+    ) -> Findings:
         """Call the op with its ``arguments`` by name; write its output into ``out``.
 
-        Tensors lie on the CPU. Returns what a checked run found, empty otherwise. Raises KernelRejected
-        with the host code's own text where it refuses, KernelFailed where a kernel breaks.
+        Tensors lie on the CPU; ``on_step`` is told what is built. Returns what a checked run found,
+        empty otherwise. Raises KernelRejected with the host code's own text where it refuses,
+        KernelFailed where a kernel breaks.
         """
         with _ONE_AT_A_TIME:
-            kernels = {name: self._kernel(name, how.checked) for name in self.launched(arguments)}
+            self._load_host(on_step)
+            names = self._call(arguments, emulated.no_finder()).splitlines()
+            kernels = {name: self._kernel(name, how.checked, on_step) for name in names}
+            emulated.prepare(how.faults, on_step)
             return self._run(arguments, how, kernels)
 
     def launched(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the kernels that the host code launches, by name; raise KernelRejected."""
-        text = self._call(arguments, emulated.no_finder())
-        return text.splitlines()
+        with _ONE_AT_A_TIME:
+            self._load_host(lambda text: None)
+            return self._call(arguments, emulated.no_finder()).splitlines()
 
     def _run(
         self, arguments: Mapping[str, Any], how: How, kernels: dict[str, tuple[Path, int]]
     ) -> Findings:
-        library = emulated.device(how.faults, self.on_step)
+        library = emulated.device(how.faults)
         library.attnlab_begin(torch.get_num_threads(), how.checked, how.order)
         for name in emulated.TENSORS if how.checked else ():
             tensor = arguments.get(name)
@@ -120,7 +129,8 @@ class Op:
             self.platform.name.encode(),
             find,
         )
-        outcome, text = self._loaded_host().call(context, emulated.Arguments.of(arguments))
+        assert self._host is not None
+        outcome, text = self._host.call(context, emulated.Arguments.of(arguments))
         if outcome == emulated.REJECTED:
             raise KernelRejected(text)
         if outcome == emulated.ABORTED:
@@ -129,19 +139,14 @@ class Op:
             raise KernelFailed(place_of(library, files or {}))
         return text
 
-    def _loaded_texts(self) -> Texts:
-        if self._texts is None:
-            self._texts = adapted(self.root)
-        return self._texts
-
-    def _loaded_host(self) -> emulated.Host:
+    def _load_host(self, on_step: OnStep) -> None:
         if self._host is None:
-            text = f'#include "host.h"\n{self._loaded_texts().host}\n#include "call.h"\n'
+            self._texts = adapted(self.root)
+            text = f'#include "host.h"\n{self._texts.host}\n#include "call.h"\n'
             text += f"// {self.platform.family}: the source keeps what it asks the device once\n"
-            self._host = emulated.Host(build("host", text, ("-O0",), self.on_step))
-        return self._host
+            self._host = emulated.Host(build("host", text, ("-O0",), on_step))
 
-    def _kernel(self, name: str, checked: bool) -> tuple[Path, int]:
+    def _kernel(self, name: str, checked: bool, on_step: OnStep) -> tuple[Path, int]:
         """Return the library of one kernel and the kernel's address in it."""
         if (name, checked) not in self._kernels:
             if checked and not find_compiler(None).is_gcc:
@@ -149,8 +154,9 @@ class Op:
             macros = tuple(f"-D{macro}" for macro in _MACROS[self.platform.name])
             flags = (*macros, *(CHECKED_FLAGS if checked else ("-O2",)))
             function = f'extern "C" void* attnlab_kernel() {{ return (void*)&{name}; }}\n'
-            text = f'#include "kernel.h"\n{self._loaded_texts().kernels}\n#line 1 "attnlab"\n{function}'
+            assert self._texts is not None
+            text = f'#include "kernel.h"\n{self._texts.kernels}\n#line 1 "attnlab"\n{function}'
             short = name.partition("<")[0].removeprefix("paged_attention_ll4mi_")
-            path = build(short, text, flags, self.on_step)
+            path = build(short, text, flags, on_step)
             self._kernels[name, checked] = path, emulated.entry_of(path)
         return self._kernels[name, checked]

@@ -45,7 +45,7 @@ def paged_attention_rocm(call: KernelCall, setting: Setting) -> None:
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
-    scratch = _allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
+    scratch = allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
     for seq in seqs:
         _write_partitions(call, setting, terms, scratch, seq, starts[seq], seq_lens[seq])
     for seq in seqs:
@@ -70,7 +70,7 @@ def check_host(terms: Contract, call: KernelCall) -> None:
         raise KernelRejected(f"Unsupported gqa ratio: {call.num_queries_per_kv}")
 
 
-def _allocate(call: KernelCall, longest: int) -> Scratch:
+def allocate(call: KernelCall, longest: int) -> Scratch:
     """Return scratch for ceil(max_seq_len / 256) partitions of each sequence and head."""
     partitions = -(-call.max_seq_len // PARTITION_SIZE)
     behind = -(-longest // PARTITION_SIZE)

