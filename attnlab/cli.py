@@ -135,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         commands, "fetch", _fetch, "download a release of vLLM with pip, to be a --source"
     )
     fetch.add_argument("release", help="its version, 0.33.0 say; a wheel has 250 to 500 MB")
+    fetch.add_argument(
+        "--sdist", action="store_true", help="the sdist, of 10 to 50 MB: it has csrc/rocm"
+    )
 
     bench = _command(
         commands,
@@ -257,10 +260,11 @@ def _decode_error(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.sdist import fetch_sdist
     from attnlab.kernels.source import fetch, find_source
 
     with _progress(f"downloading vLLM {args.release}"):
-        path = fetch(args.release)
+        path = (fetch_sdist if args.sdist else fetch)(args.release)
         source = find_source(path)
     if args.json:
         _print_json({"version": source.version, "path": str(path), "ops": str(source.root)})

@@ -7,7 +7,8 @@ the longest sequence. Then each output element is off by at most the sum of
 - weights rounded to the dtype, each by u of itself: u·A; subnormal ones by a fixed step t: n·t·max|v|;
 - values of an FP8 cache, times their scale, rounded to the dtype (Triton's kernels alone): u·A;
 - partial outputs rounded to the dtype (ROCm): once for a partition, u·A, or, up to 4 query heads a KV
-  head on CDNA, once for each warp of 64 tokens and once for each of three additions: 4·u·A;
+  head on CDNA, once for each warp of 64 tokens and once for each of three additions: 4·u·A, or
+  7·u·A in bfloat16, whose additions cut off what does not fit;
 - the output rounded to the dtype: u·A + t;
 - sums of float32: n·2⁻²³·A, and the 1e-6 that ROCm adds to a sum, which is at least 1, twice: 2e-6·A;
 - scores off by at most s, which scales each weight by at most exp(2·s): (exp(2·s) − 1)·A. A score is
@@ -51,7 +52,8 @@ def roundings(case: Case) -> int:
     if decide(case).decode != ROCM_DECODE:
         return always + int(case.is_fp8)
     by_warp = case.machine.family == "cdna" and case.num_queries_per_kv <= 4
-    return always + max(4 if by_warp else 1, int(case.is_fp8))  # prefill rows are Triton's
+    partial = (7 if case.dtype == "bfloat16" else 4) if by_warp else 1
+    return always + max(partial, int(case.is_fp8))  # prefill rows are Triton's
 
 
 def score_error(case: Case, batch: Batch, u: float) -> float:

@@ -104,8 +104,7 @@ def fetch(version: str) -> Path:
     Raises InvalidCase for what is no version, Unavailable where pip cannot get it. A wheel has 250 to
     500 MB.
     """
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
-        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
+    check_release(version)
     folder = cache_folder() / "releases" / version
     found = _wheels(folder, version)
     if found:
@@ -122,6 +121,12 @@ def fetch(version: str) -> Path:
         for wheel in _wheels(Path(partial), version):
             os.replace(wheel, folder / wheel.name)
     return _wheels(folder, version)[0]
+
+
+def check_release(version: str) -> None:
+    """Raise InvalidCase for what is no version of a release."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
+        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
 
 
 def _wheels(folder: Path, version: str) -> list[Path]:
