@@ -21,11 +21,12 @@ HOST_BEGINS = "#define LAUNCH_CUSTOM_ATTENTION_MFMA16"  # everything behind it i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """One change of the text: what is looked for, what stands there instead, and why.
+    """One change of the text: what it is about, what is looked for, what stands there instead, and why.
 
     ``least``: how often it must be there, or the text is not the one that is expected.
     """
 
+    what: str
     pattern: str
     replacement: str
     why: str
@@ -46,42 +47,49 @@ _SKIP = (
 )
 ADAPTATIONS = (
     Adaptation(
+        what="includes",
         pattern=r"(?m)^#include .*$",
         replacement="",
         why="the headers in device/ stand for those of torch, HIP and vLLM",
         least=2,
     ),
     Adaptation(
+        what="pragma once",
         pattern=r"(?m)^#pragma once$",
         replacement="",
         why="the text is compiled as a file of its own",
         least=0,
     ),
     Adaptation(
+        what="assertions that always fail",
         pattern=r"static_assert\(false,",
         replacement="static_assert(!sizeof(T),",
         why="g++ 12 takes a false that does not depend on T for an error in a branch that is never made",
         least=5,
     ),
     Adaptation(
+        what="vectors set to {0}",
         pattern=_VECTOR_ZERO,
         replacement=r"attnlab::clear(\1);",
         why="g++ does not assign {0} to a vector",
         least=8,
     ),
     Adaptation(
+        what="shared memory",
         pattern=r"__shared__ (\w+) (\w+)((?:\[[^\]\n]*\])*);",
         replacement=r"auto& \2 = attnlab::shared<\1\3>(__LINE__);",
         why="shared memory belongs to a block, which C++ has no word for",
         least=6,
     ),
     Adaptation(
+        what="assembler: v_…_dpp row_ror",
         pattern=_DPP,
         replacement=r"\4 = attnlab::\1_row_ror(\4, \2);\3\5",
         why="AMD's assembler: maximum or sum with the value of another lane of the row",
         least=8,
     ),
     Adaptation(
+        what="lanes that skip a matrix instruction",
         pattern=_SKIP,
         replacement=r"if (vglobal_fetch_start >= seq_len) {\1attnlab::clear(\6);\2}\3else if (\4) {\5\6 =",
         why="some lanes skip a matrix instruction that needs all 64, whether they are active or not; what "
@@ -89,6 +97,7 @@ ADAPTATIONS = (
         least=0,
     ),
     Adaptation(
+        what="launches of the attention kernels",
         pattern=_ATTENTION,
         replacement=r'attnlab::launch("\1",\2 {attnlab::type<T>, attnlab::type<KVT>, KV_DTYPE, '
         r"attnlab::type<OUTT>, \3})\4(\5, \6, ",
@@ -96,6 +105,7 @@ ADAPTATIONS = (
         least=2,
     ),
     Adaptation(
+        what="launches of the reduce kernel",
         pattern=_REDUCTION,
         replacement=r'attnlab::launch("\1", {attnlab::type<T>, attnlab::type<OUTT>, \2})\3(\4, \5, ',
         why="the same",
@@ -149,8 +159,8 @@ def adapt(name: str, text: str) -> str:
         text, times = re.subn(change.pattern, change.replacement, text)
         if times < change.least:
             raise Unavailable(
-                f"{FOLDER}/{name} is not as expected: {change.pattern!r} is there {times} times, not "
-                f"{change.least} or more ({change.why})"
+                f"{FOLDER}/{name} is not as expected: {change.what} are there {times} times in the form "
+                f"that the lab knows, expected {change.least} or more"
             )
     if text.count("\n") != lines:
         raise AssertionError(f"an adaptation of {name} moved lines")

@@ -106,7 +106,7 @@ def build(
 @functools.cache
 def headers() -> str:
     """Return the text of the emulation, which every build depends on."""
-    return "".join(path.read_text() for path in sorted(DEVICE.iterdir()) if path.is_file())
+    return "".join(path.read_text() for path in sorted(DEVICE.glob("*.h")))
 
 
 @functools.cache

@@ -146,6 +146,8 @@ def device(faults: Sequence[str] = ()) -> ctypes.CDLL:
         c_int,
         c_int,
     )
+    library.attnlab_place.restype = c_void_p
+    library.attnlab_place.argtypes = (c_int, ctypes.c_size_t)
     library.attnlab_fp8_to_float.restype = ctypes.c_float
     library.attnlab_fp8_to_float.argtypes = (c_int, ctypes.c_uint8)
     library.attnlab_float_to_fp8.restype = ctypes.c_uint8

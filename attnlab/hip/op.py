@@ -11,6 +11,7 @@ import torch
 from attnlab.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.hip import device as emulated
 from attnlab.hip.adapt import Texts, adapted
+from attnlab.hip.apart import apart
 from attnlab.hip.build import CHECKED_FLAGS, OnStep, build, find_compiler
 from attnlab.hip.findings import Findings, place_of
 from attnlab.platforms import Platform
@@ -92,27 +93,25 @@ class Op:
     ) -> Findings:
         library = emulated.device(how.faults)
         library.attnlab_begin(torch.get_num_threads(), how.checked, how.order)
-        for name in emulated.TENSORS if how.checked else ():
-            tensor = arguments.get(name)
-            if tensor is not None:
-                library.attnlab_region(
-                    name.encode(),
-                    tensor.data_ptr(),
-                    tensor.nbytes,
-                    tensor.element_size(),
-                    name in _WRITES,
-                    name in _SCRATCH,
-                )
         files = {name: path for name, (path, _) in kernels.items()}
-        entries = {name: entry for name, (_, entry) in kernels.items()}
-        self._call(arguments, emulated.finder(entries), library, files)
+        find = emulated.finder({name: entry for name, (_, entry) in kernels.items()})
         if not how.checked:
+            self._call(arguments, find, library, files)
             return Findings()
-        shapes = {
-            name: tuple(t.shape)
-            for name in emulated.TENSORS
-            if (t := arguments.get(name)) is not None
-        }
+        shapes = {}
+        with apart(library, arguments, ("out",)) as placed:
+            for name in emulated.TENSORS:
+                if (tensor := placed.get(name)) is not None:
+                    shapes[name] = tuple(tensor.shape)
+                    library.attnlab_region(
+                        name.encode(),
+                        tensor.data_ptr(),
+                        tensor.untyped_storage().nbytes(),
+                        tensor.element_size(),
+                        name in _WRITES,
+                        name in _SCRATCH,
+                    )
+            self._call(placed, find, library, files)
         return Findings.collect(library, files, shapes)
 
     def _call(

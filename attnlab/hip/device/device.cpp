@@ -257,7 +257,7 @@ void release_barrier(Worker& w, int me) {
 
 void barrier(int line) {
 #ifdef ATTNLAB_FAULT_BARRIER
-  if (line % 2 == ATTNLAB_FAULT_BARRIER) return;
+  if (line == ATTNLAB_FAULT_BARRIER) return;
 #endif
   Thread* thread = self();
   Worker& w = mine(thread);
@@ -533,6 +533,15 @@ const uint8_t* attnlab_reads(const char* region, int i, unsigned* who) {
   }
   return nullptr;
 }
+
+// Memory for the tensor of that number, 64 GiB and more from any other's; null: there is none.
+void* attnlab_place(int number, size_t bytes) {
+  char* wanted = (char*)0x100000000000 + ((size_t)number << 38);
+  void* got = mmap(wanted, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return got == MAP_FAILED ? nullptr : got;
+}
+
+void attnlab_leave(void* place, size_t bytes) { munmap(place, bytes); }
 
 // The instructions alone, for the tests: registers of 64 lanes in, registers out.
 void attnlab_matrix(int operation, const uint64_t* a, const uint64_t* b, const float* c, float* d,
