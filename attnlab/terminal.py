@@ -43,6 +43,8 @@ def show_result(console: Console, result: "Result") -> None:
         )
         if places := result.places():
             grid.add_row("places", "\n".join(place_lines(places)))
+    if result.memory is not None:
+        grid.add_row("memory", escape("\n".join(result.memory.lines())))
     spent = ", ".join(f"{step} {s:.2f}" for step, s in result.seconds.items())
     grid.add_row("seconds", f"[dim]{spent}[/]")
     console.print(grid)

@@ -17,7 +17,7 @@ FLOORS = [  # from the ground up
     {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table"},
-    {"plots", "notebook", "outcome"},
+    {"plots", "plots_memory", "notebook", "outcome"},
     {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
 ]
 GROUND = -1  # the package itself, which imports nothing

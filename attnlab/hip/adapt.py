@@ -185,3 +185,14 @@ def _kernels(name: str, text: str) -> str:
 def _without_includes(path: Path) -> str:
     text = re.sub(r"(?m)^#include .*$", "", path.read_text())
     return f'#line 1 "{FOLDER}/{path.name}"\n{text}'
+
+
+def times_adapted(root: Path) -> list[tuple[Adaptation, int]]:
+    """Return each adaptation and how often the vLLM at ``root`` needs it, those that it needs."""
+    folder = root / FOLDER
+    file = next((folder / n for n in (SINGLE, KERNELS) if (folder / n).is_file()), None)
+    if file is None:
+        raise Unavailable(f"{root} has no {FOLDER} attention")
+    text = file.read_text()
+    counts = [(change, len(re.findall(change.pattern, text))) for change in ADAPTATIONS]
+    return [(change, times) for change, times in counts if times]
