@@ -148,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--source", type=Path, metavar="PATH", help="measure the interpreter on this vLLM instead"
     )
+    bench.add_argument(
+        "--rocm", action="store_true", help="measure the emulated AMD device on --source instead"
+    )
     return parser
 
 
@@ -274,10 +277,14 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from attnlab.terminal import show_bench, show_interpreter
+    from attnlab.terminal import show_bench, show_interpreter, show_rocm
 
     with _progress("measuring") as show:
-        if args.source is not None:
+        if args.rocm:
+            from attnlab.bench_rocm import bench_rocm
+
+            figures = bench_rocm(args.source, on_step=show)
+        elif args.source is not None:
             from attnlab.bench_interpreter import bench_interpreter
 
             figures = bench_interpreter(args.source, on_step=show)
@@ -287,6 +294,8 @@ def _bench(args: argparse.Namespace) -> int:
             figures = bench(on_step=show)
     if args.json:
         _print_json(figures)
+    elif args.rocm:
+        show_rocm(_console(), figures)
     elif args.source is not None:
         show_interpreter(_console(), figures)
     else:

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from attnlab.memory import KINDS
 
-_COLOURS = ("#4e79a7", "#9c755f", "#e15759", "#d9d9d9", "#b07aa1", "#f28e2b")
+_COLOURS = ("#4e79a7", "#9c755f", "#e15759", "#f1ce63", "#b07aa1", "#f28e2b")
 _READ, _UNREAD, _OUTSIDE = "#4e79a7", "#f2f2f2", "#e15759"
 
 
@@ -54,6 +54,7 @@ def plot_merge(reads: Any, own: Any, *, title: str = "", ax: Axes | None = None)
     ax.imshow(state, cmap=ListedColormap([_UNREAD, _READ, _OUTSIDE]), vmin=0, vmax=2, aspect="auto")
     for y, x in np.argwhere(state == 2) if state.size <= 1024 else ():
         ax.text(x, y, "!", ha="center", va="center", color="white", weight="bold")
+    ax.set_yticks(range(len(state)))
     ax.set(xlabel="entry of exp_sums: head × partition", ylabel="head that merges", title=title)
     names = ["not read", "its own partition", "another head's"]
     colours = [_UNREAD, _READ, _OUTSIDE]

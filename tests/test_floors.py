@@ -18,7 +18,17 @@ FLOORS = [  # from the ground up
     {"run"},
     {"decode_error", "stage_table"},
     {"plots", "plots_memory", "notebook", "outcome"},
-    {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
+    {
+        "report",
+        "headless",
+        "investigate",
+        "bench",
+        "bench_interpreter",
+        "bench_rocm",
+        "flags",
+        "terminal",
+        "cli",
+    },
 ]
 GROUND = -1  # the package itself, which imports nothing
 
