@@ -13,13 +13,16 @@ struct Arguments {
   const char *kv_cache_dtype, *mfma_type;
 };
 
-// The op of 0.11.2 has 20 parameters; later ones add use_interleaved_v_cache, which the lab never asks for.
+// The op of 0.11.2 has 20 parameters. Up to 0.10 it has no mfma_type, the last of them; later ones add
+// use_interleaved_v_cache behind it, which the lab never asks for.
 template <class... Parameters, class... Given>
-void call_op(void (*op)(Parameters...), Given&... given) {
+void call_op(void (*op)(Parameters...), const std::string& mfma_type, Given&... given) {
   if constexpr (sizeof...(Parameters) == sizeof...(Given)) {
     op(given...);
+  } else if constexpr (sizeof...(Parameters) == sizeof...(Given) + 1) {
+    op(given..., mfma_type);
   } else {
-    op(given..., false);
+    op(given..., mfma_type, false);
   }
 }
 
@@ -31,10 +34,10 @@ void call_with(Arguments& a) {
   const auto query_start_loc = optional(QUERY_START_LOC), alibi_slopes = optional(ALIBI_SLOPES);
   const auto fp8_out_scale = optional(FP8_OUT_SCALE);
   const std::string kv_cache_dtype = a.kv_cache_dtype, mfma_type = a.mfma_type;
-  call_op(paged_attention, t[OUT], t[EXP_SUMS], t[MAX_LOGITS], t[TMP_OUT], t[QUERY], t[KEY_CACHE],
+  call_op(paged_attention, mfma_type, t[OUT], t[EXP_SUMS], t[MAX_LOGITS], t[TMP_OUT], t[QUERY], t[KEY_CACHE],
           t[VALUE_CACHE], a.num_kv_heads, a.scale, t[BLOCK_TABLES], t[SEQ_LENS], query_start_loc,
           a.block_size, a.max_seq_len, alibi_slopes, kv_cache_dtype, t[K_SCALE], t[V_SCALE],
-          fp8_out_scale, mfma_type);
+          fp8_out_scale);
 }
 
 }  // namespace
