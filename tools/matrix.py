@@ -3,10 +3,11 @@
 python tools/matrix.py --source vllm-0.33.0.whl --tests vllm-0.33.0/tests --out docs/matrix.json
 
 The ids are those of the plain and the ALiBi test of test_prefix_prefill.py that the lab takes: value
-caches that are not interleaved. vLLM's file runs in a process of its own with an empty Triton cache, the
-lab in another, first with an empty cache ("cold"), then again with the compiled kernels ("warm"), then
-vLLM's again. --tests is a checkout's folder; vllm must be importable. The lab's check is stricter: every
-slot that nobody wrote holds NaN, and the cache holds what production writes.
+caches that are not interleaved. vLLM's file runs in a random order for --seconds, with an empty cache of
+compiled kernels; the lab runs the same ids, cold, too. Then the lab compiles the rest of the matrix, runs
+all of it warm, and vLLM's file runs its sample again. --tests is the tests folder of a checkout; vllm must
+be importable. The lab's check is stricter: every slot that nobody wrote holds NaN, the cache holds what
+production writes, and FP8 is encoded, not converted to zeros.
 """
 
 import argparse
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 FILE = "kernels/attention/test_prefix_prefill.py"
+_WORKERS = 12  # processes that compile
 WORDS = "(test_contexted_kv_attention and not cached_kv and not f32) and not True-"
 
 
@@ -34,9 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--tests", type=Path, required=True, help="the tests folder of a checkout")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--seconds", type=float, default=280, help="at most, for a run of vLLM's file"
-    )
+    parser.add_argument("--seconds", type=float, default=100, help="for a run of vLLM's file")
     parser.add_argument("--lab", type=Path, help=argparse.SUPPRESS)  # the ids, for a child process
     args = parser.parse_args()
     import torch
@@ -66,42 +67,61 @@ def main() -> int:
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return seconds of vLLM's file and of the lab on the ids that both ran, cold and warm."""
     caches = {name: folder / name for name in ("vllm", "lab")}
+    ids = collected(args)
     theirs = {"cold": pytest_run(args, caches["vllm"], folder / "cold.xml")}
-    ids = list(theirs["cold"])
-    (folder / "ids.json").write_text(json.dumps(ids))
-    mine = {}
-    for name in ("cold", "warm"):
-        out = folder / f"{name}.json"
-        command = [
-            sys.executable,
-            __file__,
-            "--source",
-            str(args.source),
-            "--tests",
-            str(args.tests),
-        ]
-        command += ["--lab", str(folder / "ids.json"), "--out", str(out)]
-        subprocess.run(command, check=True, env=environment(caches["lab"]))
-        mine[name] = json.loads(out.read_text())
+    sample = list(theirs["cold"])
+    mine = {"cold": lab_process(args, sample, caches["lab"], folder / "cold")()}
+    rest = [name for name in ids if name not in sample]
+    shares = [rest[i::_WORKERS] for i in range(_WORKERS)]
+    started = [
+        lab_process(args, share, caches["lab"], folder / f"share{i}")
+        for i, share in enumerate(shares)
+    ]
+    for wait in started:
+        wait()
+    mine["warm"] = lab_process(args, ids, caches["lab"], folder / "warm")()
     theirs["warm"] = pytest_run(args, caches["vllm"], folder / "warm.xml")
-    both = [name for name in theirs["warm"] if theirs["warm"][name]["outcome"] == "passed"]
-    figures: dict[str, Any] = {"ids": len(ids), "compared": len(both)}
+    figures: dict[str, Any] = {"ids": len(ids), "sample": len(sample)}
     for name in ("cold", "warm"):
+        both = [one for one in theirs[name] if theirs[name][one]["outcome"] == "passed"]
         seconds = sum(theirs[name][one]["seconds"] for one in both)
-        share = {one: mine[name]["cases"][one]["seconds"] for one in both}
+        own = sum(mine[name]["cases"][one]["seconds"] for one in both)
         figures[name] = {
+            "compared": len(both),
             "vllm_seconds": seconds,
-            "lab_seconds": sum(share.values()),
-            "ratio": seconds / sum(share.values()),
-            "lab_seconds_by_step": mine[name]["by_step"],
-            "lab_setup_seconds": mine[name]["setup_seconds"],
+            "lab_seconds": own,
+            "ratio": seconds / own,
         }
-    figures["outcomes"] = mine["warm"]["outcomes"]
-    figures["cases"] = {
-        one: {"vllm": theirs["warm"].get(one, theirs["cold"][one]), **mine["warm"]["cases"][one]}
-        for one in ids
-    }
+    all_seconds = sum(case["seconds"] for case in mine["warm"]["cases"].values())
+    figures["whole_matrix_warm_lab"] = {"seconds": all_seconds, **mine["warm"]["totals"]}
+    vllm = {one: theirs["warm"].get(one, {}).get("seconds") for one in ids}
+    figures["cases"] = {one: {"vllm": vllm[one], **mine["warm"]["cases"][one]} for one in ids}
     return figures
+
+
+def collected(args: argparse.Namespace) -> list[str]:
+    """Return the test ids of the matrix."""
+    command = [*pytest_command(args), "--collect-only"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return [line.split("::")[1] for line in done.stdout.splitlines() if "::test_" in line]
+
+
+def lab_process(
+    args: argparse.Namespace, ids: list[str], cache: Path, out: Path
+) -> Callable[[], dict[str, Any]]:
+    """Start the lab on some ids in a process of its own; what is returned waits for its figures."""
+    out.with_suffix(".ids").write_text(json.dumps(ids))
+    command = [sys.executable, __file__, "--source", str(args.source), "--tests", str(args.tests)]
+    command += ["--lab", str(out.with_suffix(".ids")), "--out", str(out.with_suffix(".json"))]
+    process = subprocess.Popen(command, env=environment(cache))
+
+    def wait() -> dict[str, Any]:
+        if process.wait():
+            raise SystemExit(f"the lab ended with {process.returncode}")
+        found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+        return found
+
+    return wait
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -113,17 +133,17 @@ def pytest_run(args: argparse.Namespace, cache: Path, report: Path) -> dict[str,
     """Run vLLM's file for at most ``args.seconds``; return seconds and outcome by test id."""
     stopper = report.with_suffix(".py")
     stopper.write_text(
-        "import time\nstart = time.time()\n"
+        "import random, time\nstart = time.time()\n"
+        "def pytest_collection_modifyitems(items):\n    random.Random(0).shuffle(items)\n"
         "def pytest_runtest_logfinish(nodeid, location):\n"
         f"    if time.time() - start > {args.seconds}:\n"
         "        import pytest\n"
         "        pytest.exit('time is up', 0)\n"
     )
     paths = os.pathsep.join([str(stopper.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", stopper.stem, "-k", WORDS]
-    command += ["-c", os.devnull, "--rootdir", str(args.tests), f"--junitxml={report}"]
+    command = [*pytest_command(args), "-p", stopper.stem, f"--junitxml={report}"]
     done = subprocess.run(
-        [*command, str(args.tests / FILE)],
+        command,
         env={**environment(cache), "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -134,6 +154,12 @@ def pytest_run(args: argparse.Namespace, cache: Path, report: Path) -> dict[str,
         problem = next((child.tag for child in case if child.tag != "system-out"), "passed")
         found[case.attrib["name"]] = {"seconds": float(case.attrib["time"]), "outcome": problem}
     return found
+
+
+def pytest_command(args: argparse.Namespace) -> list[str]:
+    """Return pytest's command line for the ids, without a checkout's own configuration."""
+    command = [sys.executable, "-m", "pytest", "-q", "-k", WORDS, "-c", os.devnull]
+    return [*command, "--rootdir", str(args.tests), str(args.tests / FILE)]
 
 
 def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
@@ -164,7 +190,10 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
         outcomes[result.status] = outcomes.get(result.status, 0) + 1
         for step, s in result.seconds.items():
             steps[step] = steps.get(step, 0.0) + s
-    return {"cases": cases, "by_step": steps, "outcomes": outcomes, "setup_seconds": setup}
+    return {
+        "cases": cases,
+        "totals": {"by_step": steps, "outcomes": outcomes, "setup_seconds": setup},
+    }
 
 
 if __name__ == "__main__":
