@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, WRAPPER, Setting, ops_source
+from attnlab.dispatch import (
+    DECODE_FWD,
+    MERGE,
+    PREFILL,
+    ROCM_DECODE,
+    TRITON_DECODE,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+    Setting,
+    ops_source,
+)
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
@@ -54,6 +65,10 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
         PREFILL: _prefill,
         TRITON_DECODE: _triton_decode,
         ROCM_DECODE: _rocm_decode,
+        UNIFIED: _unified,
+        DECODE_FWD: _decode_fwd,
+        MERGE: _merge,
+        WRITE: _write,
     }[name](setting, op)
 
 
@@ -133,6 +148,55 @@ def _rocm_decode(setting: Setting, op: str) -> Contract:
         head_sizes=(64, 128),
         block_sizes=(16, 32),
     )
+
+
+def _unified(setting: Setting, op: str) -> Contract:
+    """Return the contract of unified_attention: new tokens, too, must be in the cache before it."""
+    return Contract(
+        name=UNIFIED,
+        source=ops_source(setting.release, "triton_unified_attention.py"),
+        serves="all",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _decode_fwd(setting: Setting, op: str) -> Contract:
+    """Return the contract of decode_attention_fwd: one row a sequence."""
+    return Contract(
+        name=DECODE_FWD,
+        source=ops_source(setting.release, "triton_decode_attention.py"),
+        serves="decode",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _merge(setting: Setting, op: str) -> Contract:
+    """Return the contract of merge_attn_states; of its two parts the lab computes the one over the
+    context from the cache."""
+    return Contract(
+        name=MERGE,
+        source=ops_source(setting.release, "triton_merge_attn_states.py"),
+        serves="all",
+        new_tokens_from="arguments",
+    )
+
+
+def _write(setting: Setting, op: str) -> Contract:
+    """Return the contract of reshape_and_cache_flash, whose output is the cache."""
+    return Contract(
+        name=WRITE,
+        source=ops_source(setting.release, "triton_reshape_and_cache_flash.py"),
+        serves="all",
+        new_tokens_from="arguments",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _e4m3_formats(setting: Setting) -> tuple[str, ...]:
+    """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
+    return tuple(name for name in _triton_formats(setting) if name != "fp8_e5m2")
 
 
 def default_scale(call: KernelCall, setting: Setting) -> float:

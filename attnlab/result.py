@@ -12,7 +12,7 @@ from attnlab.call import KernelCall
 from attnlab.case import Case
 from attnlab.compare import ErrorMap, Place
 from attnlab.contracts import contract, unwritten_rows
-from attnlab.dispatch import PREFILL, Decision, Setting
+from attnlab.dispatch import Decision, Setting
 from attnlab.memory import MemoryReport
 from attnlab.memory import to_dict as memory_to_dict
 
@@ -24,6 +24,7 @@ _NUMBERS = (
     "first_index",
     "nan_elements",
     "heads_run",
+    "rows_run",
     "atol",
     "rtol",
 )
@@ -40,6 +41,9 @@ class Result:
     - ``shared``: the steps whose product an earlier run of the same Lab had left.
     - ``call``, ``cache``: what was run, for a closer look.
     - ``memory``: what the kernel read, where the Case asked the emulated device to watch; else None.
+    - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
+      ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
+      tensors; in words.
     """
 
     case: Case
@@ -54,6 +58,9 @@ class Result:
     call: KernelCall
     cache: PagedCache
     memory: MemoryReport | None = None
+    launches: tuple[str, ...] = ()
+    wraps: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
     def places(self) -> list[Place]:
         """Return the rows with mismatches; none where the call was rejected."""
@@ -74,6 +81,8 @@ class Result:
         if self.errors.heads is not None:
             ran = self.errors.heads
             line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
+        if self.case.seqs is not None:
+            line += f" (sequences {self.case.seqs[0]} to {self.case.seqs[1] - 1} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
         return line
@@ -84,7 +93,7 @@ class Result:
         numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
         return {
             "case": dataclasses.asdict(self.case),
-            "kernel": self.decision.decode or PREFILL,
+            "kernel": self.decision.kernels[-1],
             "kernels": list(self.decision.kernels),
             "origin": self.origin,
             "reasons": self.decision.reasons,
@@ -95,6 +104,9 @@ class Result:
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),
             "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "launches": list(self.launches),
+            "wraps": list(self.wraps),
+            "outside": list(self.outside),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }

@@ -14,13 +14,15 @@ import torch
 from attnlab.batch import Batch, make_batch
 from attnlab.breaches import check
 from attnlab.cache import PagedCache, make_cache
+from attnlab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.call import KernelCall, make_call, make_output
-from attnlab.case import DTYPE_BYTES, Case
-from attnlab.compare import compare
+from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
+from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
 from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
+from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
 from attnlab.memory import MemoryReport, report
@@ -42,33 +44,44 @@ class Lab:
 
     ``source`` is where vLLM's kernels come from, for Cases of origin "vllm" and "rocm"; None is the
     installed one.
+    ``device`` is where these run, "cuda" or "cpu"; None is the GPU where torch can use one. What such a
+    Case needs is made and compared there, too.
     ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
     a person should know before a long one.
     """
 
     keep: int = 2
     source: Path | None = None
+    device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None
-    _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
+    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(default_factory=dict)
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
-        return self._shared("batch", batch_key(case), lambda: make_batch(case))[0]
+        where = self.where(case)
+        return self._shared("batch", batch_key(case), lambda: make_batch(case, where), where)[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache; not to be changed."""
         batch = self.batch(case)
-        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch))[0]
+        where = self.where(case)
+        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch), where)[0]
 
     def reference(self, case: Case) -> torch.Tensor:
-        """Return the Case's reference; not to be changed."""
+        """Return the Case's reference, of a cache write the cache with every token; not to be changed."""
+        if case.op == CACHE_WRITE:
+            return expected_cache(self.cache(case.replace(fill="all_rows")))
         batch = self.batch(case)
-        return self._shared("reference", reference_key(case), lambda: reference(case, batch))[0]
+        where = self.where(case)
+        make = lambda: reference(case, batch)  # noqa: E731
+        return self._shared("reference", reference_key(case), make, where)[0]
 
     def call(self, case: Case) -> KernelCall:
         """Return the Case's call, its output buffer fresh."""
-        output = self._shared("output", output_key(case), lambda: make_output(case))[0].clone()
+        where = self.where(case)
+        make = lambda: make_output(case).to(where)  # noqa: E731
+        output = self._shared("output", output_key(case), make, where)[0].clone()
         return make_call(case, self.batch(case), self.cache(case), output)
 
     def run(self, case: Case) -> Result:
@@ -88,7 +101,8 @@ class Lab:
                 ("reference", reference_key(case)),
                 ("prefill", prefill_key(case)),
             )
-            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin != "vllm")
+            if (key, self.where(case)) in self._stores.get(kind, {})
+            and (kind != "prefill" or case.origin != "vllm")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -97,10 +111,13 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error = memory = None
+        error, observed, memory = None, Observed(), None
         with self._step(seconds, "kernels"):
             try:
-                memory = self._run_kernels(case, call, setting, decision, cache)
+                if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
+                    memory = self._run_rocm(case, call, setting, decision)
+                else:
+                    observed = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -108,14 +125,7 @@ class Lab:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
-                errors = compare(
-                    call.output,
-                    expected,
-                    case.lengths,
-                    case.tolerance,
-                    case.rtol,
-                    case.query_heads,
-                )
+                errors = self._compared(case, call, expected)
         wrong = errors is not None and errors.mismatched > 0
         return Result(
             case=case,
@@ -130,30 +140,37 @@ class Lab:
             call=call,
             cache=cache,
             memory=memory,
+            launches=tuple(launch.text() for launch in observed.launches),
+            wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
+            outside=tuple(stray.text() for stray in observed.outside.values()),
         )
 
-    def _run_kernels(
-        self,
-        case: Case,
-        call: KernelCall,
-        setting: Setting,
-        decision: Decision,
-        cache: PagedCache,
-    ) -> MemoryReport | None:
-        """Run the kernels into ``call.output``, or take over the prefill rows that are there.
+    def _compared(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
+        """Return the errors of the call's output; of a cache write, slot by slot."""
+        if case.op != CACHE_WRITE:
+            return compare(
+                call.output,
+                expected,
+                case.lengths,
+                case.tolerance,
+                case.rtol,
+                case.query_heads,
+                case.query_rows,
+            )
+        order = slot_order(case, self.cache(case).provenance.block_table)
+        slots = as_numbers(call.output[order], expected[order])
+        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
 
-        Returns what the kernel read, where the Case asks for it.
-        """
+    def _run_kernels(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> Observed:
+        """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
         if case.origin == "vllm":
-            self._run_vllm(case, call, setting, decision)
-            return None
+            return self._run_vllm(case, call, setting, decision)
         if PREFILL in decision.kernels:
             self._run_prefill(case, call, setting)
-        rest = tuple(name for name in decision.kernels if name != PREFILL)
-        if case.origin == "rocm" and ROCM_DECODE in rest:
-            return self._run_rocm(case, call, setting, cache)
-        model.run(call, setting, rest)
-        return None
+        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+        return Observed()
 
     def _run_prefill(self, case: Case, call: KernelCall, setting: Setting) -> None:
         """Run the model of the prefill kernel, or take over its rows."""
@@ -168,9 +185,12 @@ class Lab:
             call.output[rows] = done
 
     def _run_rocm(
-        self, case: Case, call: KernelCall, setting: Setting, cache: PagedCache
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> MemoryReport | None:
-        """Run the decode kernel of vLLM's csrc/rocm."""
+        """Run the decode kernel of vLLM's csrc/rocm behind the model of the prefill kernel.
+
+        Returns what it read, where the Case asks for it.
+        """
         from attnlab.hip.op import How
         from attnlab.kernels import rocm_source
 
@@ -178,11 +198,13 @@ class Lab:
             if self.on_step is not None:
                 self.on_step(f"kernels, {step}")
 
+        if PREFILL in decision.kernels:
+            self._run_prefill(case, call, setting)
         how = How(checked=case.checked)
         findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
         if not case.checked:
             return None
-        return report(findings, cache.provenance, call.seq_lens.long())
+        return report(findings, self.cache(case).provenance, call.seq_lens.long())
 
     def kernels_of(self, case: Case) -> Source | None:
         """Return the vLLM that a Case's kernels come from; None is this process's own."""
@@ -201,6 +223,15 @@ class Lab:
         rocm_source.check_source(source)
         return source
 
+    def where(self, case: Case) -> str:
+        """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
+        there."""
+        if case.origin != "vllm":
+            return "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
     def vllm(self, case: Case) -> Source:
         """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
         the rules of another release."""
@@ -217,26 +248,35 @@ class Lab:
 
         if case.origin == "rocm":
             return rocm_source.origin_text(self.rocm(case), decision.kernels)
-        return vllm_ops.origin_text(self.vllm(case), decision.kernels)
+        return vllm_ops.origin_text(self.vllm(case), decision.kernels, self.where(case))
 
-    def _run_vllm(self, case: Case, call: KernelCall, setting: Setting, decision: Decision) -> None:
+    def _run_vllm(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> Observed:
         """Run vLLM's own op; say so before where it will take minutes."""
         from attnlab.kernels import needed, vllm_ops
 
-        kv_heads = None if case.heads is None else range(*case.heads)
-        if vllm_ops.device().type == "cpu":
-            seconds = needed.estimated_s(call, decision.kernels, kv_heads)
+        share = needed.Share(
+            group=case.num_queries_per_kv,
+            kv_heads=None if case.heads is None else range(*case.heads),
+            seqs=None if case.seqs is None else range(*case.seqs),
+        )
+        where = self.where(case)
+        if where == "cpu":
+            seconds = needed.estimated_s(call, decision.kernels, share)
             if seconds > _NOTICE_S:
                 self.on_notice(
                     f"about {seconds / 60:.0f} min under Triton's interpreter; "
-                    "--heads 0:1 runs one KV head"
+                    "--heads 0:1 runs one KV head, --seqs 0:1 one sequence"
                 )
 
         def progress(done: int, total: int) -> None:
             if self.on_step is not None:
                 self.on_step(f"kernels, program {done} of {total}")
 
-        vllm_ops.run(call, setting, decision.kernels, self.vllm(case), kv_heads, progress)
+        return vllm_ops.run(
+            call, setting, decision.kernels, self.vllm(case), share, progress, where
+        )
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
@@ -249,16 +289,18 @@ class Lab:
         finally:
             seconds[step] = time.perf_counter() - start
 
-    def _shared(self, kind: str, key: Case, make: Callable[[], T]) -> tuple[T, bool]:
-        """Return what ``make`` makes, kept under ``key``, and whether it was there already."""
-        store = self._stores.setdefault(kind, OrderedDict())
-        if key in store:
-            store.move_to_end(key)
-            return store[key], True
+    def _shared(
+        self, kind: str, key: Case, make: Callable[[], T], where: str = "cpu"
+    ) -> tuple[T, bool]:
+        """Return what ``make`` makes, kept under ``key`` and where it lies, and whether it was there."""
+        store, at = self._stores.setdefault(kind, OrderedDict()), (key, where)
+        if at in store:
+            store.move_to_end(at)
+            return store[at], True
         while len(store) >= self.keep:
             store.popitem(last=False)
-        store[key] = make()
-        return store[key], False
+        store[at] = make()
+        return store[at], False
 
 
 def check_memory(case: Case) -> None:

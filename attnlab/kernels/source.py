@@ -31,7 +31,7 @@ _KEPT = re.compile(
 )
 _LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]  # of what is unpacked
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
-_FILE_VERSION = re.compile(r"^__version__ = .*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
