@@ -18,7 +18,7 @@ from attnlab.hip import device as emulated
 from attnlab.hip.build import find_compiler
 
 WAVE = 64
-# enum Operation of device/device.h
+# enum Operation of cpp/device.h
 MATRIX = {
     "4x4x1 f32": (0, 4, 1, "float32"),
     "4x4x4 f16": (1, 4, 4, "float16"),

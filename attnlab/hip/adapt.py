@@ -1,6 +1,6 @@
 """Adapting the text of csrc/rocm's attention, so that a C++ compiler for the CPU takes it.
 
-What HIP adds to C++ is put into words that the headers in ``device/`` define. Nothing that computes is
+What HIP adds to C++ is put into words that the headers in ``cpp/`` define. Nothing that computes is
 changed but AMD's assembler text, and every line keeps its number. A text that does not have what is
 expected of it is refused: then a release has changed, and someone has to look.
 """
@@ -50,7 +50,7 @@ ADAPTATIONS = (
         what="includes",
         pattern=r"(?m)^#include .*$",
         replacement="",
-        why="the headers in device/ stand for those of torch, HIP and vLLM",
+        why="the headers in cpp/ stand for those of torch, HIP and vLLM",
         least=2,
     ),
     Adaptation(

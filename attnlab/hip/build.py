@@ -15,7 +15,7 @@ from pathlib import Path
 from attnlab.errors import Unavailable
 from attnlab.kernels.source import cache_folder
 
-DEVICE = Path(__file__).parent / "device"
+DEVICE = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     "-std=c++20",
@@ -28,7 +28,7 @@ _FLAGS = (
     "-pthread",
     "-w",
 )
-# Every access to memory becomes a call that device/kernel.h answers; no red zones, no library.
+# Every access to memory becomes a call that cpp/kernel.h answers; no red zones, no library.
 CHECKED_FLAGS = (
     "-O1",
     "-g1",

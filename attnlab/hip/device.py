@@ -21,7 +21,7 @@ import torch
 
 from attnlab.hip.build import DEVICE, OnStep, build
 
-# The op's tensors, in the order of enum in device/call.h.
+# The op's tensors, in the order of enum in cpp/call.h.
 TENSORS = (
     "out",
     "exp_sums",
@@ -59,7 +59,7 @@ _SCALAR_TYPES = {
 
 
 class Tensor(Structure):
-    """torch::Tensor of device/host.h: memory, dtype, shape and strides."""
+    """torch::Tensor of cpp/host.h: memory, dtype, shape and strides."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -84,7 +84,7 @@ class Tensor(Structure):
 
 
 class Arguments(Structure):
-    """Arguments of the op, as in device/call.h."""
+    """Arguments of the op, as in cpp/call.h."""
 
     _fields_ = (
         ("tensors", Tensor * len(TENSORS)),
@@ -114,7 +114,7 @@ _FIND = CFUNCTYPE(c_void_p, c_char_p)
 
 
 class Context(Structure):
-    """attnlab::Context of device/host.h."""
+    """attnlab::Context of cpp/host.h."""
 
     _fields_ = (
         ("device", c_void_p),
@@ -125,7 +125,7 @@ class Context(Structure):
 
 
 def prepare(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> Path:
-    """Build the emulated device, with the planted ``faults`` of device/instructions.h."""
+    """Build the emulated device, with the planted ``faults`` of cpp/instructions.h."""
     flags = ["-O2", *(f"-DATTNLAB_FAULT_{fault}" for fault in faults)]
     return build("device", (DEVICE / "device.cpp").read_text(), flags, on_step)
 
