@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU set-up. On a machine with a GPU build of torch: make EXTRAS=lab,test PYTHON=…
-EXTRAS ?= cpu,triton,lab,test
+EXTRAS ?= cpu,triton,vllm,lab,test
 comma := ,
 READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 

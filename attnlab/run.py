@@ -75,8 +75,8 @@ class Lab:
         Raises Unavailable for a Case that this machine has no memory for, before anything is made.
         """
         check_memory(case)
-        if case.origin == "vllm":
-            self.vllm(case)  # a source that is wrong is told before anything is made
+        if case.origin != "model":
+            self._check_origin(case)  # what is wrong with it is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -133,6 +133,11 @@ class Lab:
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> None:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            cpu_ops.run(call, setting)
+            return
         if case.origin == "vllm":
             self._run_vllm(case, call, setting, decision)
             return
@@ -150,6 +155,15 @@ class Lab:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
 
+    def _check_origin(self, case: Case) -> None:
+        """Raise where the kernels of the Case's origin are not to be had."""
+        if case.origin == "vllm":
+            self.vllm(case)
+            return
+        from attnlab.kernels import cpu_ops
+
+        cpu_ops.load()
+
     def vllm(self, case: Case) -> Source:
         """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
         the rules of another release."""
@@ -162,6 +176,10 @@ class Lab:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
         if case.origin == "model":
             return case.origin
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            return cpu_ops.origin_text()
         from attnlab.kernels.vllm_ops import origin_text
 
         return origin_text(self.vllm(case), decision.kernels)
