@@ -93,13 +93,13 @@ def decide(case: Case) -> Decision:
     further conditions of ``chunked_prefill_paged_decode`` itself.
     """
     if case.op in (PREFILL, CPU_ATTENTION):
-        prefill = ops_source(case.release, "prefix_prefill.py")
+        prefill_source = ops_source(case.release, "prefix_prefill.py")
         return Decision(
             platform=case.platform,
             release=case.release,
             kernels=(case.op,),
             terms=(),
-            source=prefill if case.op == PREFILL else CPU_SOURCE,
+            source=prefill_source if case.op == PREFILL else CPU_SOURCE,
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
