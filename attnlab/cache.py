@@ -41,8 +41,7 @@ class PagedCache:
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
     - ``value``: [num_blocks, num_kv_heads, head_size, block_size]
 
-    Both of ``format.storage``. ``to_flash`` gives the other layout that vLLM uses,
-    [num_blocks, block_size, num_kv_heads, head_size] for both.
+    Both of ``format.storage``. :meth:`to_flash` gives the other layout that vLLM uses.
     """
 
     key: torch.Tensor
@@ -53,10 +52,15 @@ class PagedCache:
     provenance: Provenance
 
     def to_flash(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value in the layout of FlashAttention and unified attention; copies."""
-        blocks, heads, chunks, block_size, x = self.key.shape
-        key = self.key.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, chunks * x)
-        return key, self.value.permute(0, 3, 1, 2).contiguous()
+        """Return key and value as :func:`to_flash` lays them out; copies."""
+        return to_flash(self.key, self.value)
+
+
+def to_flash(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache in the layout of FlashAttention, unified attention and the cache write, copies:
+    [num_blocks, block_size, num_kv_heads, head_size] for both."""
+    flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
+    return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
 
 def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:

@@ -10,10 +10,14 @@ from attnlab.call import KernelCall
 from attnlab.dispatch import (
     CPU_ATTENTION,
     CPU_SOURCE,
+    DECODE_FWD,
+    MERGE,
     PREFILL,
     ROCM_DECODE,
     TRITON_DECODE,
+    UNIFIED,
     WRAPPER,
+    WRITE,
     Setting,
     ops_source,
 )
@@ -66,6 +70,10 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
         TRITON_DECODE: _triton_decode,
         ROCM_DECODE: _rocm_decode,
         CPU_ATTENTION: _cpu_attention,
+        UNIFIED: _unified,
+        DECODE_FWD: _decode_fwd,
+        MERGE: _merge,
+        WRITE: _write,
     }[name](setting, op)
 
 
@@ -167,6 +175,55 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
         dtypes=("float16", "bfloat16", "float32"),
         head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     )
+
+
+def _unified(setting: Setting, op: str) -> Contract:
+    """Return the contract of unified_attention: new tokens, too, must be in the cache before it."""
+    return Contract(
+        name=UNIFIED,
+        source=ops_source(setting.release, "triton_unified_attention.py"),
+        serves="all",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _decode_fwd(setting: Setting, op: str) -> Contract:
+    """Return the contract of decode_attention_fwd: one row a sequence."""
+    return Contract(
+        name=DECODE_FWD,
+        source=ops_source(setting.release, "triton_decode_attention.py"),
+        serves="decode",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _merge(setting: Setting, op: str) -> Contract:
+    """Return the contract of merge_attn_states; of its two parts the lab computes the one over the
+    context from the cache."""
+    return Contract(
+        name=MERGE,
+        source=ops_source(setting.release, "triton_merge_attn_states.py"),
+        serves="all",
+        new_tokens_from="arguments",
+    )
+
+
+def _write(setting: Setting, op: str) -> Contract:
+    """Return the contract of reshape_and_cache_flash, whose output is the cache."""
+    return Contract(
+        name=WRITE,
+        source=ops_source(setting.release, "triton_reshape_and_cache_flash.py"),
+        serves="all",
+        new_tokens_from="arguments",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _e4m3_formats(setting: Setting) -> tuple[str, ...]:
+    """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
+    return tuple(name for name in _triton_formats(setting) if name != "fp8_e5m2")
 
 
 def default_scale(call: KernelCall, setting: Setting) -> float:

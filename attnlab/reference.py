@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.batch import Batch
-from attnlab.case import CACHE_ONLY_OPS, Case
+from attnlab.case import CACHE_ONLY_OPS, OPS, Case
 from attnlab.formats import store, written_format
 
 ROWS = 128  # query rows of a tile
@@ -22,9 +22,8 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.oracle``.
 
     A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
-    format. That is every key of a context, every key of a decode row of
-    chunked_prefill_paged_decode, and every key at all of an op in CACHE_ONLY_OPS. The other new keys
-    count as they are.
+    format. That is every key of a context, every key of a decode row of chunked_prefill_paged_decode,
+    and every key of an op of CACHE_ONLY_OPS. New keys of the other rows count as they are.
     """
     output = torch.empty(
         batch.query.shape, dtype=torch.float64 if case.oracle == "float64" else torch.float32
@@ -34,10 +33,9 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     for i, (query_len, ctx_len) in enumerate(
         zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
     ):
-        from_cache = case.op in CACHE_ONLY_OPS or (
-            query_len == 1 and case.op == "chunked_prefill_paged_decode"
-        )
-        cached = ctx_len + query_len * from_cache
+        cached = ctx_len
+        if case.op in CACHE_ONLY_OPS or (query_len == 1 and case.op == OPS[0]):
+            cached += query_len
         attend(
             batch.query[rows[i] : rows[i + 1]],
             seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),

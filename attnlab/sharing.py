@@ -6,7 +6,7 @@ two Cases that differ only there have the same key.
 
 from typing import Any
 
-from attnlab.case import KNOBS, Case
+from attnlab.case import CACHE_WRITE, KNOBS, Case
 
 _LENGTH_KNOBS = (
     "query_lens",
@@ -65,6 +65,9 @@ def reference_key(case: Case) -> Case:
 
 def output_key(case: Case) -> Case:
     """Return the key of the output buffer's first contents."""
+    if case.op == CACHE_WRITE:
+        keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "output", "op")
+        return _reset(case, keep, **_stored_format(case))
     return _reset(case, (*_BATCH_KNOBS, "output"))
 
 

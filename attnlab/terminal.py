@@ -43,6 +43,10 @@ def show_result(console: Console, result: "Result") -> None:
         )
         if places := result.places():
             grid.add_row("places", "\n".join(place_lines(places)))
+    if result.launches:
+        grid.add_row("launched", escape("\n".join(result.launches)))
+    if seen := (*result.wraps, *result.outside):
+        grid.add_row("seen", f"[yellow]{escape(chr(10).join(seen))}[/]")
     spent = ", ".join(f"{step} {s:.2f}" for step, s in result.seconds.items())
     grid.add_row("seconds", f"[dim]{spent}[/]")
     console.print(grid)

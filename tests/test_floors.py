@@ -13,7 +13,7 @@ FLOORS = [  # from the ground up
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels"},
-    {"reference", "compare"},
+    {"reference", "compare", "cache_write"},
     {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table", "timeline"},
