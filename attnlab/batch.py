@@ -51,8 +51,9 @@ class Batch:
         )
 
 
-def make_batch(case: Case) -> Batch:
-    """Draw the Case's batch; the same Case gives the same bits on the same torch version.
+def make_batch(case: Case, device: str = "cpu") -> Batch:
+    """Draw the Case's batch, and put it on ``device``; the same Case gives the same bits on the same
+    torch version.
 
     The lengths are those of vLLM's test to the number; the numbers are of the same distribution, but
     not the test's own, which a GPU's generator draws.
@@ -64,10 +65,10 @@ def make_batch(case: Case) -> Batch:
         lengths=lengths,
         query=_draw(
             (lengths.num_tokens, case.num_heads, case.head_size), dtype, case.data, generator
-        ),
-        key=_draw(kv_shape, dtype, case.data, generator),
-        value=_draw(kv_shape, dtype, case.data, generator),
-        alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,
+        ).to(device),
+        key=_draw(kv_shape, dtype, case.data, generator).to(device),
+        value=_draw(kv_shape, dtype, case.data, generator).to(device),
+        alibi_slopes=alibi_slopes(case.num_heads).to(device) if case.alibi else None,
     )
 
 

@@ -93,13 +93,14 @@ def make_block_table(case: Case) -> torch.Tensor:
 
 def make_cache(case: Case, batch: Batch) -> PagedCache:
     """Return a cache that holds what the Case's fill policy writes, and in all other slots what
-    ``case.empty`` says."""
+    ``case.empty`` says; on the batch's device, its provenance on the CPU."""
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
     head = (case.total_blocks, case.num_kv_heads)
-    key = _empty((*head, chunks, case.block_size, case.key_x), format, case, salt=2)
-    value = _empty((*head, case.head_size, case.block_size), format, case, salt=3)
+    device = batch.key.device
+    key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
+    value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
     lens = written_lens(batch.lengths, case.staging.fill)
     rows, slots, provenance = addresses(batch, lens, block_table, key.shape[0], case.block_size)
     new_key = store(case, batch.key, case.k_scale)
@@ -134,13 +135,15 @@ def addresses(
     return torch.tensor(batch.kv_start_loc)[seq] + pos, slots, provenance
 
 
-def _empty(shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int) -> torch.Tensor:
+def _empty(
+    shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int, device: torch.device
+) -> torch.Tensor:
     """Return a cache tensor that holds zeros, NaN or finite garbage everywhere."""
     if case.empty == "zeros":
-        return torch.zeros(shape, dtype=format.storage)
+        return torch.zeros(shape, dtype=format.storage, device=device)
     if case.empty == "nan":
-        return torch.empty(shape, dtype=format.storage).fill_(format.nan)
-    return format.encode(garbage(shape, seed=case.seed + salt))
+        return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
+    return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
 
 
 def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -202,7 +202,8 @@ def _run_case(args: argparse.Namespace, case: Case) -> int:
     if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
         raise InvalidCase(f"save-call must be in a folder that exists, got {args.save_call}")
     with _progress("running") as show:
-        result = Lab(source=args.source, on_step=show, on_notice=_notice).run(case)
+        lab = Lab(source=args.source, device=args.device, on_step=show, on_notice=_notice)
+        result = lab.run(case)
     if args.save_call is not None:
         result.call.save(args.save_call)
     if args.json:
@@ -221,7 +222,7 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
     for platform in platforms:
         kind_of("platform").check("platforms", platform)
     with _progress("table of stages") as show:
-        lab = Lab(source=args.source, on_step=show, on_notice=_notice)
+        lab = Lab(source=args.source, device=args.device, on_step=show, on_notice=_notice)
         cells = stage_table(
             lab, case, platforms, on_cell=lambda n, total: show(done=n, total=total)
         )

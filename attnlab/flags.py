@@ -48,12 +48,18 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --source, which says where vLLM's own kernels come from."""
+    """Add --source and --device, which say where vLLM's own kernels come from, and where they run."""
     parser.add_argument(
         "--source",
         type=Path,
         metavar="PATH",
         help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="where --origin vllm runs: on the GPU, or under Triton's interpreter (default: the GPU where "
+        "torch can use one)",
     )
 
 

@@ -14,8 +14,9 @@ from attnlab.batch import Batch
 from attnlab.case import CACHE_ONLY_OPS, OPS, Case
 from attnlab.formats import store, written_format
 
-ROWS = 128  # query rows of a tile
-SCORES = 3 << 17  # scores of a tile: 1.5 MiB of float32, just below what torch gives huge pages to
+# Query rows of a tile, and its scores: on a CPU 1.5 MiB of float32, just below what torch gives huge pages
+# to; on a GPU as many as keep it busy.
+_TILES = {"cpu": (128, 3 << 17), "cuda": (1024, 1 << 28)}
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:
@@ -26,7 +27,9 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     and every key of an op of CACHE_ONLY_OPS. New keys of the other rows count as they are.
     """
     output = torch.empty(
-        batch.query.shape, dtype=torch.float64 if case.oracle == "float64" else torch.float32
+        batch.query.shape,
+        dtype=torch.float64 if case.oracle == "float64" else torch.float32,
+        device=batch.query.device,
     )
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
@@ -80,8 +83,9 @@ def attend(
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads
-    rows_at_once = max(1, ROWS // group)
-    heads_at_once = max(1, SCORES // (group * min(rows_at_once, query_len) * seq_len))
+    rows, scores = _TILES[query.device.type]
+    rows_at_once = max(1, rows // group)
+    heads_at_once = max(1, scores // (group * min(rows_at_once, query_len) * seq_len))
     for first in range(0, num_kv_heads, heads_at_once):
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
@@ -148,17 +152,18 @@ def _bias(
     of the tile, with one every column from ``begin``.
     """
     begin = begin if sliding_window else position
-    at = torch.arange(position, position + rows)[:, None]
-    keys = torch.arange(begin, end)
+    at = torch.arange(position, position + rows, device=like.device)[:, None]
+    keys = torch.arange(begin, end, device=like.device)
     hidden = keys > at
     if sliding_window:
         hidden |= keys <= at - sliding_window
-    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return slope × (key position - query position), [num_kv_heads, group, rows, columns]."""
-    distance = torch.arange(columns) - torch.arange(columns - rows, columns)[:, None]
+    keys = torch.arange(columns, device=slopes.device)
+    distance = keys - keys[columns - rows :, None]
     return slopes[:, :, None, None] * distance.to(slopes.dtype)
 
 

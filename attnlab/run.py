@@ -42,35 +42,44 @@ class Lab:
     that reaches them differs; the tests run it both ways and compare the bits.
 
     ``source`` is where vLLM's kernels come from, for Cases of origin "vllm"; None is the installed one.
+    ``device`` is where these run, "cuda" or "cpu"; None is the GPU where torch can use one. What such a
+    Case needs is made and compared there, too.
     ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
     a person should know before a long one.
     """
 
     keep: int = 2
     source: Path | None = None
+    device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None
-    _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
+    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(default_factory=dict)
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
-        return self._shared("batch", batch_key(case), lambda: make_batch(case))[0]
+        where = self.where(case)
+        return self._shared("batch", batch_key(case), lambda: make_batch(case, where), where)[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache; not to be changed."""
         batch = self.batch(case)
-        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch))[0]
+        where = self.where(case)
+        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch), where)[0]
 
     def reference(self, case: Case) -> torch.Tensor:
         """Return the Case's reference, of a cache write the cache with every token; not to be changed."""
         if case.op == CACHE_WRITE:
             return expected_cache(self.cache(case.replace(fill="all_rows")))
         batch = self.batch(case)
-        return self._shared("reference", reference_key(case), lambda: reference(case, batch))[0]
+        where = self.where(case)
+        make = lambda: reference(case, batch)  # noqa: E731
+        return self._shared("reference", reference_key(case), make, where)[0]
 
     def call(self, case: Case) -> KernelCall:
         """Return the Case's call, its output buffer fresh."""
-        output = self._shared("output", output_key(case), lambda: make_output(case))[0].clone()
+        where = self.where(case)
+        make = lambda: make_output(case).to(where)  # noqa: E731
+        output = self._shared("output", output_key(case), make, where)[0].clone()
         return make_call(case, self.batch(case), self.cache(case), output)
 
     def run(self, case: Case) -> Result:
@@ -90,7 +99,8 @@ class Lab:
                 ("reference", reference_key(case)),
                 ("prefill", prefill_key(case)),
             )
-            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin == "model")
+            if (key, self.where(case)) in self._stores.get(kind, {})
+            and (kind != "prefill" or case.origin == "model")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -180,6 +190,15 @@ class Lab:
 
         cpu_ops.load()
 
+    def where(self, case: Case) -> str:
+        """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
+        there."""
+        if case.origin != "vllm":
+            return "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
     def vllm(self, case: Case) -> Source:
         """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
         the rules of another release."""
@@ -198,7 +217,7 @@ class Lab:
             return cpu_ops.origin_text()
         from attnlab.kernels.vllm_ops import origin_text
 
-        return origin_text(self.vllm(case), decision.kernels)
+        return origin_text(self.vllm(case), decision.kernels, self.where(case))
 
     def _run_vllm(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
@@ -211,7 +230,8 @@ class Lab:
             kv_heads=None if case.heads is None else range(*case.heads),
             seqs=None if case.seqs is None else range(*case.seqs),
         )
-        if vllm_ops.device().type == "cpu":
+        where = self.where(case)
+        if where == "cpu":
             seconds = needed.estimated_s(call, decision.kernels, share)
             if seconds > _NOTICE_S:
                 self.on_notice(
@@ -223,7 +243,9 @@ class Lab:
             if self.on_step is not None:
                 self.on_step(f"kernels, program {done} of {total}")
 
-        return vllm_ops.run(call, setting, decision.kernels, self.vllm(case), share, progress)
+        return vllm_ops.run(
+            call, setting, decision.kernels, self.vllm(case), share, progress, where
+        )
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
@@ -236,16 +258,18 @@ class Lab:
         finally:
             seconds[step] = time.perf_counter() - start
 
-    def _shared(self, kind: str, key: Case, make: Callable[[], T]) -> tuple[T, bool]:
-        """Return what ``make`` makes, kept under ``key``, and whether it was there already."""
-        store = self._stores.setdefault(kind, OrderedDict())
-        if key in store:
-            store.move_to_end(key)
-            return store[key], True
+    def _shared(
+        self, kind: str, key: Case, make: Callable[[], T], where: str = "cpu"
+    ) -> tuple[T, bool]:
+        """Return what ``make`` makes, kept under ``key`` and where it lies, and whether it was there."""
+        store, at = self._stores.setdefault(kind, OrderedDict()), (key, where)
+        if at in store:
+            store.move_to_end(at)
+            return store[at], True
         while len(store) >= self.keep:
             store.popitem(last=False)
-        store[key] = make()
-        return store[key], False
+        store[at] = make()
+        return store[at], False
 
 
 def check_memory(case: Case) -> None:

@@ -47,14 +47,9 @@ class Loaded:
         return found
 
 
-def device() -> torch.device:
-    """Return where vLLM's kernels run here: the GPU, or the CPU under the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def origin_text(source: Source, kernels: Sequence[str]) -> str:
+def origin_text(source: Source, kernels: Sequence[str], where: str) -> str:
     """Return what ran, in words: the source, how, and what stood in for a kernel."""
-    how = torch.cuda.get_device_name() if device().type == "cuda" else "Triton interpreter"
+    how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
     modelled = "; ROCm decode: model" if ROCM_DECODE in kernels else ""
     return f"{source.text()}, {how}{modelled}"
 
@@ -66,15 +61,17 @@ def run(
     source: Source,
     share: Share = ALL,
     on_programs: Callable[[int, int], None] = lambda done, total: None,
+    where: str = "cpu",
 ) -> Observed:
     """Run the real op, or a share of it, into ``call.output``; return what was seen of it, on a CPU.
 
+    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter.
+
     Raises KernelRejected with what the op raises, Unavailable where it cannot run here.
     """
-    where = device()
     check_runs(call, where, share)
-    loaded = load(source, setting.platform, where.type)
-    is_cpu = where.type == "cpu"
+    loaded = load(source, setting.platform, where)
+    is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, setting, where), "output": output}
     moved = dataclasses.replace(call, **tensors)
@@ -100,9 +97,9 @@ def run(
     return plan.observed
 
 
-def check_runs(call: KernelCall, where: torch.device, share: Share) -> None:
+def check_runs(call: KernelCall, where: str, share: Share) -> None:
     """Raise Unavailable for what would run and be wrong, or what cannot run, on this machine."""
-    if where.type == "cuda":
+    if where == "cuda":
         if share.kv_heads is not None or share.seqs is not None:
             raise Unavailable(
                 "heads and seqs can be chosen under Triton's interpreter only; a GPU runs all"
@@ -133,7 +130,7 @@ def load_stock(source: Source, platform: Platform) -> Loaded:
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 
-def _on_device(call: KernelCall, setting: Setting, where: torch.device) -> dict[str, torch.Tensor]:
+def _on_device(call: KernelCall, setting: Setting, where: str) -> dict[str, torch.Tensor]:
     """Return the call's tensors on the device; the wrapper_cast stage converts its indices first."""
     moved = {}
     for field in dataclasses.fields(call):
