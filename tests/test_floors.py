@@ -16,9 +16,19 @@ FLOORS = [  # from the ground up
     {"reference", "compare", "cache_write"},
     {"result", "sharing"},
     {"run"},
-    {"decode_error", "stage_table"},
-    {"plots", "notebook", "outcome"},
-    {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
+    {"decode_error", "stage_table", "timeline"},
+    {"production", "plots_timeline", "plots", "notebook", "outcome"},
+    {
+        "report",
+        "headless",
+        "investigate",
+        "engine",
+        "bench",
+        "bench_interpreter",
+        "flags",
+        "terminal",
+        "cli",
+    },
 ]
 GROUND = -1  # the package itself, which imports nothing
 
