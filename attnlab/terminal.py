@@ -184,7 +184,7 @@ def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path
     for name in ("notebook", "verdict", "expected", "found"):
         table.add_column(name, overflow="fold")
     for outcome in outcomes:
-        colour = "green" if outcome.status == "passed" else "red"
+        colour = {"passed": "green", "unavailable": "yellow"}.get(outcome.status, "red")
         table.add_section()
         head = f"[{colour}]{outcome.status}[/] in {outcome.seconds:.0f} s"
         table.add_row(f"[bold]{escape(outcome.name)}[/]", head)
@@ -197,13 +197,16 @@ def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path
                 f"[green]{found}[/]" if verdict.ok else f"[red]{found}[/]",
             )
         if outcome.message:
-            table.add_row("", f"[red]{escape(outcome.message)}[/]")
+            table.add_row("", f"[{colour}]{escape(outcome.message)}[/]")
     console.print(table)
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     right = sum(verdict.ok for verdict in verdicts)
     passed = sum(outcome.status == "passed" for outcome in outcomes)
+    lacking = sum(outcome.status == "unavailable" for outcome in outcomes)
+    unavailable = f", {lacking} cannot run here" if lacking else ""
     console.print(
-        f"{passed} of {len(outcomes)} notebooks passed, {right} of {len(verdicts)} verdicts as expected"
+        f"{passed} of {len(outcomes)} notebooks passed{unavailable}, "
+        f"{right} of {len(verdicts)} verdicts as expected"
     )
     console.print(f"reports: {reports / 'index.html'}")
 
@@ -234,4 +237,14 @@ def show_rocm(console: Console, figures: dict[str, Any]) -> None:
     for group, found in figures["by_gqa"].items():
         names = ("first_s", "seconds", "all_cores_s", "checked_s", "times_slower", "greatest_error")
         table.add_row(f"gqa {group}", *(f"{found[name]:.2g}" for name in names))
+    console.print(table)
+
+
+def show_adaptations(console: Console, root: Path) -> None:
+    """Print what is changed in the text of csrc/rocm's attention of the vLLM at ``root``, and why."""
+    from attnlab.hip.adapt import times_adapted
+
+    table = Table("what", "times", "why", box=None)
+    for change, times in times_adapted(root):
+        table.add_row(change.what, str(times), change.why)
     console.print(table)

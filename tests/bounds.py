@@ -11,6 +11,9 @@ the longest sequence. Then each output element is off by at most the sum of
   7·u·A in bfloat16, whose additions cut off what does not fit;
 - the output rounded to the dtype: u·A + t;
 - sums of float32: n·2⁻²³·A, and the 1e-6 that ROCm adds to a sum, which is at least 1, twice: 2e-6·A;
+  the CPU's op has none of that, but its exp is a polynomial of degree 5, off by at most 1e-7 where it
+  is used, of an argument reduced by a multiple, up to 126, of ln 2 rounded to float32, 2e-9 off: 4e-7,
+  with a rounding or two 5e-7, in a weight and in the sum: 1e-6·A;
 - scores off by at most s, which scales each weight by at most exp(2·s): (exp(2·s) − 1)·A. A score is
   head_size products of float32, off by at most (head_size + 4)·2⁻²⁴ times |q|·|k|·scale and the
   ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale.
@@ -25,7 +28,7 @@ import torch
 
 from attnlab.batch import Batch
 from attnlab.case import Case
-from attnlab.dispatch import ROCM_DECODE, decide
+from attnlab.dispatch import CPU_ATTENTION, ROCM_DECODE, decide
 from attnlab.formats import FORMATS
 from attnlab.reference import reference
 
@@ -48,6 +51,8 @@ def bound(case: Case, batch: Batch) -> torch.Tensor:
 
 def roundings(case: Case) -> int:
     """Return how often a value on its way to the output is rounded to the query's dtype."""
+    if case.op == CPU_ATTENTION:
+        return 1  # the output; weights stay float32
     always = 2  # weights and output
     if decide(case).decode != ROCM_DECODE:
         return always + int(case.is_fp8)

