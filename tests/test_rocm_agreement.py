@@ -329,3 +329,31 @@ def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
     assert same_bits(
         result.call.output[rows], lab.run(case.replace(origin="rocm")).call.output[rows]
     )
+
+
+def test_fp8_matrix_cores_average_the_values(rocm: Source) -> None:
+    """With mfma_type "fp8", an option, the 16×16 kernel's output is the mean of V: the source divides the
+    query by its scale where it means to multiply, and divides the scores by it again, so that all
+    weights are alike. The 4×4 kernel knows no such option."""
+    for group, averages in ((1, False), (8, True)):
+        case = hostile(
+            num_heads=group,
+            num_queries_per_kv=group,
+            head_size=128,
+            kv_cache_dtype="fp8",
+            query_lens=(1,),
+            ctx_lens=(300,),
+            empty="zeros",
+            release=rocm.rules,
+            sm_scale=128**-0.5,
+        )
+        call, _ = call_of(case)
+        arguments = {**rocm_source.op_arguments(call, Setting.of(case)), "mfma_type": "fp8"}
+        rocm_source.op_of(rocm, case.machine)(arguments)
+        batch = make_batch(case)
+        mean = batch.value[:301].double().mean(0).repeat_interleave(group, 0)
+        to_mean = (call.output[0].double() - mean).abs().max()
+        to_attention = (call.output - reference(case, batch)).abs().max()
+        # A value times FP8's 1/301, rounded by up to 1/16; attention and mean are 0.2 apart.
+        assert bool(to_mean < 0.05) is averages
+        assert bool(to_attention < 0.05) is not averages

@@ -79,7 +79,7 @@ inline void mfma_16x16(const uint64_t a[WAVE], const uint64_t b[WAVE], const flo
 inline int row_ror_source(int lane, int n) { return (lane & ~15) | ((lane - n) & 15); }
 
 // DS_BPERMUTE_B32: a lane names its source by a byte address, 4 bytes a lane; higher bits do not count.
-inline int bpermute_source(int lane, int address) { return (address >> 2) & (WAVE - 1); }
+inline int bpermute_source(int, int address) { return (address >> 2) & (WAVE - 1); }
 
 // __shfl_xor and __shfl_down (HIP's amd_warp_functions.h), over segments of `width` lanes: a lane whose
 // source would lie behind its segment keeps its own value.
