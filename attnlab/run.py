@@ -264,7 +264,9 @@ class Lab:
 
         if case.origin == "rocm":
             return rocm_source.origin_text(self.rocm(case), decision.kernels)
-        return vllm_ops.origin_text(self.vllm(case), decision.kernels, self.where(case))
+        return vllm_ops.origin_text(
+            self.vllm(case), decision.kernels, self.where(case), case.machine
+        )
 
     def _run_vllm(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision

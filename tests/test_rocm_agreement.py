@@ -279,16 +279,27 @@ def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
     for name in ("key_cache", "value_cache"):
         call, cache = call_of(case)
         block, offset = cache.provenance.slot(0, 20)
-        tensor = getattr(call, name)
-        (
-            tensor[block, :, :, offset + 1 :]
-            if name == "key_cache"
-            else tensor[block, ..., offset + 1 :]
-        ).fill_(float("nan"))
+        behind = slice(offset + 1, None)
+        tails = {
+            "key_cache": (block, ..., behind, slice(None)),
+            "value_cache": (block, ..., behind),
+        }
+        getattr(call, name)[tails[name]] = float("nan")
         rocm_source.run(call, Setting.of(case), rocm)
         poisoned = name == "value_cache" and rocm.rules == "0.11.2"
         assert bool(call.output.isnan().all()) is poisoned
         assert same_bits(call.output, clean) is not poisoned
+
+
+def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
+    """Up to 4 query heads a KV head the 4×4 kernel, from 5 the 16×16 one; then the merge."""
+    for group, attention in ((4, "mfma4"), (5, "mfma16")):
+        case = hostile(num_heads=group, num_queries_per_kv=group, release=rocm.rules)
+        call, _ = call_of(case)
+        arguments = rocm_source.op_arguments(call, Setting.of(case))
+        first, second = rocm_source.op_of(rocm, case.machine).launched(arguments)
+        assert first.startswith(f"paged_attention_ll4mi_QKV_{attention}_kernel<_Float16, ")
+        assert second == "paged_attention_ll4mi_reduce_kernel<_Float16, _Float16, 64, 64, 256, 1>"
 
 
 # The lab.
@@ -325,6 +336,10 @@ def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
     lab = Lab(source=rocm.path)
     result = lab.run(case)
     assert result.origin.endswith("; ROCm decode: csrc/rocm, emulated device")
+    on_rdna = case.replace(platform="gfx1100", num_queries_per_kv=3, head_size=128)
+    other = lab.run(on_rdna)
+    assert other.decision.decode == ROCM_DECODE
+    assert other.origin.endswith("; ROCm decode: model")  # waves of 32 are not emulated
     rows = decode_rows(case)
     assert same_bits(
         result.call.output[rows], lab.run(case.replace(origin="rocm")).call.output[rows]

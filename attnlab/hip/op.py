@@ -17,7 +17,7 @@ from attnlab.hip.build import CHECKED_FLAGS, OnStep, build, find_compiler
 from attnlab.hip.findings import Findings, place_of
 from attnlab.platforms import Platform
 
-_MACROS = {
+PLATFORM_MACROS = {
     "gfx90a": ("__gfx90a__", "__GFX9__"),
     "gfx942": ("__gfx942__", "__GFX9__"),
     "gfx950": ("__gfx950__", "__GFX9__"),
@@ -61,10 +61,10 @@ class Op:
 
     def __post_init__(self) -> None:
         """Refuse a platform that is not emulated."""
-        if self.platform.name not in _MACROS:
+        if self.platform.name not in PLATFORM_MACROS:
             raise Unavailable(
-                f"the emulated device is a gfx9 with waves of 64: {', '.join(_MACROS)}; the kernels of "
-                f"{self.platform.name} need waves of 32 and other matrix instructions"
+                f"the emulated device is a gfx9 with waves of 64: {', '.join(PLATFORM_MACROS)}; the "
+                f"kernels of {self.platform.name} need waves of 32 and other matrix instructions"
             )
 
     def __call__(
@@ -151,7 +151,7 @@ class Op:
         if (name, checked) not in self._kernels:
             if checked and not find_compiler(os.environ.get("CXX")).is_gcc:
                 raise Unavailable("the checked device needs GCC: set CXX=g++")
-            macros = tuple(f"-D{macro}" for macro in _MACROS[self.platform.name])
+            macros = tuple(f"-D{macro}" for macro in PLATFORM_MACROS[self.platform.name])
             flags = (*macros, *(CHECKED_FLAGS if checked else ("-O2",)))
             function = f'extern "C" void* attnlab_kernel() {{ return (void*)&{name}; }}\n'
             assert self._texts is not None

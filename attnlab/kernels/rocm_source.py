@@ -17,7 +17,7 @@ from attnlab.dispatch import PREFILL, ROCM_DECODE, Setting
 from attnlab.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.hip.adapt import has_source
 from attnlab.hip.findings import Findings
-from attnlab.hip.op import PLAIN, How, Op
+from attnlab.hip.op import PLAIN, PLATFORM_MACROS, How, Op
 from attnlab.kernels.paged import scale_of
 from attnlab.kernels.rocm_decode import allocate
 from attnlab.kernels.source import Source
@@ -116,6 +116,11 @@ def op_arguments(call: KernelCall, setting: Setting) -> dict[str, Any]:
 def op_of(source: Source, platform: Platform) -> Op:
     """Return the op of a source on a platform, with what was built for it."""
     return Op(root=source.root, platform=platform)
+
+
+def emulates(source: Source, platform: Platform) -> bool:
+    """Answer whether a vLLM comes with the kernel, and the platform is one that is emulated."""
+    return has_source(source.root) and platform.name in PLATFORM_MACROS
 
 
 def check_source(source: Source) -> None:

@@ -3,7 +3,7 @@
 The platform is simulated as far as the ops ask for it: ``current_platform`` gives the Case's FP8 format
 and capability, and the lab's dispatch answers ``use_rocm_custom_paged_attention``. Where that chooses
 ROCm's own kernel, its source on the emulated device stands for ``ops.paged_attention_rocm``; the lab's
-model of it where the vLLM comes without csrc/rocm, as a wheel does.
+model of it where the vLLM comes without csrc/rocm, as a wheel does, or the device is not emulated.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Setting
 from attnlab.errors import AttnLabError, KernelRejected, Unavailable
-from attnlab.hip.adapt import has_source
 from attnlab.kernels import interpreter, rocm_source
 from attnlab.kernels.loader import Loader
 from attnlab.kernels.needed import Share, needed
@@ -49,12 +48,13 @@ class Loaded:
         return found
 
 
-def origin_text(source: Source, kernels: Sequence[str], where: str) -> str:
+def origin_text(source: Source, kernels: Sequence[str], where: str, platform: Platform) -> str:
     """Return what ran, in words: the source, how, and what stood in for a kernel."""
     how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
     if ROCM_DECODE not in kernels:
         return f"{source.text()}, {how}"
-    decode = "csrc/rocm, emulated device" if has_source(source.root) else "model"
+    real = rocm_source.emulates(source, platform)
+    decode = "csrc/rocm, emulated device" if real else "model"
     return f"{source.text()}, {how}; ROCm decode: {decode}"
 
 
@@ -187,7 +187,7 @@ def _rocm_decode(
         v_scale=float(given["v_scale"]),
         sm_scale=given["scale"],
     )
-    if has_source(source.root):
+    if rocm_source.emulates(source, setting.platform):
         rocm_source.run(translated, setting, source)
     else:
         paged_attention_rocm(translated, setting)
