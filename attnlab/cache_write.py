@@ -40,7 +40,9 @@ def expected_cache(written: PagedCache) -> torch.Tensor:
 
 
 def as_numbers(output: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as float32; elements whose bytes are the same are 0 in both, NaN among them."""
+    """Return both as float32, the bytes of both read in the output's dtype; elements whose bytes are the
+    same are 0 in both, NaN among them."""
+    expected = expected.view(output.dtype)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[output.element_size()]
     same = output.view(integer) == expected.view(integer)
     return output.float().masked_fill_(same, 0.0), expected.float().masked_fill_(same, 0.0)

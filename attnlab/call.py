@@ -13,7 +13,7 @@ from attnlab.batch import Batch
 from attnlab.cache import PagedCache, garbage
 from attnlab.case import CACHE_WRITE, Case
 from attnlab.errors import InvalidCall
-from attnlab.formats import FORMATS, written_format
+from attnlab.formats import FORMATS, read_format
 
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
@@ -153,7 +153,7 @@ def make_output(case: Case) -> torch.Tensor:
     dtype = FORMATS[case.dtype].dtype
     if case.op == CACHE_WRITE:
         shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
-        dtype = written_format(case).dtype
+        dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
     if case.output == "recycled":
         return garbage(shape, seed=case.seed + 4).to(dtype)
     fill = float("nan") if case.output == "nan" else 0.0

@@ -13,6 +13,7 @@ from attnlab.batch import make_batch
 from attnlab.cache import NOBODY, garbage, interleaved, make_block_table, make_cache, written_lens
 from attnlab.case import Case
 from attnlab.formats import FORMATS
+from attnlab.run import Lab
 from attnlab.stages import FILLS
 
 
@@ -228,3 +229,10 @@ def test_interleaved_values_by_index():
         for s in range(16):
             assert torch.equal(packed[:, :, s // 8, d, s % 8], value[:, :, d, s])
     assert torch.equal(interleaved(interleaved(value), back=True), value)
+
+
+def test_a_cache_of_another_fp8_format_is_not_what_a_write_leaves():
+    """The op writes the platform's own format; a cache that is held to another differs by its bytes."""
+    case = hostile(op="reshape_and_cache_flash", kv_cache_dtype="fp8", platform="gfx942")
+    assert Lab().run(case).status == "match"
+    assert Lab().run(case.replace(cache_format="fp8_e4m3fn")).status == "mismatch"
