@@ -129,6 +129,13 @@ class Lab:
             cache=cache,
         )
 
+    def output(self, case: Case) -> torch.Tensor:
+        """Return what the Case's op writes, without comparing it; raises as :meth:`run` does."""
+        check_memory(case)
+        call = self.call(case)
+        self._run_kernels(case, call, Setting.of(case), decide(case))
+        return call.output
+
     def _run_kernels(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
     ) -> None:

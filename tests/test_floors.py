@@ -13,10 +13,14 @@ FLOORS = [  # from the ground up
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels"},
-    {"reference", "compare"},
+    {"reference", "compare", "noise"},
+    {"defects"},
+    {"survey", "probes"},
     {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table"},
+    {"suspects", "diagnosis", "separate"},
+    {"diagnose"},
     {"plots", "notebook", "outcome"},
     {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
 ]
@@ -45,7 +49,7 @@ def imports_of(source: str, module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             path = ".".join([*base, *([node.module] if node.module else [])])
-            inner = path in ("attnlab", "attnlab.kernels")
+            inner = path in ("attnlab", "attnlab.defects", "attnlab.kernels")
             names = [f"{path}.{alias.name}" for alias in node.names] if inner else [path]
         found |= {name for name in names if name.split(".")[0] == "attnlab"}
     return {name.partition(".")[2] for name in found} - {"", "__version__"}
