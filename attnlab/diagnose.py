@@ -19,6 +19,7 @@ from attnlab.errors import InvalidCall
 from attnlab.probes import Rerun, probe, rows_equal
 from attnlab.run import Lab
 from attnlab.separate import separate, spots_of
+from attnlab.survey import Survey, survey
 from attnlab.suspects import (
     Confirmed,
     Sample,
@@ -29,7 +30,6 @@ from attnlab.suspects import (
     is_by_chance,
     screen,
 )
-from attnlab.survey import Survey, survey
 
 _TWO_RUNS = "two runs with other contents of the buffer"
 _VERDICTS = ("explains", "less likely", "excluded by place", "excluded by value")
@@ -337,14 +337,17 @@ def _sorted(suspects: Sequence[Suspect]) -> list[Suspect]:
 def _cause(candidates: Sequence[Suspect]) -> Suspect | None:
     """Return the one candidate; or, among several, the one that a breach of the call would cause.
 
-    Where breaches would cause several, one that says of itself which rows it touches goes before one
-    that was fitted to the sequences that are wrong.
+    Where breaches would cause several, the one goes before that says of itself which rows it touches,
+    instead of being fitted to the rows that are wrong.
     """
     if len(candidates) == 1:
         return candidates[0]
     linked = [suspect for suspect in candidates if suspect.linked]
-    natural = [suspect for suspect in linked if not suspect.scope.startswith("sequence")]
-    for some in (linked, natural):
-        if len(some) == 1:
-            return some[0]
-    return None
+    widest = min((_width(suspect.scope) for suspect in linked), default=0)
+    fewest = [suspect for suspect in linked if _width(suspect.scope) == widest]
+    return fewest[0] if len(fewest) == 1 else None
+
+
+def _width(scope: str) -> int:
+    """Return how much of a scope was fitted: nothing, the kernel, or the sequences."""
+    return 0 if scope == "all" else 1 if scope in ("decode", "prefill") else 2

@@ -1,8 +1,8 @@
 """How far a kernel's output may be from exact attention, derived from what the kernel rounds.
 
 Exact is attention in float64 on the stored bytes. Let u be half the spacing of numbers at 1 in the
-query's dtype, w the exact weights of a row, A = Σ w·|v| its attention over the values' magnitudes, n
-the longest sequence. Then each output element is off by at most the sum of
+query's dtype, w the exact weights of a row, o its output, A = Σ w·|v| its attention over the values'
+magnitudes, n the longest sequence. Then each output element is off by at most the sum of
 
 - weights rounded to the dtype, each by u of itself: u·A; subnormal ones by a fixed step t: n·t·max|v|;
 - values of an FP8 cache, times their scale, rounded to the dtype (Triton's kernels alone): u·A;
@@ -14,7 +14,18 @@ the longest sequence. Then each output element is off by at most the sum of
   head_size products of float32, off by at most (head_size + 4)·2⁻²⁴ times |q|·|k|·scale and the
   ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale.
 
-A is computed by whoever asks, on the magnitudes of the values.
+That is the worst case: every rounding in one direction. Where values cancel, o is far below A and so is
+the error. If the errors of different keys are independent with mean 0 (Higham and Mary, "A new approach to
+probabilistic rounding error analysis", 2019), Hoeffding's inequality bounds Σ η·w·v, |η| ≤ e, by
+λ·e·√(Σ w²·v²) but for a chance of 2·exp(−λ²/2); LIKELY is the λ of a chance of 1e-18 an element. So the
+likely bound has
+
+- (2 roundings or 1) and scores: LIKELY·e·(√(Σ w²·v²) + √(Σ w²)·|o|), e = u or 2·u, plus exp(2·s) − 1,
+  the second term for the sum that they are divided by;
+- the output: u·|o| + t; partial outputs: u or 4·u of the sum of the warps' own |Σ w·v|;
+- sums of float32: LIKELY·√n·2⁻²³·A, the 2e-6 as above, subnormal weights LIKELY·√n·t·max|v|.
+
+The smaller of the two bounds holds.
 """
 
 import math
@@ -26,32 +37,45 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.dispatch import ROCM_DECODE, Setting
 
+LIKELY = math.sqrt(2 * math.log(2e18))
+WARP = 64  # tokens that ROCm's kernel sums before it rounds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """What the kernels of a call round, and how often.
 
     - ``unit``: half the spacing at 1 in the query's dtype; ``step``: its smallest subnormal number.
-    - ``times``: how often a value on its way to the output is rounded to that dtype.
+    - ``terms``: how often each key's share is rounded to that dtype: its weight, and its value where
+      that was decoded from FP8; ``parts``: how often partial outputs are.
     - ``keys``: whether keys are rounded to it too, after they were decoded from FP8.
     """
 
     unit: float
     step: float
-    times: int
+    terms: int
+    parts: int
     keys: bool
+
+    @property
+    def times(self) -> int:
+        """Return how often a value on its way to the output is rounded, the output included."""
+        return 1 + self.terms + self.parts
 
     @classmethod
     def of(cls, call: KernelCall, setting: Setting, kernels: Sequence[str]) -> "Rounding":
         """Return what ``kernels`` round of a call, the most that any of them does."""
         info = torch.finfo(call.query.dtype)
         is_fp8 = call.kv_cache_dtype != "auto"
-        times = 2 + int(is_fp8)  # weights, output, values that were decoded
-        if ROCM_DECODE in kernels:
+        parts, terms = 0, 1 + int(is_fp8)
+        if ROCM_DECODE in kernels:  # it multiplies v_scale after the sum, in float32
             by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
-            times = 2 + max(4 if by_warp else 1, int(is_fp8))
+            parts, terms = 4 if by_warp else 1, 1
+            if len(kernels) > 1:
+                terms = 1 + int(is_fp8)
         step = float(info.smallest_normal * info.eps)
-        return cls(unit=float(info.eps) / 2, step=step, times=times, keys=is_fp8)
+        unit = float(info.eps) / 2
+        return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8)
 
     def score_error(
         self, query: float, key: float, head_size: int, scale: float, bias: float
@@ -72,3 +96,38 @@ class Rounding:
     def fixed(self, length: int, largest: float) -> float:
         """Return the part of the bound that is no share of A: subnormal weights and outputs."""
         return self.step * (1 + length * largest)
+
+    def bound(
+        self, weights: torch.Tensor, value: torch.Tensor, output: torch.Tensor, score_error: float
+    ) -> torch.Tensor:
+        """Return the most that each output element may be off by, the worst or the likely case,
+        whichever is less.
+
+        ``weights``: [heads, rows, keys]; ``value``: [heads, keys, head_size], finite; ``output`` and
+        the result: [heads, rows, head_size].
+        """
+        length, size = value.shape[1], value.abs()
+        largest = float(size.max()) if size.numel() else 0.0
+        magnitude = weights @ size
+        worst = magnitude * self.relative(length, score_error) + self.fixed(length, largest)
+        if math.isinf(self.relative(length, score_error)):
+            return worst
+        each = self.terms * self.unit + math.expm1(2 * score_error)
+        squares = weights.square()
+        spread = (squares @ value.square()).sqrt()
+        spread = spread + squares.sum(-1, keepdim=True).sqrt() * output.abs()
+        likely = LIKELY * each * spread + self.unit * output.abs() + self.step
+        likely += (LIKELY * length**0.5 * 2.0**-23 + 2e-6) * magnitude
+        likely += LIKELY * length**0.5 * self.step * largest
+        if self.parts:
+            likely += self.parts * self.unit * _by_warp(weights, value)
+        return torch.minimum(worst, likely)
+
+
+def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the sum over warps of the magnitude of each one's share of the output."""
+    total = torch.zeros(*weights.shape[:2], value.shape[2], dtype=value.dtype)
+    for first in range(0, value.shape[1], WARP):
+        some = slice(first, first + WARP)
+        total += (weights[:, :, some] @ value[:, some]).abs()
+    return total

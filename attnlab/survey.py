@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.scene import Scene
+from attnlab.defects.scene import Scene, Spot
 from attnlab.reference import attend
 
+_SHARP, _HEADS = 4, 16  # rows of a sequence that are held to the likely bound, heads at a time
 _EXACT = 1 << 22  # elements of an output up to which the right one is computed in float64
 
 
@@ -56,7 +57,25 @@ def survey(scene: Scene, output: torch.Tensor, heads: range | None = None) -> Su
         wrong.nan_to_num_(torch.inf, torch.inf)
         error[rows, some] = wrong.amax(2).float()
         ratio[rows, some] = wrong.div_(noise).amax(2).float()
+    _sharpen(scene, output, ratio, heads)
     return Survey(ratio=ratio, error=error)
+
+
+def _sharpen(scene: Scene, output: torch.Tensor, ratio: torch.Tensor, heads: range | None) -> None:
+    """Hold some rows to the likely bound, which is closer: the ends of each sequence and rows between,
+    so every row of a decode; changes ``ratio`` in place."""
+    ran = torch.arange(scene.num_heads) if heads is None else torch.tensor(heads)
+    for seq in range(scene.num_seqs):
+        length = scene.query_len(seq)
+        if not length:
+            continue
+        tokens = torch.linspace(0, length - 1, min(_SHARP, length)).long().unique()
+        for some in ran.split(_HEADS):
+            spot = Spot(seq=seq, tokens=tokens, heads=some)
+            rows, right = scene.rows(spot), scene.right(spot)
+            wrong = (output[rows][:, some].double() - right.output).abs() / right.noise
+            sharp = wrong.nan_to_num(torch.inf, torch.inf).amax(2).float()
+            ratio[rows[:, None], some] = torch.maximum(ratio[rows[:, None], some], sharp)
 
 
 def _right(
@@ -75,9 +94,9 @@ def _right(
     for values, into in ((value, right), (value.abs(), magnitude)):
         attend(query, key, values, scene.scale, into, scene.call.sliding_window, slopes)
     rounding, length = scene.rounding(seq), key.shape[0]
-    norms = (float(tensor.float().norm(dim=2).max()) for tensor in (query, key))
+    long_query, long_key = (float(one.float().norm(dim=2).max()) for one in (query, key))
     bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
-    error = rounding.score_error(*norms, query.shape[2], scene.scale, bias)
+    error = rounding.score_error(long_query, long_key, query.shape[2], scene.scale, bias)
     share = rounding.relative(length, error)
     share += length * 2.0**-23 * (dtype == torch.float32)  # the right output's own sums
     fixed = rounding.fixed(length, float(value.abs().max()))

@@ -177,18 +177,15 @@ def _screened(
     defect: Defect,
 ) -> Suspect:
     verdict = "explains"
-    sizes = {"predicted": 0.0, "observed": 0.0, "residual": 0.0, "ratio": 0.0}
+    predicted = observed = residual = worst = 0.0
     for i, (spot, right) in enumerate(zip(spots, rights, strict=True)):
         seen = at(scene, output, spot)
         told = defect.compute(scene, spot)
-        ratio = float(fit(seen, told, scene.seq_len(spot.seq)).ratio.max())
         if i == 0:
-            sizes = {
-                "predicted": _largest(told.output - right.output),
-                "observed": _largest(seen.double() - right.output),
-                "residual": float(_residual(seen.double(), told).max()),
-                "ratio": ratio,
-            }
+            predicted = _largest(told.output - right.output)
+            observed = _largest(seen.double() - right.output)
+            residual = float(_residual(seen.double(), told).max())
+            worst = float(fit(seen, told, scene.seq_len(spot.seq)).ratio.max())
         wrong = fit(seen, right, scene.seq_len(spot.seq)).ratio > 1
         if (fit(seen, told, scene.seq_len(spot.seq)).ratio[wrong] > 1).any():
             verdict = "excluded by value" if i == 0 else "excluded by place"
@@ -198,8 +195,11 @@ def _screened(
         text=defect.text,
         seen_in=defect.seen_in,
         verdict=verdict,
+        predicted=predicted,
+        observed=observed,
+        residual=residual,
+        ratio=worst,
         defect=defect,
-        **sizes,
     )
 
 

@@ -68,16 +68,17 @@ def mix(sight: Sight, like: torch.dtype | None = None) -> Mixed:
     rounded to that dtype.
     """
     scores = scores_of(sight)
+    exact = softmax(scores, sight.sink)
+    finite = sight.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
+    output = exact @ finite
+    noise = sight.rounding.bound(
+        exact.nan_to_num(0.0), finite, output.nan_to_num(0.0), score_error(sight)
+    )
     if like is not None:
-        scores = scores.float()
-    weights = softmax(scores, sight.sink)
-    value = sight.value.transpose(0, 1)
-    if like is not None:
-        weights, value = weights.to(like).float(), value.float()
-    output, magnitude = weigh(weights, value, sight)
-    if like is not None:
-        output = output.to(like)
-    noise = magnitude * relative(sight) + fixed(sight)
+        weights = softmax(scores.float(), sight.sink).to(like).float()
+        output = (weights @ finite.float()).to(like).double()
+    if not bool(sight.value.isfinite().all()):
+        output = output.masked_fill(_hit(sight), torch.nan)
     return Mixed(output=output.double().transpose(0, 1), noise=noise.double().transpose(0, 1))
 
 
@@ -89,35 +90,20 @@ def softmax(scores: torch.Tensor, sink: bool) -> torch.Tensor:
     return torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
 
 
-def weigh(
-    weights: torch.Tensor, value: torch.Tensor, sight: Sight
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights × value and weights × |value|, [heads, rows, head_size].
-
-    A value that is not finite counts only for rows that see it, or where it leaks.
-    """
-    if bool(value.isfinite().all()):
-        return weights @ value, weights @ value.abs()
-    finite = value.nan_to_num(0.0, 0.0, 0.0)
-    output, magnitude = weights @ finite, weights @ finite.abs()
+def _hit(sight: Sight) -> torch.Tensor:
+    """Return which elements a value that is not finite reaches, [heads, rows, head_size] bool: those of
+    rows that see it, or where it leaks."""
     reach = sight.visible if sight.leak is None else sight.visible | sight.leak
-    hit = reach.to(value.dtype) @ (~value.isfinite()).to(value.dtype) > 0
-    return output.masked_fill(hit, torch.nan), magnitude
+    odd = (~sight.value.isfinite()).transpose(0, 1).to(sight.value.dtype)
+    return reach.to(odd.dtype) @ odd > 0
 
 
-def relative(sight: Sight) -> float:
-    """Return the share of the mixed magnitudes that a kernel's output may be off by."""
-    finite = sight.key.nan_to_num(0.0, 0.0, 0.0)
+def score_error(sight: Sight) -> float:
+    """Return by how much a score may be off."""
     query = float(sight.query.norm(dim=2).max()) if sight.query.numel() else 0.0
+    finite = sight.key.nan_to_num(0.0, 0.0, 0.0)
     key = float(finite.norm(dim=2).max()) if finite.numel() else 0.0
     bias = 0.0
     if sight.slopes is not None:
         bias = float(sight.slopes.abs().max()) * sight.key.shape[0]
-    error = sight.rounding.score_error(query, key, sight.query.shape[2], sight.scale, bias)
-    return sight.rounding.relative(sight.key.shape[0], error)
-
-
-def fixed(sight: Sight) -> float:
-    """Return the part of the bound that does not shrink with the values."""
-    largest = sight.value.nan_to_num(0.0, 0.0, 0.0).abs()
-    return sight.rounding.fixed(len(largest), float(largest.max()) if largest.numel() else 0.0)
+    return sight.rounding.score_error(query, key, sight.query.shape[2], sight.scale, bias)

@@ -7,7 +7,7 @@ import torch
 from attnlab.contracts import PARTITION_SIZE
 from attnlab.defects.defect import Defect, always, by_sight
 from attnlab.defects.scene import Scene, Spot, visible
-from attnlab.defects.sight import Mixed, Sight, relative, scores_of
+from attnlab.defects.sight import Mixed, Sight, score_error, scores_of
 
 
 def _hide(sight: Sight, hidden: torch.Tensor) -> Sight:
@@ -111,10 +111,9 @@ def _has_partitions(scene: Scene) -> bool:
 def _partitions_unscaled(scene: Scene, spot: Spot) -> Mixed:
     """Merge partitions by their sums alone, without the factor exp(own largest - overall largest)."""
     sight = scene.sight(spot)
-    right = scene.mix(sight)
     cached = scene.cached_len(spot.seq)
     if cached <= PARTITION_SIZE:
-        return right
+        return scene.mix(sight)
     scores = scores_of(sight)
     part = (_keys(sight).clamp(max=cached - 1)) // PARTITION_SIZE
     weights = torch.zeros_like(scores)
@@ -124,11 +123,11 @@ def _partitions_unscaled(scene: Scene, spot: Spot) -> Mixed:
         weights[..., own] = (scores[..., own] - largest.clamp(min=-1e30)).exp()
     weights /= weights.sum(-1, keepdim=True)
     value = sight.value.transpose(0, 1)
-    noise = (weights @ value.abs() * relative(sight)).transpose(0, 1)
     output = weights @ value
+    noise = sight.rounding.bound(weights, value, output, score_error(sight))
     if scene.kernel_like:
         output = output.to(scene.call.query.dtype).double()
-    return Mixed(output=output.transpose(0, 1), noise=torch.maximum(noise, right.noise))
+    return Mixed(output=output.transpose(0, 1), noise=noise.transpose(0, 1))
 
 
 def _reversed_order(scene: Scene, spot: Spot) -> Mixed:
