@@ -15,16 +15,16 @@ from attnlab.diagnosis import Diagnosis
 from attnlab.errors import KernelRejected
 from attnlab.planting import (
     applicable,
+    is_distinguishable,
     is_visible,
     plant,
     random_case,
     same_here,
     scopes_of,
+    seqs_of,
     sound_scene,
 )
 from attnlab.run import Lab
-
-_NAMED = {defect.name: defect for defect in CATALOGUE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,9 @@ class Trial:
 
     - ``distinguishable``: whether no other defect of the catalogue gives the same output here.
     - ``found``: the cause's name, or "ambiguous", "unexplained", "nothing wrong".
-    - ``named``: "right", "equivalent" (another, or several, that give the same output here) or
-      "wrong" (a false explanation), and "abstained" where it named nothing.
+    - ``named``: "right"; "equivalent" (another, or several, that give the same output here);
+      "undecided" (several, of which some give another output, but none that rounding excludes);
+      "abstained" (nothing); or "wrong" (a false explanation).
     - ``without``: the same with the planted defect left out of the catalogue.
     """
 
@@ -72,8 +73,13 @@ def bench_diagnose(
         else:
             done.append(trial)
     alarms = [case for case in _sound_alarms(rng, sound, on_step)]
-    return {**_figures(done), "invisible": invisible, "sound": sound, "seed": seed,
-            "alarms": [case.changes() for case in alarms]}
+    return {
+        **_figures(done),
+        "invisible": invisible,
+        "sound": sound,
+        "seed": seed,
+        "alarms": [case.changes() for case in alarms],
+    }
 
 
 def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
@@ -102,9 +108,7 @@ def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
         case=case,
         planted=defect.name,
         scope=scope,
-        distinguishable=not any(
-            same_here(scene, defect, one, scope) for one in choices if one is not defect
-        ),
+        distinguishable=is_distinguishable(scene, defect, seqs_of(scene, scope), choices),
         found=told.cause.name if told.cause is not None else told.status,
         named=_named(scene, told, defect, scope),
         without=_named(scene, blind, defect, scope),
@@ -118,12 +122,11 @@ def _named(scene: Scene, told: Diagnosis, planted: Defect, scope: str) -> str:
         return "right"
     if not told.candidates:
         return "abstained"
-    names = [told.cause.name] if told.cause is not None else [s.name for s in told.candidates]
-    others = [_NAMED[name] for name in names if name != planted.name]
-    if all(same_here(scene, planted, one, scope) for one in others):
+    named = [told.cause] if told.cause is not None else told.candidates
+    seqs = seqs_of(scene, scope)
+    others = [suspect for suspect in named if suspect.name != planted.name]
+    if all(same_here(scene, planted, seqs, one.defect, one.seqs) for one in others):
         return "equivalent"
-    if planted.name in names:
-        return "undecided"  # the planted one is among them, and others that differ a little
     return "wrong" if told.cause is not None else "undecided"
 
 

@@ -103,7 +103,8 @@ def _look(lab: Lab, case: Case, output: torch.Tensor, catalogue: Sequence[Defect
     _check_output(output, call.output)
     scene = Scene.of_case(case, lab.batch(case), call, call.output)
     breaches = check(call, scene.setting, scene.kernels, lab.cache(case).provenance)
-    evidence = _evidence(scene, output, survey(scene, output, case.query_heads), breaches)
+    found = survey(scene, output, case.query_heads, lab.reference(case))
+    evidence = _evidence(scene, output, found, breaches)
     return _Look(scene=scene, told=_judge(evidence, catalogue, case.query_heads))
 
 

@@ -1,7 +1,7 @@
 """Random cases, sound outputs of them, and defects planted in those: what the diagnosis is tried on."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Mixed
 from attnlab.errors import InvalidCase
 from attnlab.run import Lab
+from attnlab.suspects import scopes
 
 Scope = str  # "all", "decode" or "prefill": the rows of which kernel have the defect
 
@@ -64,12 +65,12 @@ def _fields(rng: random.Random) -> dict[str, Any]:
 def plant(scene: Scene, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:
     """Return a sound output with the defect in the rows of ``scope``, rounded as a kernel rounds.
 
-    Elements that the defect does not change keep their bits.
+    Heads of rows that the defect does not change keep their bits.
     """
     planted, like = sound.clone(), scene.as_kernel()
     for spot in rows_of(scene, scope):
         wrong, right = defect.compute(like, spot), like.right(spot)
-        same = wrong.output == right.output
+        same = (wrong.output == right.output).all(2, keepdim=True)
         rows = scene.rows(spot)
         planted[rows] = torch.where(same, sound[rows], wrong.output.to(sound.dtype))
     return planted
@@ -98,12 +99,45 @@ def told_apart(scene: Scene, planted: Mixed, other: Mixed) -> bool:
     return bool((apart & finite[0]).any())
 
 
-def same_here(scene: Scene, one: Defect, other: Defect, scope: Scope) -> bool:
-    """Answer whether no output of this scene can tell two defects in a scope apart."""
-    return not any(
-        told_apart(scene, one.compute(scene, spot), other.compute(scene, spot))
-        for spot in rows_of(scene, scope)
-    )
+def same_here(
+    scene: Scene, one: Defect, seqs: Iterable[int], other: Defect, others: Iterable[int]
+) -> bool:
+    """Answer whether a defect in some sequences gives the same output as another one in ``others``."""
+    seqs, others = set(seqs), set(others)
+    for spot in rows_of(scene, "all"):
+        first = one.compute(scene, spot) if spot.seq in seqs else scene.right(spot)
+        second = other.compute(scene, spot) if spot.seq in others else scene.right(spot)
+        if told_apart(scene, first, second):
+            return False
+    return True
+
+
+def is_distinguishable(scene: Scene, planted: Defect, seqs: set[int], others: list[Defect]) -> bool:
+    """Answer whether no other defect, wherever it is, gives the same output as the planted one."""
+    told = {
+        spot.seq: (spot, planted.compute(scene, spot) if spot.seq in seqs else scene.right(spot))
+        for spot in rows_of(scene, "all")
+    }
+    still = {
+        seq for seq, (spot, one) in told.items() if not told_apart(scene, one, scene.right(spot))
+    }
+    for other in others:
+        if other is planted:
+            continue
+        same = {
+            seq
+            for seq, (spot, one) in told.items()
+            if not told_apart(scene, one, other.compute(scene, spot))
+        }
+        moved = told.keys() - still
+        if any(moved <= members <= same for _, members in scopes(scene, set(moved))):
+            return False
+    return True
+
+
+def seqs_of(scene: Scene, scope: Scope) -> set[int]:
+    """Return the sequences in a scope."""
+    return {spot.seq for spot in rows_of(scene, scope)}
 
 
 def is_visible(scene: Scene, defect: Defect, scope: Scope) -> bool:

@@ -39,9 +39,16 @@ class Survey:
         return torch.nonzero(self.touched.any(1)).flatten()
 
 
-def survey(scene: Scene, output: torch.Tensor, heads: range | None = None) -> Survey:
-    """Return where ``output`` [num_tokens, num_heads, head_size] is wrong; ``heads`` are those that
-    ran."""
+def survey(
+    scene: Scene,
+    output: torch.Tensor,
+    heads: range | None = None,
+    expected: torch.Tensor | None = None,
+) -> Survey:
+    """Return where ``output`` [num_tokens, num_heads, head_size] is wrong.
+
+    ``heads`` are those that ran; ``expected`` is the right output where that is known already.
+    """
     tokens, num_heads, _ = output.shape
     some = slice(None) if heads is None else slice(heads.start, heads.stop)
     ratio = torch.full((tokens, num_heads), -1.0)
@@ -52,7 +59,8 @@ def survey(scene: Scene, output: torch.Tensor, heads: range | None = None) -> Su
         rows = slice(starts[seq], starts[seq + 1])
         if rows.start == rows.stop:
             continue
-        right, noise = _right(scene, seq, some, dtype)
+        known = None if expected is None else expected[rows, some]
+        right, noise = _right(scene, seq, some, dtype, known)
         wrong = (output[rows, some].to(dtype) - right).abs_()
         wrong.nan_to_num_(torch.inf, torch.inf)
         error[rows, some] = wrong.amax(2).float()
@@ -79,7 +87,7 @@ def _sharpen(scene: Scene, output: torch.Tensor, ratio: torch.Tensor, heads: ran
 
 
 def _right(
-    scene: Scene, seq: int, heads: slice, dtype: torch.dtype
+    scene: Scene, seq: int, heads: slice, dtype: torch.dtype, known: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's right output of some query heads and its bound, each [query_len, heads,
     head_size]."""
@@ -90,14 +98,16 @@ def _right(
     key, value = scene.meant(seq, kv, dtype)
     slopes = scene.call.alibi_slopes
     slopes = None if slopes is None else slopes[heads]
-    right, magnitude = (torch.empty(query.shape, dtype=dtype) for _ in range(2))
-    for values, into in ((value, right), (value.abs(), magnitude)):
+    magnitude = torch.empty(query.shape, dtype=dtype)
+    right = torch.empty(query.shape, dtype=dtype) if known is None else known
+    wanted = [(value.abs(), magnitude), *([(value, right)] if known is None else [])]
+    for values, into in wanted:
         attend(query, key, values, scene.scale, into, scene.call.sliding_window, slopes)
     rounding, length = scene.rounding(seq), key.shape[0]
     long_query, long_key = (float(one.float().norm(dim=2).max()) for one in (query, key))
     bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
     error = rounding.score_error(long_query, long_key, query.shape[2], scene.scale, bias)
     share = rounding.relative(length, error)
-    share += length * 2.0**-23 * (dtype == torch.float32)  # the right output's own sums
+    share += length * 2.0**-23 * (right.dtype == torch.float32)  # the right output's own sums
     fixed = rounding.fixed(length, float(value.abs().max()))
     return right, magnitude.mul_(share).add_(fixed)

@@ -34,7 +34,8 @@ class Suspect:
     - ``predicted``, ``observed``: the largest difference from the right output at the failing place,
       as the defect has it and as it is; ``residual``: the largest that the defect leaves unexplained
       there; ``ratio``: the same in units of the rounding bound. NaN or infinity where one of them is.
-    - ``scope``: which sequences it is in: "all", "decode", "prefill", or "sequence …".
+    - ``scope``: which sequences it is in: "all", "decode", "prefill", or "sequence …", and ``seqs``
+      the same by number.
     - ``rows``: how many wrong rows it was confirmed on.
     - ``linked``: kinds of breach that were found in the call and would cause it.
     """
@@ -48,6 +49,7 @@ class Suspect:
     residual: float
     ratio: float
     scope: str = ""
+    seqs: tuple[int, ...] = ()
     rows: int = 0
     linked: tuple[str, ...] = ()
     defect: Defect = dataclasses.field(repr=False, compare=False)
@@ -252,7 +254,9 @@ def confirm(
         parts = [fits[seq] if seq in members else rights[seq] for seq in fits]
         confirmed.append(
             Confirmed(
-                suspect=dataclasses.replace(suspect, scope=name, rows=rows),
+                suspect=dataclasses.replace(
+                    suspect, scope=name, seqs=tuple(sorted(members)), rows=rows
+                ),
                 squares=sum(float(part.squares.sum()) for part in parts),
                 freedom=sum(part.freedom for part in parts),
             )

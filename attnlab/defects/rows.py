@@ -7,7 +7,7 @@ import torch
 
 from attnlab.defects.defect import Defect, always
 from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Mixed, join
+from attnlab.defects.sight import Mixed
 
 
 def _constant(scene: Scene, spot: Spot, output: torch.Tensor) -> Mixed:
@@ -57,16 +57,14 @@ def _start_loc_as_int32(scene: Scene, spot: Spot) -> Mixed:
     starts = scene.call.query_start_loc.long().view(torch.int32)[: scene.num_seqs + 1].tolist()
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     writers = {starts[seq]: seq for seq, length in enumerate(lengths) if length == 1}
-    parts = []
-    for token, row in zip(spot.tokens.tolist(), scene.rows(spot).tolist(), strict=True):
-        one = Spot(seq=spot.seq, tokens=torch.tensor([token]), heads=spot.heads)
+    right = _never_written(scene, spot) if scene.is_decode(spot.seq) else scene.right(spot)
+    output, noise = right.output.clone(), right.noise.clone()
+    for i, row in enumerate(scene.rows(spot).tolist()):
         if row in writers:
-            parts.append(_decoded(scene, one, writers[row]))
-        elif scene.is_decode(spot.seq):
-            parts.append(_never_written(scene, one))
-        else:
-            parts.append(scene.right(one))
-    return join(parts)
+            one = dataclasses.replace(spot, tokens=spot.tokens[i : i + 1])
+            wrong = _decoded(scene, one, writers[row])
+            output[i], noise[i] = wrong.output[0], wrong.noise[0]
+    return Mixed(output=output, noise=noise)
 
 
 def _decoded(scene: Scene, spot: Spot, seq: int) -> Mixed:
