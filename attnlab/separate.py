@@ -93,11 +93,16 @@ def gap_between(scene: Scene, one: Defect, other: Defect) -> float:
     return gap
 
 
-def spots_of(scene: Scene, tokens: int = 6, heads: int = 6) -> list[Spot]:
-    """Return a few rows of each sequence, ends included, and a few heads of each kind."""
+def spots_of(scene: Scene, tokens: int = 6, heads: int = 6, most: int = 1 << 30) -> list[Spot]:
+    """Return a few rows of each sequence, ends included, and a few heads, the first two and the last
+    among them; of more than ``most`` sequences those of the shortest queries and the longest."""
     some = torch.linspace(0, scene.num_heads - 1, min(heads, scene.num_heads)).long()
+    if scene.num_heads > 1:
+        some = torch.cat([some, torch.tensor([1])]).unique()
+    order = sorted(range(scene.num_seqs), key=scene.query_len)
+    seqs = sorted({*order[: -(-most // 2)], *order[-(most // 2) :]}) if len(order) > most else order
     spots = []
-    for seq in range(scene.num_seqs):
+    for seq in seqs:
         length = scene.query_len(seq)
         if length:
             at = torch.linspace(0, length - 1, min(tokens, length)).long().unique()

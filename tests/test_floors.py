@@ -20,9 +20,10 @@ FLOORS = [  # from the ground up
     {"run"},
     {"decode_error", "stage_table"},
     {"suspects", "diagnosis", "separate"},
-    {"diagnose"},
+    {"diagnose", "planting", "power", "claims"},
     {"plots", "notebook", "outcome"},
-    {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"},
+    {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"}
+    | {"bench_diagnose", "diagnosing", "terminal_diagnosis"},
 ]
 GROUND = -1  # the package itself, which imports nothing
 

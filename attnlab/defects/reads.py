@@ -119,11 +119,17 @@ def _newest_slot(
         seen_in=seen_in,
         touches="cached",
         compute=by_sight(change),
-        applies=lambda scene: any(
-            scene.cached_len(seq) == scene.seq_len(seq) for seq in range(scene.num_seqs)
+        applies=lambda scene: (
+            (fill is not None or _may_be_unwritten(scene))
+            and any(scene.cached_len(seq) == scene.seq_len(seq) for seq in range(scene.num_seqs))
         ),
         links=links,
     )
+
+
+def _may_be_unwritten(scene: Scene) -> bool:
+    """Answer whether a newest token may be missing from the cache, as far as is known."""
+    return scene.case is None or scene.case.staging.fill == "context_only"
 
 
 READS = (

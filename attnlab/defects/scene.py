@@ -284,7 +284,14 @@ class Scene:
 
     def right_rows(self, rows: torch.Tensor, heads: torch.Tensor) -> Mixed:
         """Return the right output of any output rows, in their order."""
-        return join([self.right(self.spot_of_row(int(row), heads)) for row in rows.tolist()])
+        seqs = torch.searchsorted(self.call.query_start_loc.long(), rows, right=True) - 1
+        runs, counts = seqs.unique_consecutive(return_counts=True)
+        parts, done = [], 0
+        for seq, count in zip(runs.tolist(), counts.tolist(), strict=True):
+            tokens = rows[done : done + count] - self.starts()[seq]
+            parts.append(self.right(Spot(seq=seq, tokens=tokens, heads=heads)))
+            done += count
+        return join(parts)
 
     def spot_of_row(self, row: int, heads: torch.Tensor) -> Spot:
         """Return the spot of one output row."""
