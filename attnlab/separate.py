@@ -22,7 +22,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"data": "normal"},
     {"empty": "garbage"},
     {"data": "normal", "empty": "garbage"},
-    {"data": "normal", "output": "recycled"},
+    {"data": "normal", "empty": "nan"},
     {"data": "normal", "sm_scale": 0.3},
     {"data": "normal", "k_scale": 0.5, "v_scale": 0.25},
     {"data": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty": "garbage"},
@@ -42,14 +42,15 @@ def scene_of(case: Case) -> Scene:
     return Scene.of_case(case, batch, call, output)
 
 
-def separate(case: Case, one: Defect, other: Defect) -> Separation:
+def separate(case: Case, one: Defect, other: Defect, same_kernels: bool = True) -> Separation:
     """Return a Case near ``case`` in which the two defects give outputs that no rounding can confuse.
 
-    Changes are tried from the least to the most; those that would bring another kernel are left out,
-    and a large Case is shortened first, so that what is proposed runs in no time.
+    Changes are tried from the least to the most; those that would bring another kernel are left out
+    unless ``same_kernels`` is false, and a large Case is shortened first, so that what is proposed
+    runs in no time.
     """
     tried, names = 0, (one.name, other.name)
-    for changes, changed in changed_cases(case):
+    for changes, changed in changed_cases(case, same_kernels):
         scene = scene_of(changed)
         tried += 1
         if not (one.applies(scene) and other.applies(scene)):
@@ -60,7 +61,7 @@ def separate(case: Case, one: Defect, other: Defect) -> Separation:
     return Separation(pair=names, case=None, changes={}, gap=0.0, tried=tried)
 
 
-def changed_cases(case: Case) -> Iterator[tuple[dict[str, Any], Case]]:
+def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[str, Any], Case]]:
     """Yield the Cases to try, each with what it changes."""
     shorten = _SHORT if case.lengths.num_tokens * case.num_heads * case.head_size > _LARGE else {}
     sized = {"num_blocks": None, "max_blocks_per_seq": None, "block_table": None}
@@ -74,7 +75,7 @@ def changed_cases(case: Case) -> Iterator[tuple[dict[str, Any], Case]]:
             changed = case.replace(**changes)
         except InvalidCase:
             continue  # this change does not go with the Case
-        if set(decide(changed).kernels) == set(kernels):
+        if not same_kernels or set(decide(changed).kernels) == set(kernels):
             told = {n: v for n, v in changes.items() if getattr(case, n) != v}
             yield told, changed
 

@@ -20,8 +20,9 @@ FLOORS = [  # from the ground up
     {"run"},
     {"decode_error", "stage_table"},
     {"suspects", "diagnosis", "separate"},
-    {"diagnose", "planting", "power", "claims"},
+    {"diagnose", "planting", "power"},
     {"plots", "notebook", "outcome"},
+    {"claims"},
     {"report", "headless", "investigate", "bench", "bench_interpreter", "flags", "terminal", "cli"}
     | {"bench_diagnose", "diagnosing", "terminal_diagnosis"},
 ]
@@ -50,7 +51,7 @@ def imports_of(source: str, module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             path = ".".join([*base, *([node.module] if node.module else [])])
-            inner = path in ("attnlab", "attnlab.defects", "attnlab.kernels")
+            inner = path in ("attnlab", "attnlab.claims", "attnlab.defects", "attnlab.kernels")
             names = [f"{path}.{alias.name}" for alias in node.names] if inner else [path]
         found |= {name for name in names if name.split(".")[0] == "attnlab"}
     return {name.partition(".")[2] for name in found} - {"", "__version__"}
