@@ -37,6 +37,7 @@ def _fields(rng: random.Random) -> dict[str, Any]:
     group = rng.choice((1, 1, 2, 3, 4))
     kv_cache_dtype = rng.choice(("auto", "auto", "fp8", "fp8_e5m2"))
     scaled = kv_cache_dtype != "auto" and rng.random() < 0.8
+    platform = rng.choice(("gfx942", "gfx950", "sm_90", "gfx1100"))
     variant = rng.choice(("plain", "plain", "window", "alibi"))
     return {
         "num_heads": group * rng.choice((1, 2, 3, 4)),
@@ -49,12 +50,13 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "v_scale": rng.choice((0.3, 1.5, 0.7)) if scaled else 1.0,
         "sliding_window": rng.choice((5, 16, 48, 270)) if variant == "window" else 0,
         "alibi": variant == "alibi",
+        "x": rng.choice((None, 8)) if platform == "sm_90" else None,
         "query_lens": tuple(query_lens),
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
         "data": "normal" if rng.random() < 0.9 else "uniform_1e-3",
         "empty": rng.choice(("zeros", "garbage", "nan")),
         "fill": rng.choice(("all_rows", "decode_rows")),
-        "platform": rng.choice(("gfx942", "gfx950", "sm_90", "gfx1100")),
+        "platform": platform,
         "num_blocks": 5 * 32 + rng.randint(0, 9),
         "max_blocks_per_seq": rng.choice((None, 36)),
         "seed": rng.randrange(1 << 30),

@@ -326,7 +326,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
     data: dict[str, Any] = {"data": "normal"}
     store: dict[str, Any] = {}
     if case.is_fp8:
-        store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25}
+        store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
     own = case.sm_scale is None and case.release == "0.11.2"
     scale = {"sm_scale": case.head_size**-0.5} if own else {}
     setting = Setting.of(case)

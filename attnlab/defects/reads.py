@@ -93,6 +93,11 @@ def _blocks(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda scene, seq, reading: dataclasses.replace(reading, block=change)
 
 
+def _key_x(scene: Scene) -> int:
+    """Return how many elements of the key cache are 16 bytes."""
+    return 16 // scene.call.key_cache.element_size()
+
+
 def _newest_slot(
     name: str, text: str, seen_in: tuple[str, ...], fill: float | None, links: tuple[str, ...] = ()
 ) -> Defect:
@@ -230,12 +235,22 @@ READS = (
         lambda scene: scene.call.block_size > 1,
     ),
     _read(
+        "key_x_of_16_bytes",
+        "the innermost size of the key cache is taken for 16 bytes, whatever it is",
+        ("vllm #6373",),
+        lambda scene, seq, reading: dataclasses.replace(reading, key_x=_key_x(scene)),
+        lambda scene: (
+            scene.call.key_cache.shape[4] != _key_x(scene)
+            and scene.call.query.shape[2] % _key_x(scene) == 0
+        ),
+        links=("key_layout",),
+    ),
+    _read(
         "key_block_turned",
         "a key block [head_size / x, block_size, x] is taken for [block_size, head_size / x, x]",
         ("vllm #6373",),
         lambda scene, seq, reading: dataclasses.replace(reading, turned=("key",)),
         lambda scene: scene.call.block_size > 1 and scene.call.key_cache.shape[2] > 1,
-        links=("key_layout",),
     ),
     _read(
         "value_block_turned",

@@ -39,6 +39,7 @@ class Reading:
     - ``key_row``, ``value_row``: rows of the block table.
     - ``block``, ``offset``: what becomes of a block number and of an offset on the way.
     - ``format``, ``k_scale``, ``v_scale``: what the bytes are taken for.
+    - ``key_x``: what the innermost size of the key cache is taken for, or None for what it is.
     - ``turned``: which of "key" and "value" is read with its block's inner dimensions exchanged.
     """
 
@@ -49,6 +50,7 @@ class Reading:
     v_scale: float
     block: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks
     offset: Callable[[torch.Tensor], torch.Tensor] = lambda offsets: offsets
+    key_x: int | None = None
     turned: tuple[str, ...] = ()
 
 
@@ -238,6 +240,9 @@ class Scene:
         """Return keys at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
         blocks, offsets = self._slots(reading, reading.key_row, positions)
         cache = self.call.key_cache
+        if reading.key_x is not None:
+            chunks = cache.shape[2] * cache.shape[4] // reading.key_x
+            cache = cache.view(*cache.shape[:2], chunks, cache.shape[3], reading.key_x)
         if "key" in reading.turned:  # [chunks, block_size, x] taken for [block_size, chunks, x]
             shape = (*cache.shape[:2], cache.shape[3], cache.shape[2], cache.shape[4])
             found = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
