@@ -14,8 +14,8 @@ from attnlab.contracts import contract, unwritten_rows
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.scene import Scene
 from attnlab.diagnosis import Diagnosis
-from attnlab.dispatch import Setting
-from attnlab.errors import InvalidCall
+from attnlab.dispatch import Setting, decide
+from attnlab.errors import InvalidCall, KernelRejected
 from attnlab.probes import Rerun, probe, rows_equal
 from attnlab.run import Lab
 from attnlab.separate import separate, spots_of
@@ -64,13 +64,16 @@ def diagnose(
       is run again.
     - ``propose``: look for a Case that tells apart what this one does not.
 
-    Raises InvalidCall for an output of another shape, KernelRejected where the kernel refuses the call.
+    Raises InvalidCall for an output of another shape. A Case that its kernel refuses is "rejected".
     """
     began = time.perf_counter()
     lab = lab or Lab()
     if output is None:
         rerun = rerun or lab.output
-        output = rerun(case)
+        try:
+            output = rerun(case)
+        except KernelRejected as rejection:
+            return _rejected(lab, case, str(rejection))
     first = _look(lab, case, output, catalogue)
     told = first.told
     if rerun is not None and told.is_wrong:
@@ -87,6 +90,13 @@ def diagnose(
         pair = tuple(suspect.defect for suspect in told.candidates[:2])
         told = dataclasses.replace(told, separation=separate(case, pair[0], pair[1]))
     return dataclasses.replace(told, seconds=time.perf_counter() - began)
+
+
+def _rejected(lab: Lab, case: Case, text: str) -> Diagnosis:
+    """Return the diagnosis of a Case that its kernel refuses: the breaches say why."""
+    provenance = lab.cache(case).provenance
+    breaches = check(lab.call(case), Setting.of(case), decide(case).kernels, provenance)
+    return Diagnosis(status="rejected", rejection=text, breaches=breaches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

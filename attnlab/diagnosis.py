@@ -9,7 +9,7 @@ from attnlab.breaches import Breach
 from attnlab.case import Case
 from attnlab.suspects import Suspect
 
-STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained")
+STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class Diagnosis:
     """What explains an output.
 
     - ``status``: "nothing wrong" (rounding explains all of it), "explained" (one defect leaves only
-      rounding), "ambiguous" (several do, and are the same here) or "unexplained".
+      rounding), "ambiguous" (several do, and are the same here), "unexplained", or
+      "rejected" where the kernel raised ``rejection``.
     - ``cause``: the defect that explains it, or None; ``candidates``: those among which the output
       does not decide; ``suspects``: all that were held against it, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many are off by more than rounding; ``place``: the worst of
@@ -69,6 +70,7 @@ class Diagnosis:
     breaches: list[Breach] = field(default_factory=list)
     separation: Separation | None = None
     looked_at: tuple[int, int] = (0, 0)
+    rejection: str = ""
     seconds: float = 0.0
 
     @property
@@ -82,6 +84,8 @@ class Diagnosis:
             return [
                 "nothing is wrong: every element is within its kernel's rounding of the right one"
             ]
+        if self.status == "rejected":
+            return [f"the kernel rejects the call: {self.rejection}", *self._link_sentences()]
         return [
             *self._place_sentences(),
             *self._cause_sentences(),
@@ -129,6 +133,7 @@ class Diagnosis:
             "cause": None if self.cause is None else suspect_dict(self.cause),
             "candidates": [suspect.name for suspect in self.candidates],
             "suspects": [suspect_dict(suspect) for suspect in self.suspects],
+            "rejection": self.rejection or None,
             "wrong_rows": self.wrong_rows,
             "wrong_heads": self.wrong_heads,
             "place": self.place,

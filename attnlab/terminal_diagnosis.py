@@ -18,6 +18,7 @@ _STATUS = {
     "explained": "yellow",
     "ambiguous": "magenta",
     "unexplained": "red",
+    "rejected": "magenta",
 }
 _OUTCOME = {"killed": "green", "survived": "red", "equivalent": "dim"}
 _VERDICT = {"holds": "green", "fails": "red", "cannot be decided": "magenta"}
