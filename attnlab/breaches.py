@@ -111,16 +111,22 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         ("head_size", call.query.shape[2], terms.head_sizes),
         ("block_size", call.block_size, terms.block_sizes),
     ]
+    found = [
+        (name, value, ", ".join(map(str, allowed)))
+        for name, value, allowed in asked
+        if allowed and value not in allowed
+    ]
+    if call.block_size % terms.block_size_multiple:
+        found.append(("block_size", call.block_size, f"multiples of {terms.block_size_multiple}"))
     return [
         Breach(
             kind="unsupported",
             effect="rejected",
             kernel=terms.name,
             subject=name,
-            text=f"{name} is {value}; {terms.name} takes {', '.join(map(str, allowed))}",
+            text=f"{name} is {value}; {terms.name} takes {takes}",
         )
-        for name, value, allowed in asked
-        if allowed and value not in allowed
+        for name, value, takes in found
     ]
 
 

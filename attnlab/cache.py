@@ -41,8 +41,7 @@ class PagedCache:
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
     - ``value``: [num_blocks, num_kv_heads, head_size, block_size]
 
-    Both of ``format.storage``. ``to_flash`` gives the other layout that vLLM uses,
-    [num_blocks, block_size, num_kv_heads, head_size] for both.
+    Both of ``format.storage``. :meth:`to_flash` gives the other layout that vLLM uses.
     """
 
     key: torch.Tensor
@@ -53,10 +52,15 @@ class PagedCache:
     provenance: Provenance
 
     def to_flash(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value in the layout of FlashAttention and unified attention; copies."""
-        blocks, heads, chunks, block_size, x = self.key.shape
-        key = self.key.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, chunks * x)
-        return key, self.value.permute(0, 3, 1, 2).contiguous()
+        """Return key and value as :func:`to_flash` lays them out; copies."""
+        return to_flash(self.key, self.value)
+
+
+def to_flash(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache in the layout of FlashAttention, unified attention and the cache write, copies:
+    [num_blocks, block_size, num_kv_heads, head_size] for both."""
+    flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
+    return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
 
 def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
@@ -89,13 +93,14 @@ def make_block_table(case: Case) -> torch.Tensor:
 
 def make_cache(case: Case, batch: Batch) -> PagedCache:
     """Return a cache that holds what the Case's fill policy writes, and in all other slots what
-    ``case.empty`` says."""
+    ``case.empty`` says; on the batch's device, its provenance on the CPU."""
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
     head = (case.total_blocks, case.num_kv_heads)
-    key = _empty((*head, chunks, case.block_size, case.key_x), format, case, salt=2)
-    value = _empty((*head, case.head_size, case.block_size), format, case, salt=3)
+    device = batch.key.device
+    key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
+    value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
     lens = written_lens(batch.lengths, case.staging.fill)
     rows, slots, provenance = addresses(batch, lens, block_table, key.shape[0], case.block_size)
     new_key = store(case, batch.key, case.k_scale)
@@ -130,13 +135,15 @@ def addresses(
     return torch.tensor(batch.kv_start_loc)[seq] + pos, slots, provenance
 
 
-def _empty(shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int) -> torch.Tensor:
+def _empty(
+    shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int, device: torch.device
+) -> torch.Tensor:
     """Return a cache tensor that holds zeros, NaN or finite garbage everywhere."""
     if case.empty == "zeros":
-        return torch.zeros(shape, dtype=format.storage)
+        return torch.zeros(shape, dtype=format.storage, device=device)
     if case.empty == "nan":
-        return torch.empty(shape, dtype=format.storage).fill_(format.nan)
-    return format.encode(garbage(shape, seed=case.seed + salt))
+        return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
+    return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
 
 
 def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:

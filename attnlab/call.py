@@ -11,24 +11,27 @@ from safetensors.torch import save_file
 
 from attnlab.batch import Batch
 from attnlab.cache import PagedCache, garbage
-from attnlab.case import Case
+from attnlab.case import CACHE_WRITE, Case
 from attnlab.errors import InvalidCall
-from attnlab.formats import FORMATS
+from attnlab.formats import FORMATS, written_format
 
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelCall:
-    """Arguments of chunked_prefill_paged_decode, under vLLM's own names.
+    """Arguments of an attention op, under the names that chunked_prefill_paged_decode has for them.
 
-    - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes.
+    - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes. The
+      output of reshape_and_cache_flash is the cache: [num_blocks × block_size, num_kv_heads,
+      2 × head_size], a slot's key, then its value.
     - ``key``, ``value``: [num_tokens, num_kv_heads, head_size], the new tokens.
     - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
       [num_blocks, num_kv_heads, head_size, block_size]; uint8 where kv_cache_dtype is FP8.
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
       [num_seqs]: integers of the dtype that the caller chose, right or wrong.
-    - ``alibi_slopes``: [num_heads] float32, or None. ``sm_scale`` None leaves the scale to the op.
+    - ``alibi_slopes``: [num_heads] float32, or None. ``sm_scale`` None leaves the scale to the op,
+      ``num_splits`` None the pieces of a sequence.
 
     Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
     """
@@ -51,11 +54,11 @@ class KernelCall:
     alibi_slopes: torch.Tensor | None = None
     sliding_window: int = 0
     sm_scale: float | None = None
+    num_splits: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
         tokens, heads, head_size = _shape("query", self.query, 3)
-        _same("output", self.output, (tokens, heads, head_size))
         _, kv_heads, _ = _shape("key", self.key, 3)
         _same("key", self.key, (tokens, kv_heads, head_size))
         _same("value", self.value, (tokens, kv_heads, head_size))
@@ -64,6 +67,10 @@ class KernelCall:
         if chunks * x != head_size:
             raise InvalidCall(f"key_cache must hold heads of {head_size}, got {chunks} × {x}")
         _same("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
+        outputs = (tokens, heads, head_size)
+        if self.op == CACHE_WRITE:
+            outputs = (blocks * block_size, kv_heads, 2 * head_size)
+        _same("output", self.output, outputs)
         num_seqs, _ = _shape("block_table", self.block_table, 2)
         _same("seq_lens", self.seq_lens, (num_seqs,))
         _same("query_start_loc", self.query_start_loc, (num_seqs + 1,))
@@ -142,6 +149,9 @@ def make_output(case: Case) -> torch.Tensor:
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     dtype = FORMATS[case.dtype].dtype
+    if case.op == CACHE_WRITE:
+        shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
+        dtype = written_format(case).dtype
     if case.output == "recycled":
         return garbage(shape, seed=case.seed + 4).to(dtype)
     fill = float("nan") if case.output == "nan" else 0.0
@@ -171,6 +181,7 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         alibi_slopes=batch.alibi_slopes,
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
+        num_splits=case.num_splits,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from attnlab.errors import InvalidCase
@@ -18,12 +19,23 @@ from attnlab.platforms import PLATFORMS, Platform
 from attnlab.rules import check_rules
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
-OPS = ("chunked_prefill_paged_decode", "context_attention_fwd")
+OPS = (
+    "chunked_prefill_paged_decode",
+    "context_attention_fwd",
+    "unified_attention",
+    "decode_attention_fwd",
+    "merge_attn_states",
+    "reshape_and_cache_flash",
+    "cpu_attention_with_kv_cache",
+)
+# Ops whose new tokens come from the cache, as all others do.
+CACHE_ONLY_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
+CACHE_WRITE = "reshape_and_cache_flash"  # an op whose output is the cache
 RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model", "vllm")
+ORIGINS = ("model", "vllm", "vllm-cpu")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 DATAS = ("uniform_1e-3", "normal")
@@ -56,6 +68,13 @@ class Case:
     alibi: bool = knob(False, _TEST, Flag(), "add ALiBi slopes to the scores")
     sm_scale: float | None = knob(
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
+    )
+
+    num_splits: int | None = knob(
+        None,
+        _TEST,
+        Maybe(Int(0, 256), "as vLLM passes it"),
+        "pieces of a sequence that unified_attention (0 is its 2d path) and decode_attention_fwd merge",
     )
 
     query_lens: tuple[int, ...] | None = knob(
@@ -104,6 +123,9 @@ class Case:
         _PLATFORM,
         Maybe(Span(), "all"),
         "KV heads that run, first and behind the last, where a whole call would take minutes",
+    )
+    seqs: tuple[int, int] | None = knob(
+        None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
     )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
@@ -177,6 +199,14 @@ class Case:
         )
 
     @property
+    def query_rows(self) -> range | None:
+        """Return the output rows of the sequences that run, or None where all do."""
+        if self.seqs is None:
+            return None
+        starts = [0, *accumulate(self.lengths.query_lens)]
+        return range(starts[self.seqs[0]], starts[self.seqs[1]])
+
+    @property
     def is_fp8(self) -> bool:
         """Answer whether the cache holds FP8 bytes."""
         return self.kv_cache_dtype != "auto"
@@ -235,16 +265,20 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Return atol: given, or the test's (1e-3 for FP8, 1e-6 with ALiBi, else 1e-4)."""
+        """Return atol: given, or the test's (1e-3 for FP8, 1e-6 with ALiBi, else 1e-4; a cache write is
+        exact)."""
         if self.atol is not None:
             return self.atol
+        if self.op == CACHE_WRITE:
+            return 0.0
         return 1e-3 if self.is_fp8 else 1e-6 if self.alibi else 1e-4
 
     @property
     def staging(self) -> Stage:
-        """Return the stage with the knobs that override it."""
+        """Return the stage with the knobs that override it; an op that writes the cache finds there the
+        context alone."""
         own = {
-            "fill": self.fill,
+            "fill": self.fill or ("context_only" if self.op == CACHE_WRITE else None),
             "block_table": self.block_table_dtype,
             "seq_lens": self.seq_lens_dtype,
             "query_start_loc": self.query_start_loc_dtype,
@@ -279,7 +313,8 @@ class Case:
         """Return the command line that runs this Case."""
         words = ["attnlab", "run"]
         for name, value in self.changes().items():
-            joint = "," if name.endswith("_lens") else ":" if name == "heads" else None
+            spans = ("heads", "seqs")
+            joint = "," if name.endswith("_lens") else ":" if name in spans else None
             text = json.dumps(value) if joint is None else joint.join(map(str, value))
             words += ["--" + name.replace("_", "-"), text.strip('"')]
         return shlex.join(words)

@@ -9,7 +9,8 @@ import torch
 
 from attnlab.lengths import Lengths
 
-_ROWS_AT_A_TIME = 128  # a megabyte of float32 a head: no second full-size copy is made
+# A megabyte of float32 a head on a CPU, so that no second full-size copy is made; on a GPU there is room.
+_ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,10 @@ class Place:
 class ErrorMap:
     """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
 
-    - ``heads``: the query heads that ran, or None where all did; the rest is neither right nor wrong.
+    - ``heads``, ``rows``: the query heads and the rows that ran, or None where all did; the rest is
+      neither right nor wrong.
     - ``error``: [num_tokens, num_heads] float32, the largest absolute difference over the head's
-      elements; NaN where there is a NaN, -inf where the head did not run.
+      elements; NaN where there is a NaN, -inf where the row or head did not run.
     - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; a NaN
       is outside.
     - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all where none does;
@@ -56,6 +58,7 @@ class ErrorMap:
     atol: float
     rtol: float
     heads: range | None = None
+    rows: range | None = None
     error: torch.Tensor
     mismatches: torch.Tensor
     greatest_abs: Greatest
@@ -72,7 +75,9 @@ class ErrorMap:
     def total(self) -> int:
         """Return the number of elements that were compared."""
         num_tokens, num_heads = self.mismatches.shape
-        return num_tokens * len(self.heads or range(num_heads)) * self.head_size
+        rows = len(self.rows if self.rows is not None else range(num_tokens))
+        heads = len(self.heads if self.heads is not None else range(num_heads))
+        return rows * heads * self.head_size
 
     @property
     def token_error(self) -> torch.Tensor:
@@ -145,6 +150,7 @@ class ErrorMap:
             "first_index": None if self.first_index is None else list(self.first_index),
             "nan_elements": self.nan_elements,
             "heads_run": None if self.heads is None else list(self.heads),
+            "rows_run": None if self.rows is None else [self.rows.start, self.rows.stop],
             "atol": self.atol,
             "rtol": self.rtol,
         }
@@ -157,37 +163,40 @@ def compare(
     atol: float,
     rtol: float,
     heads: range | None = None,
+    rows: range | None = None,
 ) -> ErrorMap:
     """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
 
-    Computed in ``expected``'s dtype, some rows at a time. With ``heads``, those alone are compared.
+    Computed in ``expected``'s dtype, some rows at a time. With ``heads`` or ``rows``, those alone are
+    compared.
     """
-    if heads is not None:
-        some = slice(heads.start, heads.stop)
-        part = compare(output[:, some], expected[:, some], lengths, atol, rtol)
-        return _among(part, heads, output.shape[1])
+    if heads is not None or rows is not None:
+        part_of = (_slice(rows), _slice(heads))
+        part = compare(output[part_of], expected[part_of], lengths, atol, rtol)
+        return _among(part, heads, rows, output.shape[:2])
     tokens, num_heads, head_size = output.shape
     error = torch.empty(tokens, num_heads)
     mismatches = torch.empty(tokens, num_heads, dtype=torch.int32)
     # Greatest differences among all elements, and among those that mismatch: absolute, relative.
     overall, outside = [_NONE, _NONE], [_NONE, _NONE]
     first, nans = None, 0
-    for row in range(0, tokens, _ROWS_AT_A_TIME):
-        rows = slice(row, row + _ROWS_AT_A_TIME)
-        right = expected[rows]
+    step = _ROWS_AT_A_TIME[expected.device.type]
+    for row in range(0, tokens, step):
+        some = slice(row, row + step)
+        right = expected[some]
         size = right.abs()
-        wrong = (output[rows].to(right.dtype) - right).abs_()
+        wrong = (output[some].to(right.dtype) - right).abs_()
         close = wrong <= atol + rtol * size if rtol else wrong <= atol
-        error[rows] = wrong.amax(2).float()
-        if not error[rows].isfinite().all():  # infinities may be equal, and are never near
-            close = torch.isclose(output[rows].to(right.dtype), right, rtol=rtol, atol=atol)
-            error[rows] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
-        mismatches[rows] = head_size - close.sum(2, dtype=torch.int32)
+        error[some] = wrong.amax(2).float()
+        if not error[some].isfinite().all():  # infinities may be equal, and are never near
+            close = torch.isclose(output[some].to(right.dtype), right, rtol=rtol, atol=atol)
+            error[some] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
+        mismatches[some] = head_size - close.sum(2, dtype=torch.int32)
         relative = wrong / size
         overall = _greater(overall, (wrong, relative), row)
-        if mismatches[rows].any():
+        if mismatches[some].any():
             first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
-            nans += int(output[rows].isnan().sum())
+            nans += int(output[some].isnan().sum())
             masked = (wrong.masked_fill(close, 0), relative.masked_fill(close, 0))
             outside = _greater(outside, masked, row)
     greatest_abs, greatest_rel = outside if first else overall
@@ -205,19 +214,25 @@ def compare(
     )
 
 
-def _among(part: ErrorMap, heads: range, num_heads: int) -> ErrorMap:
-    """Return the ErrorMap of some heads as one of all heads, of which the others did not run."""
-    tokens, some = part.error.shape[0], slice(heads.start, heads.stop)
-    error = torch.full((tokens, num_heads), float("-inf"))
-    mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32)
-    error[:, some], mismatches[:, some] = part.error, part.mismatches
+def _slice(span: range | None) -> slice:
+    return slice(None) if span is None else slice(span.start, span.stop)
+
+
+def _among(part: ErrorMap, heads: range | None, rows: range | None, shape: torch.Size) -> ErrorMap:
+    """Return the ErrorMap of some rows and heads as one of all, of which the others did not run."""
+    here = (_slice(rows), _slice(heads))
+    error = torch.full(shape, float("-inf"))
+    mismatches = torch.zeros(shape, dtype=torch.int32)
+    error[here], mismatches[here] = part.error, part.mismatches
+    first_row, first_head = (0 if span is None else span.start for span in (rows, heads))
 
     def moved(index: tuple[int, int, int]) -> tuple[int, int, int]:
-        return index[0], index[1] + heads.start, index[2]
+        return index[0] + first_row, index[1] + first_head, index[2]
 
     return dataclasses.replace(
         part,
         heads=heads,
+        rows=rows,
         error=error,
         mismatches=mismatches,
         greatest_abs=dataclasses.replace(part.greatest_abs, index=moved(part.greatest_abs.index)),

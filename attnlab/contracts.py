@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, WRAPPER, Setting, ops_source
+from attnlab.dispatch import (
+    CPU_ATTENTION,
+    CPU_SOURCE,
+    DECODE_FWD,
+    MERGE,
+    PREFILL,
+    ROCM_DECODE,
+    TRITON_DECODE,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+    Setting,
+    ops_source,
+)
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
@@ -30,6 +43,7 @@ class Contract:
       of "num_heads"; None for a kernel that is always given one.
     - ``key_x_bytes``: bytes that the kernel takes for the innermost size of the key cache, whatever
       the tensor's shape says; None where it reads the shape.
+    - ``block_size_multiple``: what the block size must be a multiple of.
     - the four tuples: what it takes; empty is anything.
     """
 
@@ -41,6 +55,7 @@ class Contract:
     reads_tail: str = "nothing"
     default_scale: str | None = None
     key_x_bytes: int | None = None
+    block_size_multiple: int = 1
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     head_sizes: tuple[int, ...] = ()
@@ -54,6 +69,11 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
         PREFILL: _prefill,
         TRITON_DECODE: _triton_decode,
         ROCM_DECODE: _rocm_decode,
+        CPU_ATTENTION: _cpu_attention,
+        UNIFIED: _unified,
+        DECODE_FWD: _decode_fwd,
+        MERGE: _merge,
+        WRITE: _write,
     }[name](setting, op)
 
 
@@ -133,6 +153,77 @@ def _rocm_decode(setting: Setting, op: str) -> Contract:
         head_sizes=(64, 128),
         block_sizes=(16, 32),
     )
+
+
+def _cpu_attention(setting: Setting, op: str) -> Contract:
+    """Return the contract of vLLM's compiled CPU attention.
+
+    It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
+    checks all three index tensors (csrc/cpu/cpu_attn.cpp). Slots behind seq_len get the weight 0 and are
+    multiplied, up to the next multiple of 16 or 32 tokens: NaN in a value there reaches the output.
+    """
+    names = ("block_table", "seq_lens", "query_start_loc")
+    return Contract(
+        name=CPU_ATTENTION,
+        source=CPU_SOURCE,
+        serves="all",
+        new_tokens_from="cache",
+        on_int64=dict.fromkeys(names, "convert" if setting.wrapper_cast else "reject"),
+        reads_tail="value",
+        block_size_multiple=16,
+        kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        dtypes=("float16", "bfloat16", "float32"),
+        head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    )
+
+
+def _unified(setting: Setting, op: str) -> Contract:
+    """Return the contract of unified_attention: new tokens, too, must be in the cache before it."""
+    return Contract(
+        name=UNIFIED,
+        source=ops_source(setting.release, "triton_unified_attention.py"),
+        serves="all",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _decode_fwd(setting: Setting, op: str) -> Contract:
+    """Return the contract of decode_attention_fwd: one row a sequence."""
+    return Contract(
+        name=DECODE_FWD,
+        source=ops_source(setting.release, "triton_decode_attention.py"),
+        serves="decode",
+        new_tokens_from="cache",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _merge(setting: Setting, op: str) -> Contract:
+    """Return the contract of merge_attn_states; of its two parts the lab computes the one over the
+    context from the cache."""
+    return Contract(
+        name=MERGE,
+        source=ops_source(setting.release, "triton_merge_attn_states.py"),
+        serves="all",
+        new_tokens_from="arguments",
+    )
+
+
+def _write(setting: Setting, op: str) -> Contract:
+    """Return the contract of reshape_and_cache_flash, whose output is the cache."""
+    return Contract(
+        name=WRITE,
+        source=ops_source(setting.release, "triton_reshape_and_cache_flash.py"),
+        serves="all",
+        new_tokens_from="arguments",
+        kv_cache_dtypes=_e4m3_formats(setting),
+    )
+
+
+def _e4m3_formats(setting: Setting) -> tuple[str, ...]:
+    """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
+    return tuple(name for name in _triton_formats(setting) if name != "fp8_e5m2")
 
 
 def default_scale(call: KernelCall, setting: Setting) -> float:

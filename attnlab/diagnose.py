@@ -9,13 +9,14 @@ import torch
 
 from attnlab.breaches import Breach, check
 from attnlab.call import KernelCall
-from attnlab.case import Case
+from attnlab.case import CACHE_WRITE, Case
 from attnlab.contracts import contract, unwritten_rows
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.scene import Scene
 from attnlab.diagnosis import Diagnosis
 from attnlab.dispatch import Setting, decide
 from attnlab.errors import InvalidCall, KernelRejected
+from attnlab.knobs import refuse
 from attnlab.probes import Rerun, probe, rows_equal
 from attnlab.run import Lab
 from attnlab.separate import separate, spots_of
@@ -67,17 +68,20 @@ def diagnose(
     Raises InvalidCall for an output of another shape. A Case that its kernel refuses is "rejected".
     """
     began = time.perf_counter()
+    if case.op == CACHE_WRITE:
+        refuse("op", "an attention op to be diagnosed", case.op)
     lab = lab or Lab()
     if output is None:
-        rerun = rerun or lab.output
+        rerun = rerun or _on_cpu(lab.output)
         try:
             output = rerun(case)
         except KernelRejected as rejection:
             return _rejected(lab, case, str(rejection))
-    first = _look(lab, case, output, catalogue)
+    lab = _by_hand(lab, case)
+    first = _look(lab, case, output.cpu(), catalogue)
     told = first.told
     if rerun is not None and told.is_wrong:
-        probes = probe(rerun, case, output, case.query_heads)
+        probes = probe(rerun, case, output.cpu())
         told = _again(lab, case, first, rerun, catalogue)
         told = dataclasses.replace(
             told,
@@ -90,6 +94,16 @@ def diagnose(
         pair = tuple(suspect.defect for suspect in told.candidates[:2])
         told = dataclasses.replace(told, separation=separate(case, pair[0], pair[1]))
     return dataclasses.replace(told, seconds=time.perf_counter() - began)
+
+
+def _on_cpu(run: Rerun) -> Rerun:
+    """Return ``run`` with its output brought to the CPU."""
+    return lambda case: run(case).cpu()
+
+
+def _by_hand(lab: Lab, case: Case) -> Lab:
+    """Return a Lab whose tensors lie on the CPU, where the suspects are computed."""
+    return lab if lab.where(case) == "cpu" else Lab(source=lab.source, device="cpu")
 
 
 def _rejected(lab: Lab, case: Case, text: str) -> Diagnosis:

@@ -57,6 +57,7 @@ def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
         query_lens=(1,),
         ctx_lens=(0,),
         heads=None,
+        seqs=None,
         max_seq_len=call.max_seq_len,
         max_query_len=call.max_query_len,
         block_table=None,

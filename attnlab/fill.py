@@ -30,6 +30,9 @@ def write_tokens(
     - ``rows``, ``slots``: [n] int64; a slot is block × block_size + offset, and no slot comes twice.
     """
     block_size = value.shape[3]
+    if key.device.type != "cpu":  # a GPU transposes as fast as it copies
+        _write_slots(key, value, new_key[rows], new_value[rows], slots)
+        return
     whole = _whole_blocks(rows, slots, block_size)
     for first_row, blocks in _runs(rows[whole], slots[whole] // block_size, block_size):
         end = first_row + len(blocks) * block_size
@@ -37,10 +40,21 @@ def write_tokens(
         _write_value_blocks(value, blocks, new_value[first_row:end].unflatten(0, (-1, block_size)))
     rest = torch.ones(len(slots), dtype=torch.bool)
     rest[(whole[:, None] + torch.arange(block_size)).flatten()] = False
-    blocks, offsets = slots[rest] // block_size, slots[rest] % block_size
-    chunked = new_key[rows[rest]].unflatten(2, (key.shape[2], key.shape[4]))
+    _write_slots(key, value, new_key[rows[rest]], new_value[rows[rest]], slots[rest])
+
+
+def _write_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write token i to ``slots[i]``, each on its own."""
+    blocks, offsets = slots // value.shape[3], slots % value.shape[3]
+    chunked = new_key.unflatten(2, (key.shape[2], key.shape[4]))
     key.permute(0, 3, 1, 2, 4)[blocks, offsets] = chunked
-    value.permute(0, 3, 1, 2)[blocks, offsets] = new_value[rows[rest]]
+    value.permute(0, 3, 1, 2)[blocks, offsets] = new_value
 
 
 def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Tensor:

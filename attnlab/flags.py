@@ -1,6 +1,7 @@
 """Flags: from a command line to a Case, and to parameters of a notebook."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,12 +48,18 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --source, which says where vLLM's own kernels come from."""
+    """Add --source and --device, which say where vLLM's own kernels come from, and where they run."""
     parser.add_argument(
         "--source",
         type=Path,
         metavar="PATH",
         help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="where --origin vllm runs: on the GPU, or under Triton's interpreter (default: the GPU where "
+        "torch can use one)",
     )
 
 
@@ -83,8 +90,11 @@ def read_text(file: str) -> str:
 
 
 def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one."""
-    parameters = {}
+    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one.
+
+    Of the others whole numbers are numbers, and all else is text.
+    """
+    parameters: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
@@ -93,5 +103,5 @@ def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
             kind = kind_of(name)
             parameters[name] = kind.check(name, kind.parse(name, text))
         else:
-            parameters[name] = text
+            parameters[name] = int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
     return parameters

@@ -72,13 +72,13 @@ class Run:
     def _report(self, status: Status, message: str) -> tuple[Status, str, list[Verdict], str]:
         """Write the report; return status, message, verdicts and title as the notebook has them.
 
-        A wrong verdict fails a notebook that never concluded, too.
+        A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
         """
         from nbformat import read
 
         notebook = read(self.executed, as_version=4)
         verdicts = read_verdicts(notebook)
-        if status == "passed" and not all(verdict.ok for verdict in verdicts):
+        if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
             status = "failed"
             message = "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
         command = _command(self.source, self.parameters)
@@ -97,6 +97,8 @@ class Run:
                 said = one_line(error.evalue)
                 if error.ename == "VerdictFailed":
                     return "failed", said
+                if error.ename == "Unavailable":
+                    return "unavailable", said
                 return "error", f"{error.ename}: {said}"
             except CellTimeoutError:
                 return "timeout", f"longer than {self.timeout_s:g} s: {one_line(self.cell)}"

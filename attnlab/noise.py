@@ -8,8 +8,12 @@ magnitudes, n the longest sequence. Then each output element is off by at most t
 - values of an FP8 cache, times their scale, rounded to the dtype (Triton's kernels alone): u·A;
 - partial outputs rounded to the dtype (ROCm): once for a partition, u·A, or, up to 4 query heads a KV
   head on CDNA, once for each warp of 64 tokens and once for each of three additions: 4·u·A;
+  merge_attn_states rounds its two parts: u·A;
 - the output rounded to the dtype: u·A + t;
 - sums of float32: n·2⁻²³·A, and the 1e-6 that ROCm adds to a sum, which is at least 1, twice: 2e-6·A;
+  the CPU's op has none of that, but its exp is a polynomial of degree 5, off by at most 1e-7 where it
+  is used, of an argument reduced by a multiple, up to 126, of ln 2 rounded to float32, 2e-9 off: 4e-7,
+  with a rounding or two 5e-7, in a weight and in the sum: 1e-6·A;
 - scores off by at most s, which scales each weight by at most exp(2·s): (exp(2·s) − 1)·A. A score is
   head_size products of float32, off by at most (head_size + 4)·2⁻²⁴ times |q|·|k|·scale and the
   ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale.
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import ROCM_DECODE, Setting
+from attnlab.dispatch import CPU_ATTENTION, MERGE, ROCM_DECODE, Setting
 
 LIKELY = math.sqrt(2 * math.log(2e18))
 WARP = 64  # tokens that ROCm's kernel sums before it rounds
@@ -70,9 +74,12 @@ class Rounding:
         parts, terms = 0, 1 + int(is_fp8)
         if ROCM_DECODE in kernels:  # it multiplies v_scale after the sum, in float32
             by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
-            parts, terms = 4 if by_warp else 1, 1
-            if len(kernels) > 1:
-                terms = 1 + int(is_fp8)
+            parts = 4 if by_warp else 1
+            terms = 1 if len(kernels) == 1 else terms
+        if MERGE in kernels:
+            parts = 1
+        if kernels == (CPU_ATTENTION,):
+            terms = 0  # weights and values stay float32
         step = float(info.smallest_normal * info.eps)
         unit = float(info.eps) / 2
         return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8)

@@ -11,7 +11,7 @@ from typing import Literal
 from attnlab.errors import AttnLabError
 from attnlab.notebook import Verdict, versions
 
-Status = Literal["passed", "failed", "error", "died", "timeout"]
+Status = Literal["passed", "failed", "error", "died", "timeout", "unavailable"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -22,7 +22,8 @@ class Outcome:
     """Hold how one notebook ended.
 
     `status` is "passed", "failed" (a verdict differs), "error" (any other exception), "died" (its
-    kernel) or "timeout" (a cell took too long). `message` is one line, empty where it passed.
+    kernel), "timeout" (a cell took too long) or "unavailable" (it raised Unavailable: what it needs is
+    not here, so nothing was found out). `message` is one line, empty where it passed.
     """
 
     name: str
@@ -35,8 +36,14 @@ class Outcome:
     html: Path
 
 
+def all_ok(outcomes: Sequence[Outcome]) -> bool:
+    """Answer whether nothing is wrong: each notebook passed or is unavailable here, and one passed."""
+    found = {one.status for one in outcomes}
+    return "passed" in found and found <= {"passed", "unavailable"}
+
+
 def write_verdicts(outcomes: Sequence[Outcome], path: Path, *, total: int) -> None:
-    """Write all verdicts as JSON; `ok` stays false until all `total` notebooks have passed."""
+    """Write all verdicts as JSON; `ok` stays false until all `total` notebooks have ended well."""
     document = {
         "notebooks": [
             {
@@ -51,7 +58,8 @@ def write_verdicts(outcomes: Sequence[Outcome], path: Path, *, total: int) -> No
             for one in outcomes
         ],
         "versions": versions(),
-        "ok": len(outcomes) == total and all(one.status == "passed" for one in outcomes),
+        "unavailable": [one.name for one in outcomes if one.status == "unavailable"],
+        "ok": len(outcomes) == total and all_ok(outcomes),
     }
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -68,6 +76,7 @@ def write_junit(outcomes: Sequence[Outcome], path: Path) -> None:
             tests=str(len(cases)),
             failures=str(sum(case.find("failure") is not None for case in cases)),
             errors=str(sum(case.find("error") is not None for case in cases)),
+            skipped=str(sum(case.find("skipped") is not None for case in cases)),
             time=f"{outcome.seconds:.3f}",
         )
         suite.extend(cases)
@@ -98,7 +107,8 @@ def _junit_cases(outcome: Outcome) -> list[ET.Element]:
         cases.append(_junit_case(outcome.name, verdict.name, 0.0, problem))
     explained = outcome.status == "passed" or any(not one.ok for one in outcome.verdicts)
     if not cases or not (explained and outcome.status in ("passed", "failed")):
-        kind = {"passed": "", "failed": "failure"}.get(outcome.status, "error")
+        kinds = {"passed": "", "failed": "failure", "unavailable": "skipped"}
+        kind = kinds.get(outcome.status, "error")
         problem = (kind, outcome.message) if kind else None
         cases.append(_junit_case(outcome.name, "notebook", outcome.seconds, problem))
     return cases

@@ -39,7 +39,9 @@ def _fields(rng: random.Random) -> dict[str, Any]:
     scaled = kv_cache_dtype != "auto" and rng.random() < 0.8
     platform = rng.choice(("gfx942", "gfx950", "sm_90", "gfx1100"))
     variant = rng.choice(("plain", "plain", "window", "alibi"))
+    further = ("context_attention_fwd", "unified_attention", "merge_attn_states")
     return {
+        "op": rng.choice((*further, *(6 * ("chunked_prefill_paged_decode",)))),
         "num_heads": group * rng.choice((1, 2, 3, 4)),
         "num_queries_per_kv": group,
         "head_size": rng.choice((32, 64, 64, 128)),

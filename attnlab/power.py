@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case import Case
+from attnlab.case import CACHE_WRITE, Case
 from attnlab.contracts import contract
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.defect import always
@@ -21,6 +21,7 @@ from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Mixed
 from attnlab.diagnosis import number
 from attnlab.dispatch import Setting, decide
+from attnlab.knobs import refuse
 from attnlab.run import Lab
 from attnlab.separate import scene_of, separate, spots_of
 
@@ -199,6 +200,8 @@ def power(
     changes that kills all, and run the models under it.
     """
     began = time.perf_counter()
+    if case.op == CACHE_WRITE:
+        refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
     scene = scene_of(case)
     spots = _sample(scene)

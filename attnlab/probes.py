@@ -32,12 +32,13 @@ class Probes:
     by_finite_slots: torch.Tensor
 
 
-def probe(rerun: Rerun, case: Case, output: torch.Tensor, heads: range | None = None) -> Probes:
+def probe(rerun: Rerun, case: Case, output: torch.Tensor) -> Probes:
     """Run the Case with other contents of the buffer and of empty slots, and compare the bits.
 
     ``rerun`` returns the output of a Case, [num_tokens, num_heads, head_size]; ``output`` is what it
-    gave for ``case`` itself. ``heads`` are those that ran; the others are not looked at.
+    gave for ``case`` itself. Heads and sequences that the Case leaves out are not looked at.
     """
+    heads = case.query_heads
     ran = slice(None) if heads is None else slice(heads.start, heads.stop)
     other = case.replace(output="zeros" if case.output == "recycled" else "recycled")
     kept = rows_equal(output[:, ran], make_output(case)[:, ran])
@@ -49,9 +50,9 @@ def probe(rerun: Rerun, case: Case, output: torch.Tensor, heads: range | None = 
     finite = ~rows_equal(fills["zeros"], fills["garbage"])
     nan = ~rows_equal(fills["zeros"], fills["nan"])
     return Probes(
-        unwritten=_indices(kept),
-        by_slots=_indices(finite | nan),
-        by_finite_slots=_indices(finite),
+        unwritten=_indices(kept, case),
+        by_slots=_indices(finite | nan, case),
+        by_finite_slots=_indices(finite, case),
     )
 
 
@@ -62,5 +63,8 @@ def rows_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return same.all(1)
 
 
-def _indices(rows: torch.Tensor) -> torch.Tensor:
-    return torch.nonzero(rows).flatten()
+def _indices(rows: torch.Tensor, case: Case) -> torch.Tensor:
+    """Return the rows that are true, of the sequences that ran."""
+    found = torch.nonzero(rows).flatten()
+    ran = case.query_rows
+    return found if ran is None else found[(found >= ran.start) & (found < ran.stop)]

@@ -11,29 +11,34 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.batch import Batch
-from attnlab.case import Case
+from attnlab.case import CACHE_ONLY_OPS, OPS, Case
 from attnlab.formats import store, written_format
 
-ROWS = 128  # query rows of a tile
-SCORES = 3 << 17  # scores of a tile: 1.5 MiB of float32, just below what torch gives huge pages to
+# Query rows of a tile, and its scores: on a CPU 1.5 MiB of float32, just below what torch gives huge pages
+# to; on a GPU as many as keep it busy.
+_TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:
     """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.oracle``.
 
     A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
-    format. That is every key of a context, and every key of a decode row of
-    chunked_prefill_paged_decode. New keys of the other rows count as they are.
+    format. That is every key of a context, every key of a decode row of chunked_prefill_paged_decode,
+    and every key of an op of CACHE_ONLY_OPS. New keys of the other rows count as they are.
     """
     output = torch.empty(
-        batch.query.shape, dtype=torch.float64 if case.oracle == "float64" else torch.float32
+        batch.query.shape,
+        dtype=torch.float64 if case.oracle == "float64" else torch.float32,
+        device=batch.query.device,
     )
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     for i, (query_len, ctx_len) in enumerate(
         zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
     ):
-        cached = ctx_len + int(query_len == 1 and case.op == "chunked_prefill_paged_decode")
+        cached = ctx_len
+        if case.op in CACHE_ONLY_OPS or (query_len == 1 and case.op == OPS[0]):
+            cached += query_len
         attend(
             batch.query[rows[i] : rows[i + 1]],
             seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),
@@ -78,8 +83,9 @@ def attend(
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads
-    rows_at_once = max(1, ROWS // group)
-    heads_at_once = max(1, SCORES // (group * min(rows_at_once, query_len) * seq_len))
+    rows, scores = _TILES[query.device.type]
+    rows_at_once = max(1, rows // group)
+    heads_at_once = max(1, scores // (group * min(rows_at_once, query_len) * seq_len))
     for first in range(0, num_kv_heads, heads_at_once):
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
@@ -146,17 +152,18 @@ def _bias(
     of the tile, with one every column from ``begin``.
     """
     begin = begin if sliding_window else position
-    at = torch.arange(position, position + rows)[:, None]
-    keys = torch.arange(begin, end)
+    at = torch.arange(position, position + rows, device=like.device)[:, None]
+    keys = torch.arange(begin, end, device=like.device)
     hidden = keys > at
     if sliding_window:
         hidden |= keys <= at - sliding_window
-    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return slope × (key position - query position), [num_kv_heads, group, rows, columns]."""
-    distance = torch.arange(columns) - torch.arange(columns - rows, columns)[:, None]
+    keys = torch.arange(columns, device=slopes.device)
+    distance = keys - keys[columns - rows :, None]
     return slopes[:, :, None, None] * distance.to(slopes.dtype)
 
 

@@ -12,7 +12,7 @@ from attnlab.call import KernelCall
 from attnlab.case import Case
 from attnlab.compare import ErrorMap, Place
 from attnlab.contracts import contract, unwritten_rows
-from attnlab.dispatch import PREFILL, Decision, Setting
+from attnlab.dispatch import Decision, Setting
 
 _NUMBERS = (
     "mismatched",
@@ -22,6 +22,7 @@ _NUMBERS = (
     "first_index",
     "nan_elements",
     "heads_run",
+    "rows_run",
     "atol",
     "rtol",
 )
@@ -37,6 +38,9 @@ class Result:
     - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
     - ``shared``: the steps whose product an earlier run of the same Lab had left.
     - ``call``, ``cache``: what was run, for a closer look.
+    - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
+      ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
+      tensors; in words.
     """
 
     case: Case
@@ -50,6 +54,9 @@ class Result:
     shared: tuple[str, ...]
     call: KernelCall
     cache: PagedCache
+    launches: tuple[str, ...] = ()
+    wraps: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
     def places(self) -> list[Place]:
         """Return the rows with mismatches; none where the call was rejected."""
@@ -70,6 +77,8 @@ class Result:
         if self.errors.heads is not None:
             ran = self.errors.heads
             line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
+        if self.case.seqs is not None:
+            line += f" (sequences {self.case.seqs[0]} to {self.case.seqs[1] - 1} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
         return line
@@ -80,7 +89,7 @@ class Result:
         numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
         return {
             "case": dataclasses.asdict(self.case),
-            "kernel": self.decision.decode or PREFILL,
+            "kernel": self.decision.kernels[-1],
             "kernels": list(self.decision.kernels),
             "origin": self.origin,
             "reasons": self.decision.reasons,
@@ -90,6 +99,9 @@ class Result:
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "launches": list(self.launches),
+            "wraps": list(self.wraps),
+            "outside": list(self.outside),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }

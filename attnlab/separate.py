@@ -100,7 +100,7 @@ def spots_of(scene: Scene, tokens: int = 6, heads: int = 6, most: int = 1 << 30)
     some = torch.linspace(0, scene.num_heads - 1, min(heads, scene.num_heads)).long()
     if scene.num_heads > 1:
         some = torch.cat([some, torch.tensor([1])]).unique()
-    order = sorted(range(scene.num_seqs), key=scene.query_len)
+    order = sorted(scene.ran(), key=scene.query_len)
     seqs = sorted({*order[: -(-most // 2)], *order[-(most // 2) :]}) if len(order) > most else order
     spots = []
     for seq in seqs:

@@ -6,7 +6,7 @@ two Cases that differ only there have the same key.
 
 from typing import Any
 
-from attnlab.case import KNOBS, Case
+from attnlab.case import CACHE_WRITE, KNOBS, Case
 
 _LENGTH_KNOBS = (
     "query_lens",
@@ -34,6 +34,8 @@ def _reset(case: Case, keep: tuple[str, ...], **changes: Any) -> Case:
     """Return the Case with every knob at its default that is not in ``keep`` or ``changes``."""
     kept = {name: getattr(case, name) for name in keep}
     x = {"x": 1} if "x" not in keep else {}  # fits every head size
+    if "op" in keep and case.origin == "vllm-cpu":  # whose op goes with no other origin
+        changes = {"origin": case.origin, "platform": case.platform, **changes}
     return Case.from_dict({**{n: f.default for n, f in KNOBS.items()}, **x, **kept, **changes})
 
 
@@ -63,6 +65,9 @@ def reference_key(case: Case) -> Case:
 
 def output_key(case: Case) -> Case:
     """Return the key of the output buffer's first contents."""
+    if case.op == CACHE_WRITE:
+        keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "output", "op")
+        return _reset(case, keep, **_stored_format(case))
     return _reset(case, (*_BATCH_KNOBS, "output"))
 
 

@@ -12,6 +12,11 @@ from attnlab.stages import STAGES
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
 
 
+def platforms_shown(case: Case) -> tuple[str, ...]:
+    """Return the columns of a Case's table where nobody asks for others: the CPU's op has one."""
+    return (case.platform,) if case.origin == "vllm-cpu" else PLATFORMS_SHOWN
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One Case of the table and what came of it; no tensors.

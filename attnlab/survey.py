@@ -20,8 +20,8 @@ class Survey:
     """What a look at the whole output tells.
 
     - ``ratio``: [num_tokens, num_heads] float32, the largest error of the head's elements in units of
-      the bound; above 1 it is no rounding. Infinite where the output is not finite; -1 where the head
-      did not run.
+      the bound; above 1 it is no rounding. Infinite where the output is not finite; -1 where the head or
+      its sequence did not run.
     - ``error``: the same as an absolute difference.
     """
 
@@ -55,7 +55,7 @@ def survey(
     error = torch.zeros(tokens, num_heads)
     dtype = torch.float64 if output.numel() <= _EXACT else torch.float32
     starts = scene.starts()
-    for seq in range(scene.num_seqs):
+    for seq in scene.ran():
         rows = slice(starts[seq], starts[seq + 1])
         if rows.start == rows.stop:
             continue
@@ -73,7 +73,7 @@ def _sharpen(scene: Scene, output: torch.Tensor, ratio: torch.Tensor, heads: ran
     """Hold some rows to the likely bound, which is closer: the ends of each sequence and rows between,
     so every row of a decode; changes ``ratio`` in place."""
     ran = torch.arange(scene.num_heads) if heads is None else torch.tensor(heads)
-    for seq in range(scene.num_seqs):
+    for seq in scene.ran():
         length = scene.query_len(seq)
         if not length:
             continue

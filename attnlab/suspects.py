@@ -105,7 +105,7 @@ def choose(scene: Scene, found: Survey, ignore: torch.Tensor, heads: range | Non
     ratio = found.ratio.clone()
     ratio[ignore] = -1
     worst_seqs = sorted(
-        range(scene.num_seqs), key=lambda seq: -_worst(scene, ratio, seq)
+        scene.ran(), key=lambda seq: -_worst(scene, ratio, seq)
     )  # the worst of each kind first
     kinds = {scene.is_decode(seq): seq for seq in reversed(worst_seqs)}
     order = list(dict.fromkeys([worst_seqs[0], *kinds.values(), *worst_seqs]))
@@ -121,7 +121,7 @@ def choose(scene: Scene, found: Survey, ignore: torch.Tensor, heads: range | Non
     elements = scene.call.output.numel()
     complete = elements <= _MANY and len(ignore) == 0
     many = []
-    for seq in range(scene.num_seqs):
+    for seq in scene.ran():
         own = _rows(scene, ratio, seq)[:, ran]
         tokens = torch.nonzero(~torch.isin(scene.starts()[seq] + torch.arange(len(own)), ignore))
         tokens, some = tokens.flatten(), ran
@@ -277,7 +277,7 @@ def _fits(
 
 def scopes(scene: Scene, wrong: set[int]) -> list[tuple[str, set[int]]]:
     """Return where a defect may be: in all sequences, in those of one kernel, or in the wrong ones."""
-    every = set(range(scene.num_seqs))
+    every = set(scene.ran())
     decode = {seq for seq in every if scene.is_decode(seq)}
     names = ", ".join(map(str, sorted(wrong)[:8])) + (", …" if len(wrong) > 8 else "")
     noun = "sequence" if len(wrong) == 1 else "sequences"

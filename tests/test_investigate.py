@@ -1,6 +1,7 @@
 """Each notebook ends with its own outcome, whatever it or another one does."""
 
 import gc
+import io
 import json
 import os
 import signal
@@ -11,11 +12,15 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from nbformat import v4, write
+from rich.console import Console
 
 from attnlab import investigate as module
 from attnlab.errors import AttnLabError, Unavailable
 from attnlab.headless import _last_words
 from attnlab.investigate import find_notebooks, investigate
+from attnlab.outcome import all_ok, write_verdicts
+from attnlab.report import write_index
+from attnlab.terminal import show_outcomes
 
 VERDICTS = "from attnlab.notebook import Verdicts\nverdicts = Verdicts()\n"
 
@@ -61,6 +66,21 @@ def write_all(root):
         f"{VERDICTS}verdicts.record('wrong', expected=1, found=2)\nNone",
     )
     (root / "07-broken.ipynb").write_text("{ this is no notebook")
+    needs = (
+        "from attnlab.errors import Unavailable\nraise Unavailable('needs a package\\nof its own')"
+    )
+    write_notebook(
+        root / "08-lacks.ipynb",
+        "It lacks something",
+        f"{VERDICTS}verdicts.record('kept', expected=1, found=1)",
+        needs,
+    )
+    write_notebook(
+        root / "09-wrong.ipynb",
+        "It is wrong before it lacks something",
+        f"{VERDICTS}verdicts.record('wrong', expected=1, found=2)",
+        needs,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +111,8 @@ def run(tmp_path_factory):
         ("slow", "timeout", "longer than 2.5 s: import time"),
         ("dies", "died", "the kernel died in: os._exit(1)"),
         ("silent", "failed", "wrong: expected 1, found 2"),
+        ("lacks", "unavailable", "needs a package"),
+        ("wrong", "failed", "wrong: expected 1, found 2"),
     ],
 )
 def test_each_notebook_ends_its_own_way(run, slug, status, message):
@@ -115,6 +137,8 @@ def test_verdicts_survive_what_comes_after_them(run):
         "dies": [],
         "silent": ["wrong"],
         "broken": [],
+        "lacks": ["kept"],
+        "wrong": ["wrong"],
     }
 
 
@@ -150,7 +174,11 @@ def test_the_results_are_written(run):
         one.status for one in outcomes.values()
     ]
     suites = ET.parse(reports / "junit.xml").getroot()
-    assert [len(suite) for suite in suites] == [1, 2, 2, 1, 1, 1, 1]
+    assert [len(suite) for suite in suites] == [1, 2, 2, 1, 1, 1, 1, 2, 1]
+    lacks = suites[7]
+    assert (lacks.get("failures"), lacks.get("errors"), lacks.get("skipped")) == ("0", "0", "1")
+    assert lacks.find("testcase/skipped").get("message") == "needs a package"
+    assert document["unavailable"] == ["08-lacks"]
     index = (reports / "index.html").read_text()
     for outcome in outcomes.values():
         assert f'href="{outcome.name}.html"' in index
@@ -169,6 +197,27 @@ def test_a_run_of_nothing_but_passes_is_ok_and_says_nothing(tmp_path, capfd):
     assert (outcome.status, outcome.title) == ("passed", "One")
     assert json.loads((tmp_path / "r" / "verdicts.json").read_text())["ok"] is True
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("slugs", "ok"),
+    [(["pass", "lacks"], True), (["lacks"], False), (["pass", "lacks", "wrong"], False)],
+)
+def test_what_cannot_run_here_is_neither_right_nor_wrong(run, tmp_path, slugs, ok):
+    """It does not spoil a run in which others passed; alone it proves nothing."""
+    outcomes = [run[0][slug] for slug in slugs]
+    assert all_ok(outcomes) is ok
+    write_verdicts(outcomes, run[1] / "some.json", total=len(outcomes))
+    assert json.loads((run[1] / "some.json").read_text())["ok"] is ok
+    console = Console(width=120, file=io.StringIO())
+    show_outcomes(console, outcomes, tmp_path)
+    said = console.file.getvalue()
+    assert "needs a package" in said
+    assert "1 cannot run here" in said
+    write_index(outcomes, run[1] / "some.html", total=len(outcomes))
+    assert "1 cannot run here" in (run[1] / "some.html").read_text()
+    for name in ("some.json", "some.html"):
+        (run[1] / name).unlink()
 
 
 def test_a_run_that_takes_too_long_says_nothing_either(tmp_path, capfd, caplog):

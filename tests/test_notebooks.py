@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from attnlab.errors import Unavailable
 from attnlab.investigate import find_notebooks, investigate
+from attnlab.production import check_available
 
 NOTEBOOKS = find_notebooks([], Path(__file__).parent.parent / "notebooks")
+CASED = [
+    path for path in NOTEBOOKS if '"platform = ' in path.read_text()
+]  # those with a Case's knobs
 SMALL = {"num_heads": 8, "draw_max_query_len": 96, "draw_max_ctx_len": 300}
 SETTINGS = {
     "as committed": {},
@@ -20,12 +25,48 @@ SETTINGS = {
 def test_every_verdict_is_as_expected(tmp_path: Path, changes: dict[str, object]) -> None:
     """Each notebook predicts its verdicts from the contracts, and runs into them."""
     outcomes = investigate(
-        NOTEBOOKS, parameters={**SMALL, **changes}, reports=tmp_path, timeout_s=120, jobs=2
+        CASED, parameters={**SMALL, **changes}, reports=tmp_path, timeout_s=120, jobs=2
     )
     assert [(one.name, one.status, one.message) for one in outcomes] == [
-        (path.stem, "passed", "") for path in NOTEBOOKS
+        (path.stem, "passed", "") for path in CASED
     ]
     assert all(one.verdicts for one in outcomes)
+
+
+PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
+
+
+def why_unavailable() -> str:
+    """Return why the engine cannot run here, or an empty string."""
+    try:
+        check_available()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prompt_lens": "1, 70, 7", "max_num_batched_tokens": 33, "dtype": "float32", "seed": 5},
+        {"prompt_lens": "1", "max_num_batched_tokens": 8, "dtype": "float16", "block_size": 64},
+    ],
+    ids=["as committed", "cut in three", "decodes alone"],
+)
+def test_production_is_as_expected(tmp_path: Path, changes: dict[str, object]) -> None:
+    """The engine's notebook passes on other prompts too, or says what it lacks here."""
+    (outcome,) = investigate(PRODUCTION, parameters=changes, reports=tmp_path, timeout_s=240)
+    if missing := why_unavailable():
+        assert (outcome.status, outcome.message) == ("unavailable", missing)
+        pytest.skip(missing)
+    assert (outcome.status, outcome.message) == ("passed", "")
+    assert len(outcome.verdicts) >= 15
+
+
+def test_every_notebook_is_run_here() -> None:
+    """None is left out of the two tests above."""
+    assert {*CASED, *PRODUCTION} == {*NOTEBOOKS}
 
 
 def test_a_wrong_verdict_is_found(tmp_path: Path) -> None:

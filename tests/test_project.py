@@ -52,9 +52,40 @@ def test_make_installs_extras_that_exist() -> None:
     extras = re.search(r"^EXTRAS \?= (.+)$", text, re.MULTILINE)
     assert extras is not None
     assert set(extras[1].split(",")) <= set(_project()["optional-dependencies"])
-    assert re.findall(r"pip install (.*)", text) == [
-        '--quiet --disable-pip-version-check -e ".[$(EXTRAS)]"'
+    assert re.findall(r"pip install (.*?\))", text) == [
+        '--quiet --disable-pip-version-check -e ".[$(EXTRAS)',
+        '--quiet --disable-pip-version-check -e ".[$(FEWER)',
     ]
+
+
+STUB = """#!/bin/sh
+echo "$@" >> {log}
+case "$*" in *{fails}*) exit 1;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("extras", "fails", "code", "installed"),
+    [
+        ("cpu,vllm,lab", "nothing", 0, ["[cpu,vllm,lab]"]),
+        ("cpu,vllm,lab", ",vllm", 0, ["[cpu,vllm,lab]", "[cpu,lab]"]),
+        ("cpu,vllm,lab", "install", 2, ["[cpu,vllm,lab]", "[cpu,lab]"]),
+        ("cpu,lab", "install", 2, ["[cpu,lab]"]),
+    ],
+)
+def test_set_up_goes_on_without_vllm_and_says_so(tmp_path, extras, fails, code, installed) -> None:
+    """Where its CPU build cannot be had the rest is installed; any other failure is one."""
+    log, python = tmp_path / "log", tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STUB.format(log=log, fails=fails))
+    python.chmod(0o755)
+    command = ["make", "setup", f"VENV={python.parent.parent}", f"EXTRAS={extras}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert [re.search(r"\[.*\]", line)[0] for line in log.read_text().splitlines()] == installed
+    said = [line for line in done.stdout.splitlines() if line.startswith("attnlab: set-up goes on")]
+    assert len(said) == len(installed) - 1
+    assert any(tmp_path.glob("venv/.ready-*")) is (code == 0)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -75,8 +75,7 @@ def test_float64_reference_is_attention(case, rows, scores):
     """Whatever the shape, and however the tiles are cut: torch's attention to float64's last digits."""
     batch = make_batch(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_module, "ROWS", rows)
-        patch.setattr(reference_module, "SCORES", scores)
+        patch.setattr(reference_module, "_TILES", {"cpu": (rows, scores)})
         got = reference(case, batch)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, plainly(case, batch), atol=DOUBLE, rtol=DOUBLE)

@@ -274,7 +274,7 @@ def test_verdicts_json_is_ok_once_all_have_passed(tmp_path, statuses, total, ok)
     write_verdicts(outcomes, tmp_path / "verdicts.json", total=total)
     document = json.loads((tmp_path / "verdicts.json").read_text())
     assert document["ok"] is ok
-    assert set(document) == {"notebooks", "versions", "ok"}
+    assert set(document) == {"notebooks", "unavailable", "versions", "ok"}
     assert document["notebooks"][0] == {
         "name": "01-one",
         "title": "One & only",

@@ -50,9 +50,11 @@ TURNS = {
     "draw_max_query_len": [20],
     "draw_max_ctx_len": [30],
     # origin vllm has tests of its own and takes nothing from a Lab but batch, cache and reference;
-    # heads belongs to it
+    # heads and seqs belong to it
     "origin": ["model"],
     "heads": [],
+    "seqs": [],
+    "num_splits": [2],
 }
 
 
@@ -72,6 +74,8 @@ BASES = [
     {},
     {"kv_cache_dtype": "fp8", "k_scale": 0.1, "platform": "gfx950"},
     {"dtype": "float32", "oracle": "float32", "release": "0.11.2"},
+    {"op": "unified_attention"},
+    {"op": "reshape_and_cache_flash"},
 ]
 TURNED = [(name, value) for name in KNOBS for value in values_of(name)]
 

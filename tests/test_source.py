@@ -47,7 +47,9 @@ def checkout(folder: Path) -> Path:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    (folder / "vllm" / "_version.py").write_text("__version__ = version = '0.11.1'\n")
+    (folder / "vllm" / "_version.py").write_text(
+        "__version__ = version = '0.11.1'\n__version_tuple__ = (0, 11, 1, 'x')\n"
+    )
     return folder
 
 

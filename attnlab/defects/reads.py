@@ -101,7 +101,8 @@ def _key_x(scene: Scene) -> int:
 def _newest_slot(
     name: str, text: str, seen_in: tuple[str, ...], fill: float | None, links: tuple[str, ...] = ()
 ) -> Defect:
-    """Return the defect of a newest token whose slot holds ``fill``, or what stands there if None."""
+    """Return the defect of a newest token whose slot holds ``fill``; with None, of new tokens whose
+    slots hold what stands there."""
 
     def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
         last = sight.key.shape[0] - 1
@@ -112,9 +113,9 @@ def _newest_slot(
             key[last], value[last] = fill, fill
         else:
             reading, kv = scene.reading(spot.seq), scene.kv_of(spot.heads)
-            at = torch.tensor([last])
-            key[last] = scene.stored_key(reading, at, kv)[0]
-            value[last] = scene.stored_value(reading, at, kv)[0]
+            new = torch.arange(last + 1 - scene.query_len(spot.seq), last + 1)
+            key[new] = scene.stored_key(reading, new, kv)
+            value[new] = scene.stored_value(reading, new, kv)
         return dataclasses.replace(sight, key=key, value=value)
 
     return Defect(
@@ -152,7 +153,7 @@ READS = (
     ),
     _newest_slot(
         "newest_slot_unwritten",
-        "the newest token is read from the cache, where its slot holds whatever stands there",
+        "new tokens are read from the cache, where their slots hold whatever stands there",
         ("vllm #28490", "vllm #43990"),
         None,
         links=("unwritten_slot", "foreign_slot"),

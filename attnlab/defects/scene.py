@@ -61,6 +61,7 @@ class Scene:
     - ``case``, ``batch``: where the call was built from them, the tokens that were meant; without them
       the context is taken from the cache and new tokens from the arguments.
     - ``written``, ``encode``: the format that the cache was written in, and how a token becomes bytes.
+    - ``seqs``: the sequences that ran, or None where all did.
     - ``before``: what the output buffer held before the call, where that is known.
     - ``kernel_like``: mix as a kernel does, in float32 with weights and output rounded to the query's
       dtype, instead of float64: for outputs to be planted.
@@ -72,6 +73,7 @@ class Scene:
     written: ElementFormat
     encode: Callable[[torch.Tensor, float], torch.Tensor]
     case: Case | None = None
+    seqs: range | None = None
     batch: Batch | None = None
     before: torch.Tensor | None = None
     kernel_like: bool = False
@@ -88,6 +90,7 @@ class Scene:
             written=written_format(case),
             encode=lambda tokens, scale: store(case, tokens, scale),
             case=case,
+            seqs=None if case.seqs is None else range(*case.seqs),
             batch=batch,
             before=before,
         )
@@ -116,6 +119,10 @@ class Scene:
         """Return the number of query heads."""
         return self.call.query.shape[1]
 
+    def ran(self) -> range:
+        """Return the sequences that ran."""
+        return range(self.num_seqs) if self.seqs is None else self.seqs
+
     def starts(self) -> list[int]:
         """Return the prefix sums of the query lengths, length num_seqs + 1."""
         starts: list[int] = self.call.query_start_loc.tolist()
@@ -130,7 +137,7 @@ class Scene:
         return int(self.call.seq_lens[seq])
 
     def is_decode(self, seq: int) -> bool:
-        """Answer whether another kernel than prefill serves the sequence: it has one new token."""
+        """Answer whether the sequence has one new token, and another kernel than prefill serves it."""
         return self.query_len(seq) == 1 and self.kernels != (PREFILL,)
 
     def cached_len(self, seq: int) -> int:
@@ -150,7 +157,7 @@ class Scene:
 
     def rounding(self, seq: int) -> Rounding:
         """Return what the kernel that serves a sequence rounds."""
-        if not self.is_decode(seq):
+        if not self.is_decode(seq) and PREFILL in self.kernels:
             return Rounding.of(self.call, self.setting, (PREFILL,))
         others = tuple(name for name in self.kernels if name != PREFILL)
         return Rounding.of(self.call, self.setting, others)

@@ -8,7 +8,10 @@ here. What differs from Triton's own launch, and why the result is the same:
 - no copy of every storage onto itself after a launch: on a CPU that is all the stock one does there.
 - a full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler took that
   when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 refuses it.
+- FP8 is converted by torch; the interpreter's own conversion loses NaN, and carries of rounding.
 - the language is patched once for a launch, not again at every call of a device function.
+- what a launch reads or writes outside its own tensors is masked off and told; the stock interpreter
+  stops the process there, or reads what happens to lie there. int32 products that wrap are told, too.
 - programs that write nothing need not run, and the others can be shared out among processes. The tests
   compare the bits with those of the whole grid in one process.
 """
@@ -24,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +35,9 @@ import numpy as np
 import torch
 
 from attnlab.errors import Unavailable
-from attnlab.kernels.remembered import remember
+from attnlab.kernels.language import language
+from attnlab.kernels.memory import Memory
+from attnlab.kernels.observed import Launch, Observed
 
 VARIABLE = "TRITON_INTERPRET"
 _ALONE_S = 0.3  # a launch that takes longer is shared out among processes
@@ -48,11 +53,13 @@ class Plan:
     - ``processes``: how many share a launch; more than 1 asks that every tensor that a kernel writes is
       a :func:`shared_copy`.
     - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
+    - ``observed``: takes what is seen.
     """
 
     needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
     processes: int = 1
     on_programs: Callable[[int, int], None] = lambda done, total: None
+    observed: Observed = field(default_factory=Observed)
 
 
 _PLAN: ContextVar[Plan | None] = ContextVar("plan", default=None)
@@ -140,6 +147,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     sizes += (1,) * (3 - len(sizes))
     plan = _PLAN.get() or Plan()
     name = kernel.__name__
+    plan.observed.launches.append(Launch(kernel=name, grid=sizes))
     programs = [
         (x, y, z)
         for x, y, z in itertools.product(*map(range, sizes))
@@ -150,7 +158,12 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         interpreter.interpreter_builder.set_grid_idx(*program)
         kernel(**converted)
 
-    with _language(interpreter, kernel), warnings.catch_warnings(), np.errstate(all="ignore"):
+    memory = Memory(arguments)
+    with (
+        language(interpreter, kernel, plan.observed, memory),
+        warnings.catch_warnings(),
+        np.errstate(all="ignore"),
+    ):
         warnings.simplefilter("ignore", RuntimeWarning)  # a slice that is all NaN
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         _run_all(run, programs, plan)
@@ -172,35 +185,6 @@ def _converted(kernel: Any, name: str, value: Any) -> Any:
     return interpreter._implicit_cvt(value)
 
 
-@contextmanager
-def _language(interpreter: Any, kernel: Any) -> Iterator[None]:
-    """Patch Triton's language for the interpreter, once for each part of it that a function sees."""
-    tl = interpreter.tl
-    scope = interpreter._patch_lang(kernel)
-    scopes = {id(kernel.__globals__): scope}
-    try:
-        getitem = tl.tensor.__getitem__
-
-        def indexed(tensor: Any, slices: Any) -> Any:
-            if not tensor.shape and isinstance(slices, tuple | tl.tuple):
-                slices = tuple(one for one in slices if one != slice(None))
-            return getitem(tensor, slices)
-
-        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-            module = id(function.fn.__globals__)
-            if module not in scopes:
-                scopes[module] = interpreter._patch_lang(function.fn)
-            return function.rewrite()(*args, **kwargs)
-
-        remember(interpreter, scope)
-        scope.set_attr(tl.tensor, "__getitem__", indexed)
-        scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
-        yield
-    finally:
-        for scope in reversed(scopes.values()):
-            scope.restore()
-
-
 def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan) -> None:
     """Run programs here until it is clear that they take long; share out the rest."""
     start, done = time.perf_counter(), 0
@@ -211,24 +195,28 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan
     rest = programs[done:]
     if not rest:
         return
-    children = [_fork(run, rest[i :: plan.processes]) for i in range(1, plan.processes)]
+    children = [
+        _fork(run, rest[i :: plan.processes], plan.observed) for i in range(1, plan.processes)
+    ]
     mine = rest[:: plan.processes]
     try:
         for i, program in enumerate(mine, 1):
             run(program)
             plan.on_programs(done + i * len(rest) // len(mine), len(programs))
     finally:
-        errors = [_join(*child) for child in children]
+        errors = [_join(*child, plan.observed) for child in children]
     error = next((error for error in errors if error is not None), None)
     if error is not None:
         raise error
 
 
-def _fork(run: Callable[[Program], None], programs: list[Program]) -> tuple[int, int]:
-    """Run programs in a child process; return its id and the end of a pipe that tells its error.
+def _fork(
+    run: Callable[[Program], None], programs: list[Program], observed: Observed
+) -> tuple[int, int]:
+    """Run programs in a child process; return its id and the end of a pipe that tells how it went.
 
-    The child runs Python and NumPy alone and leaves by os._exit, so that threads of the parent, which
-    do not exist in it, are not missed.
+    The child runs Python, NumPy and torch on one thread and leaves by os._exit, so that threads of the
+    parent, which do not exist in it, are not missed.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -237,21 +225,24 @@ def _fork(run: Callable[[Program], None], programs: list[Program]) -> tuple[int,
     if child:
         os.close(writer)
         return child, reader
-    answer = b""
+    problem = ""
+    torch.set_num_threads(1)
     try:
         for program in programs:
             run(program)
     except BaseException as error:
-        answer = pickle.dumps(f"{type(error).__name__}: {error}")
-    os.write(writer, answer[:60000])
+        problem = f"{type(error).__name__}: {error}"
+    os.write(writer, pickle.dumps((problem[:10000], observed)))
     os._exit(0)
 
 
-def _join(child: int, reader: int) -> Exception | None:
-    """Wait for a child and return what it raised, or None."""
+def _join(child: int, reader: int, observed: Observed) -> Exception | None:
+    """Wait for a child, take over what it observed, and return what it raised, or None."""
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
     if status:
         return RuntimeError(f"a process of the interpreter ended with status {status}")
-    return RuntimeError(pickle.loads(answer)) if answer else None
+    problem, seen = pickle.loads(answer)
+    observed.take(seen)
+    return RuntimeError(problem) if problem else None

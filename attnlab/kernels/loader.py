@@ -1,9 +1,9 @@
 """Loading vLLM's attention ops alone: each module runs with an ``import`` of its own.
 
-A module's import statements call ``__import__`` of its builtins. Here that one answers ``vllm…`` from a
-private table: other op modules of the same source, or small stand-ins. So neither sys.modules nor an
-installed vLLM is touched, two releases can stand side by side, and a module that fails leaves nothing
-behind.
+A module's import statements call ``__import__`` of its builtins. Here that one answers ``vllm…``, and on
+a CPU torch and Triton, from a private table: other op modules of the same source, or small stand-ins. So
+neither sys.modules nor an installed vLLM is touched, two releases can stand side by side, and a module
+that fails leaves nothing behind.
 """
 
 import builtins
@@ -100,11 +100,11 @@ class Loader:
         """Stand for ``__import__`` in an op module."""
         if level:
             name = importlib.util.resolve_name("." * level + name, (globals or {})["__package__"])
-        if name.partition(".")[0] != "vllm":
+        if name.partition(".")[0] != "vllm" and name not in self._modules:
             return builtins.__import__(name, globals, locals, fromlist or (), 0)
         module = self._import(name)
         if not fromlist:
-            return self._import("vllm")
+            return self._import(name.partition(".")[0])
         for part in fromlist:
             if part not in vars(module) and self._is_module(f"{name}.{part}"):
                 self._import(f"{name}.{part}")

@@ -3,8 +3,20 @@
 from collections.abc import Sequence
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting
+from attnlab.dispatch import (
+    DECODE_FWD,
+    MERGE,
+    PREFILL,
+    ROCM_DECODE,
+    TRITON_DECODE,
+    UNIFIED,
+    WRITE,
+    Setting,
+)
 from attnlab.errors import KernelRejected
+from attnlab.kernels.cache_write import reshape_and_cache_flash
+from attnlab.kernels.cached import decode_attention_fwd, unified_attention
+from attnlab.kernels.partial import merge_attn_states
 from attnlab.kernels.prefill import context_attention_fwd
 from attnlab.kernels.rocm_decode import paged_attention_rocm
 from attnlab.kernels.triton_decode import kernel_paged_attention_2d
@@ -13,6 +25,10 @@ _KERNELS = {
     PREFILL: context_attention_fwd,
     TRITON_DECODE: kernel_paged_attention_2d,
     ROCM_DECODE: paged_attention_rocm,
+    UNIFIED: unified_attention,
+    DECODE_FWD: decode_attention_fwd,
+    MERGE: merge_attn_states,
+    WRITE: reshape_and_cache_flash,
 }
 
 

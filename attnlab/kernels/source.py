@@ -28,7 +28,7 @@ _KEPT = re.compile(
     r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
 )
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
-_FILE_VERSION = re.compile(r"^__version__ = .*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Stand-ins for the modules of vLLM that its attention ops import."""
+"""Stand-ins for the modules that vLLM's attention ops import: vLLM's own, and a torch without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,11 @@ class Dispatch:
     rocm_decode: Callable[..., None] = lambda *args, **kwargs: None
 
 
-def stand_ins(platform: Platform, triton: ModuleType, dispatch: Dispatch) -> dict[str, ModuleType]:
-    """Return the stand-ins for modules of vLLM."""
+def stand_ins(
+    platform: Platform, triton: ModuleType, dispatch: Dispatch, interpret: bool
+) -> dict[str, ModuleType]:
+    """Return the stand-ins by the names of the modules."""
+    current = _Current(platform)
     quiet = SimpleNamespace(
         **{
             name + once: lambda *args, **kwargs: None
@@ -30,8 +34,9 @@ def stand_ins(platform: Platform, triton: ModuleType, dispatch: Dispatch) -> dic
             for once in ("", "_once")
         }
     )
+    fp8 = FORMATS[platform.fp8_e4m3].dtype
     contents: dict[str, dict[str, Any]] = {
-        "vllm.platforms": {"current_platform": _Current(platform)},
+        "vllm.platforms": {"current_platform": current},
         "vllm.platforms.rocm": {
             "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom
         },
@@ -40,12 +45,59 @@ def stand_ins(platform: Platform, triton: ModuleType, dispatch: Dispatch) -> dic
         },
         "vllm.triton_utils": {"triton": triton, "tl": triton.language},
         "vllm.logger": {"init_logger": lambda name: quiet},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: False},
+        "vllm.model_executor.layers.quantization.utils.quant_utils": {
+            "FP8_DTYPE": fp8,
+            "get_fp8_min_max": lambda: (torch.finfo(fp8).min, torch.finfo(fp8).max),
+        },
+        "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized},
+        "vllm.v1.kv_cache_interface": {
+            "KVQuantMode": _KVQuantMode,
+            "is_quantized_kv_cache": _is_quantized,
+        },
     }
     stubs = {}
     for name, content in contents.items():
         stubs[name] = ModuleType(name)
         vars(stubs[name]).update(content)
+    if interpret:
+        stubs |= {"torch": _torch(current), "triton": triton}
     return stubs
+
+
+class _KVQuantMode(IntEnum):
+    """How a cache is quantised, by vLLM's numbers (vllm/v1/kv_cache_interface.py, 0.20.2 to 0.33.0)."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+    INT4_PER_TOKEN_HEAD = 4
+
+
+def _is_quantized(kv_cache_dtype: str) -> bool:
+    return kv_cache_dtype.startswith("fp8")
+
+
+def _torch(current: "_Current") -> ModuleType:
+    """Return torch as a machine without a GPU needs it under the interpreter.
+
+    ``torch.cuda`` answers for the simulated platform. What ``torch.empty`` makes is scratch: it holds
+    NaN, so that nothing of it is read before it is written without being seen.
+    """
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        made = torch.empty(*size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    cuda = ModuleType("torch.cuda")
+    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)  # type: ignore[method-assign]
+    cuda.get_device_capability = current.get_device_capability  # type: ignore[attr-defined]
+    module = ModuleType("torch")
+    module.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    module.cuda, module.empty = cuda, empty  # type: ignore[attr-defined]
+    return module
 
 
 class _Current:
@@ -77,7 +129,10 @@ class _Current:
     def is_tpu(self) -> bool:
         return False
 
-    def get_device_capability(self, device_id: int = 0) -> tuple[int, int]:
+    def is_device_capability_family(self, capability: int, device_id: int = 0) -> bool:
+        return self._capability[0] == capability // 10
+
+    def get_device_capability(self, device_id: Any = 0) -> tuple[int, int]:
         return self._capability
 
     def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:

@@ -6,7 +6,6 @@ ROCm's own kernel, the lab's model of it stands for ``ops.paged_attention_rocm``
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,34 +14,20 @@ from typing import Any
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import PREFILL, ROCM_DECODE, Setting
+from attnlab.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Setting
 from attnlab.errors import AttnLabError, KernelRejected, Unavailable
 from attnlab.kernels import interpreter
 from attnlab.kernels.loader import Loader
-from attnlab.kernels.needed import needed
-from attnlab.kernels.paged import format_of
+from attnlab.kernels.needed import Share, needed
+from attnlab.kernels.observed import Observed
+from attnlab.kernels.op_calls import OP_CALLS, bind
 from attnlab.kernels.rocm_decode import paged_attention_rocm
 from attnlab.kernels.source import Source
 from attnlab.kernels.stand_ins import Dispatch, stand_ins
 from attnlab.platforms import Platform
 
-_MODULES = {
-    "chunked_prefill_paged_decode": "chunked_prefill_paged_decode",
-    PREFILL: "prefix_prefill",
-}
-# Arguments of context_attention_fwd, by the names of a KernelCall's.
-_PREFILL_NAMES = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "o": "output",
-    "k_cache": "key_cache",
-    "v_cache": "value_cache",
-    "b_loc": "block_table",
-    "b_start_loc": "query_start_loc",
-    "b_seq_len": "seq_lens",
-    "max_input_len": "max_query_len",
-}
+ALL = Share()
+_ONE_OUTPUT = (WRAPPER, PREFILL)  # ops whose kernels write call.output alone, which processes share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +39,17 @@ class Loaded:
 
     def function(self, op: str) -> Callable[..., None]:
         """Return the op; raise Unavailable where the release has none."""
-        module = self.loader.load(_MODULES[op])
-        found: Callable[..., None] | None = getattr(module, op, None)
+        named = OP_CALLS[op]
+        module = self.loader.load(named.module)
+        found: Callable[..., None] | None = getattr(module, named.function, None)
         if found is None:
-            raise Unavailable(f"{_MODULES[op]} of this vLLM has no function {op}")
+            raise Unavailable(f"{named.module} of this vLLM has no function {named.function}")
         return found
 
 
-def device() -> torch.device:
-    """Return where vLLM's kernels run here: the GPU, or the CPU under the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def origin_text(source: Source, kernels: Sequence[str]) -> str:
+def origin_text(source: Source, kernels: Sequence[str], where: str) -> str:
     """Return what ran, in words: the source, how, and what stood in for a kernel."""
-    how = torch.cuda.get_device_name() if device().type == "cuda" else "Triton interpreter"
+    how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
     modelled = "; ROCm decode: model" if ROCM_DECODE in kernels else ""
     return f"{source.text()}, {how}{modelled}"
 
@@ -78,17 +59,19 @@ def run(
     setting: Setting,
     kernels: Sequence[str],
     source: Source,
-    kv_heads: range | None = None,
+    share: Share = ALL,
     on_programs: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Run the real op into ``call.output``; ``kv_heads`` are the KV heads that run, None is all.
+    where: str = "cpu",
+) -> Observed:
+    """Run the real op, or a share of it, into ``call.output``; return what was seen of it, on a CPU.
+
+    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter.
 
     Raises KernelRejected with what the op raises, Unavailable where it cannot run here.
     """
-    where = device()
-    check_runs(call, setting, where, kv_heads)
-    loaded = load(source, setting.platform, where.type)
-    is_cpu = where.type == "cpu"
+    check_runs(call, where, share)
+    loaded = load(source, setting.platform, where)
+    is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, setting, where), "output": output}
     moved = dataclasses.replace(call, **tensors)
@@ -96,13 +79,14 @@ def run(
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(moved, setting, args, kwargs)
     plan = interpreter.Plan(
-        needed=lambda kernel, args, program: needed(kernel, args, program, kv_heads),
-        processes=interpreter.cores(),
+        needed=lambda kernel, args, program: needed(kernel, args, program, share),
+        processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
         on_programs=on_programs,
     )
     try:
         with interpreter.launching(plan):
             loaded.function(call.op)(**arguments)
+        OP_CALLS[call.op].finish(moved, arguments)
     except AttnLabError:
         raise
     except Exception as error:
@@ -110,37 +94,22 @@ def run(
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(output)
+    return plan.observed
 
 
-def check_runs(
-    call: KernelCall, setting: Setting, where: torch.device, kv_heads: range | None
-) -> None:
+def check_runs(call: KernelCall, where: str, share: Share) -> None:
     """Raise Unavailable for what would run and be wrong, or what cannot run, on this machine."""
-    if where.type == "cuda":
-        if kv_heads is not None:
-            raise Unavailable("heads can be chosen under Triton's interpreter only; a GPU runs all")
+    if where == "cuda":
+        if share.kv_heads is not None or share.seqs is not None:
+            raise Unavailable(
+                "heads and seqs can be chosen under Triton's interpreter only; a GPU runs all"
+            )
         return
     if call.query.dtype == torch.bfloat16:
         raise Unavailable(
             "dtype must not be bfloat16 under Triton's interpreter: its dot product multiplies the "
             "raw bits; float16 and float32 are right"
         )
-    format = format_of(call, setting)
-    if format.is_fp8 and any(
-        _holds_nan(c, format.name) for c in (call.key_cache, call.value_cache)
-    ):
-        raise Unavailable(
-            f"a {format.name} cache must hold no NaN under Triton's interpreter, which decodes NaN "
-            "as a finite number (0x7F as 480); choose empty=zeros or garbage"
-        )
-
-
-def _holds_nan(cache: torch.Tensor, name: str) -> bool:
-    """Answer whether FP8 bytes hold a NaN or an infinity of their format."""
-    if name == "fp8_e4m3fnuz":
-        return bool((cache == 0x80).any())
-    least = 0x7F if name == "fp8_e4m3fn" else 0x7C
-    return bool(((cache & 0x7F) >= least).any())
 
 
 @lru_cache(maxsize=16)
@@ -149,17 +118,19 @@ def load(source: Source, platform: Platform, device_type: str) -> Loaded:
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()
-    return Loaded(loader=Loader(source, stand_ins(platform, triton, dispatch)), dispatch=dispatch)
+    return Loaded(
+        loader=Loader(source, stand_ins(platform, triton, dispatch, interpret)), dispatch=dispatch
+    )
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:
     """Return the ops with Triton's own interpreter, to measure and compare with."""
     dispatch = Dispatch()
-    stubs = stand_ins(platform, interpreter.load_triton(interpret=True), dispatch)
+    stubs = stand_ins(platform, interpreter.load_triton(True), dispatch, interpret=True)
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 
-def _on_device(call: KernelCall, setting: Setting, where: torch.device) -> dict[str, torch.Tensor]:
+def _on_device(call: KernelCall, setting: Setting, where: str) -> dict[str, torch.Tensor]:
     """Return the call's tensors on the device; the wrapper_cast stage converts its indices first."""
     moved = {}
     for field in dataclasses.fields(call):
@@ -170,25 +141,6 @@ def _on_device(call: KernelCall, setting: Setting, where: torch.device) -> dict[
         for name in ("block_table", "seq_lens", "query_start_loc"):
             moved[name] = moved[name].to(torch.int32)
     return moved
-
-
-def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> dict[str, Any]:
-    """Return the arguments of an op, by the names that the function has in its release.
-
-    Scales are tensors of one float32. Raises Unavailable for a required parameter that a KernelCall has
-    no value for.
-    """
-    names = _PREFILL_NAMES if call.op == PREFILL else {}
-    given: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        field = names.get(name, name)
-        if hasattr(call, field):
-            given[name] = getattr(call, field)
-        elif parameter.default is inspect.Parameter.empty:
-            raise Unavailable(f"{call.op} asks for {name}, which the lab does not know")
-    for name in ("k_scale", "v_scale"):
-        given[name] = torch.tensor([given[name]], device=call.query.device)
-    return given
 
 
 def _rocm_decode(

@@ -1,0 +1,75 @@
+"""The memory that a launch may touch: its own tensors. What it touches beside them is masked off and told.
+
+On a GPU such an access reads what happens to lie there, or stops the process; under the interpreter it
+would stop Python itself.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Memory:
+    """The tensors among a kernel's arguments, by address.
+
+    With ``trace``, ``read`` has for each tensor's name which of its storage's bytes were loaded.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], trace: bool = False) -> None:
+        extents: dict[int, tuple[int, str]] = {}
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.nbytes:
+                storage = value.untyped_storage()
+                extents.setdefault(storage.data_ptr(), (storage.nbytes(), name))
+        self._bases = sorted(extents)
+        self._sizes = [extents[base][0] for base in self._bases]
+        self._names = [extents[base][1] for base in self._bases]
+        self.read: dict[str, Any] = {}
+        if trace:
+            sizes = zip(self._names, self._sizes, strict=True)
+            self.read = {name: np.zeros(size, dtype=np.bool_) for name, size in sizes}
+
+    def inside(self, addresses: Any, mask: Any) -> tuple[Any, str]:
+        """Return the mask without the addresses that lie in no tensor, and of the first of these the
+        place, in words; "" where there is none.
+
+        ``addresses``: uint64; ``mask``: bool, of the same shape.
+        """
+        live = addresses if mask.all() else addresses[mask]
+        if not live.size:
+            return mask, ""
+        low, high = int(live.min()), int(live.max())
+        i = bisect_right(self._bases, low) - 1
+        if i >= 0 and high < self._bases[i] + self._sizes[i]:
+            return mask, ""
+        bases = np.array(self._bases, dtype=np.uint64)
+        ends = bases + np.array(self._sizes, dtype=np.uint64)
+        at = np.searchsorted(bases, addresses, side="right") - 1
+        good = (at >= 0) & (addresses < ends[np.maximum(at, 0)])
+        lost = np.atleast_1d(addresses)[np.atleast_1d(mask & ~good)]
+        return mask & good, self._place(int(lost[0])) if lost.size else ""
+
+    def note_read(self, addresses: Any, mask: Any, element_bytes: int) -> None:
+        """Note the bytes that a load reads; every address must be inside."""
+        live = np.atleast_1d(addresses)[np.atleast_1d(mask)]
+        if not self.read or not live.size:
+            return
+        at = np.searchsorted(np.array(self._bases, dtype=np.uint64), live, side="right") - 1
+        for i in np.unique(at).tolist():
+            offsets = (live[at == i] - np.uint64(self._bases[i])).astype(np.int64)
+            for byte in range(element_bytes):
+                self.read[self._names[i]][offsets + byte] = True
+
+    def _place(self, address: int) -> str:
+        """Return where an address lies relative to the nearest tensor."""
+        before = [base - address for base in self._bases]
+        behind = [
+            address - base - size for base, size in zip(self._bases, self._sizes, strict=True)
+        ]
+        away, i = min((max(b, a), i) for i, (b, a) in enumerate(zip(before, behind, strict=True)))
+        if before[i] > 0:
+            return f"{away} bytes before {self._names[i]}"
+        return f"{away} bytes behind the end of {self._names[i]}"
