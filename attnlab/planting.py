@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case import Case
+from attnlab.case import CACHE_ONLY_OPS, Case
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Mixed
@@ -14,6 +14,7 @@ from attnlab.errors import InvalidCase
 from attnlab.run import Lab
 from attnlab.suspects import scopes
 
+_FURTHER = ("context_attention_fwd", "unified_attention", "merge_attn_states")
 Scope = str  # "all", "decode" or "prefill": the rows of which kernel have the defect
 
 
@@ -39,9 +40,9 @@ def _fields(rng: random.Random) -> dict[str, Any]:
     scaled = kv_cache_dtype != "auto" and rng.random() < 0.8
     platform = rng.choice(("gfx942", "gfx950", "sm_90", "gfx1100"))
     variant = rng.choice(("plain", "plain", "window", "alibi"))
-    further = ("context_attention_fwd", "unified_attention", "merge_attn_states")
+    op = rng.choice((*_FURTHER, *(6 * ("chunked_prefill_paged_decode",))))
     return {
-        "op": rng.choice((*further, *(6 * ("chunked_prefill_paged_decode",)))),
+        "op": op,
         "num_heads": group * rng.choice((1, 2, 3, 4)),
         "num_queries_per_kv": group,
         "head_size": rng.choice((32, 64, 64, 128)),
@@ -57,7 +58,7 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
         "data": "normal" if rng.random() < 0.9 else "uniform_1e-3",
         "empty": rng.choice(("zeros", "garbage", "nan")),
-        "fill": rng.choice(("all_rows", "decode_rows")),
+        "fill": "all_rows" if op in CACHE_ONLY_OPS else rng.choice(("all_rows", "decode_rows")),
         "platform": platform,
         "num_blocks": 5 * 32 + rng.randint(0, 9),
         "max_blocks_per_seq": rng.choice((None, 36)),
