@@ -16,18 +16,11 @@ from matplotlib.patches import Patch, Rectangle
 from attnlab.cache import NOBODY, Provenance
 from attnlab.compare import ErrorMap
 from attnlab.lengths import Lengths
-from attnlab.power import Mutant
 from attnlab.stage_table import Cell
 
 BAND = 16  # picture rows of a sequence
 _NAN, _UNWRITTEN, _IDLE = "#d62728", "#ff9da6", "#d0d0d0"
 _STATUS = {"match": "#4c9a5b", "mismatch": "#c8553d", "rejected": "#8d6a9f"}
-
-_OUTCOME = {
-    "killed": ("#4c9a5b", "o"),
-    "survived": ("#c8553d", "X"),
-    "equivalent": ("#8c8c8c", "s"),
-}
 
 
 def plot_error(
@@ -288,29 +281,4 @@ def plot_formats(meaning: Mapping[str, Any], *, title: str = "", ax: Axes | None
     ax.set_xticks(range(0, 129, 16), [f"0x{byte:02X}" for byte in range(0, 129, 16)])
     ax.set(xlabel="byte", ylabel="value (gaps are zero, infinity, NaN)", title=title)
     ax.legend(frameon=False)
-    return ax
-
-
-def plot_power(mutants: Sequence[Mutant], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw how far each mutant moves the output, in units of what the test allows: right of 1 it is
-    killed. NaN and infinity sit at the right edge, no effect at all at the left one."""
-    ax = ax or plt.subplots(figsize=(8, 0.8 + 0.2 * len(mutants)), layout="constrained")[1]
-    edges = 1e-9, 1e6
-    for outcome, (colour, marker) in _OUTCOME.items():
-        at = [(y, m.margin) for y, m in enumerate(mutants) if m.outcome == outcome]
-        ax.plot(
-            [min(max(margin, edges[0]), edges[1]) for _, margin in at],
-            [y for y, _ in at],
-            marker,
-            color=colour,
-            label=f"{outcome}: {len(at)}",
-        )
-    ax.axvline(1.0, color="red", linestyle="--", linewidth=1, label="what the test allows")
-    ax.set_xscale("log")
-    ax.set_xlim(edges[0] / 3, edges[1] * 3)
-    ax.set_yticks(range(len(mutants)), [mutant.name for mutant in mutants], fontsize="small")
-    ax.set_ylim(len(mutants) - 0.5, -0.5)
-    ax.grid(axis="x", alpha=0.3)
-    ax.set(xlabel="largest effect / what the test allows", title=title)
-    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return ax

@@ -16,8 +16,8 @@ from attnlab.diagnose import diagnose
 from attnlab.dispatch import Setting, decide
 from attnlab.kernels import model
 from attnlab.planting import rows_of
-from attnlab.power import is_equivalent
 from attnlab.reference import reference
+from attnlab.remedies import is_equivalent
 from attnlab.run import Lab
 from attnlab.separate import scene_of, separate
 

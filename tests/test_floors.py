@@ -19,9 +19,9 @@ FLOORS = [  # from the ground up
     {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table", "timeline"},
-    {"suspects", "diagnosis", "separate"},
-    {"diagnose", "planting", "power"},
-    {"production", "plots_timeline", "plots", "notebook", "outcome"},
+    {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
+    {"judgement", "diagnose", "planting", "power"},
+    {"production", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
     {"claims"},
     {
         "report",

@@ -7,7 +7,9 @@ from conftest import hostile
 
 from attnlab.case import Case
 from attnlab.defects import CATALOGUE
-from attnlab.power import MUTANTS, NINE, is_equivalent, power
+from attnlab.mutants import MUTANTS, NINE
+from attnlab.power import power
+from attnlab.remedies import is_equivalent
 from attnlab.run import Lab
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}

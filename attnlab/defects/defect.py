@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnlab.defects.scene import Reading, Scene, Spot
+from attnlab.defects.reading import Reading
+from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Mixed, Sight
 
 Compute = Callable[[Scene, Spot], Mixed]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from attnlab.defects.defect import Defect, by_reading, by_sight
-from attnlab.defects.scene import Reading, Scene, Spot
+from attnlab.defects.reading import Reading
+from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Sight
 from attnlab.formats import FORMATS
 

@@ -14,6 +14,7 @@ from attnlab.batch import Batch
 from attnlab.call import KernelCall
 from attnlab.case import Case
 from attnlab.contracts import contract
+from attnlab.defects.reading import Reading
 from attnlab.defects.sight import Mixed, Sight, join, mix
 from attnlab.dispatch import PREFILL, Setting, decide
 from attnlab.formats import ElementFormat, read_format, store, written_format
@@ -30,28 +31,6 @@ class Spot:
     seq: int
     tokens: torch.Tensor
     heads: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
-    """How one sequence's tokens are read from the cache.
-
-    - ``key_row``, ``value_row``: rows of the block table.
-    - ``block``, ``offset``: what becomes of a block number and of an offset on the way.
-    - ``format``, ``k_scale``, ``v_scale``: what the bytes are taken for.
-    - ``key_x``: what the innermost size of the key cache is taken for, or None for what it is.
-    - ``turned``: which of "key" and "value" is read with its block's inner dimensions exchanged.
-    """
-
-    key_row: int
-    value_row: int
-    format: ElementFormat
-    k_scale: float
-    v_scale: float
-    block: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks
-    offset: Callable[[torch.Tensor], torch.Tensor] = lambda offsets: offsets
-    key_x: int | None = None
-    turned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -239,49 +218,17 @@ class Scene:
         stored = self.written.decode(self.encode(tokens[:cached], scale)).double() * scale
         return torch.cat([stored.to(dtype), tokens[cached:].to(dtype)])
 
-    # The cache, read by anybody.
-
     def stored_key(
         self, reading: Reading, positions: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         """Return keys at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
-        blocks, offsets = self._slots(reading, reading.key_row, positions)
-        cache = self.call.key_cache
-        if reading.key_x is not None:
-            chunks = cache.shape[2] * cache.shape[4] // reading.key_x
-            cache = cache.view(*cache.shape[:2], chunks, cache.shape[3], reading.key_x)
-        if "key" in reading.turned:  # [chunks, block_size, x] taken for [block_size, chunks, x]
-            shape = (*cache.shape[:2], cache.shape[3], cache.shape[2], cache.shape[4])
-            found = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
-        else:
-            found = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        return self._decoded(reading, found.flatten(2), reading.k_scale)
+        return reading.keys(self.call, positions, kv)
 
     def stored_value(
         self, reading: Reading, positions: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         """Return values at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
-        blocks, offsets = self._slots(reading, reading.value_row, positions)
-        cache = self.call.value_cache
-        if "value" in reading.turned:  # [head_size, block_size] taken for [block_size, head_size]
-            shape = (*cache.shape[:2], cache.shape[3], cache.shape[2])
-            found = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
-        else:
-            found = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        return self._decoded(reading, found, reading.v_scale)
-
-    def _slots(
-        self, reading: Reading, row: int, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size, num_blocks = self.call.block_size, self.call.key_cache.shape[0]
-        columns = (positions // size).clamp(max=self.call.block_table.shape[1] - 1)
-        blocks = reading.block(self.call.block_table[row, columns].long())
-        return blocks.remainder(num_blocks), reading.offset(positions % size).remainder(size)
-
-    def _decoded(self, reading: Reading, stored: torch.Tensor, scale: float) -> torch.Tensor:
-        if not self.written.is_fp8:
-            return stored.double()
-        return reading.format.decode(stored).double() * scale
+        return reading.values(self.call, positions, kv)
 
     # What comes out.
 
