@@ -39,7 +39,8 @@ class PagedCache:
     """A paged KV cache in the layout that vLLM's paged decode kernels read.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
-    - ``value``: [num_blocks, num_kv_heads, head_size, block_size]
+    - ``value``: [num_blocks, num_kv_heads, head_size, block_size]; with the Case's ``interleave_v`` as
+      :func:`interleaved` lays it out.
 
     Both of ``format.storage``. :meth:`to_flash` gives the other layout that vLLM uses.
     """
@@ -52,8 +53,21 @@ class PagedCache:
     provenance: Provenance
 
     def to_flash(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value as :func:`to_flash` lays them out; copies."""
+        """Return key and value as :func:`to_flash` lays them out; copies. No interleaved values."""
         return to_flash(self.key, self.value)
+
+
+def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Return a value cache with the slots of a block in packs of 16 bytes, of the same shape; ``back``
+    undoes it.
+
+    ``value``: [..., head_size, block_size]. Interleaved, a block holds [block_size / x, head_size, x], as
+    AITER's writer leaves it on ROCm (vllm/v1/attention/ops/prefix_prefill.py, vLLM 0.33.0).
+    """
+    *blocks, head_size, block_size = value.shape
+    x = 16 // value.element_size()
+    shape = (block_size // x, head_size, x) if back else (head_size, block_size // x, x)
+    return value.view(*blocks, *shape).transpose(-3, -2).reshape(value.shape)
 
 
 def to_flash(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +120,7 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     new_key = store(case, batch.key, case.k_scale)
     new_value = store(case, batch.value, case.v_scale)
     write_tokens(key, value, new_key, new_value, rows, slots)
+    value = interleaved(value) if case.interleave_v else value
     return PagedCache(
         key=key,
         value=value,

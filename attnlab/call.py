@@ -31,7 +31,8 @@ class KernelCall:
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
       [num_seqs]: integers of the dtype that the caller chose, right or wrong.
     - ``alibi_slopes``: [num_heads] float32, or None. ``sm_scale`` None leaves the scale to the op,
-      ``num_splits`` None the pieces of a sequence.
+      ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
+      (:func:`attnlab.cache.interleaved`).
 
     Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
     """
@@ -55,6 +56,7 @@ class KernelCall:
     sliding_window: int = 0
     sm_scale: float | None = None
     num_splits: int | None = None
+    interleave_v: bool = False
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
@@ -182,6 +184,7 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
         num_splits=case.num_splits,
+        interleave_v=case.interleave_v,
     )
 
 

@@ -70,6 +70,12 @@ class Case:
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
     )
 
+    interleave_v: bool = knob(
+        False,
+        _TEST,
+        Flag(),
+        "values of a block in packs of 16 bytes, as AITER writes them (0.33.0)",
+    )
     num_splits: int | None = knob(
         None,
         _TEST,

@@ -77,11 +77,23 @@ def _check_op(case: "Case") -> None:
         refuse("kv_cache_dtype", allowed, case.kv_cache_dtype)
     if case.num_splits is not None and case.op not in ("unified_attention", "decode_attention_fwd"):
         refuse("num_splits", f"none with {case.op}, which splits nothing", case.num_splits)
+    if case.interleave_v:
+        _check_interleaved(case)
     splits = case.num_splits or 0
     if case.num_splits == 0 and case.op == "decode_attention_fwd":
         refuse("num_splits", "at least 1 with decode_attention_fwd", splits)
     if splits & (splits - 1) and case.op == "unified_attention":
         refuse("num_splits", "0 or a power of two with unified_attention", splits)
+
+
+def _check_interleaved(case: "Case") -> None:
+    """Check that op, release and block size know interleaved values."""
+    knows = case.op in ("chunked_prefill_paged_decode", "context_attention_fwd")
+    if not knows or case.release == "0.11.2":
+        refuse("interleave_v", f"false with {case.op} of vLLM {case.release}", True)
+    pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
+    if case.block_size % pack:
+        refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)
 
 
 def _num_seqs(case: "Case") -> int:

@@ -27,7 +27,14 @@ _BATCH_KNOBS = (
     "alibi",
 )
 _STORED_KNOBS = (*_BATCH_KNOBS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
-_TABLE_KNOBS = ("block_size", "num_blocks", "max_blocks_per_seq", "block_table", "x")
+_TABLE_KNOBS = (
+    "block_size",
+    "num_blocks",
+    "max_blocks_per_seq",
+    "block_table",
+    "x",
+    "interleave_v",
+)
 
 
 def _reset(case: Case, keep: tuple[str, ...], **changes: Any) -> Case:

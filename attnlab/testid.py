@@ -32,7 +32,7 @@ def fields_of(test_id: str) -> dict[str, Any]:
     The id may carry the file's path in front. Newer releases write the model's own dtype where older
     ones write "auto" as kv_cache_dtype; both give "auto". pytest names a dtype by its place in a list
     of one, so ``dtype0`` is float16, or float32 in the ``_f32`` tests. 0.33.0 puts ``interleave_v`` in
-    front; the lab has the plain value cache alone, so False is taken and True refused.
+    front.
 
     The Case is the test as it stands since its fix: index tensors int32, context tokens alone in the
     cache, FP8 "written" by converting numbers to uint8, key cache split by x = 8 (vLLM 0.11.2 and
@@ -45,7 +45,9 @@ def fields_of(test_id: str) -> dict[str, Any]:
         raise InvalidCase(
             f"test_id must be like test_contexted_kv_attention[{'-'.join(_PLAIN)}], got {test_id!r}"
         )
-    names, words = _PARAMETERS[match["name"]], _without_interleave(match["parameters"].split("-"))
+    names, words = _PARAMETERS[match["name"]], match["parameters"].split("-")
+    interleave_v = words[0] == "True"
+    words = words[1:] if words[0] in ("True", "False") else words
     if len(words) != len(names):
         raise InvalidCase(
             f"test_id must have {len(names)} parameters ({'-'.join(names)}), got {len(words)}: {test_id!r}"
@@ -61,16 +63,11 @@ def fields_of(test_id: str) -> dict[str, Any]:
         fields["kv_cache_dtype"] = "auto"
     alibi = "alibi" in match["name"]
     fields |= {"alibi": alibi, "force_decode": not alibi, "stage": "cast_after_cumsum", "x": 8}
+    if interleave_v:
+        fields["interleave_v"] = True
     if fields["kv_cache_dtype"] != "auto":
         fields["cache_write"] = "numeric"
     return fields
-
-
-def _without_interleave(words: list[str]) -> list[str]:
-    """Return the parameters without a leading ``interleave_v``; raise InvalidCase where it is True."""
-    if words[0] == "True":
-        raise InvalidCase("test_id must have interleave_v False: the lab has no interleaved values")
-    return words[1:] if words[0] == "False" else words
 
 
 def _integer(name: str, word: str, test_id: str) -> int:

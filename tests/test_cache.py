@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnlab import cache as cache_module
 from attnlab.batch import make_batch
-from attnlab.cache import NOBODY, garbage, make_block_table, make_cache, written_lens
+from attnlab.cache import NOBODY, garbage, interleaved, make_block_table, make_cache, written_lens
 from attnlab.case import Case
 from attnlab.formats import FORMATS
 from attnlab.stages import FILLS
@@ -218,3 +218,13 @@ def test_formats_of_caches():
     cache = make_cache(case, make_batch(case))
     assert cache.format is FORMATS["bfloat16"]
     assert cache.value.dtype == torch.bfloat16
+
+
+def test_interleaved_values_by_index():
+    """Slot s of element d is at pack s // x, then d, then s % x, and back it is the plain cache."""
+    value = torch.arange(2 * 3 * 4 * 16, dtype=torch.float16).view(2, 3, 4, 16)
+    packed = interleaved(value).view(2, 3, 2, 4, 8)
+    for d in range(4):
+        for s in range(16):
+            assert torch.equal(packed[:, :, s // 8, d, s % 8], value[:, :, d, s])
+    assert torch.equal(interleaved(interleaved(value), back=True), value)

@@ -196,7 +196,7 @@ def cases(draw):
 
 def _what_the_op_knows(fields):
     """Return changes for what the drawn op does not take."""
-    changes = {}
+    changes = {"interleave_v": False}
     if fields["op"] == "decode_attention_fwd":
         ones = (1,) * len(fields["query_lens"])
         changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}

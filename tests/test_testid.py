@@ -50,8 +50,11 @@ def test_auto_and_the_models_dtype_are_one(test_id, other):
 
 
 def test_interleave_v_in_front():
-    """0.33.0 puts interleave_v first: False is the plain case."""
-    assert Case.from_test_id(PLAIN.replace("[", "[False-")) == Case.from_test_id(PLAIN)
+    """0.33.0 puts interleave_v first: False is the plain case, True a layout of its own."""
+    plain = Case.from_test_id(PLAIN)
+    assert Case.from_test_id(PLAIN.replace("[", "[False-")) == plain
+    packed = Case.from_test_id(PLAIN.replace("[", "[True-"))
+    assert packed == plain.replace(interleave_v=True)
 
 
 @pytest.mark.parametrize("window", [0, 16, 2048])
@@ -89,7 +92,6 @@ def test_changes_override_the_id():
         PLAIN.replace("chunked_prefill_paged_decode", "other_op"),
         PLAIN.replace("-1-64]", "-3-64]"),
         PLAIN.replace("-", "\n", 1),
-        PLAIN.replace("[", "[True-"),
         None,
     ],
 )

@@ -72,6 +72,8 @@ def cases(draw: st.DrawFn) -> Case:
     alibi = draw(st.booleans())
     group = draw(st.integers(1, 8))
     return Case(
+        release="0.33.0",
+        interleave_v=block_size % 16 == 0 and draw(st.booleans()),
         op=draw(st.sampled_from(("chunked_prefill_paged_decode", "context_attention_fwd"))),
         num_heads=group * draw(st.integers(1, 2)),
         num_queries_per_kv=group,
@@ -145,7 +147,8 @@ def agrees(one: torch.Tensor, other: torch.Tensor, within: torch.Tensor) -> bool
 @given(case=cases())
 def test_model_agrees_with_the_real_kernel(source: Source, case: Case) -> None:
     """Within the derived bound, NaN for NaN, on both ops and every knob that reaches them."""
-    case = case.replace(release=source.rules)
+    known = source.rules == "0.33.0" and case.interleave_v
+    case = case.replace(release=source.rules, interleave_v=known)
     if ROCM_DECODE in decide(case).kernels:
         case = case.replace(platform="sm_90")
     assert agrees(modelled(case).output, real(case, source).output, bound(case))

@@ -36,7 +36,7 @@ def _attend(name: str, call: KernelCall, setting: Setting) -> None:
         for head in range(call.key.shape[1]):
             kv = slice(head, head + 1)
             key = paged.keys(call.key_cache, blocks, kv)[0, : seq_lens[seq]]
-            value = paged.values(call.value_cache, blocks, kv)[0, : seq_lens[seq]]
+            value = paged.values(call, blocks, kv)[0, : seq_lens[seq]]
             key = paged.dequantised(key, format, call.k_scale, dtype)
             value = paged.dequantised(value, format, call.v_scale, dtype)
             for row in range(starts[seq], starts[seq + 1], rows_at_once):

@@ -78,7 +78,8 @@ def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> A
 
 
 def _wrapper(call: KernelCall, setting: Setting) -> Arguments:
-    return {**{name: getattr(call, name) for name in _WRAPPER_NAMES}, **_scales(call)}
+    named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
+    return {**named, "use_interleaved_v_cache": call.interleave_v, **_scales(call)}
 
 
 def _prefill(call: KernelCall, setting: Setting) -> Arguments:
@@ -98,6 +99,7 @@ def _prefill(call: KernelCall, setting: Setting) -> Arguments:
         "alibi_slopes": call.alibi_slopes,
         "sliding_window": call.sliding_window,
         "sm_scale": call.sm_scale,
+        "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
         **_scales(call),
     }
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from attnlab.cache import interleaved
 from attnlab.call import KernelCall
 from attnlab.contracts import default_scale
 from attnlab.dispatch import Setting
@@ -26,10 +27,13 @@ def keys(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tenso
     return cache[blocks, heads].permute(1, 0, 3, 2, 4).flatten(3, 4).flatten(1, 2)
 
 
-def values(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tensor:
+def values(call: KernelCall, blocks: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the stored values of some blocks and KV heads, [heads, len(blocks) × block_size,
-    head_size]; ``cache``: [num_blocks, num_kv_heads, head_size, block_size]."""
-    return cache[blocks, heads].permute(1, 0, 3, 2).flatten(1, 2)
+    head_size]."""
+    stored = call.value_cache[blocks, heads]
+    if call.interleave_v:
+        stored = interleaved(stored, back=True)
+    return stored.permute(1, 0, 3, 2).flatten(1, 2)
 
 
 def dequantised(

@@ -71,7 +71,7 @@ def _context(
     format, dtype = paged.format_of(call, setting), call.query.dtype
     blocks = call.block_table[seq, : -(-ctx_len // call.block_size)].long()
     key = paged.keys(call.key_cache, blocks, slice(None))[:, :ctx_len]
-    value = paged.values(call.value_cache, blocks, slice(None))[:, :ctx_len]
+    value = paged.values(call, blocks, slice(None))[:, :ctx_len]
     return (
         paged.dequantised(key, format, call.k_scale, dtype),
         paged.dequantised(value, format, call.v_scale, dtype),

@@ -60,7 +60,7 @@ def _keys_and_values(
     """Return context and new tokens of some KV heads, each [heads, seq_len, head_size] float32."""
     format, dtype = paged.format_of(call, setting), call.query.dtype
     old_key = paged.keys(call.key_cache, blocks, kv)[:, :ctx_len]
-    old_value = paged.values(call.value_cache, blocks, kv)[:, :ctx_len]
+    old_value = paged.values(call, blocks, kv)[:, :ctx_len]
     key = paged.dequantised(old_key, format, call.k_scale, dtype)
     value = paged.dequantised(old_value, format, call.v_scale, dtype)
     new_key, new_value = (new[start:stop, kv].transpose(0, 1) for new in (call.key, call.value))

@@ -98,7 +98,7 @@ def _write_partitions(
     blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
     every = slice(None)
     key = format.decode(paged.keys(_as_taken(terms, call.key_cache), blocks, every))
-    value = format.decode(paged.values(call.value_cache, blocks, every))
+    value = format.decode(paged.values(call, blocks, every))
     partitions = min(-(-seq_len // PARTITION_SIZE), scratch.partitions)
     positions = torch.arange(partitions * PARTITION_SIZE)
     key, value = (_fitted(tensor, len(positions)) for tensor in (key, value))
