@@ -16,7 +16,7 @@ from attnlab.defects import Defect
 from attnlab.diagnosis import number
 from attnlab.knobs import refuse
 from attnlab.mutants import MUTANTS
-from attnlab.remedies import HEADS, changes_text, find_remedies, score, take
+from attnlab.remedies import changes_text, find_remedies, score, take
 from attnlab.separate import scene_of
 
 
@@ -53,7 +53,7 @@ class Power:
 
     - ``proposal``: the least set of changes under which every mutant dies that any data can show, or
       None; ``models_pass``: whether the lab's models still pass then.
-    - ``sampled``: rows that were looked at, of how many.
+    - ``sampled``: rows that were looked at, of how many; ``heads``: how many heads of each.
     """
 
     case: Case
@@ -62,6 +62,7 @@ class Power:
     left: list[str] = field(default_factory=list)
     models_pass: bool | None = None
     sampled: tuple[int, int] = (0, 0)
+    heads: int = 0
     seconds: float = 0.0
 
     def of(self, outcome: str) -> list[Mutant]:
@@ -82,8 +83,8 @@ class Power:
         """Return what a person wants to know, a sentence each."""
         killed, survived, same = (len(self.of(o)) for o in ("killed", "survived", "equivalent"))
         told = [
-            f"{killed} killed, {survived} survived, {same} equivalent: no data can show these "
-            f"(computed on {self.sampled[0]} of {self.sampled[1]} rows, {HEADS} heads)"
+            f"{killed} killed, {survived} survived, {same} equivalent, which no data can show "
+            f"(computed on {self.sampled[0]} of {self.sampled[1]} rows, {self.heads} heads of each)"
         ]
         if self.proposal is not None and survived:
             passes = {True: "the models pass", False: "the models do not pass", None: "not run"}
@@ -171,5 +172,6 @@ def power(
         left=told.get("left", []),
         models_pass=told.get("models_pass"),
         sampled=sampled,
+        heads=max(len(spot.heads) for spot, _ in spots),
         seconds=time.perf_counter() - began,
     )

@@ -9,7 +9,7 @@ from attnlab.survey import Survey
 
 SPOTS, TOKENS, HEADS = 3, 4, 6  # looked at first: sequences, tokens of each, heads
 _MANY = 1 << 18  # elements up to which every row is looked at, else a sample
-_SAMPLED = 24  # tokens of a sequence in the sample, and heads
+_SAMPLED = 12  # tokens of a sequence in the sample, and heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

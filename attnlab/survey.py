@@ -71,14 +71,15 @@ def survey(
 
 def _sharpen(scene: Scene, output: torch.Tensor, ratio: torch.Tensor, heads: range | None) -> None:
     """Hold some rows to the likely bound, which is closer: the ends of each sequence and rows between,
-    so every row of a decode; changes ``ratio`` in place."""
+    so every row of a decode; of a large output some heads. Changes ``ratio`` in place."""
     ran = torch.arange(scene.num_heads) if heads is None else torch.tensor(heads)
     for seq in scene.ran():
         length = scene.query_len(seq)
         if not length:
             continue
         tokens = torch.linspace(0, length - 1, min(_SHARP, length)).long().unique()
-        for some in ran.split(_HEADS):
+        every = length == 1 or output.numel() <= _EXACT
+        for some in (ran if every else ran[:: max(1, len(ran) // _HEADS)]).split(_HEADS):
             spot = Spot(seq=seq, tokens=tokens, heads=some)
             rows, right = scene.rows(spot), scene.right(spot)
             wrong = (output[rows][:, some].double() - right.output).abs() / right.noise
