@@ -72,8 +72,10 @@ def diagnose(
         )
     told = dataclasses.replace(told, tolerance=case.tolerance)
     if propose and len(told.candidates) > 1:
-        pair = tuple(suspect.defect for suspect in told.candidates[:2])
-        told = dataclasses.replace(told, separation=separate(case, pair[0], pair[1]))
+        one, other = told.candidates[:2]
+        kinds = _kind(first.scene, one), _kind(first.scene, other)
+        apart = separate(case, one.defect, other.defect, scopes=kinds)
+        told = dataclasses.replace(told, separation=apart)
     return dataclasses.replace(told, seconds=time.perf_counter() - began)
 
 
@@ -85,6 +87,14 @@ def _on_cpu(run: Rerun) -> Rerun:
 def _by_hand(lab: Lab, case: Case) -> Lab:
     """Return a Lab whose tensors lie on the CPU, where the suspects are computed."""
     return lab if lab.where(case) == "cpu" else Lab(source=lab.source, device="cpu")
+
+
+def _kind(scene: Scene, suspect: Suspect) -> str:
+    """Return a suspect's scope for another Case, in which its sequences are others."""
+    if suspect.scope == "all":
+        return "all"
+    kinds = {"decode" if scene.is_decode(seq) else "prefill" for seq in suspect.seqs}
+    return kinds.pop() if len(kinds) == 1 else "all"
 
 
 def _rejected(lab: Lab, case: Case, text: str) -> Diagnosis:

@@ -42,12 +42,18 @@ def scene_of(case: Case) -> Scene:
     return Scene.of_case(case, batch, call, output)
 
 
-def separate(case: Case, one: Defect, other: Defect, same_kernels: bool = True) -> Separation:
+def separate(
+    case: Case,
+    one: Defect,
+    other: Defect,
+    same_kernels: bool = True,
+    scopes: tuple[str, str] = ("all", "all"),
+) -> Separation:
     """Return a Case near ``case`` in which the two defects give outputs that no rounding can confuse.
 
     Changes are tried from the least to the most; those that would bring another kernel are left out
     unless ``same_kernels`` is false, and a large Case is shortened first, so that what is proposed
-    runs in no time.
+    runs in no time. ``scopes`` say which rows each is in: "all", "decode" or "prefill".
     """
     tried, names = 0, (one.name, other.name)
     for changes, changed in changed_cases(case, same_kernels):
@@ -55,7 +61,7 @@ def separate(case: Case, one: Defect, other: Defect, same_kernels: bool = True) 
         tried += 1
         if not (one.applies(scene) and other.applies(scene)):
             continue
-        gap = gap_between(scene, one, other)
+        gap = gap_between(scene, one, other, scopes)
         if gap > 1:
             return Separation(pair=names, case=changed, changes=changes, gap=gap, tried=tried)
     return Separation(pair=names, case=None, changes={}, gap=0.0, tried=tried)
@@ -80,11 +86,17 @@ def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[
             yield told, changed
 
 
-def gap_between(scene: Scene, one: Defect, other: Defect) -> float:
+def gap_between(
+    scene: Scene, one: Defect, other: Defect, scopes: tuple[str, str] = ("all", "all")
+) -> float:
     """Return how far apart the outputs under two defects are, in units of both rounding bounds."""
     gap = 0.0
     for spot in spots_of(scene):
-        first, second = one.compute(scene, spot), other.compute(scene, spot)
+        kind = "decode" if scene.is_decode(spot.seq) else "prefill"
+        first, second = (
+            defect.compute(scene, spot) if scope in ("all", kind) else scene.right(spot)
+            for defect, scope in zip((one, other), scopes, strict=True)
+        )
         finite = first.output.isfinite(), second.output.isfinite()
         if bool((finite[0] != finite[1]).any()):
             return float("inf")

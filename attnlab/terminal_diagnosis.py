@@ -24,16 +24,16 @@ _OUTCOME = {"killed": "green", "survived": "red", "equivalent": "dim"}
 _VERDICT = {"holds": "green", "fails": "red", "cannot be decided": "magenta"}
 
 
-def show_diagnosis(console: Console, told: Diagnosis, most: int = 12) -> None:
-    """Print what explains an output, and the first suspects with their sizes."""
+def show_diagnosis(console: Console, told: Diagnosis, most: int = 60) -> None:
+    """Print what explains an output, and the suspects with their sizes, the first ``most``."""
     console.print(f"[{_STATUS[told.status]} bold]{told.status}[/]")
     for sentence in told.sentences():
         console.print(escape(sentence))
     if told.suspects:
         title = "suspects at the failing place: sizes are largest absolute errors"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
         for name in SUSPECT_COLUMNS:
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", no_wrap=name == "suspect")
         for suspect in told.suspects[:most]:
             table.add_row(*map(escape, suspect_cells(suspect)))
         console.print(table)

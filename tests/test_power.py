@@ -2,12 +2,14 @@
 
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 from conftest import hostile
 
 from attnlab.case import Case
 from attnlab.defects import CATALOGUE
 from attnlab.mutants import MUTANTS, NINE
+from attnlab.plots_power import plot_power
 from attnlab.power import power
 from attnlab.remedies import is_equivalent
 from attnlab.run import Lab
@@ -115,3 +117,19 @@ def test_every_defect_is_a_mutant():
     names = {mutant.name for mutant in MUTANTS}
     assert {defect.name for defect in CATALOGUE if not defect.harmless} <= names
     assert set(NINE) <= names
+
+
+def test_the_picture_shows_each_margin():
+    """One point a mutant at its margin, in its outcome's series; NaN at the right edge."""
+    told = power(hostile(empty="zeros"), remedies=False)
+    ax = plot_power(told.mutants)
+    points = {}
+    for line in ax.lines[:3]:
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            points[told.mutants[int(y)].name] = x
+    assert points.keys() == {mutant.name for mutant in told.mutants}
+    assert points["newest_slot_nan"] == 1e6
+    scale = next(mutant for mutant in told.mutants if mutant.name == "scale_doubled")
+    assert points["scale_doubled"] == scale.margin
+    assert [text.get_text() for text in ax.get_yticklabels()] == [m.name for m in told.mutants]
+    plt.close(ax.figure)
