@@ -49,7 +49,7 @@ class Lab:
     """
 
     keep: int = 2
-    source: Path | None = None
+    source: Path | str | None = None
     device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None

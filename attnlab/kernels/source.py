@@ -75,14 +75,14 @@ class Source:
         return f"vllm {self.version}"
 
 
-def find_source(path: Path | None = None) -> Source:
+def find_source(path: Path | str | None = None) -> Source:
     """Return the vLLM at ``path``: a wheel, an sdist or a folder; None is the installed one.
 
     Raises InvalidCase where there is no vLLM at ``path``, Unavailable where none is installed.
     """
     if path is None:
         return _installed()
-    path = path.expanduser()
+    path = Path(path).expanduser()
     if path.is_dir():
         return _checkout(path)
     if not path.is_file():
