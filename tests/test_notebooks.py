@@ -6,6 +6,7 @@ import pytest
 
 from attnlab.errors import Unavailable
 from attnlab.investigate import find_notebooks, investigate
+from attnlab.kernels.source import fetch
 from attnlab.production import check_available
 
 NOTEBOOKS = find_notebooks([], Path(__file__).parent.parent / "notebooks")
@@ -31,6 +32,25 @@ def test_every_verdict_is_as_expected(tmp_path: Path, changes: dict[str, object]
         (path.stem, "passed", "") for path in CASED
     ]
     assert all(one.verdicts for one in outcomes)
+
+
+def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> None:
+    """The same notebooks on vLLM's own source, at a size that its interpreter does in seconds."""
+    try:
+        source = str(fetch("0.33.0"))
+    except Unavailable as error:
+        pytest.skip(str(error))
+    tiny = {"num_heads": 2, "draw_max_query_len": 16, "draw_max_ctx_len": 120, "seed": 5}
+    outcomes = investigate(
+        CASED,
+        parameters={**tiny, "origin": "vllm", "source": source, "release": "0.33.0"},
+        reports=tmp_path,
+        timeout_s=240,
+        jobs=2,
+    )
+    assert [(one.name, one.status, one.message) for one in outcomes] == [
+        (path.stem, "passed", "") for path in CASED
+    ]
 
 
 PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
