@@ -94,31 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_case_flags(decode)
 
-    diagnose = _command(
-        commands, "diagnose", _diagnose, "find the defect that explains an output, or abstain"
-    )
-    add_case_flags(diagnose)
-    add_source_flag(diagnose)
-    diagnose.add_argument(
-        "--output-file",
-        type=Path,
-        metavar="FILE",
-        help="a safetensors file with the tensor 'output' to explain, instead of running the case",
-    )
-    diagnose.add_argument(
-        "--call",
-        type=Path,
-        metavar="FILE",
-        help="a saved KernelCall whose output is to be explained; of the case only the platform, "
-        "the release and the op's rules count",
-    )
-
-    power = _command(
-        commands, "power", _power, "say which defects a test would notice, and what would make it"
-    )
-    add_case_flags(power)
-
-    _command(commands, "claims", _claims, "put the claims of the investigation's notes to the test")
+    _add_conclusions(commands)
 
     investigate = _command(
         commands, "investigate", _investigate, "run the notebooks headless and write reports/"
@@ -189,6 +165,35 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=1, metavar="N", help="what the random cases are drawn from (1)"
     )
     return parser
+
+
+def _add_conclusions(commands: Any) -> None:
+    """Add the commands that conclude something."""
+    diagnose = _command(
+        commands, "diagnose", _diagnose, "find the defect that explains an output, or abstain"
+    )
+    add_case_flags(diagnose)
+    add_source_flag(diagnose)
+    diagnose.add_argument(
+        "--output-file",
+        type=Path,
+        metavar="FILE",
+        help="a safetensors file with the tensor 'output' to explain, instead of running the case",
+    )
+    diagnose.add_argument(
+        "--call",
+        type=Path,
+        metavar="FILE",
+        help="a saved KernelCall whose output is to be explained; of the case only the platform, "
+        "the release and the op's rules count",
+    )
+
+    power = _command(
+        commands, "power", _power, "say which defects a test would notice, and what would make it"
+    )
+    add_case_flags(power)
+
+    _command(commands, "claims", _claims, "put the claims of the investigation's notes to the test")
 
 
 def _command(

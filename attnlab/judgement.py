@@ -65,9 +65,12 @@ def judge(evidence: Evidence, catalogue: Sequence[Defect], heads: range | None) 
         return Diagnosis(status="nothing wrong", **facts)  # type: ignore[arg-type]
     kinds = {breach.kind for breach in evidence.breaches if breach.effect == "silent"}
     left = found.touched_rows[~torch.isin(found.touched_rows, evidence.unwritten)]
-    if len(left) == 0 and scene.before is None:
+    known = any(defect.name == "rows_never_written" for defect in catalogue)
+    if len(left) == 0 and scene.before is None and known:
         return _never_written(evidence, catalogue, kinds, facts, heads)
-    ignore = evidence.unwritten if scene.before is None else evidence.unwritten[:0]
+    ignore = evidence.unwritten[
+        : len(evidence.unwritten) if scene.before is None and len(left) else 0
+    ]
     sample = choose(scene, found, ignore, heads)
     heard = screen(scene, output, sample.first, catalogue)
     heard, candidates = _weigh(evidence, sample, heard, kinds)
@@ -119,26 +122,9 @@ def _never_written(
     heard = screen(evidence.scene, evidence.output, sample.first, catalogue)
     known = next(defect for defect in catalogue if defect.name == "rows_never_written")
     own = [suspect for suspect in heard if suspect.name == known.name]
-    seqs = {
-        evidence.scene.spot_of_row(row, torch.arange(0)).seq for row in evidence.unwritten.tolist()
-    }
-    worst = facts["largest"]
-    assert isinstance(worst, float)
-    cause = (
-        own[0]
-        if own
-        else Suspect(
-            name=known.name,
-            text=known.text,
-            seen_in=known.seen_in,
-            verdict="explains",
-            predicted=worst,
-            observed=worst,
-            residual=0.0,
-            ratio=0.0,
-            defect=known,
-        )
-    )
+    rows = evidence.unwritten.tolist()
+    seqs = {evidence.scene.spot_of_row(row, torch.arange(0)).seq for row in rows}
+    cause = own[0] if own else _unheard(known, evidence)
     cause = dataclasses.replace(
         cause,
         verdict="explains",
@@ -159,6 +145,22 @@ def _never_written(
         candidates=[cause],
         suspects=_sorted([cause, *others]),
         **facts,  # type: ignore[arg-type]
+    )
+
+
+def _unheard(defect: Defect, evidence: Evidence) -> Suspect:
+    """Return rows never written as a suspect where the buffer is not known: any size is theirs."""
+    size = float(evidence.found.error[evidence.found.touched].max())
+    return Suspect(
+        name=defect.name,
+        text=defect.text,
+        seen_in=defect.seen_in,
+        verdict="explains",
+        predicted=size,
+        observed=size,
+        residual=0.0,
+        ratio=0.0,
+        defect=defect,
     )
 
 

@@ -246,6 +246,9 @@ def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
     assert told.status == "explained"
     assert told.cause is not None
     assert told.cause.name == "rows_never_written"
+    rest = [defect for defect in CATALOGUE if defect.name != "rows_never_written"]
+    blind = diagnose_call(call, Setting.of(case), decide(case).kernels, catalogue=rest)
+    assert blind.status == "unexplained"
 
 
 def test_a_call_of_another_defect_is_diagnosed_without_its_case():
