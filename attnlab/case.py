@@ -35,7 +35,7 @@ RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model", "vllm", "vllm-cpu")
+ORIGINS = ("model", "vllm", "vllm-cpu", "rocm")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 DATAS = ("uniform_1e-3", "normal")
@@ -132,6 +132,9 @@ class Case:
     )
     seqs: tuple[int, int] | None = knob(
         None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
+    )
+    checked: bool = knob(
+        False, _PLATFORM, Flag(), "watch every access to memory (origin rocm, emulated device)"
     )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"

@@ -137,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         commands, "fetch", _fetch, "download a release of vLLM with pip, to be a --source"
     )
     fetch.add_argument("release", help="its version, 0.33.0 say; a wheel has 250 to 500 MB")
+    fetch.add_argument(
+        "--sdist", action="store_true", help="the sdist, of 10 to 50 MB: it has csrc/rocm"
+    )
 
     bench = _command(
         commands,
@@ -163,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument(
         "--seed", type=int, default=1, metavar="N", help="what the random cases are drawn from (1)"
+    )
+    bench.add_argument(
+        "--rocm", action="store_true", help="measure the emulated AMD device on --source instead"
     )
     return parser
 
@@ -238,8 +244,8 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 def _run(args: argparse.Namespace) -> int:
     case = case_of(args)
-    if args.source is not None and case.origin != "vllm":
-        raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
+    if args.source is not None and case.origin == "model":
+        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
     return _run_stages(args, case) if args.stages else _run_case(args, case)
 
 
@@ -313,8 +319,8 @@ def _diagnose(args: argparse.Namespace) -> int:
     case = case_of(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given")
-    if args.source is not None and case.origin != "vllm":
-        raise InvalidCase(f"source must not be given with origin {case.origin}; add --origin vllm")
+    if args.source is not None and case.origin == "model":
+        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
     with _progress("diagnosing") as show:
         lab = Lab(source=args.source, on_step=show, on_notice=_notice)
         told = diagnose_files(case, lab, args.output_file, args.call)
@@ -352,10 +358,11 @@ def _claims(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.sdist import fetch_sdist
     from attnlab.kernels.source import fetch, find_source
 
     with _progress(f"downloading vLLM {args.release}"):
-        path = fetch(args.release)
+        path = (fetch_sdist if args.sdist else fetch)(args.release)
         source = find_source(path)
     if args.json:
         _print_json({"version": source.version, "path": str(path), "ops": str(source.root)})
@@ -365,12 +372,16 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from attnlab.terminal import show_bench, show_interpreter
+    from attnlab.terminal import show_bench, show_interpreter, show_rocm
 
     if args.what == "diagnose":
         return _bench_diagnose(args)
     with _progress("measuring") as show:
-        if args.source is not None:
+        if args.rocm:
+            from attnlab.bench_rocm import bench_rocm
+
+            figures = bench_rocm(args.source, on_step=show)
+        elif args.source is not None:
             from attnlab.bench_interpreter import bench_interpreter
 
             figures = bench_interpreter(args.source, on_step=show)
@@ -380,6 +391,8 @@ def _bench(args: argparse.Namespace) -> int:
             figures = bench(on_step=show)
     if args.json:
         _print_json(figures)
+    elif args.rocm:
+        show_rocm(_console(), figures)
     elif args.source is not None:
         show_interpreter(_console(), figures)
     else:

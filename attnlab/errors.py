@@ -17,6 +17,10 @@ class KernelRejected(AttnLabError, RuntimeError):
     """The kernel refuses its arguments, with the text that the real op raises."""
 
 
+class KernelFailed(KernelRejected):
+    """The kernel broke while it ran: it left its memory, stood still, or would have ended the process."""
+
+
 class Unavailable(AttnLabError, RuntimeError):
     """What was asked for cannot run here; the text says why and what would help."""
 

@@ -53,7 +53,8 @@ def add_source_flag(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=Path,
         metavar="PATH",
-        help="vLLM for --origin vllm: a wheel, an sdist or a checkout (default: the installed one)",
+        help="vLLM for --origin vllm and rocm: a wheel, an sdist or a checkout (default: the installed "
+        "one); rocm needs an sdist or a checkout",
     )
     parser.add_argument(
         "--device",

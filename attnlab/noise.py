@@ -7,8 +7,8 @@ magnitudes, n the longest sequence. Then each output element is off by at most t
 - weights rounded to the dtype, each by u of itself: u·A; subnormal ones by a fixed step t: n·t·max|v|;
 - values of an FP8 cache, times their scale, rounded to the dtype (Triton's kernels alone): u·A;
 - partial outputs rounded to the dtype (ROCm): once for a partition, u·A, or, up to 4 query heads a KV
-  head on CDNA, once for each warp of 64 tokens and once for each of three additions: 4·u·A;
-  merge_attn_states rounds its two parts: u·A;
+  head on CDNA, once for each warp of 64 tokens and once for each of three additions: 4·u·A, or
+  7·u·A in bfloat16, whose additions cut off what does not fit; merge_attn_states rounds its two parts: u·A;
 - the output rounded to the dtype: u·A + t;
 - sums of float32: n·2⁻²³·A, and the 1e-6 that ROCm adds to a sum, which is at least 1, twice: 2e-6·A;
   the CPU's op has none of that, but its exp is a polynomial of degree 5, off by at most 1e-7 where it
@@ -26,7 +26,7 @@ likely bound has
 
 - (2 roundings or 1) and scores: LIKELY·e·(√(Σ w²·v²) + √(Σ w²)·|o|), e = u or 2·u, plus exp(2·s) − 1,
   the second term for the sum that they are divided by;
-- the output: u·|o| + t; partial outputs: u or 4·u of the sum of the warps' own |Σ w·v|;
+- the output: u·|o| + t; partial outputs: u, 4·u or 7·u of the sum of the warps' own |Σ w·v|;
 - sums of float32: LIKELY·√n·2⁻²³·A, the 2e-6 as above, subnormal weights LIKELY·√n·t·max|v|.
 
 The smaller of the two bounds holds.
@@ -74,7 +74,8 @@ class Rounding:
         parts, terms = 0, 1 + int(is_fp8)
         if ROCM_DECODE in kernels:  # it multiplies v_scale after the sum, in float32
             by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
-            parts = 4 if by_warp else 1
+            warps = 7 if call.query.dtype == torch.bfloat16 else 4
+            parts = warps if by_warp else 1
             terms = 1 if len(kernels) == 1 else terms
         if MERGE in kernels:
             parts = 1

@@ -13,6 +13,8 @@ from attnlab.case import Case
 from attnlab.compare import ErrorMap, Place
 from attnlab.contracts import contract, unwritten_rows
 from attnlab.dispatch import Decision, Setting
+from attnlab.memory import MemoryReport
+from attnlab.memory import to_dict as memory_to_dict
 
 _NUMBERS = (
     "mismatched",
@@ -38,6 +40,7 @@ class Result:
     - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
     - ``shared``: the steps whose product an earlier run of the same Lab had left.
     - ``call``, ``cache``: what was run, for a closer look.
+    - ``memory``: what the kernel read, where the Case asked the emulated device to watch; else None.
     - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
       ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
       tensors; in words.
@@ -54,6 +57,7 @@ class Result:
     shared: tuple[str, ...]
     call: KernelCall
     cache: PagedCache
+    memory: MemoryReport | None = None
     launches: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
@@ -98,6 +102,7 @@ class Result:
             **numbers,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
+            "memory": memory_to_dict(self.memory),
             "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
             "launches": list(self.launches),
             "wraps": list(self.wraps),

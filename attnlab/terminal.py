@@ -43,6 +43,8 @@ def show_result(console: Console, result: "Result") -> None:
         )
         if places := result.places():
             grid.add_row("places", "\n".join(place_lines(places)))
+    if result.memory is not None:
+        grid.add_row("memory", escape("\n".join(result.memory.lines())))
     if result.launches:
         grid.add_row("launched", escape("\n".join(result.launches)))
     if seen := (*result.wraps, *result.outside):
@@ -223,3 +225,26 @@ def show_interpreter(console: Console, figures: dict[str, Any]) -> None:
         table.add_row(what, f"{figures[name]:.2f}", f"{stock / figures[name]:.1f}")
     console.print(table)
     console.print(f"largest error of the decode rows {figures['greatest_error']:.3g}")
+
+
+def show_rocm(console: Console, figures: dict[str, Any]) -> None:
+    """Print what the decode kernel takes on the emulated device, plain and checked."""
+    title = f"one decode of 930 tokens, 64 heads, {figures['source']} csrc/rocm; seconds"
+    table = Table(title=title, box=None, padding=(0, 2), title_justify="left")
+    columns = ("first call", "1 core", f"{figures['threads']} threads", "checked", "times slower")
+    for name in ("", *columns, "error"):
+        table.add_column(name)
+    for group, found in figures["by_gqa"].items():
+        names = ("first_s", "seconds", "all_cores_s", "checked_s", "times_slower", "greatest_error")
+        table.add_row(f"gqa {group}", *(f"{found[name]:.2g}" for name in names))
+    console.print(table)
+
+
+def show_adaptations(console: Console, root: Path) -> None:
+    """Print what is changed in the text of csrc/rocm's attention of the vLLM at ``root``, and why."""
+    from attnlab.hip.adapt import times_adapted
+
+    table = Table("what", "times", "why", box=None)
+    for change, times in times_adapted(root):
+        table.add_row(change.what, str(times), change.why)
+    console.print(table)

@@ -1,5 +1,7 @@
 """What the tests share: one small case that is as hostile as a real batch, and helpers to look at it."""
 
+import functools
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +11,10 @@ from attnlab.batch import make_batch
 from attnlab.cache import PagedCache, make_cache
 from attnlab.call import KernelCall, make_call, make_output
 from attnlab.case import Case
+from attnlab.errors import Unavailable
+from attnlab.hip.build import find_compiler
+from attnlab.kernels.sdist import fetch_sdist
+from attnlab.kernels.source import Source, find_source
 
 # Block size 16, partitions of 256: (query_len, ctx_len) around the edges of both, without a context,
 # with a query longer than the context, and decode rows before, between and behind the prefills.
@@ -80,3 +86,27 @@ def decode_rows(case: Case) -> torch.Tensor:
 def one_thread() -> None:
     """Keep torch to one thread: for tensors this small more of them cost time."""
     torch.set_num_threads(1)
+
+
+@functools.cache
+def sdist_or_reason(version: str) -> Source | str:
+    """Return a release's sdist, downloaded once, or why csrc/rocm's kernels cannot be had here."""
+    try:
+        find_compiler(os.environ.get("CXX"))
+        return find_source(fetch_sdist(version))
+    except Unavailable as error:
+        return str(error)
+
+
+def sdist(version: str) -> Source:
+    """Return a release's sdist; skip the test where it, or a compiler, cannot be had."""
+    found = sdist_or_reason(version)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(params=("0.11.2", "0.33.0"))
+def rocm(request: pytest.FixtureRequest) -> Source:
+    """Give the sdist of one release after the other."""
+    return sdist(request.param)

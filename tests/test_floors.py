@@ -12,8 +12,8 @@ FLOORS = [  # from the ground up
     {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
-    {"kernels"},
-    {"reference", "compare", "cache_write", "noise"},
+    {"kernels", "hip"},
+    {"reference", "compare", "memory", "cache_write", "noise"},
     {"defects"},
     {"survey", "probes"},
     {"result", "sharing"},
@@ -21,7 +21,7 @@ FLOORS = [  # from the ground up
     {"decode_error", "stage_table", "timeline"},
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
-    {"production", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
     {"claims"},
     {
         "report",
@@ -31,6 +31,7 @@ FLOORS = [  # from the ground up
         "bench",
         "bench_diagnose",
         "bench_interpreter",
+        "bench_rocm",
         "diagnosing",
         "flags",
         "terminal",
@@ -38,6 +39,7 @@ FLOORS = [  # from the ground up
         "cli",
     },
 ]
+PACKAGES = tuple(f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels"))
 GROUND = -1  # the package itself, which imports nothing
 
 
@@ -63,7 +65,7 @@ def imports_of(source: str, module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             path = ".".join([*base, *([node.module] if node.module else [])])
-            inner = path in ("attnlab", "attnlab.claims", "attnlab.defects", "attnlab.kernels")
+            inner = path in PACKAGES
             names = [f"{path}.{alias.name}" for alias in node.names] if inner else [path]
         found |= {name for name in names if name.split(".")[0] == "attnlab"}
     return {name.partition(".")[2] for name in found} - {"", "__version__"}

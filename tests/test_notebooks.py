@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from conftest import sdist
 
 from attnlab.errors import Unavailable
 from attnlab.investigate import find_notebooks, investigate
@@ -53,6 +54,7 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
     ]
 
 
+KERNEL = next(path for path in NOTEBOOKS if path.stem.startswith("08-"))  # needs an sdist
 PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
 
 
@@ -84,9 +86,32 @@ def test_production_is_as_expected(tmp_path: Path, changes: dict[str, object]) -
     assert len(outcome.verdicts) >= 15
 
 
+@pytest.mark.parametrize(("release", "seed"), [("0.11.2", 0), ("0.33.0", 7)])
+def test_the_kernel_nobody_could_run(tmp_path: Path, release: str, seed: int) -> None:
+    """The notebook on the real ROCm source, on both releases' sdists."""
+    parameters = {**SMALL, "seed": seed, "source": str(sdist(release).path)}
+    (outcome,) = investigate([KERNEL], parameters=parameters, reports=tmp_path, timeout_s=120)
+    assert (outcome.status, outcome.message) == ("passed", "")
+
+
+def test_without_an_index_the_kernels_notebook_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sdist in the cache and an index that does not answer: unavailable, and why."""
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    (outcome,) = investigate([KERNEL], parameters=SMALL, reports=tmp_path, timeout_s=120)
+    assert outcome.status == "unavailable"
+    assert "vllm 0.11.2" in outcome.message
+    assert "\n" not in outcome.message
+
+
 def test_every_notebook_is_run_here() -> None:
-    """None is left out of the two tests above."""
-    assert {*CASED, *PRODUCTION} == {*NOTEBOOKS}
+    """None is left out of the tests above."""
+    assert {*CASED, *PRODUCTION, KERNEL} == {*NOTEBOOKS}
 
 
 def test_a_wrong_verdict_is_found(tmp_path: Path) -> None:

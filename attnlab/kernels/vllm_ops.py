@@ -2,7 +2,8 @@
 
 The platform is simulated as far as the ops ask for it: ``current_platform`` gives the Case's FP8 format
 and capability, and the lab's dispatch answers ``use_rocm_custom_paged_attention``. Where that chooses
-ROCm's own kernel, the lab's model of it stands for ``ops.paged_attention_rocm``.
+ROCm's own kernel, its source on the emulated device stands for ``ops.paged_attention_rocm``; the lab's
+model of it where the vLLM comes without csrc/rocm, as a wheel does, or the device is not emulated.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Setting
 from attnlab.errors import AttnLabError, KernelRejected, Unavailable
-from attnlab.kernels import interpreter
+from attnlab.kernels import interpreter, rocm_source
 from attnlab.kernels.loader import Loader
 from attnlab.kernels.needed import Share, needed
 from attnlab.kernels.observed import Observed
@@ -47,11 +48,14 @@ class Loaded:
         return found
 
 
-def origin_text(source: Source, kernels: Sequence[str], where: str) -> str:
+def origin_text(source: Source, kernels: Sequence[str], where: str, platform: Platform) -> str:
     """Return what ran, in words: the source, how, and what stood in for a kernel."""
     how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
-    modelled = "; ROCm decode: model" if ROCM_DECODE in kernels else ""
-    return f"{source.text()}, {how}{modelled}"
+    if ROCM_DECODE not in kernels:
+        return f"{source.text()}, {how}"
+    real = rocm_source.emulates(source, platform)
+    decode = "csrc/rocm, emulated device" if real else "model"
+    return f"{source.text()}, {how}; ROCm decode: {decode}"
 
 
 def run(
@@ -77,7 +81,9 @@ def run(
     moved = dataclasses.replace(call, **tensors)
     arguments = bind(loaded.function(call.op), moved, setting)
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
-    loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(moved, setting, args, kwargs)
+    loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
+        moved, setting, source, args, kwargs
+    )
     plan = interpreter.Plan(
         needed=lambda kernel, args, program: needed(kernel, args, program, share),
         processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
@@ -144,9 +150,13 @@ def _on_device(call: KernelCall, setting: Setting, where: str) -> dict[str, torc
 
 
 def _rocm_decode(
-    call: KernelCall, setting: Setting, args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: KernelCall,
+    setting: Setting,
+    source: Source,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Stand for ``ops.paged_attention_rocm``: turn its arguments into a call of the lab's model.
+    """Stand for ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
 
     Its parameters have had the same first names since 0.9: out, exp_sum, max_logits, tmp_out, query,
     key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, query_start_loc, block_size,
@@ -177,7 +187,10 @@ def _rocm_decode(
         v_scale=float(given["v_scale"]),
         sm_scale=given["scale"],
     )
-    paged_attention_rocm(translated, setting)
+    if rocm_source.emulates(source, setting.platform):
+        rocm_source.run(translated, setting, source)
+    else:
+        paged_attention_rocm(translated, setting)
     given["out"].copy_(translated.output)
 
 

@@ -1,0 +1,65 @@
+// How Python calls the op's host code: included behind the source's text.
+#pragma once
+
+namespace {
+
+enum { OUT, EXP_SUMS, MAX_LOGITS, TMP_OUT, QUERY, KEY_CACHE, VALUE_CACHE, BLOCK_TABLES, SEQ_LENS,
+       QUERY_START_LOC, ALIBI_SLOPES, K_SCALE, V_SCALE, FP8_OUT_SCALE, TENSORS };
+
+struct Arguments {
+  torch::Tensor tensors[TENSORS];  // one without dims is None
+  int64_t num_kv_heads, block_size, max_seq_len;
+  double scale;
+  const char *kv_cache_dtype, *mfma_type;
+};
+
+// The op of 0.11.2 has 20 parameters. Up to 0.10 it has no mfma_type, the last of them; later ones add
+// use_interleaved_v_cache behind it, which the lab never asks for.
+template <class... Parameters, class... Given>
+void call_op(void (*op)(Parameters...), const std::string& mfma_type, Given&... given) {
+  if constexpr (sizeof...(Parameters) == sizeof...(Given)) {
+    op(given...);
+  } else if constexpr (sizeof...(Parameters) == sizeof...(Given) + 1) {
+    op(given..., mfma_type);
+  } else {
+    op(given..., mfma_type, false);
+  }
+}
+
+void call_with(Arguments& a) {
+  auto optional = [&](int i) {
+    return a.tensors[i].dims ? std::optional<torch::Tensor>(a.tensors[i]) : std::nullopt;
+  };
+  torch::Tensor* t = a.tensors;
+  const auto query_start_loc = optional(QUERY_START_LOC), alibi_slopes = optional(ALIBI_SLOPES);
+  const auto fp8_out_scale = optional(FP8_OUT_SCALE);
+  const std::string kv_cache_dtype = a.kv_cache_dtype, mfma_type = a.mfma_type;
+  call_op(paged_attention, mfma_type, t[OUT], t[EXP_SUMS], t[MAX_LOGITS], t[TMP_OUT], t[QUERY], t[KEY_CACHE],
+          t[VALUE_CACHE], a.num_kv_heads, a.scale, t[BLOCK_TABLES], t[SEQ_LENS], query_start_loc,
+          a.block_size, a.max_seq_len, alibi_slopes, kv_cache_dtype, t[K_SCALE], t[V_SCALE],
+          fp8_out_scale);
+}
+
+}  // namespace
+
+// Call the op. Returns 0; 1 where its host code refuses, 2 where a kernel failed on the device, 3 where
+// the host code would end the process. `text` gets the reason; or, where `context` has no `find` and
+// the launches are only noted, the names of the kernels, one a line.
+extern "C" int attnlab_call(const attnlab::Context* context, Arguments* arguments, char* text, size_t size) {
+  attnlab::context = *context;
+  attnlab::noted.clear();
+  std::string told;
+  int outcome = 0;
+  try {
+    call_with(*arguments);
+    for (const auto& name : attnlab::noted) told += name + "\n";
+  } catch (const attnlab::Rejected& error) {
+    outcome = 1, told = error.what();
+  } catch (const attnlab::DeviceFailed&) {
+    outcome = 2;
+  } catch (const attnlab::Aborted& error) {
+    outcome = 3, told = error.what();
+  }
+  std::snprintf(text, size, "%s", told.c_str());
+  return outcome;
+}
