@@ -1,5 +1,5 @@
-"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``investigate``, ``fetch`` and
-``bench``.
+"""The command line: ``attnlab run``, ``explain``, ``decode-error``, ``diagnose``, ``power``, ``claims``,
+``investigate``, ``fetch`` and ``bench``.
 
 Exit codes: 0 where everything matches, 1 where something does not, 2 for bad input, which is told in
 one line. A notebook that cannot run here, for a package that it needs, is named as such and makes no 1
@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_case_flags(decode)
 
+    _add_conclusions(commands)
+
     investigate = _command(
         commands, "investigate", _investigate, "run the notebooks headless and write reports/"
     )
@@ -146,12 +148,58 @@ def _parser() -> argparse.ArgumentParser:
         "measure speed and memory on this machine, each figure beside its yardstick",
     )
     bench.add_argument(
+        "what",
+        nargs="?",
+        choices=("speed", "diagnose"),
+        default="speed",
+        help="speed and memory (default), or the diagnosis on planted defects",
+    )
+    bench.add_argument(
         "--source", type=Path, metavar="PATH", help="measure the interpreter on this vLLM instead"
+    )
+    bench.add_argument(
+        "--trials",
+        type=int,
+        default=500,
+        metavar="N",
+        help="defects to plant, and sound runs (500)",
+    )
+    bench.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="what the random cases are drawn from (1)"
     )
     bench.add_argument(
         "--rocm", action="store_true", help="measure the emulated AMD device on --source instead"
     )
     return parser
+
+
+def _add_conclusions(commands: Any) -> None:
+    """Add the commands that conclude something."""
+    diagnose = _command(
+        commands, "diagnose", _diagnose, "find the defect that explains an output, or abstain"
+    )
+    add_case_flags(diagnose)
+    add_source_flag(diagnose)
+    diagnose.add_argument(
+        "--output-file",
+        type=Path,
+        metavar="FILE",
+        help="a safetensors file with the tensor 'output' to explain, instead of running the case",
+    )
+    diagnose.add_argument(
+        "--call",
+        type=Path,
+        metavar="FILE",
+        help="a saved KernelCall whose output is to be explained; of the case only the platform, "
+        "the release and the op's rules count",
+    )
+
+    power = _command(
+        commands, "power", _power, "say which defects a test would notice, and what would make it"
+    )
+    add_case_flags(power)
+
+    _command(commands, "claims", _claims, "put the claims of the investigation's notes to the test")
 
 
 def _command(
@@ -263,6 +311,52 @@ def _decode_error(args: argparse.Namespace) -> int:
     return 0
 
 
+def _diagnose(args: argparse.Namespace) -> int:
+    from attnlab.diagnosing import diagnose_files
+    from attnlab.run import Lab
+    from attnlab.terminal_diagnosis import show_diagnosis
+
+    case = case_of(args)
+    if args.call is not None and args.output_file is not None:
+        raise InvalidCase("output-file and call must not both be given")
+    if args.source is not None and case.origin == "model":
+        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
+    with _progress("diagnosing") as show:
+        lab = Lab(source=args.source, on_step=show, on_notice=_notice)
+        told = diagnose_files(case, lab, args.output_file, args.call)
+    if args.json:
+        _print_json(told.to_dict())
+    else:
+        show_diagnosis(_console(), told)
+    return 1 if told.is_wrong else 0
+
+
+def _power(args: argparse.Namespace) -> int:
+    from attnlab.power import power
+    from attnlab.terminal_diagnosis import show_power
+
+    with _progress("planting defects") as show:
+        told = power(case_of(args), on_step=show)
+    if args.json:
+        _print_json(told.to_dict())
+    else:
+        show_power(_console(), told)
+    return 0 if not told.survivors else 1
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from attnlab.claims import judge_claims
+    from attnlab.terminal_diagnosis import show_claims
+
+    with _progress("claims") as show:
+        findings = judge_claims(on_step=show)
+    if args.json:
+        _print_json([finding.to_dict() for finding in findings])
+    else:
+        show_claims(_console(), findings)
+    return 0
+
+
 def _fetch(args: argparse.Namespace) -> int:
     from attnlab.kernels.sdist import fetch_sdist
     from attnlab.kernels.source import fetch, find_source
@@ -280,6 +374,8 @@ def _fetch(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from attnlab.terminal import show_bench, show_interpreter, show_rocm
 
+    if args.what == "diagnose":
+        return _bench_diagnose(args)
     with _progress("measuring") as show:
         if args.rocm:
             from attnlab.bench_rocm import bench_rocm
@@ -301,6 +397,22 @@ def _bench(args: argparse.Namespace) -> int:
         show_interpreter(_console(), figures)
     else:
         show_bench(_console(), figures)
+    return 0
+
+
+def _bench_diagnose(args: argparse.Namespace) -> int:
+    from attnlab.bench_diagnose import bench_diagnose
+    from attnlab.terminal_diagnosis import show_bench_diagnose
+
+    if args.source is not None:
+        raise InvalidCase("source must not be given with diagnose")
+    trials, seed = Int(1).check("trials", args.trials), Int(0).check("seed", args.seed)
+    with _progress("planting") as show:
+        figures = bench_diagnose(trials, trials, seed, on_step=show)
+    if args.json:
+        _print_json(figures)
+    else:
+        show_bench_diagnose(_console(), figures)
     return 0
 
 

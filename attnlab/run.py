@@ -145,6 +145,15 @@ class Lab:
             outside=tuple(stray.text() for stray in observed.outside.values()),
         )
 
+    def output(self, case: Case) -> torch.Tensor:
+        """Return what the Case's op writes, without comparing it; raises as :meth:`run` does."""
+        check_memory(case)
+        if case.origin != "model":
+            self._check_origin(case)
+        call = self.call(case)
+        self._run_kernels(case, call, Setting.of(case), decide(case))
+        return call.output
+
     def _compared(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output; of a cache write, slot by slot."""
         if case.op != CACHE_WRITE:

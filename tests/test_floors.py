@@ -13,24 +13,33 @@ FLOORS = [  # from the ground up
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels", "hip"},
-    {"reference", "compare", "memory", "cache_write"},
+    {"reference", "compare", "memory", "cache_write", "noise"},
+    {"defects"},
+    {"survey", "probes"},
     {"result", "sharing"},
     {"run"},
     {"decode_error", "stage_table", "timeline"},
-    {"production", "plots_timeline", "plots_memory", "plots", "notebook", "outcome"},
+    {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
+    {"judgement", "diagnose", "planting", "power"},
+    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {"claims"},
     {
         "report",
         "headless",
         "investigate",
         "engine",
         "bench",
+        "bench_diagnose",
         "bench_interpreter",
         "bench_rocm",
+        "diagnosing",
         "flags",
         "terminal",
+        "terminal_diagnosis",
         "cli",
     },
 ]
+PACKAGES = tuple(f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels"))
 GROUND = -1  # the package itself, which imports nothing
 
 
@@ -56,7 +65,7 @@ def imports_of(source: str, module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             path = ".".join([*base, *([node.module] if node.module else [])])
-            inner = path in ("attnlab", "attnlab.kernels", "attnlab.hip")
+            inner = path in PACKAGES
             names = [f"{path}.{alias.name}" for alias in node.names] if inner else [path]
         found |= {name for name in names if name.split(".")[0] == "attnlab"}
     return {name.partition(".")[2] for name in found} - {"", "__version__"}

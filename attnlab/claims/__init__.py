@@ -1,0 +1,26 @@
+"""The ledger of claims: what the investigation's notes say, each judged by an experiment."""
+
+from collections.abc import Callable
+
+from attnlab.claims import cache, index_tensors, kernels, production
+from attnlab.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, Finding
+
+LEDGER: tuple[Entry, ...] = tuple(
+    sorted(
+        (*index_tensors.ENTRIES, *kernels.ENTRIES, *cache.ENTRIES, *production.ENTRIES),
+        key=lambda one: int(one.claim.number.removeprefix("C")),
+    )
+)
+
+
+def judge_claims(on_step: Callable[[str, int, int], None] | None = None) -> list[Finding]:
+    """Return what came of every claim, in the ledger's order."""
+    findings = []
+    for done, one in enumerate(LEDGER):
+        if on_step is not None:
+            on_step(one.claim.number, done, len(LEDGER))
+        findings.append(one.judge(one.claim))
+    return findings
+
+
+__all__ = ["FAILS", "HOLDS", "LEDGER", "UNDECIDED", "Claim", "Entry", "Finding", "judge_claims"]

@@ -1,0 +1,135 @@
+"""Defects of how a row weighs the keys that it sees."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from attnlab.defects.defect import Defect, always, by_sight
+from attnlab.defects.scene import Scene, Spot
+from attnlab.defects.sight import Sight
+
+
+def _scale(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    scale: Callable[[Scene], float],
+    links: tuple[str, ...] = (),
+) -> Defect:
+    """Return the defect of another scale of the scores."""
+
+    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+        return dataclasses.replace(sight, scale=scale(scene))
+
+    return Defect(
+        name=name,
+        family="scores",
+        text=text,
+        seen_in=seen_in,
+        touches="all",
+        compute=by_sight(change),
+        applies=lambda scene: not math.isclose(scale(scene), scene.scale),
+        links=links,
+    )
+
+
+def _alibi(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    change: Callable[[Scene, Spot, Sight], Sight],
+) -> Defect:
+    return Defect(
+        name=name,
+        family="scores",
+        text=text,
+        seen_in=seen_in,
+        touches="all",
+        compute=by_sight(change),
+        applies=lambda scene: scene.call.alibi_slopes is not None,
+    )
+
+
+def _next_heads_slopes(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    slopes = scene.call.alibi_slopes
+    if slopes is None:
+        return sight
+    return dataclasses.replace(sight, slopes=slopes[(spot.heads + 1) % len(slopes)].double())
+
+
+def _kv_heads_slopes(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    slopes = scene.call.alibi_slopes
+    if slopes is None:
+        return sight
+    return dataclasses.replace(sight, slopes=slopes[scene.kv_of(spot.heads)].double())
+
+
+def _no_scores(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    return dataclasses.replace(sight, query=torch.zeros_like(sight.query), slopes=None)
+
+
+SCORES = (
+    _scale(
+        "scale_by_num_heads",
+        "the scale is 1 / sqrt of the number of heads, not of the head size",
+        ("vllm #20011",),
+        lambda scene: scene.num_heads**-0.5,
+        links=("default_scale",),
+    ),
+    _scale(
+        "scale_doubled",
+        "the scale is twice what it should be",
+        ("vllm #20011",),
+        lambda scene: 2 * scene.scale,
+    ),
+    _scale("scale_missing", "the scores are not scaled", ("flashinfer #4979",), lambda scene: 1.0),
+    Defect(
+        name="scores_ignored",
+        family="scores",
+        text="every visible key has the same weight: query and key do not count",
+        seen_in=("mlir-air #1427",),
+        touches="all",
+        compute=by_sight(_no_scores),
+        applies=always,
+    ),
+    _alibi(
+        "alibi_ignored",
+        "ALiBi is left out",
+        ("vllm #57614",),
+        lambda scene, spot, sight: dataclasses.replace(sight, slopes=None),
+    ),
+    _alibi(
+        "alibi_shifted",
+        "ALiBi counts distances from one position further: softmax does not change",
+        ("vllm #945",),
+        lambda scene, spot, sight: dataclasses.replace(sight, shift=1),
+    ),
+    _alibi(
+        "alibi_next_head",
+        "a head takes the ALiBi slope of the next head",
+        ("vllm #57614",),
+        _next_heads_slopes,
+    ),
+    dataclasses.replace(
+        _alibi(
+            "alibi_kv_head",
+            "a query head takes the ALiBi slope by the number of its KV head",
+            ("vllm #57614",),
+            _kv_heads_slopes,
+        ),
+        applies=lambda scene: (
+            scene.call.alibi_slopes is not None and scene.call.num_queries_per_kv > 1
+        ),
+    ),
+    Defect(
+        name="sink_counted",
+        family="scores",
+        text="an attention sink with logit 0 is counted where none was passed",
+        seen_in=("rocm-libraries #12229", "sglang #35092"),
+        touches="all",
+        compute=by_sight(lambda scene, spot, sight: dataclasses.replace(sight, sink=True)),
+        applies=always,
+    ),
+)
