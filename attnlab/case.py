@@ -30,6 +30,9 @@ OPS = (
 )
 # Ops whose new tokens come from the cache, as all others do.
 CACHE_ONLY_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
+LIBRARY_OPS = tuple(
+    op for op in OPS if op != "cpu_attention_with_kv_cache"
+)  # what a vLLM's Triton has
 CACHE_WRITE = "reshape_and_cache_flash"  # an op whose output is the cache
 RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}

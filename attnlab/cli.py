@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from attnlab import __version__
 from attnlab.case import Case, kind_of
+from attnlab.cli_check import add_check_flags, run_check, show_report
 from attnlab.errors import AttnLabError, InvalidCase
 from attnlab.flags import (
     Parser,
@@ -95,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     add_case_flags(decode)
 
     _add_conclusions(commands)
+
+    check = _command(
+        commands,
+        "check",
+        _check,
+        "run a library of kernels over hostile cases, and report what is wrong",
+    )
+    add_check_flags(check)
 
     investigate = _command(
         commands, "investigate", _investigate, "run the notebooks headless and write reports/"
@@ -240,6 +249,15 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
             bar.update(task, description=step or text, completed=done, total=total)
 
         yield show
+
+
+def _check(args: argparse.Namespace) -> int:
+    report = run_check(args, _progress)
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        show_report(_console(), report)
+    return 1 if report.findings else 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ FLOORS = [  # from the ground up
     {"decode_error", "stage_table", "timeline"},
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
+    {"sanitize"},
     {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
     {"claims"},
     {
@@ -37,9 +38,12 @@ FLOORS = [  # from the ground up
         "terminal",
         "terminal_diagnosis",
         "cli",
+        "cli_check",
     },
 ]
-PACKAGES = tuple(f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels"))
+PACKAGES = tuple(
+    f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize")
+)
 GROUND = -1  # the package itself, which imports nothing
 
 

@@ -123,13 +123,13 @@ def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:  
     if op == WRITE:
         one, other = slot_order(case, result.cache.provenance.block_table)[:2].tolist()
         result.call.output[one] = result.call.output[other]
-        errors = lab._compared(case, result.call, lab.reference(case))
+        errors = lab.errors(case, result.call)
         assert errors.mismatched
         return
     wrong = result.call.output.clone()
     wrong[0] = wrong[1]
     result.call.output.copy_(wrong)
-    assert lab._compared(case, result.call, lab.reference(case)).mismatched
+    assert lab.errors(case, result.call).mismatched
     if op != MERGE:  # takes new tokens from the arguments
         missing = lab.run(case.replace(fill="context_only", empty="zeros"))
         assert missing.status == "mismatch"
@@ -152,7 +152,7 @@ def test_a_write_to_a_foreign_slot_shows_in_nobodys_rows(source: Source) -> None
     )
     spare = next(int(s) for s in free if int(s) // 16 not in owned.tolist())
     result.call.output[spare] = 1.0
-    places = lab._compared(case, result.call, lab.reference(case)).places()
+    places = lab.errors(case, result.call).places()
     assert [place.seq for place in places] == [len(case.lengths.query_lens)]
 
 

@@ -1,0 +1,114 @@
+"""The command ``attnlab check``: the sanitizer over a library of kernels."""
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from attnlab.case import LIBRARY_OPS, RELEASES, kind_of
+from attnlab.errors import InvalidCase
+
+if TYPE_CHECKING:
+    from attnlab.sanitize.library import Report
+    from attnlab.sanitize.subject import Subject
+
+Progress = Callable[[str], AbstractContextManager[Any]]
+
+
+def add_check_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``attnlab check``."""
+    parser.add_argument(
+        "kernel",
+        nargs="?",
+        metavar="FILE.py:FUNCTION",
+        help="a kernel of your own: it takes a KernelCall and writes call.output; its attribute op names "
+        "the op that it stands for",
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="PATH", help="a vLLM: a wheel, an sdist or a checkout"
+    )
+    parser.add_argument("--installed", action="store_true", help="the vLLM that is installed")
+    parser.add_argument(
+        "--release",
+        default=RELEASES[-1],
+        metavar="VERSION",
+        help="whose models to check, where neither kernel nor vLLM is given (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
+    )
+    parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=18, metavar="N", help="cases of each op (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the cases' data (0)")
+
+
+def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
+    """Run the sanitizer as the flags say; raises InvalidCase and Unavailable."""
+    from attnlab.sanitize.library import check_library
+
+    subject = _subject(args)
+    kind_of("platform").check("platform", args.platform)
+    for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
+        if getattr(args, name) < least:
+            raise InvalidCase(f"{name} must be at least {least}, got {getattr(args, name)}")
+    ops = [op for op in args.op or subject.ops if op in subject.ops]
+    if not ops:
+        raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
+    processes = 1 if subject.origin == "model" else len(os.sched_getaffinity(0))
+    with progress(f"checking {subject.version}") as show:
+        return check_library(
+            subject,
+            ops,
+            args.platform,
+            args.cases,
+            args.seconds,
+            args.seed,
+            processes,
+            lambda done, total: show(done=done, total=total),
+        )
+
+
+def _subject(args: argparse.Namespace) -> "Subject":
+    from attnlab.sanitize.subject import models, plugin, vllm
+
+    given = [args.kernel is not None, args.source is not None, args.installed]
+    if sum(given) > 1:
+        raise InvalidCase("kernel, source and installed must not be given together")
+    if args.kernel is not None:
+        return plugin(args.kernel)
+    if args.source is not None or args.installed:
+        return vllm(args.source)
+    kind_of("release").check("release", args.release)
+    return models(args.release)
+
+
+def show_report(console: Console, report: "Report") -> None:
+    """Print a Report: its findings, its observations, and what was left out."""
+    for title, found in (("findings", report.findings), ("observed besides", report.observations)):
+        if not found:
+            console.print(f"{title}: [green]none[/]")
+            continue
+        table = Table(title=title, title_justify="left", show_lines=True)
+        for name in ("op", "kind", "diagnosis", "seen in", "evidence, and the smallest case"):
+            table.add_column(name, overflow="fold")
+        for one in found:
+            told = f"{escape(one.evidence)}\n[dim]{escape(one.case.to_cli())}[/]"
+            table.add_row(one.op, one.kind, escape(one.diagnosis), str(one.seen), told)
+        console.print(table)
+    console.print(
+        f"{report.version}: {report.cases_run} cases in {report.seconds:.0f} s, "
+        f"{len(report.findings)} findings"
+    )
+    for text in report.left_out:
+        console.print(f"[dim]left out: {escape(text)}[/]")

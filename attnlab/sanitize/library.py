@@ -1,0 +1,168 @@
+"""Running a whole library: every op over its hostile cases, equal findings in one, in several processes."""
+
+import dataclasses
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnlab.breaches import check
+from attnlab.case import Case
+from attnlab.dispatch import Setting, decide
+from attnlab.errors import AttnLabError, Unavailable
+from attnlab.run import Lab
+from attnlab.sanitize.finding import Finding
+from attnlab.sanitize.hostile import hostile_cases
+from attnlab.sanitize.look import look, shrink
+from attnlab.sanitize.subject import Subject
+
+OnCase = Callable[[int, int], None]
+LEFT_OUT = (
+    "block offsets beyond 2^31 elements: they take 9 GiB (tools/releases.py has one)",
+    "bfloat16 under Triton's interpreter; races, registers and compiler faults",
+    "sinks, soft caps, output scales, quantisation by token and head, bidirectional masks",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of a library.
+
+    - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
+    - ``left_out``: what was not looked at, and why, in words.
+    """
+
+    source: str
+    version: str
+    cases_run: int
+    seconds: float
+    findings: list[Finding] = field(default_factory=list)
+    observations: list[Finding] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-able values."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **fields,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "observations": [one.to_dict() for one in self.observations],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What came of one op."""
+
+    cases_run: int
+    findings: list[Finding]
+    left_out: list[str]
+
+
+def check_library(
+    subject: Subject,
+    ops: Sequence[str],
+    platform: str,
+    cases: int,
+    seconds: float,
+    seed: int = 0,
+    processes: int = 1,
+    on_op: OnCase = lambda done, total: None,
+) -> Report:
+    """Run ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in all.
+
+    With more than one of ``processes`` each op runs in a process of its own, so that one that dies is
+    reported, and the others are not lost.
+    """
+    began = time.perf_counter()
+    share = seconds * processes / len(ops)
+    parts: list[_Part] = []
+    for part in _parts(subject, ops, (platform, cases, share, seed), processes):
+        parts.append(part)
+        on_op(len(parts), len(ops))
+    found = [finding for part in parts for finding in part.findings]
+    found.sort(key=lambda one: (ops.index(one.op), one.kind))
+    return Report(
+        source=subject.source or subject.origin,
+        version=subject.version,
+        cases_run=sum(part.cases_run for part in parts),
+        seconds=time.perf_counter() - began,
+        findings=[one for one in found if one.is_fault],
+        observations=[one for one in found if not one.is_fault],
+        left_out=[*(text for part in parts for text in part.left_out), *LEFT_OUT],
+    )
+
+
+def _parts(
+    subject: Subject, ops: Sequence[str], how: tuple[str, int, float, int], processes: int
+) -> Iterator[_Part]:
+    """Yield what came of each op, as it comes."""
+    if processes == 1 or len(ops) == 1:
+        for op in ops:
+            yield check_op(subject, op, *how)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_alone) as pool:
+        waiting: dict[Future[_Part], str] = {
+            pool.submit(check_op, subject, op, *how): op for op in ops
+        }
+        for future in as_completed(waiting):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                text = f"{waiting[future]}: its process, or one beside it, died; run it with --op alone"
+                yield _Part(cases_run=0, findings=[], left_out=[text])
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def is_callers_fault(lab: Lab, case: Case) -> bool:
+    """Answer whether the Case's call breaks a contract, so that nothing wrong with it is the kernel's.
+
+    A default scale by the number of heads is the op's own fault.
+    """
+    provenance = lab.cache(case).provenance
+    breaches = check(lab.call(case), Setting.of(case), decide(case).kernels, provenance)
+    return any(b.effect != "harmless" and b.kind != "default_scale" for b in breaches)
+
+
+def check_op(
+    subject: Subject, op: str, platform: str, cases: int, seconds: float, seed: int
+) -> _Part:
+    """Run one op over its hostile Cases until the time is up; shrink one finding of each group."""
+    began, ran, left_out = time.perf_counter(), 0, list[str]()
+    lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
+    groups: dict[tuple[str, str, str], Finding] = {}
+    for case in hostile_cases(subject, op, platform, cases, seed):
+        if is_callers_fault(lab, case):
+            continue
+        if time.perf_counter() - began > seconds:
+            left_out.append(f"{op}: {cases - ran} of {cases} cases, the time was up")
+            break
+        try:
+            found = look(lab, subject, case)
+        except Unavailable as error:
+            text = f"{op}: {error}"
+            if text not in left_out:
+                left_out.append(text)
+            continue
+        except AttnLabError as error:
+            left_out.append(f"{op}: {error}")
+            continue
+        ran += 1
+        for finding in found:
+            first = groups.setdefault(finding.group, finding)
+            if first is not finding:
+                groups[finding.group] = dataclasses.replace(first, seen=first.seen + 1)
+    small = []
+    for finding in groups.values():
+        seen = finding.seen
+        small.append(dataclasses.replace(shrink(lab, subject, finding), seen=seen))
+    return _Part(cases_run=ran, findings=small, left_out=left_out)

@@ -1,0 +1,173 @@
+"""Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attnlab.case import CACHE_WRITE, Case
+from attnlab.diagnose import diagnose
+from attnlab.diagnosis import Diagnosis
+from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
+from attnlab.probes import rows_equal
+from attnlab.run import Lab
+from attnlab.sanitize.finding import Finding
+from attnlab.sanitize.subject import Ran, Subject
+
+_MOST_SHRINKS = 24
+
+
+def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
+    """Return what goes wrong at a Case: one finding about its output, one about where it reads.
+
+    The Case is run with NaN in empty slots and, where that is right, with finite garbage: the bits must
+    be the same. Raises Unavailable for a Case that the subject has no op for.
+    """
+    try:
+        ran = subject.run(lab, case)
+    except (KernelRejected, KernelFailed) as error:
+        return [_finding(case, "fails", str(error), "rejected")]
+    found = []
+    if ran.outside:
+        found.append(_finding(case, "out_of_bounds", ran.outside[0], ran.outside[0].split()[0]))
+    if ran.wraps:
+        found.append(_finding(case, "int32_wrap", ran.wraps[0], "int32_wrap"))
+    wrong = _of_output(lab, subject, case, ran)
+    return [*found, wrong] if wrong is not None else found
+
+
+def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
+    """Return what is wrong with an output, or an observation of what it depends on, or None."""
+    if case.op == CACHE_WRITE:
+        return _of_cache(lab, case, ran)
+    told = diagnose(case, ran.output, lab=lab, propose=False)
+    if not told.is_wrong:
+        other = subject.run(lab, case.replace(empty="garbage")).output
+        told = diagnose(case.replace(empty="garbage"), other, lab=lab, propose=False)
+        if told.is_wrong:
+            return _finding(
+                case.replace(empty="garbage"),
+                "reads_unwritten_slots",
+                told.sentences()[0],
+                _name(told),
+            )
+        rows = torch.nonzero(~rows_equal(ran.output, other)).flatten().tolist()
+        if not rows:
+            return None
+        text = f"rows {rows[:8]} change with what empty slots hold"
+        return _finding(case, "follows_empty_slots", text, "finite contents")
+    zeros = case.replace(empty="zeros", output="zeros")
+    again = subject.run(lab, zeros).output
+    kept = (ran.output.isnan() & (again == 0)).flatten(1).all(1) & ran.output.isnan().flatten(
+        1
+    ).all(1)
+    evidence = told.sentences()[0]
+    if kept.any() and not _is_zero(lab, zeros)[kept].any():
+        rows = torch.nonzero(kept).flatten().tolist()
+        return _finding(case, "rows_not_written", f"rows {rows[:8]} are as they were", _name(told))
+    if not diagnose(zeros, again, lab=lab, propose=False).is_wrong:
+        return _finding(case, "reads_unwritten_slots", evidence, _name(told))
+    told = diagnose(zeros, again, lab=lab, propose=False)
+    return _finding(zeros, "wrong_output", told.sentences()[0], _name(told))
+
+
+def _is_zero(lab: Lab, case: Case) -> torch.Tensor:
+    """Return which rows of the reference are all 0, [num_tokens] bool."""
+    return (lab.reference(case) == 0).flatten(1).all(1)
+
+
+def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
+    """Return what is wrong with a cache, or None."""
+    call = lab.call(case)
+    call.output.copy_(ran.output)
+    errors = lab.errors(case, call)
+    if not errors.mismatched:
+        return None
+    place = errors.places()[0]
+    nobody = place.seq == len(case.lengths.query_lens)
+    where = (
+        "a slot that belongs to nobody"
+        if nobody
+        else f"sequence {place.seq}, position {place.token}"
+    )
+    text = f"{errors.mismatched} elements differ, first in {where}"
+    return _finding(case, "wrong_bytes", text, "nobody's slot" if nobody else "own slot")
+
+
+def _name(told: Diagnosis) -> str:
+    """Return a diagnosis in a word or two."""
+    return told.cause.name if told.cause is not None else told.status
+
+
+def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:
+    return Finding(op=case.op, kind=kind, case=case, evidence=evidence, diagnosis=diagnosis)
+
+
+def shrink(lab: Lab, subject: Subject, finding: Finding) -> Finding:
+    """Return the finding at a smaller Case that shows the same, as small as a few steps make it."""
+    tries = 0
+    smaller = True
+    while smaller and tries < _MOST_SHRINKS:
+        smaller = False
+        for case in _smaller(finding.case):
+            tries += 1
+            if tries > _MOST_SHRINKS:
+                break
+            same = _same(lab, subject, finding, case)
+            if same is not None:
+                finding, smaller = same, True
+                break
+    return finding
+
+
+def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
+    """Return the finding of the same group at another Case, or None."""
+    try:
+        found = look(lab, subject, case)
+    except AttnLabError:
+        return None
+    return next((one for one in found if one.group == finding.group), None)
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Yield Cases that are smaller or plainer by one step, the largest steps first."""
+    for step in (*_fewer(case), *_plainer(case), *_shorter(case)):
+        try:
+            changed = case.replace(**{"num_blocks": None, **step})
+            yield changed.replace(num_blocks=changed.total_blocks + 1)
+        except InvalidCase:
+            continue
+
+
+def _fewer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps to one sequence, one KV head, one query head."""
+    query_lens, ctx_lens = case.lengths.query_lens, case.lengths.ctx_lens
+    if len(query_lens) > 1:
+        for i in range(len(query_lens)):
+            yield {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
+    if case.num_kv_heads > 1:
+        yield {"num_heads": case.num_queries_per_kv}
+    if case.num_queries_per_kv > 1:
+        yield {"num_heads": 1, "num_queries_per_kv": 1}
+
+
+def _plainer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that turn off what may not matter."""
+    plain = {"alibi": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
+    if case.kv_cache_dtype != "auto":
+        yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+    if case.head_size > 32:
+        yield {"head_size": 32}
+
+
+def _shorter(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that halve the lengths of a single sequence, or take a token off."""
+    if len(case.lengths.query_lens) > 1:
+        return
+    query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
+    if query_len > 1:
+        yield {"query_lens": (query_len // 2,)}
+    if ctx_len > 1:
+        yield {"ctx_lens": (ctx_len // 2,)}
+        yield {"ctx_lens": (ctx_len - 1,)}
