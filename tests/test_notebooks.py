@@ -54,6 +54,16 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
+def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release: str) -> None:
+    """The same notebooks with the ROCm kernel's own source on the emulated device."""
+    parameters = {**SMALL, "origin": "rocm", "source": str(sdist(release).path), "release": release}
+    outcomes = investigate(CASED, parameters=parameters, reports=tmp_path, timeout_s=240, jobs=2)
+    assert [(one.name, one.status, one.message) for one in outcomes] == [
+        (path.stem, "passed", "") for path in CASED
+    ]
+
+
 KERNEL = next(path for path in NOTEBOOKS if path.stem.startswith("08-"))  # needs an sdist
 PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
 
