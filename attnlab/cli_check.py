@@ -65,7 +65,7 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     ops = [op for op in args.op or subject.ops if op in subject.ops]
     if not ops:
         raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
-    processes = 1 if subject.origin == "model" else len(os.sched_getaffinity(0))
+    processes = 1 if subject.origin == "model" else max(2, os.cpu_count() or 1)
     with progress(f"checking {subject.version}") as show:
         return check_library(
             subject,

@@ -102,6 +102,13 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
     assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
 
 
+def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
+    """A kernel that stops its process stops neither the check nor Python."""
+    subject = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
+    report = check_library(subject, subject.ops, "sm_90", 3, 60.0, processes=2)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+
+
 @pytest.mark.parametrize(
     ("fault", "diagnosis"),
     [

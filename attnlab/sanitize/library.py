@@ -4,7 +4,7 @@ import dataclasses
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +76,8 @@ def check_library(
 ) -> Report:
     """Run ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in all.
 
-    With more than one of ``processes`` each op runs in a process of its own, so that one that dies is
-    reported, and the others are not lost.
+    With more than one of ``processes`` each op runs in a process of its own, so that one that dies is a
+    finding, and the others are not lost.
     """
     began = time.perf_counter()
     share = seconds * processes / len(ops)
@@ -102,21 +102,30 @@ def _parts(
     subject: Subject, ops: Sequence[str], how: tuple[str, int, float, int], processes: int
 ) -> Iterator[_Part]:
     """Yield what came of each op, as it comes."""
-    if processes == 1 or len(ops) == 1:
+    if processes == 1:
         for op in ops:
             yield check_op(subject, op, *how)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_alone) as pool:
-        waiting: dict[Future[_Part], str] = {
-            pool.submit(check_op, subject, op, *how): op for op in ops
-        }
+    with ThreadPoolExecutor(processes) as threads:
+        waiting = [threads.submit(_in_a_process, subject, op, how) for op in ops]
         for future in as_completed(waiting):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                text = f"{waiting[future]}: its process, or one beside it, died; run it with --op alone"
-                yield _Part(cases_run=0, findings=[], left_out=[text])
+            yield future.result()
+
+
+def _in_a_process(subject: Subject, op: str, how: tuple[str, int, float, int]) -> _Part:
+    """Return what came of an op in a process of its own; one that dies is a finding."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_alone) as pool:
+        try:
+            return pool.submit(check_op, subject, op, *how).result()
+        except BrokenProcessPool:
+            platform, cases, _, seed = how
+            first = next(hostile_cases(subject, op, platform, cases, seed))
+            text = "its process died at one of the cases, this one or a later one"
+            died = Finding(op=op, kind="fails", case=first, evidence=text, diagnosis="crash")
+            return _Part(
+                cases_run=0, findings=[died], left_out=[f"{op}: every case after the crash"]
+            )
 
 
 def _alone() -> None:

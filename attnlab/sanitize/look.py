@@ -18,7 +18,7 @@ _MOST_SHRINKS = 24
 
 
 def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
-    """Return what goes wrong at a Case: one finding about its output, one about where it reads.
+    """Return what goes wrong at a Case, and what is to be seen of it besides.
 
     The Case is run with NaN in empty slots and, where that is right, with finite garbage: the bits must
     be the same. Raises Unavailable for a Case that the subject has no op for.
@@ -41,39 +41,34 @@ def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | No
     if case.op == CACHE_WRITE:
         return _of_cache(lab, case, ran)
     told = diagnose(case, ran.output, lab=lab, propose=False)
-    if not told.is_wrong:
-        other = subject.run(lab, case.replace(empty="garbage")).output
-        told = diagnose(case.replace(empty="garbage"), other, lab=lab, propose=False)
-        if told.is_wrong:
-            return _finding(
-                case.replace(empty="garbage"),
-                "reads_unwritten_slots",
-                told.sentences()[0],
-                _name(told),
-            )
-        rows = torch.nonzero(~rows_equal(ran.output, other)).flatten().tolist()
-        if not rows:
-            return None
-        text = f"rows {rows[:8]} change with what empty slots hold"
-        return _finding(case, "follows_empty_slots", text, "finite contents")
+    if told.is_wrong:
+        return _wrong(lab, subject, case, ran.output, told)
+    garbage = case.replace(empty="garbage")
+    other = subject.run(lab, garbage).output
+    told = diagnose(garbage, other, lab=lab, propose=False)
+    if told.is_wrong:
+        return _finding(garbage, "reads_unwritten_slots", told.sentences()[0], _name(told))
+    rows = torch.nonzero(~rows_equal(ran.output, other)).flatten().tolist()
+    if not rows:
+        return None
+    text = f"rows {rows[:8]} change with what empty slots hold"
+    return _finding(case, "follows_empty_slots", text, "finite contents")
+
+
+def _wrong(
+    lab: Lab, subject: Subject, case: Case, output: torch.Tensor, told: Diagnosis
+) -> Finding:
+    """Return what is wrong with an output that is, by a second run on zeros: in slots and buffer."""
     zeros = case.replace(empty="zeros", output="zeros")
     again = subject.run(lab, zeros).output
-    kept = (ran.output.isnan() & (again == 0)).flatten(1).all(1) & ran.output.isnan().flatten(
-        1
-    ).all(1)
-    evidence = told.sentences()[0]
-    if kept.any() and not _is_zero(lab, zeros)[kept].any():
-        rows = torch.nonzero(kept).flatten().tolist()
-        return _finding(case, "rows_not_written", f"rows {rows[:8]} are as they were", _name(told))
-    if not diagnose(zeros, again, lab=lab, propose=False).is_wrong:
-        return _finding(case, "reads_unwritten_slots", evidence, _name(told))
-    told = diagnose(zeros, again, lab=lab, propose=False)
-    return _finding(zeros, "wrong_output", told.sentences()[0], _name(told))
-
-
-def _is_zero(lab: Lab, case: Case) -> torch.Tensor:
-    """Return which rows of the reference are all 0, [num_tokens] bool."""
-    return (lab.reference(case) == 0).flatten(1).all(1)
+    kept = torch.nonzero((output.isnan() & (again == 0)).flatten(1).all(1)).flatten()
+    if len(kept) and not (lab.reference(zeros)[kept] == 0).all():
+        text = f"rows {kept[:8].tolist()} are as they were"
+        return _finding(case, "rows_not_written", text, _name(told))
+    told_again = diagnose(zeros, again, lab=lab, propose=False)
+    if told_again.is_wrong:
+        return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
+    return _finding(case, "reads_unwritten_slots", told.sentences()[0], _name(told))
 
 
 def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
@@ -85,11 +80,7 @@ def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
         return None
     place = errors.places()[0]
     nobody = place.seq == len(case.lengths.query_lens)
-    where = (
-        "a slot that belongs to nobody"
-        if nobody
-        else f"sequence {place.seq}, position {place.token}"
-    )
+    where = "nobody's slot" if nobody else f"sequence {place.seq}, position {place.token}"
     text = f"{errors.mismatched} elements differ, first in {where}"
     return _finding(case, "wrong_bytes", text, "nobody's slot" if nobody else "own slot")
 
