@@ -14,6 +14,7 @@ NOTEBOOKS = find_notebooks([], Path(__file__).parent.parent / "notebooks")
 CASED = [
     path for path in NOTEBOOKS if '"platform = ' in path.read_text()
 ]  # those with a Case's knobs
+STORY = [path for path in CASED if path.stem[:2] in ("01", "03", "04")]  # what other kernels retell
 SMALL = {"num_heads": 8, "draw_max_query_len": 96, "draw_max_ctx_len": 300}
 SETTINGS = {
     "as committed": {},
@@ -36,31 +37,31 @@ def test_every_verdict_is_as_expected(tmp_path: Path, changes: dict[str, object]
 
 
 def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> None:
-    """The same notebooks on vLLM's own source, at a size that its interpreter does in seconds."""
+    """Two of the notebooks on vLLM's own source, at a size that its interpreter does in seconds."""
     try:
         source = str(fetch("0.33.0"))
     except Unavailable as error:
         pytest.skip(str(error))
     tiny = {"num_heads": 2, "draw_max_query_len": 16, "draw_max_ctx_len": 120, "seed": 5}
     outcomes = investigate(
-        CASED,
+        STORY[:2],
         parameters={**tiny, "origin": "vllm", "source": source, "release": "0.33.0"},
         reports=tmp_path,
         timeout_s=240,
         jobs=2,
     )
     assert [(one.name, one.status, one.message) for one in outcomes] == [
-        (path.stem, "passed", "") for path in CASED
+        (path.stem, "passed", "") for path in STORY[:2]
     ]
 
 
 @pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
 def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release: str) -> None:
-    """The same notebooks with the ROCm kernel's own source on the emulated device."""
+    """The same story with the ROCm kernel's own source on the emulated device."""
     parameters = {**SMALL, "origin": "rocm", "source": str(sdist(release).path), "release": release}
-    outcomes = investigate(CASED, parameters=parameters, reports=tmp_path, timeout_s=240, jobs=2)
+    outcomes = investigate(STORY, parameters=parameters, reports=tmp_path, timeout_s=240, jobs=2)
     assert [(one.name, one.status, one.message) for one in outcomes] == [
-        (path.stem, "passed", "") for path in CASED
+        (path.stem, "passed", "") for path in STORY
     ]
 
 
