@@ -7,8 +7,9 @@ written to the wrong slot shows twice, where it is missing and where it should n
 
 import torch
 
-from attnlab.cache import PagedCache, to_flash
+from attnlab.cache import PagedCache
 from attnlab.case import Case
+from attnlab.kernels.cache_write import written_cache
 from attnlab.lengths import Lengths
 
 
@@ -35,8 +36,7 @@ def slot_order(case: Case, block_table: torch.Tensor) -> torch.Tensor:
 def expected_cache(written: PagedCache) -> torch.Tensor:
     """Return a cache that holds every token as the output of the write, [num_slots, num_kv_heads,
     2 × head_size] in the elements' dtype."""
-    key, value = (t.view(written.format.dtype) for t in to_flash(written.key, written.value))
-    return torch.cat([key.flatten(0, 1), value.flatten(0, 1)], dim=2)
+    return written_cache(*(cache.view(written.format.dtype) for cache in written.to_flash()))
 
 
 def as_numbers(output: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

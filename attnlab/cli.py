@@ -260,10 +260,16 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if report.findings else 0
 
 
-def _run(args: argparse.Namespace) -> int:
+def _case_with_source(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; raise InvalidCase where its origin has no use for --source."""
     case = case_of(args)
     if args.source is not None and case.origin == "model":
         raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
+    return case
+
+
+def _run(args: argparse.Namespace) -> int:
+    case = _case_with_source(args)
     return _run_stages(args, case) if args.stages else _run_case(args, case)
 
 
@@ -334,13 +340,11 @@ def _diagnose(args: argparse.Namespace) -> int:
     from attnlab.run import Lab
     from attnlab.terminal_diagnosis import show_diagnosis
 
-    case = case_of(args)
+    case = _case_with_source(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given")
-    if args.source is not None and case.origin == "model":
-        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
     with _progress("diagnosing") as show:
-        lab = Lab(source=args.source, on_step=show, on_notice=_notice)
+        lab = Lab(source=args.source, device=args.device, on_step=show, on_notice=_notice)
         told = diagnose_files(case, lab, args.output_file, args.call)
     if args.json:
         _print_json(told.to_dict())

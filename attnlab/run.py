@@ -114,18 +114,15 @@ class Lab:
         error, observed, memory = None, Observed(), None
         with self._step(seconds, "kernels"):
             try:
-                if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
-                    memory = self._run_rocm(case, call, setting, decision)
-                else:
-                    observed = self._run_kernels(case, call, setting, decision)
+                observed, memory = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
                 error = str(rejection)
         errors = None
         if error is None:
             with self._step(seconds, "reference"):
-                self.reference(case)
+                expected = self.reference(case)
             with self._step(seconds, "compare"):
-                errors = self.errors(case, call)
+                errors = self.errors(case, call, expected)
         wrong = errors is not None and errors.mismatched > 0
         return Result(
             case=case,
@@ -154,10 +151,9 @@ class Lab:
         self._run_kernels(case, call, Setting.of(case), decide(case))
         return call.output
 
-    def errors(self, case: Case, call: KernelCall) -> ErrorMap:
-        """Return the errors of the call's output against the reference; of a cache write, slot by
-        slot."""
-        expected = self.reference(case)
+    def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
+        """Return the errors of the call's output against the Case's reference; of a cache write, slot
+        by slot."""
         if case.op != CACHE_WRITE:
             return compare(
                 call.output,
@@ -174,19 +170,24 @@ class Lab:
 
     def _run_kernels(
         self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> Observed:
-        """Run the kernels into ``call.output``, or take over the prefill rows that are there."""
+    ) -> tuple[Observed, MemoryReport | None]:
+        """Run the kernels into ``call.output``, or take over the prefill rows that are there.
+
+        Returns what the interpreter saw, and what a checked emulated device read.
+        """
         if case.origin == "vllm-cpu":
             from attnlab.kernels import cpu_ops
 
             cpu_ops.run(call, setting)
-            return Observed()
+            return Observed(), None
         if case.origin == "vllm":
-            return self._run_vllm(case, call, setting, decision)
+            return self._run_vllm(case, call, setting, decision), None
         if PREFILL in decision.kernels:
             self._run_prefill(case, call, setting)
+        if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
+            return Observed(), self._run_rocm(case, call, setting)
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
-        return Observed()
+        return Observed(), None
 
     def _run_prefill(self, case: Case, call: KernelCall, setting: Setting) -> None:
         """Run the model of the prefill kernel, or take over its rows."""
@@ -200,13 +201,8 @@ class Lab:
         if was_there:
             call.output[rows] = done
 
-    def _run_rocm(
-        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> MemoryReport | None:
-        """Run the decode kernel of vLLM's csrc/rocm behind the model of the prefill kernel.
-
-        Returns what it read, where the Case asks for it.
-        """
+    def _run_rocm(self, case: Case, call: KernelCall, setting: Setting) -> MemoryReport | None:
+        """Run the decode kernel of vLLM's csrc/rocm; return what it read, where the Case asks for it."""
         from attnlab.hip.op import How
         from attnlab.kernels import rocm_source
 
@@ -214,8 +210,6 @@ class Lab:
             if self.on_step is not None:
                 self.on_step(f"kernels, {step}")
 
-        if PREFILL in decision.kernels:
-            self._run_prefill(case, call, setting)
         how = How(checked=case.checked)
         findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
         if not case.checked:

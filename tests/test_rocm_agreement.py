@@ -322,6 +322,18 @@ def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
     )
 
 
+def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lab.output, which a diagnosis runs, takes the source as Lab.run does, not the model."""
+    ran = []
+    run = rocm_source.run
+    monkeypatch.setattr(rocm_source, "run", lambda *args: (ran.append(args), run(*args))[1])
+    case = hostile(origin="rocm", platform="gfx942", release=rocm.rules)
+    lab = Lab(source=rocm.path)
+    output = lab.output(case)
+    assert len(ran) == 1
+    assert same_bits(output, lab.run(case).call.output)
+
+
 def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
     """With an sdist, ops.paged_attention_rocm is its own source: the bits are those of origin rocm."""
     if find_spec("triton") is None:

@@ -16,6 +16,7 @@ from test_vllm_agreement import agrees, bound, modelled, pytestmark, real, sourc
 
 from attnlab.cache_write import slot_order
 from attnlab.case import Case
+from attnlab.cli import main
 from attnlab.dispatch import DECODE_FWD, MERGE, UNIFIED, WRITE, Setting, decide
 from attnlab.errors import InvalidCase, Unavailable
 from attnlab.kernels import vllm_ops
@@ -123,13 +124,13 @@ def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:  
     if op == WRITE:
         one, other = slot_order(case, result.cache.provenance.block_table)[:2].tolist()
         result.call.output[one] = result.call.output[other]
-        errors = lab.errors(case, result.call)
+        errors = lab.errors(case, result.call, lab.reference(case))
         assert errors.mismatched
         return
     wrong = result.call.output.clone()
     wrong[0] = wrong[1]
     result.call.output.copy_(wrong)
-    assert lab.errors(case, result.call).mismatched
+    assert lab.errors(case, result.call, lab.reference(case)).mismatched
     if op != MERGE:  # takes new tokens from the arguments
         missing = lab.run(case.replace(fill="context_only", empty="zeros"))
         assert missing.status == "mismatch"
@@ -152,7 +153,7 @@ def test_a_write_to_a_foreign_slot_shows_in_nobodys_rows(source: Source) -> None
     )
     spare = next(int(s) for s in free if int(s) // 16 not in owned.tolist())
     result.call.output[spare] = 1.0
-    places = lab.errors(case, result.call).places()
+    places = lab.errors(case, result.call, lab.reference(case)).places()
     assert [place.seq for place in places] == [len(case.lengths.query_lens)]
 
 
@@ -233,3 +234,16 @@ def test_scales_that_a_release_does_not_know_are_refused(source: Source) -> None
             Lab(source=source.path).run(case)
     else:
         assert Lab(source=source.path).run(case).status == "match"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+@pytest.mark.parametrize("command", ["run", "diagnose"])
+def test_a_gpu_that_is_not_there_is_told(
+    source: Source,  # noqa: F811
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--device cuda on a machine without one: one line, exit 2, whichever command."""
+    flags = ["--origin", "vllm", "--device", "cuda", "--release", str(source.rules)]
+    assert main([command, *flags, "--source", str(source.path)]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
     """Return what is wrong with a cache, or None."""
     call = lab.call(case)
     call.output.copy_(ran.output)
-    errors = lab.errors(case, call)
+    errors = lab.errors(case, call, lab.reference(case))
     if not errors.mismatched:
         return None
     place = errors.places()[0]
