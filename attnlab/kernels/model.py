@@ -15,10 +15,13 @@ from attnlab.dispatch import (
 )
 from attnlab.errors import KernelRejected
 from attnlab.kernels.cache_write import reshape_and_cache_flash
-from attnlab.kernels.cached import decode_attention_fwd, unified_attention
 from attnlab.kernels.partial import merge_attn_states
-from attnlab.kernels.prefill import context_attention_fwd
 from attnlab.kernels.rocm_decode import paged_attention_rocm
+from attnlab.kernels.tiles import (
+    context_attention_fwd,
+    decode_attention_fwd,
+    unified_attention,
+)
 from attnlab.kernels.triton_decode import kernel_paged_attention_2d
 
 _KERNELS = {
