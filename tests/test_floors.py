@@ -11,7 +11,7 @@ ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
     {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
-    {"dispatch", "contracts", "breaches"},
+    {"dispatch", "contracts", "breaches", "slot_use"},
     {"kernels", "hip"},
     {"reference", "compare", "memory", "cache_write", "noise"},
     {"defects"},
@@ -22,7 +22,16 @@ FLOORS = [  # from the ground up
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
     {"sanitize"},
-    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {
+        "production",
+        "plots_cache",
+        "plots_memory",
+        "plots_power",
+        "plots_timeline",
+        "plots",
+        "notebook",
+        "outcome",
+    },
     {"claims"},
     {
         "report",
@@ -39,10 +48,12 @@ FLOORS = [  # from the ground up
         "terminal_diagnosis",
         "cli",
         "cli_check",
+        "widgets",
     },
 ]
 PACKAGES = tuple(
-    f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize")
+    f"attnlab{name}"
+    for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize", ".widgets")
 )
 GROUND = -1  # the package itself, which imports nothing
 
