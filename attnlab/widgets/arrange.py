@@ -26,7 +26,7 @@ def group_boxes(controls: Mapping[str, Control], extra: Mapping[str, Any]) -> di
 def small(controls: Sequence[Any], status: Any, texts: Mapping[str, Any], pictures: Any) -> Any:
     """Arrange a panel below some text of a notebook: a line of controls, the verdict, the pictures."""
     for control in controls:
-        control.layout.flex = "0 1 330px"
+        control.layout.flex = "0 1 340px"
     line = ipw.Box(list(controls), layout=_ROW)
     shown = ipw.Box(list(pictures.values()), layout=_ROW)
     below = [text for name, text in texts.items() if name != "verdict"]
@@ -39,11 +39,11 @@ def large(
     """Arrange the explorer: controls at the left, what comes of them at the right."""
     left = ipw.VBox(
         list(boxes),
-        layout={"flex": "0 0 345px", "max_height": "820px", "overflow": "hidden auto"},
+        layout={"flex": "0 0 385px", "max_height": "820px", "overflow": "hidden auto"},
     )
     facts = ipw.VBox(
         [texts[name] for name in ("selection", "dispatch", "breaches")],
-        layout={"flex": "1 1 260px", "max_height": "390px", "overflow": "hidden auto"},
+        layout={"flex": "1 1 260px", "max_height": "400px", "overflow": "hidden auto"},
     )
     first = ipw.Box([pictures["error"], facts], layout=_ROW)
     second = ipw.Box([pictures["slots"], pictures["seqs"]], layout=_ROW)

@@ -15,9 +15,8 @@ from attnlab.errors import InvalidCase
 from attnlab.knobs import Flag, Int, Kind, Maybe, OneOf
 
 OnChange = Callable[[str], None]
-_FEW = 3  # choices that are shown as buttons
-_NAME = "175px"
-_STYLE = {"description_width": _NAME}
+_STYLE = {"description_width": "138px"}
+_NONE = ""  # of a choice; ipywidgets takes None for "nothing is chosen"
 
 
 class Control:
@@ -41,14 +40,15 @@ class Control:
         value = self.input.value
         if isinstance(self.input, ipw.Text):
             value = self.kind.parse(self.name, value.strip() or "none")
-        return self.kind.check(self.name, value)
+        return self.kind.check(self.name, None if value == _NONE else value)
 
     def show(self, value: Any) -> None:
         """Put a value of the knob into the input."""
-        if isinstance(self.input, ipw.Text):
-            self.input.value = "" if value is None else self.kind.text(value)
+        if value is None:
+            self.input.value = _NONE
         else:
-            self.input.value = value
+            is_text = isinstance(self.input, ipw.Text)
+            self.input.value = self.kind.text(value) if is_text else value
 
     def explain(self, text: str) -> None:
         """Say below the input why its value is wrong; "" says nothing."""
@@ -65,14 +65,9 @@ def _input(name: str, kind: Kind) -> Any:
     if isinstance(inner, Flag) and inner is kind:
         return ipw.Checkbox(**{**shared, "style": {"description_width": "0"}}, indent=False)
     if isinstance(inner, OneOf):
-        options: list[tuple[str, str | None]] = [(choice, choice) for choice in inner.choices]
+        options = [(choice, choice) for choice in inner.choices]
         if isinstance(kind, Maybe):
-            options = [(f"({kind.meaning})", None), *options]
-        words = sum(len(label) for label, _ in options)
-        if len(options) <= _FEW and words < 24:
-            buttons = ipw.ToggleButtons(options=options, **shared)
-            buttons.style.button_width = "auto"
-            return buttons
+            options = [(f"({kind.meaning})", _NONE), *options]
         return ipw.Dropdown(options=options, **shared)
     if kind == inner and isinstance(kind, Int):
         return ipw.IntText(continuous_update=False, **shared)

@@ -84,7 +84,7 @@ def draw(
     canvas = FigureCanvasAgg(figure)
     ax = figure.add_axes(where)
     plot(ax)
-    ax.title.set_fontsize("medium")
+    ax.title.set_fontsize("medium" if size[0] > 400 else "small")
     canvas.draw()
     return Drawn(png=_png(canvas), width=width, title=ax.get_title(), frame=_frame(ax))
 

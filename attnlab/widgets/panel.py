@@ -292,7 +292,7 @@ def _source_input(lab: Lab) -> Any:
         placeholder="the installed vLLM",
         tooltip="a vLLM wheel, sdist or checkout, for the origins vllm and rocm",
         continuous_update=False,
-        style={"description_width": "175px"},
+        style={"description_width": "138px"},
         layout={"width": "auto"},
     )
 

@@ -29,14 +29,11 @@ def _draw_error(seen: Seen) -> Drawn | None:
     def plot(ax: Axes) -> None:
         plot_error(errors, unwritten=unwritten, ax=ax)
         _place_bar(ax, where)
-        if legend := ax.get_legend():
-            legend.set_loc("upper right")
-            legend.set_bbox_to_anchor((1.0, -0.06))
-            legend.set_frame_on(False)
+        _move_legend(ax)
 
     errors = result.errors
     unwritten = result.unwritten_rows() if seen.row_slots is None else None
-    size, margins = (600, 390), (130, 135, 50, 30)
+    size, margins = (600, 395), (130, 125, 66, 28)
     where = placed(size, margins)
     return draw(plot, size, where)
 
@@ -50,9 +47,22 @@ def _place_bar(ax: Axes, where: tuple[float, float, float, float]) -> None:
     bar.set_position((left + width + 0.125, bottom, 0.025, height))
 
 
+def _move_legend(ax: Axes) -> None:
+    """Put the legend below the axes, where it hides nothing."""
+    if legend := ax.get_legend():
+        ax.legend(
+            handles=legend.legend_handles,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.12),
+            ncols=3,
+            fontsize="small",
+            frameon=False,
+        )
+
+
 def _draw_slots(seen: Seen) -> Drawn | None:
-    size = (760, 215)
-    return draw(lambda ax: plot_cache(seen.use, ax=ax), size, placed(size, (45, 10, 85, 28)))
+    size = (600, 198)
+    return draw(lambda ax: plot_cache(seen.use, ax=ax), size, placed(size, (52, 10, 75, 26)))
 
 
 def _draw_seqs(seen: Seen) -> Drawn | None:
@@ -62,12 +72,13 @@ def _draw_seqs(seen: Seen) -> Drawn | None:
 
     def plot(ax: Axes) -> None:
         series = {seen.result.case.platform: errors.seq_error()}
-        title = "largest error of each sequence"
+        title = "largest error of each sequence; atol dashed"
         plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
         ax.set(ylabel="", xlabel="sequence")
+        ax.get_legend().remove()
 
-    size = (480, 215)
-    return draw(plot, size, placed(size, (50, 120, 45, 28)))
+    size = (290, 198)
+    return draw(plot, size, placed(size, (48, 10, 45, 26)))
 
 
 VIEWS = {
