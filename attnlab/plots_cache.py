@@ -28,6 +28,7 @@ def plot_cache(use: SlotUse, *, title: str = "", ax: Axes | None = None) -> Axes
     handles = [_entry(state) for state in np.unique(shown)]
     for state in _HATCHES:
         _hatch(ax, shown == state, _HATCHES[state])
+        _ring(ax, shown == state, _COLOURS[state])
     _block_ticks(ax, use.provenance.block_table.numpy(), len(order))
     slots = shown.shape[0]
     ax.set_yticks(sorted({0, slots // 2, slots - 1}))
@@ -37,7 +38,9 @@ def plot_cache(use: SlotUse, *, title: str = "", ax: Axes | None = None) -> Axes
         fontsize="small",
         loc="upper center",
         bbox_to_anchor=(0.5, -0.32),
-        ncols=3,
+        ncols=5,
+        columnspacing=1.2,
+        handlelength=1.5,
         frameon=False,
     )
     return ax
@@ -62,6 +65,13 @@ def _hatch(ax: Axes, mask: Any, hatch: str) -> None:
             hatch=hatch,
             linewidth=0,
         )
+
+
+def _ring(ax: Axes, mask: Any, colour: str) -> None:
+    """Ring the first slot of each run of columns of a mask: among many blocks it is too small to see."""
+    columns = np.flatnonzero(mask.any(0))
+    firsts = columns[np.diff(columns, prepend=-2) > 1]
+    ax.plot(firsts, mask[:, firsts].argmax(0), "o", ms=11, mfc="none", mec=colour, mew=2)
 
 
 def _block_ticks(ax: Axes, block_table: Any, num_blocks: int) -> None:

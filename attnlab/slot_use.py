@@ -16,10 +16,10 @@ from attnlab.dispatch import WRITE, Setting
 
 UNUSED, SPARE, OWN, UNWRITTEN, FOREIGN = range(5)
 USES = (
-    "nobody wrote, nobody reads",
+    "not used",
     "written, not read",
-    "read by its own sequence",
-    "read, but nobody wrote",
+    "read, holds its token",
+    "read, nobody wrote",
     "read as another token",
 )
 

@@ -89,3 +89,16 @@ def check_knobs(names: Sequence[str]) -> None:
     for name in names:
         if name not in KNOBS:
             raise InvalidCase(f"{name} is not a field of a Case; it has {', '.join(KNOBS)}")
+
+
+def source_input(source: str) -> Any:
+    """Return the input for what is no knob: where vLLM is taken from."""
+    return ipw.Text(
+        value=source,
+        description="source",
+        placeholder="the installed vLLM",
+        tooltip="a vLLM wheel, sdist or checkout, for the origins vllm and rocm",
+        continuous_update=False,
+        style=_STYLE,
+        layout={"width": "auto"},
+    )

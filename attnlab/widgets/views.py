@@ -75,7 +75,8 @@ def _draw_seqs(seen: Seen) -> Drawn | None:
         title = "largest error of each sequence; atol dashed"
         plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
         ax.set(ylabel="", xlabel="sequence")
-        ax.get_legend().remove()
+        if legend := ax.get_legend():
+            legend.remove()
 
     size = (290, 198)
     return draw(plot, size, placed(size, (48, 10, 45, 26)))

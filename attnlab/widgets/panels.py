@@ -14,7 +14,7 @@ from attnlab.errors import AttnLabError, InvalidCase
 from attnlab.result import Result
 from attnlab.run import Lab
 from attnlab.widgets import arrange, texts
-from attnlab.widgets.controls import Control, check_knobs
+from attnlab.widgets.controls import Control, check_knobs, source_input
 from attnlab.widgets.draw import Drawn
 from attnlab.widgets.exchange_box import ExchangeBox
 from attnlab.widgets.latest import Latest, Turn
@@ -70,7 +70,7 @@ class Panel:
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._drawn)
         self.exchange = ExchangeBox(self.put)
-        self._source = _source_input(self._lab)
+        self._source = source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
         self._latest: Latest[Case] = Latest(self._answer, self._on_error)
         self._boxes: dict[str, Any] = {}
@@ -285,42 +285,9 @@ class Panel:
         self.progress.end("what is shown below is of an earlier case" if self.seen else "")
 
 
-def _source_input(lab: Lab) -> Any:
-    return ipw.Text(
-        value=str(lab.source or ""),
-        description="source",
-        placeholder="the installed vLLM",
-        tooltip="a vLLM wheel, sdist or checkout, for the origins vllm and rocm",
-        continuous_update=False,
-        style={"description_width": "138px"},
-        layout={"width": "auto"},
-    )
-
-
 def check_views(names: Sequence[str]) -> None:
     """Raise AttnLabError for a name that is no view."""
     known = (*FACTS, *VIEWS)
     for name in names:
         if name not in known:
             raise AttnLabError(f"view must be one of {', '.join(known)}, got {name}")
-
-
-def panel(
-    case: Case,
-    *,
-    knobs: Sequence[str],
-    views: Sequence[str] = ("error",),
-    lab: Lab | None = None,
-) -> Panel:
-    """Return a small panel of a Case: toggles for ``knobs``, the verdict and the ``views``.
-
-    Views are the texts "dispatch" and "breaches" and the pictures "error", "slots" and "seqs". With
-    ``lab``, what the notebook ran already is shared.
-    """
-    return Panel(case, knobs=knobs, views=views, lab=lab)
-
-
-def explorer(case: Case | None = None, *, lab: Lab | None = None) -> Panel:
-    """Return the panel with every knob and every view."""
-    case = case if case is not None else Case()
-    return Panel(case, knobs=list(KNOBS), views=[*FACTS, *VIEWS], lab=lab, is_explorer=True)
