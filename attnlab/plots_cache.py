@@ -71,7 +71,8 @@ def _ring(ax: Axes, mask: Any, colour: str) -> None:
     """Ring the first slot of each run of columns of a mask: among many blocks it is too small to see."""
     columns = np.flatnonzero(mask.any(0))
     firsts = columns[np.diff(columns, prepend=-2) > 1]
-    ax.plot(firsts, mask[:, firsts].argmax(0), "o", ms=11, mfc="none", mec=colour, mew=2)
+    style: dict[str, Any] = {"ms": 11, "mfc": "none", "mec": colour, "mew": 2, "clip_on": False}
+    ax.plot(firsts, mask[:, firsts].argmax(0), "o", **style)
 
 
 def _block_ticks(ax: Axes, block_table: Any, num_blocks: int) -> None:

@@ -45,7 +45,7 @@ def running_lab(folder: Path, log: Path) -> Iterator[str]:
         )
         try:
             _wait_for(f"{address}/api?token={token}", server, log)
-            yield f"{address}/lab/tree/{{}}?token={token}"
+            yield f"{address}/lab/tree/{{}}?token={token}&reset"
         finally:
             server.terminate()
             try:

@@ -23,11 +23,12 @@ def group_boxes(controls: Mapping[str, Control], extra: Mapping[str, Any]) -> di
     return boxes
 
 
-def small(controls: Sequence[Any], status: Any, texts: Mapping[str, Any], pictures: Any) -> Any:
+def small(controls: Sequence[Control], status: Any, texts: Mapping[str, Any], pictures: Any) -> Any:
     """Arrange a panel below some text of a notebook: a line of controls, the verdict, the pictures."""
     for control in controls:
-        control.layout.flex = "0 1 340px"
-    line = ipw.Box(list(controls), layout=_ROW)
+        control.input.style.description_width = "initial"
+        control.widget.layout.max_width = "340px"
+    line = ipw.Box([control.widget for control in controls], layout=_ROW)
     shown = ipw.Box(list(pictures.values()), layout=_ROW)
     below = [text for name, text in texts.items() if name != "verdict"]
     return _root([line, texts["verdict"], status, shown, *below])

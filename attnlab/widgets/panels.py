@@ -175,8 +175,9 @@ class Panel:
 
     def _arranged(self, is_explorer: bool) -> Any:
         if not is_explorer:
-            inputs = [control.widget for control in self.controls.values()]
-            return arrange.small(inputs, self.progress.widget, self.texts, self.pictures)
+            return arrange.small(
+                list(self.controls.values()), self.progress.widget, self.texts, self.pictures
+            )
         self._boxes = arrange.group_boxes(self.controls, {_ORIGIN_GROUP: self._source})
         boxes, exchange = list(self._boxes.values()), self.exchange.widget
         return arrange.large(boxes, self.progress.widget, self.texts, self.pictures, exchange)
