@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from attnlab.plots import plot_error, plot_seq_error
 from attnlab.plots_cache import plot_cache
@@ -33,7 +34,7 @@ def _draw_error(seen: Seen) -> Drawn | None:
 
     errors = result.errors
     unwritten = result.unwritten_rows() if seen.row_slots is None else None
-    size, margins = (600, 395), (130, 125, 66, 28)
+    size, margins = (600, 395), (130, 135, 66, 28)
     where = placed(size, margins)
     return draw(plot, size, where)
 
@@ -44,7 +45,15 @@ def _place_bar(ax: Axes, where: tuple[float, float, float, float]) -> None:
     ax.set_position(where)
     bar = next(other for other in ax.figure.axes if other is not ax)
     bar.set_box_aspect(None)
-    bar.set_position((left + width + 0.125, bottom, 0.025, height))
+    bar.set_position((left + width + 0.14, bottom, 0.025, height))
+    _plain_ticks(bar)
+
+
+def _plain_ticks(ax: Axes) -> None:
+    """Label a logarithmic axis with plain text and no small ticks: mathematical text takes a fifth of
+    the time of a picture."""
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _move_legend(ax: Axes) -> None:
@@ -75,6 +84,7 @@ def _draw_seqs(seen: Seen) -> Drawn | None:
         title = "largest error of each sequence; atol dashed"
         plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
         ax.set(ylabel="", xlabel="sequence")
+        _plain_ticks(ax)
         if legend := ax.get_legend():
             legend.remove()
 
