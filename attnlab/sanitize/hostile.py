@@ -2,9 +2,9 @@
 
 Shuffled and spare blocks; lengths around the edges of blocks, tiles and partitions; sequences of one
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
-head sizes and block sizes that are no powers of two; windows, ALiBi, FP8 with two scales that are not 1;
-large scores; the scale left to the op; int64 tables where they are allowed. Poison stands only in slots
-that nobody wrote.
+head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; FP8
+with two scales that are not 1; large scores; the scale left to the op; int64 tables where they are allowed.
+Poison stands only in slots that nobody wrote.
 """
 
 import random
@@ -45,6 +45,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {"block_size": 8, "head_size": 128},
     {"num_heads": 5, "num_queries_per_kv": 5, "sliding_window": 270},
+    {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
+    {"sinks": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0, "num_splits": 4},
+    {"sinks": True, "sliding_window": 16},
 )
 
 
