@@ -30,6 +30,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 16},
     {"alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
+    {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sm_scale": None},
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
@@ -45,7 +46,6 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {"block_size": 8, "head_size": 128},
     {"num_heads": 5, "num_queries_per_kv": 5, "sliding_window": 270},
-    {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sinks": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0, "num_splits": 4},
     {"sinks": True, "sliding_window": 16},
 )
