@@ -185,7 +185,7 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
         block_size_multiple=16,
         sinks="any",
         sink_dtypes=("bfloat16", "float32"),
-        softcap="any",
+        softcap="overflows",
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         dtypes=("float16", "bfloat16", "float32"),
         head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
