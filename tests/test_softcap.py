@@ -119,9 +119,9 @@ def test_without_a_cap_none_of_them_is_suspected():
     """And an overflow that data can show is not called equivalent."""
     scene = scene_of(hostile(op=UNIFIED))
     assert not any(NAMED[name].applies(scene) for name in (*CAPS, "sink_capped"))
-    scene = scene_of(capped(alibi=True))
+    scene = scene_of(capped(alibi=True, softcap=5.0))
     assert [name for name in CAPS if not NAMED[name].applies(scene)] == ["softcap_overflows"]
-    assert not is_equivalent(capped(), NAMED["softcap_overflows"])
+    assert not is_equivalent(capped(softcap=5.0), NAMED["softcap_overflows"])
 
 
 def test_a_captured_call_with_a_cap():

@@ -1,6 +1,7 @@
 """Defects of the soft cap: c · tanh(score / c), of scaled scores before ALiBi and mask."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,8 +9,11 @@ import torch
 from attnlab.defects.defect import Defect, by_sight
 from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Sight
+from attnlab.dispatch import CPU_ATTENTION
 
 EXP_LIMIT = 88.72283  # above it exp(x) is more than the largest float32
+# Below it the exp of the CPU's op is 0 (csrc/cpu/cpu_arch_macros.h, vLLM 0.32.0), and 1 / exp infinite.
+CPU_EXP_LIMIT = -125.5 * math.log(2)
 Cap = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -18,7 +22,6 @@ def _softcap(
     text: str,
     seen_in: tuple[str, ...],
     cap: Callable[[float, float], Cap | None],
-    applies: Callable[[Scene], bool] = lambda scene: True,
 ) -> Defect:
     """Return the defect of another cap, given as a function of the right one and the scale."""
 
@@ -34,22 +37,30 @@ def _softcap(
         seen_in=seen_in,
         touches="all",
         compute=by_sight(change),
-        applies=lambda scene: scene.call.softcap is not None and applies(scene),
+        applies=lambda scene: scene.call.softcap is not None,
     )
 
 
-def _overflowing(softcap: float, scale: float) -> Cap:
+def _overflowing(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    softcap = scene.call.softcap
+    if softcap is None:
+        return sight
+    least = CPU_EXP_LIMIT if scene.call.op == CPU_ATTENTION else -EXP_LIMIT
+
     def cap(scores: torch.Tensor) -> torch.Tensor:
         ratio = scores / softcap
-        return (softcap * ratio.tanh()).masked_fill(ratio.abs() > EXP_LIMIT, torch.nan)
+        over = (ratio > EXP_LIMIT) | (ratio < least)
+        return (softcap * ratio.tanh()).masked_fill(over, torch.nan)
 
-    return cap
+    return dataclasses.replace(sight, cap=cap)
 
 
 def _may_overflow(scene: Scene) -> bool:
-    """Answer whether a score may be as large as that, by the norms of queries and new keys."""
-    norms = [float(t.float().norm(dim=2).max()) for t in (scene.call.query, scene.call.key)]
-    return norms[0] * norms[1] * scene.scale > EXP_LIMIT * (scene.call.softcap or 0.0)
+    """Answer whether a score may be as large as that, by the norms of queries and of the keys that are
+    known: all of a Case, the new ones of a call alone."""
+    keys = scene.call.key if scene.batch is None else scene.batch.key
+    norms = [float(tensor.float().norm(dim=2).max()) for tensor in (scene.call.query, keys)]
+    return norms[0] * norms[1] * scene.scale > -CPU_EXP_LIMIT * (scene.call.softcap or 0.0)
 
 
 def _after_alibi(scene: Scene, spot: Spot, sight: Sight) -> Sight:
@@ -91,12 +102,14 @@ SOFTCAP = (
         ("vllm-metal #665",),
         lambda softcap, scale: lambda scores: scores.clamp(-softcap, softcap),
     ),
-    _softcap(
-        "softcap_overflows",
-        "a score beyond 88 times the cap becomes NaN: its exponential overflows",
-        ("vllm #56578", "vllm #56579"),
-        _overflowing,
-        _may_overflow,
+    Defect(
+        name="softcap_overflows",
+        family="softcap",
+        text="a score beyond some 88 times the cap becomes NaN: its exponential overflows",
+        seen_in=("vllm #56578", "vllm #56579"),
+        touches="all",
+        compute=by_sight(_overflowing),
+        applies=lambda scene: scene.call.softcap is not None and _may_overflow(scene),
     ),
     Defect(
         name="softcap_after_alibi",
