@@ -137,7 +137,10 @@ class Case:
         None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
     )
     checked: bool = knob(
-        False, _PLATFORM, Flag(), "watch every access to memory (origin rocm, emulated device)"
+        False,
+        _PLATFORM,
+        Flag(),
+        "watch what is read of the cache (origins rocm and vllm, on a CPU)",
     )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"

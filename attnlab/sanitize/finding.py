@@ -21,6 +21,10 @@ OBSERVATIONS = {
     "out_of_bounds": "it reads or writes where none of its tensors is",
     "int32_wrap": "a product of int32 numbers does not fit",
     "follows_empty_slots": "bits of its output depend on slots that nobody wrote, within rounding",
+    "reads_foreign_slots": "it loads slots of another sequence, or of blocks that are nobody's",
+    "reads_future_slots": "it loads tokens behind the last row that a program works on",
+    "reads_empty_slots": "it loads slots of its own blocks that nobody wrote",
+    "reads_outside_window": "it loads tokens before the sliding window of every row at work",
 }
 
 

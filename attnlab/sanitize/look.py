@@ -1,6 +1,6 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,22 +12,30 @@ from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelReject
 from attnlab.probes import rows_equal
 from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
+from attnlab.sanitize.reads import TOLD, observations
 from attnlab.sanitize.subject import Ran, Subject
 
 _MOST_SHRINKS = 24
 
 
-def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
+def look(
+    lab: Lab,
+    subject: Subject,
+    case: Case,
+    on_ran: Callable[[Case, Ran], None] = lambda case, ran: None,
+) -> list[Finding]:
     """Return what goes wrong at a Case, and what is to be seen of it besides.
 
     The Case is run with NaN in empty slots and, where that is right, with finite garbage: the bits must
-    be the same. Raises Unavailable for a Case that the subject has no op for.
+    be the same. ``on_ran`` hears of the first of these runs. Raises Unavailable for a Case that the
+    subject has no op for.
     """
     try:
         ran = subject.run(lab, case)
     except (KernelRejected, KernelFailed) as error:
         return [_finding(case, "fails", str(error), "rejected")]
-    found = []
+    on_ran(case, ran)
+    found = [*observations(case, ran.memory)]
     if ran.outside:
         found.append(_finding(case, "out_of_bounds", ran.outside[0], ran.outside[0].split()[0]))
     if ran.wraps:
@@ -112,9 +120,12 @@ def shrink(lab: Lab, subject: Subject, finding: Finding) -> Finding:
 
 
 def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
-    """Return the finding of the same group at another Case, or None."""
+    """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
-        found = look(lab, subject, case)
+        if finding.kind in TOLD:
+            found = [*observations(case, subject.run(lab, case).memory)]
+        else:
+            found = look(lab, subject, case)
     except AttnLabError:
         return None
     return next((one for one in found if one.group == finding.group), None)
