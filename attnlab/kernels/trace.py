@@ -152,10 +152,10 @@ class Trace:
             if high < region.begin or low >= region.end or (region.is_cache and not reads):
                 continue
             found = region.indices(live)
-            if region.is_cache:
-                self._slots.setdefault(region.name, set()).update(found)
-            else:
+            if not region.is_cache:
                 self._rows.update(found)
+            elif found:
+                self._slots.setdefault(region.name, set()).update(found)
 
     def end(self) -> None:
         """End a program: keep what it read under its rows."""
