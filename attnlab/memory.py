@@ -166,6 +166,7 @@ def kinds_of(
     kinds[own & (provenance.pos < sees.start)] = KINDS.index("outside window")
     mine = nobody & (position >= 0)
     kinds[mine & (position < seq_len)] = KINDS.index("own unwritten")
+    kinds[mine & (position < sees.start)] = KINDS.index("outside window")
     kinds[mine & (position >= seq_len)] = KINDS.index("unwritten tail")
     kinds[~mapped[:, None] & nobody] = KINDS.index("never mapped")
     return kinds

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_vllm_agreement import pytestmark, source  # noqa: F401
 
-from attnlab.cache import NOBODY
+from attnlab.cache import NOBODY, freed_blocks
 from attnlab.case import CACHE_ONLY_OPS, CACHE_WRITE, LIBRARY_OPS, Case
 from attnlab.dispatch import Setting
 from attnlab.errors import InvalidCase, Unavailable
@@ -18,10 +18,10 @@ from attnlab.kernels.trace import Trace, Watched
 from attnlab.memory import traced
 from attnlab.run import Lab
 from attnlab.sanitize.hostile import hostile_cases
-from attnlab.sanitize.library import check_library
+from attnlab.sanitize.library import check_library, is_callers_fault
 from attnlab.sanitize.look import look
 from attnlab.sanitize.reads import Tally, slots_by_kind
-from attnlab.sanitize.subject import Ran, plugin
+from attnlab.sanitize.subject import Ran, plugin, vllm
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "my_triton_attention.py"
 TRITON = EXAMPLE.read_text()
@@ -243,3 +243,40 @@ def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
     subject = planted(tmp_path, old, "tl.load(out - 1); " + old)
     case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
     assert "out_of_bounds" in {one.kind for one in look(Lab(), subject, case)}
+
+
+@pytest.mark.parametrize("freed", ["empty", "recycled"])
+@pytest.mark.parametrize(
+    "op", ["chunked_prefill_paged_decode", "context_attention_fwd", "unified_attention"]
+)
+def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None:  # noqa: F811
+    """unified_attention of 0.33.0 keeps them out; 0.11.2's does not, nor does either release's prefill."""
+    lens = {"query_lens": (3, 20, 2), "ctx_lens": (75, 50, 40)}
+    fields = {"op": op, "origin": "vllm", "release": source.rules, "sliding_window": 16, **lens}
+    case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
+    lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
+    assert not is_callers_fault(lab, case)
+    found = {one.kind for one in look(lab, subject, case) if one.kind != "out_of_bounds"}
+    keeps_out = op == "unified_attention" and source.rules == "0.33.0"
+    assert ("reads_freed_blocks" in found) == (not keeps_out), found
+    assert ("reads_foreign_slots" in found) == (freed == "recycled")
+    assert "reads_outside_window" in found
+    plain = {one.kind for one in look(lab, subject, case.replace(freed="kept")) if one.is_fault}
+    assert plain == set()
+
+
+def test_freed_blocks_are_as_vllm_leaves_them() -> None:
+    """vLLM's own example: of 8 tokens with a window of 4 the first 4 are no longer needed by the 8th."""
+    case = CASE.replace(block_size=2, sliding_window=4, query_lens=(1, 2), ctx_lens=(7, 1))
+    case = case.replace(num_blocks=None, freed="empty", x=1)
+    assert freed_blocks(case) == [2, 0]
+    kept = Lab().cache(case.replace(freed="kept")).provenance
+    empty, recycled = (Lab().cache(case.replace(freed=f)).provenance for f in ("empty", "recycled"))
+    assert torch.equal(kept.block_table, empty.block_table)
+    assert (empty.seq[kept.block_table[0, :2]] == NOBODY).all()
+    assert (empty.seq[kept.block_table[0, 2:]] == 0).all()
+    last = int(kept.block_table[1, 1])
+    assert recycled.block_table[0].tolist() == [last, last, *kept.block_table[0, 2:].tolist()]
+    assert int(recycled.seq[last, 0]) == 1
+    with pytest.raises(InvalidCase, match="freed must be kept"):
+        case.replace(sliding_window=0)

@@ -15,6 +15,7 @@ KINDS = {
     "wrong_bytes": "it leaves other bytes in the cache",
     "rows_not_written": "it leaves rows of the output as they were",
     "reads_unwritten_slots": "its output depends on slots that nobody wrote",
+    "reads_freed_blocks": "its output depends on blocks that the sliding window has freed",
     "fails": "it raises where nothing in its contract says so",
 }
 OBSERVATIONS = {

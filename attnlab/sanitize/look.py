@@ -76,7 +76,16 @@ def _wrong(
     told_again = diagnose(zeros, again, lab=lab, propose=False)
     if told_again.is_wrong:
         return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
+    if case.freed != "kept" and _is_right(lab, subject, case.replace(freed="kept")):
+        text = f"{told.sentences()[0]}; right where these blocks hold what they held"
+        return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
     return _finding(case, "reads_unwritten_slots", told.sentences()[0], _name(told))
+
+
+def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
+    """Answer whether a Case's output is off by rounding at most."""
+    output = subject.run(lab, case).output
+    return not diagnose(case, output, lab=lab, propose=False).is_wrong
 
 
 def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
@@ -156,6 +165,8 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
     plain = {"alibi": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    if case.freed != "kept":
+        yield {"freed": "kept"}
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
