@@ -220,10 +220,14 @@ def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]
 
 
 def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Breach]:
-    """Return a breach for each sequence of which the kernel reads slots that lack its token."""
+    """Return a breach for each sequence of which the kernel needs slots that lack its token; what lies
+    before the window of its first new token it does not need."""
     found = []
+    first_rows = (call.seq_lens.long() - call.query_lens).tolist()
     for seq, length in enumerate(cached_lens(terms, call).tolist()):
-        positions = torch.arange(min(length, call.block_table.shape[1] * call.block_size))
+        begin = max(0, first_rows[seq] - call.sliding_window + 1) if call.sliding_window else 0
+        length = min(length, call.block_table.shape[1] * call.block_size)
+        positions = torch.arange(begin, max(begin, length))
         blocks = call.block_table[seq, positions // call.block_size].long()
         offsets = positions % call.block_size
         owner = provenance.seq[blocks, offsets]
@@ -243,7 +247,7 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
                     effect="silent",
                     kernel=terms.name,
                     subject="key_cache, value_cache",
-                    text=f"{terms.name} reads sequence {seq}, position {i}: block {int(blocks[i])}, "
+                    text=f"{terms.name} reads sequence {seq}, position {begin + i}: block {int(blocks[i])}, "
                     f"offset {int(offsets[i])}, which {holds}"
                     + (f" (and {more} more positions)" if more else ""),
                 )

@@ -54,8 +54,8 @@ def _check_heads(case: "Case") -> None:
 
 def _check_origin(case: "Case") -> None:
     _check_cpu(case)
-    if case.checked and case.origin != "rocm":
-        refuse("checked", f"false with origin {case.origin}; only rocm's device can", case.checked)
+    if case.checked and case.origin not in ("rocm", "vllm"):
+        refuse("checked", f"false with origin {case.origin}, which nobody watches", case.checked)
     limits = {
         "heads": (case.num_kv_heads, "the KV heads"),
         "seqs": (_num_seqs(case), "the sequences"),
@@ -154,6 +154,8 @@ def _check_cache(case: "Case") -> None:
             )
     else:
         _check_block_table(case, case.block_table, num_seqs)
+    if case.freed != "kept" and (case.op in PARTS_UNKNOWN or not case.sliding_window):
+        refuse("freed", f"kept with {case.op} and sliding_window {case.sliding_window}", case.freed)
     if not case.is_fp8 and case.cache_write == "numeric":
         refuse("cache_write", "scaled unless kv_cache_dtype is fp8", case.cache_write)
     if not case.is_fp8 and case.cache_format is not None:

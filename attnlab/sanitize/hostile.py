@@ -4,7 +4,8 @@ Shuffled and spare blocks; lengths around the edges of blocks, tiles and partiti
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
 head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; soft
 caps; FP8 with two scales that are not 1; large scores; the scale left to the op; int64 tables where they
-are allowed. Poison stands only in slots that nobody wrote.
+are allowed; blocks that a sliding window has freed, empty or in use by another sequence. Poison stands only
+in slots that nobody wrote.
 """
 
 import random
@@ -51,6 +52,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"softcap": 2.0, "num_heads": 6, "num_queries_per_kv": 3},
     {"softcap": 0.2, "sm_scale": 1.0},
     {"sinks": True, "alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
+    {"sliding_window": 9, "freed": "empty"},
+    {"sliding_window": 12, "freed": "recycled"},
 )
 
 
@@ -90,6 +93,8 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
         raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if "freed" in variant and subject.origin == "model":
+        raise InvalidCase("the models do not say what is read before a window")
     query_lens, ctx_lens = lens
     if op == "decode_attention_fwd":
         query_lens = (1,) * len(query_lens)
