@@ -8,6 +8,10 @@ class AttnLabError(Exception):
 class InvalidCase(AttnLabError, ValueError):
     """A Case, or what it is made from, breaks a rule; the text names the field."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Show the one line in a notebook, where IPython would show every frame of the lab."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class InvalidCall(AttnLabError, ValueError):
     """A KernelCall, or a file that should hold one, is not well formed."""

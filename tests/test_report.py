@@ -10,7 +10,7 @@ from nbformat import v4, write
 
 from attnlab.errors import AttnLabError
 from attnlab.notebook import PROVENANCE_MIME, Verdict
-from attnlab.outcome import Outcome, write_junit, write_text, write_verdicts
+from attnlab.outcome import Outcome, Results, write_junit, write_text, write_verdicts
 from attnlab.report import read_title, read_verdicts, write_index, write_post_mortem
 
 PNG = (
@@ -249,46 +249,49 @@ def test_the_index_has_each_notebook_and_loads_nothing(tmp_path):
         ),
         outcome(tmp_path, name="03-x", status="died", message="<dead>", verdicts=[]),
     ]
-    write_index(outcomes, tmp_path / "index.html", total=4)
+    write_index(Results(outcomes=outcomes, not_run=["04-four"]), tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()
     assert Loads(page).found == []
     assert 'href="02-two%20%26%20more.html">&lt;Two&gt;</a>' in page
     assert "1 of 4 notebooks passed" in page
-    assert "1 not run yet" in page
+    assert "1 not run yet</b>: 04-four" in page
     assert '<span class="badge died">died</span>' in page
     for text in ("One &amp; only", "&lt;rows&gt;", "&lt;i&gt;", "&lt;dead&gt;", "no verdict"):
         assert text in page
 
 
 @pytest.mark.parametrize(
-    ("statuses", "total", "ok"),
+    ("statuses", "not_run", "ok"),
     [
-        (["passed", "passed"], 2, True),
-        (["passed"], 2, False),
-        (["passed", "failed"], 2, False),
-        (["timeout"], 1, False),
+        (["passed", "passed"], [], True),
+        (["passed"], ["02-two"], False),
+        (["passed", "failed"], [], False),
+        (["timeout"], [], False),
     ],
 )
-def test_verdicts_json_is_ok_once_all_have_passed(tmp_path, statuses, total, ok):
+def test_verdicts_json_is_ok_once_all_have_passed(tmp_path, statuses, not_run, ok):
     outcomes = [outcome(tmp_path, status=status) for status in statuses]
-    write_verdicts(outcomes, tmp_path / "verdicts.json", total=total)
+    write_verdicts(Results(outcomes=outcomes, not_run=not_run), tmp_path / "verdicts.json")
     document = json.loads((tmp_path / "verdicts.json").read_text())
     assert document["ok"] is ok
-    assert set(document) == {"notebooks", "unavailable", "versions", "ok"}
+    assert document["not_run"] == not_run
+    assert set(document) == {"notebooks", "not_run", "unavailable", "versions", "ok"}
     assert document["notebooks"][0] == {
         "name": "01-one",
         "title": "One & only",
         "status": statuses[0],
         "message": "",
         "seconds": 1.25,
+        "cells": [0, 0],
+        "parameters": {},
         "html": "01-one.html",
         "verdicts": [{"name": "rows", "expected": 3, "found": 3, "evidence": {}, "ok": True}],
     }
 
 
-def junit(tmp_path, *outcomes):
+def junit(tmp_path, *outcomes, not_run=()):
     """Return (notebook, case, problem, message) for each test case of what is written."""
-    write_junit(outcomes, tmp_path / "junit.xml")
+    write_junit(Results(outcomes=outcomes, not_run=not_run), tmp_path / "junit.xml")
     root = ET.parse(tmp_path / "junit.xml").getroot()
     for suite in root:
         assert int(suite.get("tests")) == len(suite)
@@ -331,6 +334,13 @@ def test_junit_has_a_case_a_verdict(tmp_path):
 )
 def test_junit_has_a_case_for_what_no_verdict_shows(tmp_path, changes, cases):
     assert junit(tmp_path, outcome(**changes)) == [("01-one", *case) for case in cases]
+
+
+def test_junit_names_what_was_not_run(tmp_path):
+    assert junit(tmp_path, outcome(), not_run=["02-two"]) == [
+        ("01-one", "rows"),
+        ("02-two", "notebook", "skipped", "not run"),
+    ]
 
 
 def test_junit_takes_what_xml_cannot_hold(tmp_path):
