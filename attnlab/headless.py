@@ -14,9 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from attnlab.notebook import Verdict
 from attnlab.outcome import Outcome, Status, one_line
-from attnlab.report import read_title, read_verdicts, write_post_mortem
+from attnlab.report import read_summary, read_title, read_verdicts, write_post_mortem
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -71,17 +70,18 @@ class Run:
         status, message = self._execute()
         seconds = time.perf_counter() - started
         try:
-            status, message, verdicts, title = self._report(status, message)
+            status, message, told = self._report(status, message)
         except Exception as error:  # whatever is in this notebook, the others go on
             message = message or _in_one_line(error)
             self._replace_executed()
-            status, message, verdicts, title = self._report("error", message)
+            status, message, told = self._report("error", message)
         return Outcome(
             name=self.name,
-            title=title or self.name,
+            title=read_title(told) or self.name,
             status=status,
             message=message,
-            verdicts=verdicts,
+            verdicts=read_verdicts(told),
+            summary=read_summary(told),
             seconds=seconds,
             executed=self.executed,
             html=self.html,
@@ -89,8 +89,8 @@ class Run:
             parameters=self.parameters,
         )
 
-    def _report(self, status: Status, message: str) -> tuple[Status, str, list[Verdict], str]:
-        """Write the report; return status, message, verdicts and title as the notebook has them.
+    def _report(self, status: Status, message: str) -> tuple[Status, str, Any]:
+        """Write the report; return status and message as the notebook has them, and the notebook.
 
         A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
         """
@@ -109,7 +109,7 @@ class Run:
             status=status,
             pages=self.pages,
         )
-        return status, message, verdicts, read_title(notebook)
+        return status, message, notebook
 
     def _command(self) -> str:
         """Return the command line that makes this notebook's report again."""

@@ -28,7 +28,8 @@ class Outcome:
     parameters that were given), "error" (any other exception), "died" (its kernel), "timeout" (it took
     too long), "interrupted" (by the user) or "unavailable" (it raised Unavailable: what it needs is not
     here, so nothing was found out). `message` is one line, empty where it passed. `cells` are how many
-    of its cells were run, the one included that it stopped in, and how many it has.
+    of its cells were run, the one included that it stopped in, and how many it has; `summary` is what
+    the notebook itself says of its verdict as it is committed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Outcome:
     seconds: float
     executed: Path
     html: Path
+    summary: str = ""
     cells: tuple[int, int] = (0, 0)
     parameters: Mapping[str, Any] = field(default_factory=dict)
 

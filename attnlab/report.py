@@ -88,6 +88,16 @@ def read_title(notebook: Any) -> str:
     return ""
 
 
+def read_summary(notebook: Any) -> str:
+    """Return the paragraph that begins with "**Verdict.**" as plain text, or an empty string."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (
+            found := re.search(r"\*\*Verdict\.\*\* (.+?)(?:\n\s*\n|$)", cell.source, re.DOTALL)
+        ):
+            return " ".join(re.sub(r"[`*]", "", found[1]).split())
+    return ""
+
+
 def read_verdicts(notebook: Any) -> list[Verdict]:
     """Return the verdicts that an executed notebook shows, each name once."""
     verdicts = [Verdict.from_json(data) for data in _read_mime(notebook, VERDICT_MIME)]

@@ -1,5 +1,6 @@
 """A report stands alone, says what was run, and keeps what a widget or a kernel left behind."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ from nbformat import v4, write
 from attnlab.errors import AttnLabError
 from attnlab.notebook import PROVENANCE_MIME, Verdict
 from attnlab.outcome import Outcome, Results, write_junit, write_text, write_verdicts
-from attnlab.report import read_title, read_verdicts, write_index, write_post_mortem
+from attnlab.report import read_summary, read_title, read_verdicts, write_index, write_post_mortem
 
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
@@ -168,6 +169,61 @@ def test_a_widget_gives_way_to_what_its_output_also_has(tmp_path):
     page = write_report(tmp_path, code("only", only), metadata=kept)
     assert "(interactive in JupyterLab)" in page
     assert "IntSlider" not in page
+
+
+def test_no_widget_speaks_for_itself(tmp_path):
+    """Neither its model id nor the state that JupyterLab saved, nor the sign that it is loading."""
+    widget = {"model_id": "0123456789abcdef", "version_major": 2, "version_minor": 0}
+    mime = "application/vnd.jupyter.widget-view+json"
+    data = {mime: widget, "text/plain": "VBox(...)", "text/html": "<p>table</p>", "image/png": PNG}
+    state = {"state": {"0123456789abcdef": {"model_name": "VBoxModel"}}, "version_major": 2}
+    kept = {"widgets": {"application/vnd.jupyter.widget-state+json": state}}
+    page = write_report(
+        tmp_path, code("x", v4.new_output("display_data", data=data)), metadata=kept
+    )
+    assert "<p>table</p>" in page
+    for trace in ("0123456789abcdef", "widget", "Loading", "VBox"):
+        assert trace not in page.split("</style>")[1]
+
+
+@pytest.mark.parametrize(
+    ("link", "becomes"),
+    [
+        ("02-two.ipynb", 'href="02-two.html"'),
+        ("./02-two.ipynb", 'href="02-two.html"'),
+        ("02-two.ipynb#the-size-of-it", 'href="02-two.html#the-size-of-it"'),
+        ("03-three.ipynb", "<a>there</a>"),
+        ("../README.md", "<a>there</a>"),
+        ("scratch.ipynb", "<a>there</a>"),
+        ("file:///etc/hosts", "<a>there</a>"),
+        ("#contract", 'href="#contract"'),
+        ("https://github.com/x", 'href="https://github.com/x"'),
+    ],
+)
+def test_a_link_leads_to_a_page_that_is_there(tmp_path, link, becomes):
+    cell = v4.new_markdown_cell(f"# One\n\nsee [there]({link})")
+    page = write_report(tmp_path, cell, pages={"01-one", "02-two"})
+    assert becomes in page
+    assert ".ipynb" not in page.split("<footer>")[0].split("<main>")[1]
+
+
+def test_the_index_says_what_a_notebook_concludes_as_committed(tmp_path):
+    cells = [v4.new_markdown_cell("# One\n\n**Verdict.** The `row` is\nnot written.\n\nMore.")]
+    summary = read_summary(v4.new_notebook(cells=cells))
+    assert summary == "The row is not written."
+    told = outcome(tmp_path, summary=summary)
+    for changes, shown in (({}, 1), ({"parameters": {"seed": 1}}, 0), ({"status": "failed"}, 0)):
+        one = dataclasses.replace(told, **changes)
+        write_index(Results(outcomes=[one]), tmp_path / "index.html")
+        assert (tmp_path / "index.html").read_text().count(summary) == shown
+
+
+def test_the_footer_has_the_case_as_a_command(tmp_path):
+    shown = v4.new_output("display_data", data={PROVENANCE_MIME: {"case": {"num_heads": 8}}})
+    footer = write_report(tmp_path, code("p()", shown)).split("<footer>")[1]
+    assert "<code>attnlab run --num-heads 8</code>" in footer
+    other = v4.new_output("display_data", data={PROVENANCE_MIME: {"case": {"colour": "red"}}})
+    assert "attnlab run" not in write_report(tmp_path, code("p()", other))
 
 
 def test_an_output_that_is_only_a_script_is_left_out(tmp_path):
