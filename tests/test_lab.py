@@ -3,8 +3,10 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -29,14 +31,19 @@ def lab_command() -> list[str]:
     return words
 
 
-def status_of(url: str) -> int:
-    """Return the HTTP status of a GET."""
-    try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+def status_of(url: str, limit_s: float = 30.0) -> int:
+    """Return the HTTP status of a GET; the server says its address a little before it listens."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=limit_s) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+        except urllib.error.URLError:
+            assert time.monotonic() < end, f"nobody answers at {url}"
+            time.sleep(0.1)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -46,7 +53,10 @@ def test_the_lab_asks_for_its_token(tmp_path: Path) -> None:
     assert not any(word in " ".join(command) for word in ("token", "password", "--ip", "allow"))
     opened = ROOT / command[-1]
     assert opened.exists()
-    quiet = ("--no-browser", "--port=0", "--allow-root")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    quiet = ("--no-browser", f"--port={port}", "--allow-root")
     with subprocess.Popen(
         [sys.executable, "-m", "jupyter", *command, *quiet],
         cwd=ROOT,

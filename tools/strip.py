@@ -1,4 +1,4 @@
-"""Leave in the notebooks what a person wrote: no outputs, no counts, nothing that another machine would change.
+"""Leave in the notebooks what a person wrote, and nothing that another machine would change.
 
 python tools/strip.py          rewrites notebooks/*.ipynb
 """
