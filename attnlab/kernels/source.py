@@ -174,10 +174,7 @@ def _archive(path: Path) -> Source:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
     root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
     if not root.is_dir():
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(root.with_name(f"{root.name}.lock")):
-            if not root.is_dir():
-                _unpack(path, root)
+        _unpack(path, root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
     kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
@@ -186,6 +183,7 @@ def _archive(path: Path) -> Source:
 
 def _unpack(path: Path, root: Path) -> None:
     """Unpack the op files and the metadata to ``root``, which appears whole or not at all."""
+    root.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         found = False
@@ -197,7 +195,11 @@ def _unpack(path: Path, root: Path) -> None:
             raise InvalidCase(
                 f"source must be a vLLM: {path} holds no {' and no '.join(OPS_FOLDERS)}"
             )
-        os.replace(partial, root)
+        try:
+            os.replace(partial, root)
+        except OSError:
+            if not root.is_dir():  # else another process was first, and its copy is the same
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
