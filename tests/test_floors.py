@@ -22,9 +22,20 @@ FLOORS = [  # from the ground up
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
     {"sanitize"},
-    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {
+        "parameters",
+        "baseline",
+        "production",
+        "plots_memory",
+        "plots_power",
+        "plots_timeline",
+        "plots",
+        "notebook",
+        "outcome",
+    },
     {"claims"},
     {
+        "offline",
         "report",
         "headless",
         "investigate",
@@ -39,6 +50,8 @@ FLOORS = [  # from the ground up
         "terminal_diagnosis",
         "cli",
         "cli_check",
+        "cli_investigate",
+        "terminal_outcomes",
     },
 ]
 PACKAGES = tuple(
