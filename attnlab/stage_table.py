@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case import Case
 from attnlab.run import Lab
+from attnlab.shown import Shown
 from attnlab.stages import STAGES
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
@@ -37,20 +38,26 @@ class Cell:
     prefill_error: float | None
 
 
+class StageTable(Shown, list[Cell]):
+    """The cells of a table of stages, stage by stage, which show themselves as one."""
+
+    __slots__ = ()
+
+
 def stage_table(
     lab: Lab,
     case: Case,
     platforms: Sequence[str] = PLATFORMS_SHOWN,
     stages: Sequence[str] = tuple(STAGES),
     on_cell: Callable[[int, int], None] | None = None,
-) -> list[Cell]:
+) -> StageTable:
     """Run the Case in each stage on each platform, stage by stage.
 
     ``on_cell`` is called with (cells done, cells in all) before each cell. The Lab builds once what
     the cells share.
     """
     plan = [(stage, platform) for stage in stages for platform in platforms]
-    cells = []
+    cells = StageTable()
     for done, (stage, platform) in enumerate(plan):
         if on_cell is not None:
             on_cell(done, len(plan))

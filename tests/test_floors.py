@@ -9,7 +9,7 @@ import attnlab
 
 ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
-    {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
+    {"errors", "knobs", "platforms", "stages", "lengths", "shown", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels", "hip"},
@@ -34,6 +34,7 @@ FLOORS = [  # from the ground up
         "bench_interpreter",
         "bench_rocm",
         "diagnosing",
+        "display",
         "flags",
         "terminal",
         "terminal_diagnosis",
@@ -42,7 +43,8 @@ FLOORS = [  # from the ground up
     },
 ]
 PACKAGES = tuple(
-    f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize")
+    f"attnlab{name}"
+    for name in ("", ".claims", ".defects", ".display", ".hip", ".kernels", ".sanitize")
 )
 GROUND = -1  # the package itself, which imports nothing
 

@@ -20,6 +20,7 @@ from attnlab.sanitize.finding import Finding
 from attnlab.sanitize.hostile import hostile_cases
 from attnlab.sanitize.look import look, shrink
 from attnlab.sanitize.subject import Subject
+from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
 LEFT_OUT = (
@@ -29,8 +30,8 @@ LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What came of a library.
 
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
