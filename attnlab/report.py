@@ -27,6 +27,8 @@ _LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "met
 _LOADING = ["src", "srcset", "poster", "data", "background", "xlink:href"]
 _CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
 
+_NOTEBOOK_LINK = re.compile(r"^((?:\./)?[0-9][0-9]-[^/:?#]+)\.ipynb(#.*)?$")
+
 
 def write_post_mortem(executed: Path, html: Path, *, command: str, failure: str = "") -> None:
     """Write an executed notebook as one HTML file that loads nothing from anywhere.
@@ -151,12 +153,17 @@ def _hint(source: str) -> str:
 
 
 def _self_contained(body: str) -> str:
-    """Take out of HTML whatever would load something or run a script."""
+    """Take out of HTML whatever would load something or run a script.
+
+    A link to a notebook beside this one becomes a link to its report.
+    """
     from bs4 import BeautifulSoup
 
     soup = BeautifulSoup(body, "html.parser")
     for tag in soup.find_all(_LOADERS):
         tag.decompose()
+    for link in soup.find_all("a", href=_NOTEBOOK_LINK):
+        link["href"] = _NOTEBOOK_LINK.sub(r"\1.html\2", str(link["href"]))
     for tag in soup.find_all(True):
         for name in [name for name in tag.attrs if _is_loading(tag.name, name, str(tag[name]))]:
             del tag[name]

@@ -26,6 +26,7 @@ SHEETS: dict[str, str] = {  # the function in attnlab.display that makes each no
     "attnlab.power.Power": "conclusions.power",
     "attnlab.claims.ledger.Finding": "conclusions.claim",
     "attnlab.claims.ledger.Findings": "conclusions.claims",
+    "attnlab.chapters.Chapters": "conclusions.chapters",
     "attnlab.sanitize.finding.Finding": "conclusions.finding",
     "attnlab.sanitize.library.Report": "conclusions.report",
 }

@@ -17,6 +17,7 @@ from rich.console import Console
 import attnlab
 from attnlab.breaches import Breach, Breaches, check
 from attnlab.case import Case
+from attnlab.chapters import Chapter, Chapters
 from attnlab.claims.ledger import Claim, Findings
 from attnlab.claims.ledger import Finding as ClaimFinding
 from attnlab.contracts import contract
@@ -123,6 +124,13 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         judged,
         Findings([judged]),
         finding,
+        Chapters(
+            [
+                Chapter(
+                    notebook="01-x.ipynb", question="a < b?", claims=("C1",), verdict="v", facts={}
+                )
+            ]
+        ),
         Report(source="s", version="vLLM <x>", cases_run=3, seconds=1.0, findings=[finding]),
     ]
     return {f"{type(one).__module__}.{type(one).__qualname__}": one for one in made}

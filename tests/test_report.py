@@ -146,6 +146,26 @@ def test_a_report_has_title_folded_code_and_picture(tmp_path):
     assert "&lt;Figure&gt;" not in page
 
 
+@pytest.mark.parametrize(
+    ("link", "becomes"),
+    [
+        ("04-which-bug.ipynb", "04-which-bug.html"),
+        ("./04-which-bug.ipynb#cause", "./04-which-bug.html#cause"),
+        ("https://example.org/04-which-bug.ipynb", "https://example.org/04-which-bug.ipynb"),
+        ("other/04-which-bug.ipynb", "other/04-which-bug.ipynb"),
+        ("scratch.ipynb", "scratch.ipynb"),
+    ],
+)
+def test_a_link_to_a_notebook_leads_to_its_report(tmp_path, link, becomes):
+    """In text and in what a cell shows; only a notebook of the lab, beside this one, has a report."""
+    cells = (
+        v4.new_markdown_cell(f"# One\n\n[x]({link})"),
+        code("y", html(f'<a href="{link}">y</a>')),
+    )
+    page = write_report(tmp_path, *cells)
+    assert page.count(f'href="{becomes}"') == 2
+
+
 def test_a_picture_beside_the_notebook_is_taken_in(tmp_path):
     import base64
 

@@ -6,8 +6,22 @@ inherits the page's. Where a page drops the style sheet the tables are the page'
 
 from collections.abc import Sequence
 from html import escape
+from urllib.parse import quote
 
-from attnlab.display.sheet import Bar, Cell, Facts, Grid, Lines, Part, Row, Sheet, Value, Words
+from attnlab.display.sheet import (
+    Bar,
+    Cell,
+    Facts,
+    Grid,
+    Hidden,
+    Lines,
+    Link,
+    Part,
+    Row,
+    Sheet,
+    Value,
+    Words,
+)
 
 _COLOUR = {"good": "#1f883d", "bad": "#d9403f", "warn": "#9a6b00", "odd": "#8f5fd6"}
 _FIRST, _THEN = "#56a0d3", "#d98200"  # of a bar
@@ -93,7 +107,7 @@ def _table(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _value(value: Value) -> str:
-    if isinstance(value, str | int | Words | Bar):
+    if isinstance(value, str | int | Words | Bar | Link | Hidden):
         return _cell(value)
     return "<br>".join(_cell(one) for one in value)
 
@@ -101,6 +115,10 @@ def _value(value: Value) -> str:
 def _cell(cell: Cell) -> str:
     if isinstance(cell, Bar):
         return _bar(cell)
+    if isinstance(cell, Hidden):
+        return _folded(cell.summary, "<br>".join(map(escape, cell.lines)))
+    if isinstance(cell, Link):
+        return f'<a href="{escape(quote(cell.path))}">{escape(cell.text)}</a>'
     if not isinstance(cell, Words):
         return escape(str(cell))
     own = ' class="c"' if cell.code else ""

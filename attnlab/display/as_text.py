@@ -4,7 +4,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attnlab.display.sheet import Bar, Cell, Facts, Grid, Lines, Part, Sheet, Value, Words
+from attnlab.display.sheet import (
+    Bar,
+    Cell,
+    Facts,
+    Grid,
+    Hidden,
+    Lines,
+    Link,
+    Part,
+    Sheet,
+    Value,
+    Words,
+)
 
 _STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _BAR_WIDTH = 24
@@ -53,14 +65,18 @@ def _grid(grid: Grid) -> list[RenderableType]:
 
 
 def _value(value: Value) -> Text:
-    if isinstance(value, str | int | Words | Bar):
+    if isinstance(value, str | int | Words | Bar | Link | Hidden):
         return _cell(value)
-    return Text("\n").join(_cell(one) for one in value)
+    return Text("\n").join(_cell(one) for one in value if not isinstance(one, Hidden))
 
 
 def _cell(cell: Cell) -> Text:
     if isinstance(cell, Bar):
         return Text(_bar(cell))
+    if isinstance(cell, Link):
+        return Text(cell.text, f"link {cell.path}")
+    if isinstance(cell, Hidden):
+        return Text(cell.summary, "dim")
     if isinstance(cell, Words):
         return Text(cell.text, _STYLE.get(cell.tone, ""))
     return Text(str(cell))

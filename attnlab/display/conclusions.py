@@ -3,9 +3,23 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnlab.display.sheet import Cell, Facts, Folded, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.display.sheet import (
+    Cell,
+    Facts,
+    Folded,
+    Grid,
+    Hidden,
+    Lines,
+    Link,
+    Part,
+    Row,
+    Sheet,
+    Tone,
+    Words,
+)
 
 if TYPE_CHECKING:
+    from attnlab.chapters import Chapters
     from attnlab.claims.ledger import Finding as ClaimFinding
     from attnlab.claims.ledger import Findings
     from attnlab.diagnosis import Diagnosis
@@ -101,24 +115,50 @@ def claims(found: "Findings") -> Sheet:
             one.claim.number,
             Words(one.verdict, _VERDICT[one.verdict]),
             one.claim.text,
-            one.reading,
+            [one.reading, *_figures(one)],
             Words(one.rests_on, "quiet"),
         ]
         for one in found
     ]
-    numbers = Folded("the numbers behind each", [_numbers(found)])
     told = f"{len(found)} claims: {counts}" if found else "no claim"
-    columns = ["", "verdict", "the notes say", "what came of it", "rests on"]
+    columns = ["", "verdict", "the notes say", "evidence", "rests on"]
     return Sheet(
         kind="Claims",
         line=f"<Claims: {told}>",
         head=told,
-        parts=[Grid(columns, rows, most=len(rows)), numbers],
+        parts=[Grid(columns, rows, most=len(rows))],
     )
 
 
-def _numbers(found: Sequence["ClaimFinding"]) -> Part:
-    return Facts([(one.claim.number, [f"{k}: {v}" for k, v in _evidence(one)]) for one in found])
+def _figures(one: "ClaimFinding") -> list[Hidden]:
+    """Return what an experiment measured, to be opened; nothing where it measured nothing."""
+    lines = [f"{name}: {value}" for name, value in _evidence(one)]
+    return (
+        [Hidden("one figure" if len(lines) == 1 else f"{len(lines)} figures", lines)]
+        if lines
+        else []
+    )
+
+
+def chapters(found: "Chapters") -> Sheet:
+    """Return the notebooks: what each asks, what comes of it, and which claims it bears on."""
+    told = f"{len(found)} notebooks, {sum(bool(one.verdict) for one in found)} of them judged here"
+    rows: list[Row] = [
+        [
+            Link(one.notebook[:2], one.notebook),
+            Link(one.question, one.notebook),
+            one.verdict or Words("nothing to judge: to be explored by hand", "quiet"),
+            ", ".join(one.claims),
+        ]
+        for one in found
+    ]
+    columns = ["", "question", "what comes of it, computed here", "claims"]
+    return Sheet(
+        kind="Notebooks",
+        line=f"<Chapters: {told}>",
+        head=told,
+        parts=[Grid(columns, rows, most=len(rows))],
+    )
 
 
 def _evidence(one: "ClaimFinding") -> list[tuple[str, str]]:

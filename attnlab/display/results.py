@@ -158,7 +158,7 @@ def stages(table: "StageTable") -> Sheet:
         for name in names
     ]
     return Sheet(
-        kind="StageTable",
+        kind="Stages",
         line=f"<StageTable: {told}>",
         head=told,
         parts=[Grid(["stage", *platforms], rows, most=len(rows))],

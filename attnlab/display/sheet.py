@@ -26,7 +26,23 @@ class Bar:
     label: str
 
 
-Cell: TypeAlias = "str | int | Words | Bar"
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way to another notebook, by its path from this one."""
+
+    text: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Lines that a notebook opens on a click, inside a table, and a terminal leaves out."""
+
+    summary: str
+    lines: Sequence[str]
+
+
+Cell: TypeAlias = "str | int | Words | Bar | Link | Hidden"
 Value: TypeAlias = "Cell | Sequence[Cell]"  # several are a line each
 Row: TypeAlias = "Sequence[Value]"
 
