@@ -85,12 +85,12 @@ def _int64_tables(ledger: Ledger) -> Answer:
 
 def _fp8_e5m2(ledger: Ledger) -> Answer:
     """Say where fp8_e5m2 is rejected, and what the test's FP8 cache holds."""
-    rejected = ledger["C6"].evidence["rejected"]
+    rejected: Any = ledger["C6"].evidence["rejected"]
     cache = Lab().cache(like_the_test(kv_cache_dtype="fp8", cache_write="numeric"))
     nonzero = int(cache.key.count_nonzero() + cache.value.count_nonzero())
     told = (
-        f"ROCm's kernel, where it is dispatched: with head_size, GQA ratio, window {rejected} of "
-        f"eight settings; the test's FP8 cache has {nonzero} bytes that are not 0"
+        "ROCm's kernel, where it is dispatched: of eight settings of head_size, GQA ratio and window only "
+        f"at {'; '.join(rejected)}. The test's FP8 cache has {nonzero} bytes that are not 0"
     )
     return told, {"rejected": rejected, "nonzero bytes": nonzero}
 
@@ -135,10 +135,11 @@ def _power(ledger: Ledger) -> Answer:
     fp8 = power(like_the_test(kv_cache_dtype="fp8", cache_write="numeric"), remedies=False)
     passing = [mutant.name for mutant in plain.named(names) if mutant.outcome == "survived"]
     zeros = fp8.named(["rows_zero"])[0].outcome
+    passes = "passes" if zeros == "survived" else "does not pass"
     told = (
         f"{len(plain.survivors)} of {len(plain.mutants)} wrong kernels pass a small batch of its data, "
         f"{', '.join(passing)} among them; with FP8 {len(fp8.survivors)} of {len(fp8.mutants)}, and an "
-        f"output of zeros has {zeros}"
+        f"output of zeros {passes}"
     )
     return told, {"pass": passing, "zeros in FP8": zeros}
 
@@ -149,9 +150,12 @@ def _rocm_kernel(ledger: Ledger) -> Answer:
     terms, call = contract(ROCM_DECODE, Setting.of(case), case.op), Lab().call(case)
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
     rows = as_read(terms, call, "query_start_loc")[seqs].tolist()
+    written = " and ".join(
+        f"row {row}, from the cache of sequence {seq}" for row, seq in zip(rows, seqs, strict=True)
+    )
     told = (
-        f"by its contract: of eight decodes with int64 query_start_loc it writes rows {rows}, from the "
-        f"cache of sequences {seqs}; the notebook runs its own source"
+        "by its contract, of eight decodes with int64 query_start_loc it writes "
+        f"{written or 'no row'}; the notebook runs its own source"
     )
     return told, {"rows": rows, "from sequences": seqs}
 
