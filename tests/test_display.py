@@ -131,7 +131,15 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
                 )
             ]
         ),
-        Report(source="s", version="vLLM <x>", cases_run=3, seconds=1.0, findings=[finding]),
+        Report(
+            source="s",
+            version="vLLM <x>",
+            cases_run=3,
+            seconds=1.0,
+            findings=[finding],
+            reads={"unified_attention": {"own": 7, "own_future": 2, "never_mapped": 0}},
+            reads_allowed={"unified_attention": ["own"]},
+        ),
     ]
     return {f"{type(one).__module__}.{type(one).__qualname__}": one for one in made}
 
@@ -182,6 +190,13 @@ def test_a_result_tells_all_that_matters(nouns: dict[str, Shown]) -> None:
     ):
         assert fact in page.text
         assert " ".join(fact.split()) in " ".join(plain(nouns["attnlab.result.Result"]).split())
+
+
+def test_a_report_tells_what_no_contract_asks_for(nouns: dict[str, Shown]) -> None:
+    page = html(nouns["attnlab.sanitize.library.Report"])
+    assert ["unified_attention", "7 own2 own future"] in Page(page).rows
+    assert 'font-weight:600">2 own future</span>' in page
+    assert 'font-weight:600">7 own</span>' not in page
 
 
 def test_an_error_map_tells_each_sequence(nouns: dict[str, Shown]) -> None:

@@ -196,6 +196,8 @@ def report(one: "Report") -> Sheet:
             tables.append(_finding_grid(title, found))
         else:
             tables.append(Lines([Words(f"{title}: none", "good")]))
+    if one.reads:
+        tables.append(_reads_grid(one))
     left = Folded("left out", [Lines(one.left_out)])
     return Sheet(
         kind="Report",
@@ -218,3 +220,14 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
     ]
     columns = ["op", "kind", "diagnosis", "seen in", "evidence, and the smallest case"]
     return Grid(columns, rows, title)
+
+
+def _reads_grid(one: "Report") -> Grid:
+    """Return how many slots of each kind the kernels of each op read."""
+    rows: list[Row] = []
+    for op, counts in one.reads.items():
+        named = {kind.replace("_", " "): n for kind, n in counts.items() if n}
+        fine = one.reads_allowed[op]
+        told = [Words(f"{n} {kind}", "" if kind in fine else "warn") for kind, n in named.items()]
+        rows.append([op, told or "none"])
+    return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))

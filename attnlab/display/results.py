@@ -134,11 +134,9 @@ def _result_breaches(one: "Result") -> list[Part]:
 
 
 def _result_folds(one: "Result") -> list[Part]:
-    spent = [(step, f"{s:.2f}") for step, s in one.seconds.items()]
-    per_seq: list[Part] = (
-        [] if one.errors is None else [Folded("by sequence", [_seq_grid(one.errors)])]
-    )
-    return [*per_seq, Folded(f"{sum(one.seconds.values()):.2f} s", [Facts(spent)])]
+    spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
+    last = Lines([Words(f"seconds: {spent}", "quiet")])
+    return [last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]
 
 
 def stages(table: "StageTable") -> Sheet:
