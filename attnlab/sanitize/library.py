@@ -21,6 +21,7 @@ from attnlab.sanitize.hostile import hostile_cases
 from attnlab.sanitize.look import look, shrink
 from attnlab.sanitize.reads import Tally
 from attnlab.sanitize.subject import Subject
+from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
 LEFT_OUT = (
@@ -30,8 +31,8 @@ LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What came of a library.
 
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
