@@ -21,6 +21,7 @@ from attnlab.contracts import (
     unwritten_rows,
 )
 from attnlab.dispatch import ROCM_DECODE, Setting
+from attnlab.shown import Shown
 
 _EFFECTS = {
     "accept": "harmless",
@@ -50,9 +51,15 @@ class Breach:
     text: str
 
 
+class Breaches(Shown, list[Breach]):
+    """A list of breaches, which shows itself as a table."""
+
+    __slots__ = ()
+
+
 def check(
     call: KernelCall, setting: Setting, kernels: Sequence[str], provenance: Provenance | None = None
-) -> list[Breach]:
+) -> Breaches:
     """Return every breach of the call, in the order in which a person would want to know them.
 
     ``kernels`` are those that the op runs (:func:`attnlab.dispatch.decide`). Without ``provenance``,
@@ -68,9 +75,8 @@ def check(
     if provenance is not None:
         for terms in contracts:
             breaches += _slots(terms, call, provenance)
-    return sorted(
-        breaches, key=lambda breach: ("rejected", "silent", "harmless").index(breach.effect)
-    )
+    order = ("rejected", "silent", "harmless")
+    return Breaches(sorted(breaches, key=lambda breach: order.index(breach.effect)))
 
 
 def _index_dtypes(terms: Contract, call: KernelCall) -> list[Breach]:
@@ -116,6 +122,10 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         for name, value, allowed in asked
         if allowed and value not in allowed
     ]
+    if call.softcap is not None and terms.softcap == "none":
+        found.append(("softcap", call.softcap, "none"))
+    if call.sinks is not None:
+        found += _sinks(terms, call, call.sinks)
     if call.block_size % terms.block_size_multiple:
         found.append(("block_size", call.block_size, f"multiples of {terms.block_size_multiple}"))
     return [
@@ -128,6 +138,18 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         )
         for name, value, takes in found
     ]
+
+
+def _sinks(terms: Contract, call: KernelCall, sinks: torch.Tensor) -> list[tuple[str, object, str]]:
+    """Return what the kernel does not take of a call's attention sinks: subject, value, what it takes."""
+    dtype = str(sinks.dtype).removeprefix("torch.")
+    if terms.sinks == "none":
+        return [("sinks", "given", "none")]
+    if terms.sinks == "without alibi" and call.alibi_slopes is not None:
+        return [("sinks", "given beside alibi_slopes", "one of the two")]
+    if terms.sink_dtypes and dtype not in terms.sink_dtypes:
+        return [("sinks", dtype, ", ".join(terms.sink_dtypes))]
+    return []
 
 
 def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
@@ -204,10 +226,14 @@ def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]
 
 
 def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Breach]:
-    """Return a breach for each sequence of which the kernel reads slots that lack its token."""
+    """Return a breach for each sequence of which the kernel needs slots that lack its token; what lies
+    before the window of its first new token it does not need."""
     found = []
+    first_rows = (call.seq_lens.long() - call.query_lens).tolist()
     for seq, length in enumerate(cached_lens(terms, call).tolist()):
-        positions = torch.arange(min(length, call.block_table.shape[1] * call.block_size))
+        begin = max(0, first_rows[seq] - call.sliding_window + 1) if call.sliding_window else 0
+        length = min(length, call.block_table.shape[1] * call.block_size)
+        positions = torch.arange(begin, max(begin, length))
         blocks = call.block_table[seq, positions // call.block_size].long()
         offsets = positions % call.block_size
         owner = provenance.seq[blocks, offsets]
@@ -227,7 +253,7 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
                     effect="silent",
                     kernel=terms.name,
                     subject="key_cache, value_cache",
-                    text=f"{terms.name} reads sequence {seq}, position {i}: block {int(blocks[i])}, "
+                    text=f"{terms.name} reads sequence {seq}, position {begin + i}: block {int(blocks[i])}, "
                     f"offset {int(offsets[i])}, which {holds}"
                     + (f" (and {more} more positions)" if more else ""),
                 )

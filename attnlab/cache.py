@@ -1,6 +1,7 @@
 """PagedCache: keys and values in blocks, and who wrote each slot."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +11,14 @@ from attnlab.case import Case
 from attnlab.fill import write_tokens
 from attnlab.formats import ElementFormat, store, written_format
 from attnlab.lengths import Lengths
+from attnlab.shown import Shown
 
 NOBODY = -1
 _PATTERN = (1 << 20) + 7  # garbage repeats after so many elements, at no block's or head's edge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Provenance:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Provenance(Shown):
     """Who wrote each slot of a cache, and which slots each sequence owns.
 
     - ``seq``, ``pos``: [num_blocks, block_size] int32, the sequence and position whose token a slot
@@ -34,8 +36,8 @@ class Provenance:
         return int(self.block_table[seq, pos // block_size]), pos % block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagedCache:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PagedCache(Shown):
     """A paged KV cache in the layout that vLLM's paged decode kernels read.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
@@ -95,8 +97,34 @@ def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
     )
 
 
+def freed_blocks(case: Case) -> list[int]:
+    """Return how many blocks of each sequence lie wholly before the window of its first new token.
+
+    vLLM frees them once no row can see them, and a worker's block table goes on naming them
+    (get_num_skipped_tokens, vllm/v1/core/single_type_kv_cache_manager.py, vLLM 0.33.0).
+    """
+    if case.freed == "kept":
+        return [0] * len(case.lengths.ctx_lens)
+    window, size = case.sliding_window, case.block_size
+    return [max(0, ctx_len - window + 1) // size for ctx_len in case.lengths.ctx_lens]
+
+
 def make_block_table(case: Case) -> torch.Tensor:
-    """Return the Case's block table, int64: its own, or blocks dealt out in a random order."""
+    """Return the Case's block table, int64: its own, or blocks dealt out in a random order.
+
+    Where freed blocks are recycled, their entries name the last block of the next sequence.
+    """
+    table = _dealt_blocks(case)
+    if case.freed == "recycled":
+        last = [(seq_len - 1) // case.block_size for seq_len in case.lengths.seq_lens]
+        for seq, count in enumerate(freed_blocks(case)):
+            after = (seq + 1) % len(last)
+            table[seq, :count] = table[after, last[after]].clone()
+    return table
+
+
+def _dealt_blocks(case: Case) -> torch.Tensor:
+    """Return the block table before any block of it is freed."""
     if case.block_table is not None:
         return torch.tensor(case.block_table)
     num_seqs = len(case.lengths.query_lens)
@@ -116,7 +144,10 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
     lens = written_lens(batch.lengths, case.staging.fill)
-    rows, slots, provenance = addresses(batch, lens, block_table, key.shape[0], case.block_size)
+    begins = [count * case.block_size for count in freed_blocks(case)]
+    rows, slots, provenance = addresses(
+        batch, lens, block_table, key.shape[0], case.block_size, begins
+    )
     new_key = store(case, batch.key, case.k_scale)
     new_value = store(case, batch.value, case.v_scale)
     write_tokens(key, value, new_key, new_value, rows, slots)
@@ -132,13 +163,25 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
 
 
 def addresses(
-    batch: Batch, lens: tuple[int, ...], block_table: torch.Tensor, num_blocks: int, block_size: int
+    batch: Batch,
+    lens: tuple[int, ...],
+    block_table: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+    begins: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return for every token that is written its row in ``batch.key``, its slot (block × block_size
-    + offset), and the provenance that results."""
+    + offset), and the provenance that results.
+
+    ``lens``: how many tokens of each sequence are written; ``begins``: from which position on, 0 where
+    it is left out.
+    """
     counts = torch.tensor(lens)
     seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
     pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq]
+    if any(begins):
+        kept = pos >= torch.tensor(begins)[seq]
+        seq, pos = seq[kept], pos[kept]
     slots = block_table[seq, pos // block_size] * block_size + pos % block_size
     owner = torch.full((2, num_blocks * block_size), NOBODY, dtype=torch.int32)
     owner[0, slots], owner[1, slots] = seq.int(), pos.int()

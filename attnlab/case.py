@@ -17,6 +17,7 @@ from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Span, Tab
 from attnlab.lengths import Lengths, draw_lengths
 from attnlab.platforms import PLATFORMS, Platform
 from attnlab.rules import check_rules
+from attnlab.shown import Shown
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
 OPS = (
@@ -41,6 +42,7 @@ FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 ORIGINS = ("model", "vllm", "vllm-cpu", "rocm")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
+FREED = ("kept", "empty", "recycled")
 DATAS = ("uniform_1e-3", "normal")
 
 _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
@@ -48,8 +50,8 @@ _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
 _ORIGIN = "where the kernels come from"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Case(Shown):
     """One configuration of one attention call; the defaults are those of vLLM's test_prefix_prefill.
 
     A wrong value raises InvalidCase at once, with a line that names the field.
@@ -72,6 +74,15 @@ class Case:
     alibi: bool = knob(False, _TEST, Flag(), "add ALiBi slopes to the scores")
     sm_scale: float | None = knob(
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
+    )
+    sinks: bool = knob(
+        False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
+    )
+    softcap: float | None = knob(
+        None,
+        _TEST,
+        Maybe(Number(), "no cap"),
+        "c of the soft cap c · tanh(score / c), as Gemma 2 has",
     )
 
     interleave_v: bool = knob(
@@ -145,7 +156,7 @@ class Case:
         None, _ORIGIN, Maybe(Span(), "all"), "sequences that run, likewise"
     )
     checked: bool = knob(
-        False, _ORIGIN, Flag(), "watch every access to memory (origin rocm, emulated device)"
+        False, _ORIGIN, Flag(), "watch what is read of the cache (origins rocm and vllm, on a CPU)"
     )
 
     num_blocks: int | None = knob(
@@ -177,6 +188,13 @@ class Case:
     )
     k_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 keys")
     v_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 values")
+    freed: str = knob(
+        "kept",
+        _CACHE,
+        OneOf(FREED),
+        "blocks wholly before a sliding window, which vLLM frees and leaves in the block table: kept as "
+        "they were, empty, or in use by the next sequence",
+    )
     empty: str = knob("zeros", _CACHE, OneOf(EMPTIES), "what slots hold that nobody wrote")
 
     data: str = knob("uniform_1e-3", _DATA, OneOf(DATAS), "distribution of query, key and value")

@@ -45,7 +45,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
     parser.add_argument(
-        "--cases", type=int, default=18, metavar="N", help="cases of each op (%(default)s)"
+        "--cases", type=int, default=24, metavar="N", help="cases of each op (%(default)s)"
     )
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
@@ -106,9 +106,20 @@ def show_report(console: Console, report: "Report") -> None:
             told = f"{escape(one.evidence)}\n[dim]{escape(one.case.to_cli())}[/]"
             table.add_row(one.op, one.kind, escape(one.diagnosis), str(one.seen), told)
         console.print(table)
+    _show_reads(console, report)
     console.print(
         f"{report.version}: {report.cases_run} cases in {report.seconds:.0f} s, "
         f"{len(report.findings)} findings"
     )
     for text in report.left_out:
         console.print(f"[dim]left out: {escape(text)}[/]")
+
+
+def _show_reads(console: Console, report: "Report") -> None:
+    """Print how many slots of each kind the kernels of each op read; what no contract asks for stands
+    out."""
+    for op, counts in report.reads.items():
+        fine = [kind.replace(" ", "_") for kind in report.reads_allowed[op]]
+        texts = {kind: f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n}
+        parts = [text if kind in fine else f"[yellow]{text}[/]" for kind, text in texts.items()]
+        console.print(f"slots read by {op}: {', '.join(parts) or 'none'}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from attnlab.case import Case
 from attnlab.platforms import PLATFORMS, Platform
+from attnlab.shown import Shown
 
 WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
@@ -58,8 +59,8 @@ class Term:
     holds: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Decision(Shown):
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
     ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one
@@ -157,7 +158,7 @@ def _terms(case: Case) -> list[Term]:
         terms.append(_exactly("VLLM_ROCM_CUSTOM_PAGED_ATTN", case.rocm_custom_paged_attn, (True,)))
         if not rdna:
             terms.append(_exactly("AITER paged attention", case.aiter_paged_attn, (False,)))
-    terms.append(_exactly("sinks", None, (None,)))  # the lab's calls have none
+    terms.append(_exactly("sinks", "given" if case.sinks else "none", ("none",)))
     if case.release != "0.11.2":
         power = case.block_size & (case.block_size - 1) == 0
         terms += [

@@ -25,6 +25,7 @@ _BATCH_KNOBS = (
     "dtype",
     "data",
     "alibi",
+    "sinks",
 )
 _STORED_KNOBS = (*_BATCH_KNOBS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
 _TABLE_KNOBS = (
@@ -34,6 +35,7 @@ _TABLE_KNOBS = (
     "block_table",
     "x",
     "interleave_v",
+    "freed",
 )
 
 
@@ -60,13 +62,15 @@ def _stored_format(case: Case) -> dict[str, Any]:
 
 def cache_key(case: Case) -> Case:
     """Return the key of the Case's cache, provenance included."""
-    keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty")
+    keep: tuple[str, ...] = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty")
+    if case.freed != "kept":  # by the window, of an op that has one
+        keep += ("op", "sliding_window")
     return _reset(case, keep, fill=case.staging.fill, **_stored_format(case))
 
 
 def reference_key(case: Case) -> Case:
     """Return the key of the Case's reference."""
-    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "oracle")
+    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "softcap", "oracle")
     return _reset(case, keep, **_stored_format(case))
 
 

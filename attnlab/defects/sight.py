@@ -1,6 +1,6 @@
 """Sight: what some rows of one sequence are computed from, and what comes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,11 @@ class Sight:
     - ``query``: [rows, heads, head_size]; ``position``: [rows] int64.
     - ``key``, ``value``: [keys, heads, head_size], one for each query head; key j stands at position j.
     - ``visible``: [rows, keys] bool.
-    - ``scale``: of the scores; ``slopes``: [heads], times (key position + ``shift`` - position), or None.
-    - ``sink``: whether a logit of 0 is counted that belongs to no key.
+    - ``scale``: of the scores; ``slopes``: [heads], times (key position + ``shift`` - position), or None;
+      ``shift`` is a number, or one for each row, [rows, 1].
+    - ``cap``: what becomes of a scaled score before ALiBi, or None; ``softcap``: the soft cap's size.
+    - ``sinks``: [heads], a logit that each row counts and that belongs to no key, or None.
+    - ``first_bias``: [heads], added to the scores of the key at position 0, or None.
     - ``leak``: [rows, keys] bool, keys that have no weight but whose values are multiplied by it, or
       None.
     - ``rounding``: what the kernel that serves these rows rounds.
@@ -30,8 +33,11 @@ class Sight:
     scale: float
     slopes: torch.Tensor | None
     rounding: Rounding
-    shift: int = 0
-    sink: bool = False
+    shift: torch.Tensor | int = 0
+    cap: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    first_bias: torch.Tensor | None = None
     leak: torch.Tensor | None = None
 
 
@@ -55,9 +61,13 @@ def join(parts: Sequence[Mixed]) -> Mixed:
 def scores_of(sight: Sight) -> torch.Tensor:
     """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
     scores = sight.query.transpose(0, 1) @ sight.key.permute(1, 2, 0) * sight.scale
+    if sight.cap is not None:
+        scores = sight.cap(scores)
     if sight.slopes is not None:
         away = torch.arange(sight.key.shape[0]) + sight.shift - sight.position[:, None]
         scores += sight.slopes[:, None, None] * away.to(scores.dtype)
+    if sight.first_bias is not None:
+        scores[..., 0] += sight.first_bias[:, None].to(scores.dtype)
     return scores.masked_fill_(~sight.visible, -torch.inf)
 
 
@@ -68,25 +78,26 @@ def mix(sight: Sight, like: torch.dtype | None = None) -> Mixed:
     rounded to that dtype.
     """
     scores = scores_of(sight)
-    exact = softmax(scores, sight.sink)
+    exact = softmax(scores, sight.sinks)
     finite = sight.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
     output = exact @ finite
     noise = sight.rounding.bound(
         exact.nan_to_num(0.0), finite, output.nan_to_num(0.0), score_error(sight)
     )
     if like is not None:
-        weights = softmax(scores.float(), sight.sink).to(like).float()
+        weights = softmax(scores.float(), sight.sinks).to(like).float()
         output = (weights @ finite.float()).to(like).double()
     if not bool(sight.value.isfinite().all()):
         output = output.masked_fill(_hit(sight), torch.nan)
     return Mixed(output=output.double().transpose(0, 1), noise=noise.double().transpose(0, 1))
 
 
-def softmax(scores: torch.Tensor, sink: bool) -> torch.Tensor:
-    """Return weights, [heads, rows, keys]; with a sink one logit of 0 takes its share."""
-    if not sink:
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return weights, [heads, rows, keys]; of each row's sum a sink of its head, [heads], takes its
+    share."""
+    if sinks is None:
         return scores.softmax(-1)
-    nothing = torch.zeros_like(scores[..., :1])
+    nothing = sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])
     return torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
 
 
@@ -106,4 +117,6 @@ def score_error(sight: Sight) -> float:
     bias = 0.0
     if sight.slopes is not None:
         bias = float(sight.slopes.abs().max()) * sight.key.shape[0]
-    return sight.rounding.score_error(query, key, sight.query.shape[2], sight.scale, bias)
+    return sight.rounding.score_error(
+        query, key, sight.query.shape[2], sight.scale, bias, sight.softcap
+    )

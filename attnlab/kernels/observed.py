@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from attnlab.kernels.trace import Key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -63,11 +65,15 @@ class Outside:
 
 @dataclass(slots=True)
 class Observed:
-    """What was seen; changed while a call runs. Of wraps and strays each line's first is kept."""
+    """What was seen; changed while a call runs. Of wraps and strays each line's first is kept.
+
+    ``reads``: of traced launches alone, the slots that programs loaded (:mod:`attnlab.kernels.trace`).
+    """
 
     launches: list[Launch] = field(default_factory=list)
     wraps: dict[tuple[str, int], Wrap] = field(default_factory=dict)
     outside: dict[tuple[str, int], Outside] = field(default_factory=dict)
+    reads: dict[Key, set[int]] = field(default_factory=dict)
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy does, and note where int32 wraps."""
@@ -92,6 +98,8 @@ class Observed:
         """Take over what another process saw of the same launch."""
         self.wraps = {**other.wraps, **self.wraps}
         self.outside = {**other.outside, **self.outside}
+        for key, slots in other.reads.items():
+            self.reads[key] = self.reads.get(key, set()) | slots
 
 
 def _kernel_line() -> tuple[str, int]:

@@ -12,6 +12,7 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.contracts import PREFILL_TILE, as_read, cached_lens, contract, served
 from attnlab.dispatch import DECODE_FWD, PREFILL, UNIFIED, Setting
+from attnlab.errors import KernelRejected
 from attnlab.kernels import paged
 
 _SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
@@ -21,8 +22,11 @@ def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
-    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written.
+    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written. Raises
+    KernelRejected for sinks beside ALiBi, as the op's assertion does.
     """
+    if call.sinks is not None and call.alibi_slopes is not None:
+        raise KernelRejected("Sinks arg is not supported with alibi")
     grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
     _attend(PREFILL, call, setting, grid)
 
@@ -77,7 +81,7 @@ def _sequence(
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
-            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len + row, heads)
+            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len, row, heads)
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )
@@ -109,28 +113,34 @@ def _tile(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    position: int,
+    ctx_len: int,
+    row: int,
     heads: slice,
 ) -> torch.Tensor:
-    """Return attention of rows that stand at ``position``, position + 1, …
+    """Return attention of new tokens ``row``, row + 1, … of a sequence.
 
     ``query``, and the result: [kv heads, group, rows, head_size].
     """
     rows, window = query.shape[2], call.sliding_window
+    terms, position = contract(call.op, setting, call.op), ctx_len + row
     begin, end = max(0, position - window + 1) if window else 0, position + rows
     scores = query.flatten(1, 2) @ key[:, begin:end].transpose(1, 2)
     scores = scores.mul_(paged.scale_of(call, setting)).view(*query.shape[:3], end - begin)
+    scores = paged.capped(scores, call.softcap, terms.softcap == "overflows")
     away = torch.arange(begin, end) - torch.arange(position, end)[:, None]  # key minus query
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes[heads].view(*query.shape[:2], 1, 1)
-        scores += slopes * away.float()
+        by_query = terms.alibi_from == "query"
+        scores += slopes * (away if by_query else torch.arange(begin, end) - ctx_len).float()
     hidden = away > 0
     if window:
         hidden |= away <= -window
         scores.masked_fill_(hidden, float("-inf"))
     else:
         scores[..., -rows:].masked_fill_(hidden[:, -rows:], float("-inf"))
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    sums = weights.sum(-1, keepdim=True)
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks[heads].float().view(*query.shape[:2], 1, 1)
+    weights, sums = paged.weighed(scores, sinks)
     weights = paged.rounded(weights, call.value.dtype).flatten(1, 2)
     return (weights @ value[:, begin:end]).view(query.shape) / sums

@@ -1,6 +1,6 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,22 +12,30 @@ from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelReject
 from attnlab.probes import rows_equal
 from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
+from attnlab.sanitize.reads import TOLD, observations
 from attnlab.sanitize.subject import Ran, Subject
 
 _MOST_SHRINKS = 24
 
 
-def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
+def look(
+    lab: Lab,
+    subject: Subject,
+    case: Case,
+    on_ran: Callable[[Case, Ran], None] = lambda case, ran: None,
+) -> list[Finding]:
     """Return what goes wrong at a Case, and what is to be seen of it besides.
 
     The Case is run with NaN in empty slots and, where that is right, with finite garbage: the bits must
-    be the same. Raises Unavailable for a Case that the subject has no op for.
+    be the same. ``on_ran`` hears of the first of these runs. Raises Unavailable for a Case that the
+    subject has no op for.
     """
     try:
         ran = subject.run(lab, case)
     except (KernelRejected, KernelFailed) as error:
         return [_finding(case, "fails", str(error), "rejected")]
-    found = []
+    on_ran(case, ran)
+    found = [*observations(case, ran.memory)]
     if ran.outside:
         found.append(_finding(case, "out_of_bounds", ran.outside[0], ran.outside[0].split()[0]))
     if ran.wraps:
@@ -68,7 +76,16 @@ def _wrong(
     told_again = diagnose(zeros, again, lab=lab, propose=False)
     if told_again.is_wrong:
         return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
+    if case.freed != "kept" and _is_right(lab, subject, case.replace(freed="kept")):
+        text = f"{told.sentences()[0]}; right where these blocks hold what they held"
+        return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
     return _finding(case, "reads_unwritten_slots", told.sentences()[0], _name(told))
+
+
+def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
+    """Answer whether a Case's output is off by rounding at most."""
+    output = subject.run(lab, case).output
+    return not diagnose(case, output, lab=lab, propose=False).is_wrong
 
 
 def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
@@ -112,9 +129,12 @@ def shrink(lab: Lab, subject: Subject, finding: Finding) -> Finding:
 
 
 def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
-    """Return the finding of the same group at another Case, or None."""
+    """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
-        found = look(lab, subject, case)
+        if finding.kind in TOLD:
+            found = [*observations(case, subject.run(lab, case).memory)]
+        else:
+            found = look(lab, subject, case)
     except AttnLabError:
         return None
     return next((one for one in found if one.group == finding.group), None)
@@ -144,8 +164,12 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
-    plain = {"alibi": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    plain = {"alibi": False, "sinks": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    if case.freed != "kept":
+        yield {"freed": "kept"}
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
+    if case.softcap is not None:
+        yield {"softcap": None}
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     if case.head_size > 32:
