@@ -9,7 +9,7 @@ import attnlab
 
 ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
-    {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
+    {"errors", "knobs", "platforms", "stages", "lengths", "shown", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels", "hip"},
@@ -29,6 +29,7 @@ FLOORS = [  # from the ground up
         "plots_memory",
         "plots_power",
         "plots_timeline",
+        "plots_story",
         "plots",
         "notebook",
         "outcome",
@@ -44,7 +45,9 @@ FLOORS = [  # from the ground up
         "bench_diagnose",
         "bench_interpreter",
         "bench_rocm",
+        "chapters",
         "diagnosing",
+        "display",
         "flags",
         "terminal",
         "terminal_diagnosis",
@@ -55,7 +58,8 @@ FLOORS = [  # from the ground up
     },
 ]
 PACKAGES = tuple(
-    f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize")
+    f"attnlab{name}"
+    for name in ("", ".claims", ".defects", ".display", ".hip", ".kernels", ".sanitize")
 )
 GROUND = -1  # the package itself, which imports nothing
 
