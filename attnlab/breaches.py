@@ -122,6 +122,8 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         for name, value, allowed in asked
         if allowed and value not in allowed
     ]
+    if call.softcap is not None and terms.softcap == "none":
+        found.append(("softcap", call.softcap, "none"))
     if call.sinks is not None:
         found += _sinks(terms, call, call.sinks)
     if call.block_size % terms.block_size_multiple:

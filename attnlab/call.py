@@ -33,7 +33,7 @@ class KernelCall(Shown):
       [num_seqs]: integers of the dtype that the caller chose, right or wrong.
     - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads], of any floating dtype: a
       logit that each row of the head counts once in its sum and that has no value, or None.
-    - ``sm_scale`` None leaves the scale to the op,
+    - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale`` None leaves the scale to the op,
       ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
       (:func:`attnlab.cache.interleaved`).
 
@@ -59,6 +59,7 @@ class KernelCall(Shown):
     sinks: torch.Tensor | None = None
     sliding_window: int = 0
     sm_scale: float | None = None
+    softcap: float | None = None
     num_splits: int | None = None
     interleave_v: bool = False
 
@@ -192,6 +193,7 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         sinks=batch.sinks,
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
+        softcap=case.softcap,
         num_splits=case.num_splits,
         interleave_v=case.interleave_v,
     )

@@ -77,6 +77,12 @@ class Case(Shown):
     sinks: bool = knob(
         False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
     )
+    softcap: float | None = knob(
+        None,
+        _TEST,
+        Maybe(Number(), "no cap"),
+        "c of the soft cap c · tanh(score / c), as Gemma 2 has",
+    )
 
     interleave_v: bool = knob(
         False,

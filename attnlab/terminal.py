@@ -15,7 +15,6 @@ from attnlab.dispatch import Decision
 if TYPE_CHECKING:  # these need torch, which the light commands do without
     from attnlab.breaches import Breach
     from attnlab.compare import Place
-    from attnlab.outcome import Outcome
     from attnlab.result import Result
     from attnlab.stage_table import Cell
 
@@ -139,39 +138,6 @@ def show_bench(console: Console, figures: dict[str, Any]) -> None:
     table.add_row("table of stages", f"{figures['stage_table']['seconds']:.1f}", "", "")
     console.print(table)
     console.print(f"peak memory {figures['peak_memory_gib']:.2f} GiB")
-
-
-def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path) -> None:
-    """Print how each notebook ended, with its verdicts, and where the reports are."""
-    table = Table()
-    for name in ("notebook", "verdict", "expected", "found"):
-        table.add_column(name, overflow="fold")
-    for outcome in outcomes:
-        colour = {"passed": "green", "unavailable": "yellow"}.get(outcome.status, "red")
-        table.add_section()
-        head = f"[{colour}]{outcome.status}[/] in {outcome.seconds:.0f} s"
-        table.add_row(f"[bold]{escape(outcome.name)}[/]", head)
-        for verdict in outcome.verdicts:
-            found = escape(str(verdict.found))
-            table.add_row(
-                "",
-                escape(verdict.name),
-                escape(str(verdict.expected)),
-                f"[green]{found}[/]" if verdict.ok else f"[red]{found}[/]",
-            )
-        if outcome.message:
-            table.add_row("", f"[{colour}]{escape(outcome.message)}[/]")
-    console.print(table)
-    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
-    right = sum(verdict.ok for verdict in verdicts)
-    passed = sum(outcome.status == "passed" for outcome in outcomes)
-    lacking = sum(outcome.status == "unavailable" for outcome in outcomes)
-    unavailable = f", {lacking} cannot run here" if lacking else ""
-    console.print(
-        f"{passed} of {len(outcomes)} notebooks passed{unavailable}, "
-        f"{right} of {len(verdicts)} verdicts as expected"
-    )
-    console.print(f"reports: {reports / 'index.html'}")
 
 
 def show_interpreter(console: Console, figures: dict[str, Any]) -> None:

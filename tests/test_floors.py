@@ -23,6 +23,8 @@ FLOORS = [  # from the ground up
     {"judgement", "diagnose", "planting", "power"},
     {"sanitize"},
     {
+        "parameters",
+        "baseline",
         "production",
         "plots_memory",
         "plots_power",
@@ -34,6 +36,7 @@ FLOORS = [  # from the ground up
     },
     {"claims"},
     {
+        "offline",
         "report",
         "headless",
         "investigate",
@@ -50,6 +53,8 @@ FLOORS = [  # from the ground up
         "terminal_diagnosis",
         "cli",
         "cli_check",
+        "cli_investigate",
+        "terminal_outcomes",
     },
 ]
 PACKAGES = tuple(

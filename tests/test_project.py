@@ -15,17 +15,20 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test import the scripts of tools/."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
 def _project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_environment_yml_is_what_pyproject_says() -> None:
     """The generated text is the committed one, and pip's part names every requirement."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import environment
-    finally:
-        sys.path.pop(0)
+    import environment
+
     text = (ROOT / "environment.yml").read_text()
     assert text == environment.environment(), "run: python tools/environment.py"
     listed = next(d["pip"] for d in yaml.safe_load(text)["dependencies"] if isinstance(d, dict))
@@ -99,6 +102,30 @@ def test_notebook_is_committed_clean(path: Path) -> None:
     sources = ["".join(cell["source"]) for cell in code]
     assert [source for source in sources if not is_short(source)] == []
     assert "verdicts.conclude()" in sources[-1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_nothing_that_another_machine_would_change(path: Path) -> None:
+    """Its text is what nbformat writes of its sources and tags, so that a diff is what a person changed."""
+    import strip
+
+    text = path.read_text(encoding="utf-8")
+    assert text == strip.stripped(text), "run: python tools/strip.py"
+
+
+def test_what_a_run_leaves_in_a_notebook_is_stripped() -> None:
+    """Outputs, counts, widget state, versions and a cell's transient metadata go; tags and ids stay."""
+    import strip
+    from nbformat import v4, writes
+
+    written = v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]}, id="one")
+    clean = strip.stripped(writes(v4.new_notebook(cells=[written])))
+    run = v4.new_code_cell("x = 1", id="one", execution_count=3, outputs=[v4.new_output("stream")])
+    run.metadata = {"tags": ["parameters"], "collapsed": True, "ExecuteTime": {"start": "now"}}
+    metadata = {"language_info": {"name": "python", "version": "3.99"}, "widgets": {"x": {}}}
+    left = writes(v4.new_notebook(cells=[run], metadata=metadata))
+    assert left != clean
+    assert strip.stripped(left) == clean
 
 
 def is_short(source: str) -> bool:
