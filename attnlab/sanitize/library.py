@@ -37,6 +37,7 @@ class Report:
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
     - ``reads``: by op how many slots of each kind its kernels read (:mod:`attnlab.memory`), of ops whose
       reads were seen; ``reads_allowed``: the kinds that their contracts let them read.
+    - ``reports``: files that were written for the findings, by path.
     - ``left_out``: what was not looked at, and why, in words.
     """
 
@@ -48,6 +49,7 @@ class Report:
     observations: list[Finding] = field(default_factory=list)
     reads: dict[str, dict[str, int]] = field(default_factory=dict)
     reads_allowed: dict[str, list[str]] = field(default_factory=dict)
+    reports: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
