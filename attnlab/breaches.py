@@ -116,6 +116,8 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         for name, value, allowed in asked
         if allowed and value not in allowed
     ]
+    if call.sinks is not None:
+        found += _sinks(terms, call, call.sinks)
     if call.block_size % terms.block_size_multiple:
         found.append(("block_size", call.block_size, f"multiples of {terms.block_size_multiple}"))
     return [
@@ -128,6 +130,18 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         )
         for name, value, takes in found
     ]
+
+
+def _sinks(terms: Contract, call: KernelCall, sinks: torch.Tensor) -> list[tuple[str, object, str]]:
+    """Return what the kernel does not take of a call's attention sinks: subject, value, what it takes."""
+    dtype = str(sinks.dtype).removeprefix("torch.")
+    if terms.sinks == "none":
+        return [("sinks", "given", "none")]
+    if terms.sinks == "without alibi" and call.alibi_slopes is not None:
+        return [("sinks", "given beside alibi_slopes", "one of the two")]
+    if terms.sink_dtypes and dtype not in terms.sink_dtypes:
+        return [("sinks", dtype, ", ".join(terms.sink_dtypes))]
+    return []
 
 
 def _layout(terms: Contract, call: KernelCall) -> list[Breach]:

@@ -73,6 +73,9 @@ class Case:
     sm_scale: float | None = knob(
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
     )
+    sinks: bool = knob(
+        False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
+    )
 
     interleave_v: bool = knob(
         False,

@@ -8,6 +8,13 @@ from attnlab.knobs import refuse
 if TYPE_CHECKING:
     from attnlab.case import Case
 
+# Ops that have an argument for attention sinks (0.11.2, 0.33.0; the CPU's is s_aux).
+SINK_OPS = (
+    "chunked_prefill_paged_decode",
+    "context_attention_fwd",
+    "unified_attention",
+    "cpu_attention_with_kv_cache",
+)
 _E4M3_OPS = ("unified_attention", "decode_attention_fwd", "reshape_and_cache_flash")
 # Ops of which a choice of heads or sequences cannot be run apart.
 PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
@@ -20,6 +27,8 @@ def check_rules(case: "Case") -> None:
     _check_lengths(case)
     _check_cache(case)
     _check_op(case)
+    if case.sinks and case.op not in SINK_OPS:
+        refuse("sinks", f"false with {case.op}, which takes none", case.sinks)
 
 
 def _check_heads(case: "Case") -> None:

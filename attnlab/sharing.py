@@ -25,6 +25,7 @@ _BATCH_KNOBS = (
     "dtype",
     "data",
     "alibi",
+    "sinks",
 )
 _STORED_KNOBS = (*_BATCH_KNOBS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
 _TABLE_KNOBS = (

@@ -37,7 +37,11 @@ def my_attention(call: KernelCall) -> None:
         hidden = away > 0
         if call.sliding_window:
             hidden |= away <= -call.sliding_window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if call.sinks is not None:  # one more logit of each row; its column has no value
+            sinks = call.sinks[:, None, None].expand_as(scores[..., :1])
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :seq_len]
         call.output[rows] = (weights @ value).transpose(0, 1).to(call.output.dtype)
 
 

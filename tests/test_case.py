@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnlab.case import KNOBS, Case, kind_of
 from attnlab.errors import InvalidCase
 from attnlab.knobs import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
-from attnlab.rules import PARTS_UNKNOWN
+from attnlab.rules import PARTS_UNKNOWN, SINK_OPS
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
@@ -206,6 +206,8 @@ def _what_the_op_knows(fields):
     others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
     if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
         changes["kv_cache_dtype"] = "fp8"
+    if fields["op"] not in SINK_OPS:
+        changes["sinks"] = False
     return changes
 
 

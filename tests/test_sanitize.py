@@ -78,8 +78,19 @@ def test_the_older_models_faults_are_found() -> None:
         ("call.output[rows] = (", "x = (", "rows_not_written", "rows_never_written"),
         ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "wrong_output", "kv_head_modulo"),
         ("weights @ value)", "weights @ value + 0 * value[:, -1:])", None, None),
+        ("if call.sinks is not None", "if False", "wrong_output", "sink_ignored"),
+        (
+            "torch.cat([scores, sinks], -1)",
+            "torch.cat([scores, sinks, sinks], -1)",
+            "wrong_output",
+            "sink_counted_twice",
+        ),
+        ("call.sinks[:, None", "call.sinks.roll(-1)[:, None", "wrong_output", "sink_next_head"),
     ],
-    ids=["scale", "raises", "window", "unwritten", "heads", "harmless"],
+    ids=[
+        *("scale", "raises", "window", "unwritten", "heads", "harmless"),
+        *("sink ignored", "sink twice", "sink of another"),
+    ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
     """Each fault under its kind; a change that changes nothing is no finding."""

@@ -12,6 +12,7 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.contracts import PREFILL_TILE, as_read, cached_lens, contract, served
 from attnlab.dispatch import DECODE_FWD, PREFILL, UNIFIED, Setting
+from attnlab.errors import KernelRejected
 from attnlab.kernels import paged
 
 _SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
@@ -21,8 +22,11 @@ def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
-    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written.
+    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written. Raises
+    KernelRejected for sinks beside ALiBi, as the op's assertion does.
     """
+    if call.sinks is not None and call.alibi_slopes is not None:
+        raise KernelRejected("Sinks arg is not supported with alibi")
     grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
     _attend(PREFILL, call, setting, grid)
 
@@ -130,7 +134,9 @@ def _tile(
         scores.masked_fill_(hidden, float("-inf"))
     else:
         scores[..., -rows:].masked_fill_(hidden[:, -rows:], float("-inf"))
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    sums = weights.sum(-1, keepdim=True)
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks[heads].float().view(*query.shape[:2], 1, 1)
+    weights, sums = paged.weighed(scores, sinks)
     weights = paged.rounded(weights, call.value.dtype).flatten(1, 2)
     return (weights @ value[:, begin:end]).view(query.shape) / sums

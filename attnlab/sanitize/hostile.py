@@ -2,9 +2,10 @@
 
 Shuffled and spare blocks; lengths around the edges of blocks, tiles and partitions; sequences of one
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
-head sizes and block sizes that are no powers of two; windows, ALiBi, FP8 with two scales that are not 1;
-large scores; the scale left to the op; int64 tables where they are allowed; blocks that a sliding window
-has freed, empty or in use by another sequence. Poison stands only in slots that nobody wrote.
+head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; FP8
+with two scales that are not 1; large scores; the scale left to the op; int64 tables where they are
+allowed; blocks that a sliding window has freed, empty or in use by another sequence. Poison stands only in
+slots that nobody wrote.
 """
 
 import random
@@ -30,6 +31,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 16},
     {"alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
+    {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sm_scale": None},
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
@@ -45,6 +47,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {"block_size": 8, "head_size": 128},
     {"num_heads": 5, "num_queries_per_kv": 5, "sliding_window": 270},
+    {"sinks": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0, "num_splits": 4},
+    {"sinks": True, "sliding_window": 16},
     {"sliding_window": 9, "freed": "empty"},
     {"sliding_window": 12, "freed": "recycled"},
 )

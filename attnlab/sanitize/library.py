@@ -26,7 +26,7 @@ OnCase = Callable[[int, int], None]
 LEFT_OUT = (
     "block offsets beyond 2^31 elements: they take 9 GiB (tools/releases.py has one)",
     "bfloat16 under Triton's interpreter; races, registers and compiler faults",
-    "sinks, soft caps, output scales, quantisation by token and head, bidirectional masks",
+    "soft caps, output scales, quantisation by token and head, bidirectional masks",
 )
 
 

@@ -164,7 +164,7 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
-    plain = {"alibi": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    plain = {"alibi": False, "sinks": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
     if case.freed != "kept":
         yield {"freed": "kept"}
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
