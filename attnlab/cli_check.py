@@ -19,11 +19,19 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
+_DOCUMENT = """
+--json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
+case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
+unwritten_tail, other_sequence, never_mapped, by_nobody}}, how many slots were read of each kind, of ops
+whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them read; reports, the files of
+--report; left_out, what was not looked at.
+"""
 Progress = Callable[[str], AbstractContextManager[Any]]
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``attnlab check``."""
+    """Add the flags of ``attnlab check``, and say what its JSON holds."""
+    parser.epilog = _DOCUMENT
     parser.add_argument(
         "kernel",
         nargs="?",

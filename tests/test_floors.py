@@ -22,7 +22,16 @@ FLOORS = [  # from the ground up
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
     {"sanitize"},
-    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {
+        "production",
+        "plots_memory",
+        "plots_reads",
+        "plots_power",
+        "plots_timeline",
+        "plots",
+        "notebook",
+        "outcome",
+    },
     {"claims"},
     {
         "report",
