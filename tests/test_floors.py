@@ -27,6 +27,7 @@ FLOORS = [  # from the ground up
         "baseline",
         "production",
         "plots_memory",
+        "plots_reads",
         "plots_power",
         "plots_timeline",
         "plots_story",
