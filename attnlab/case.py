@@ -162,6 +162,13 @@ class Case(Shown):
     num_blocks: int | None = knob(
         None, _CACHE, Maybe(Int(1), "as many as the block table needs"), "blocks of the cache"
     )
+    first_block: int = knob(
+        0,
+        _CACHE,
+        Int(0),
+        "the lowest block that sequences use; those before it hold zeros and take no memory, so that "
+        "offsets beyond 2^31 elements can be had",
+    )
     max_blocks_per_seq: int | None = knob(
         None, _CACHE, Maybe(Int(1), "what the longest sequence needs"), "columns of the block table"
     )
@@ -288,7 +295,7 @@ class Case(Shown):
             return self.num_blocks
         if self.block_table is not None:
             return 1 + max(max(row) for row in self.block_table)
-        return len(self.lengths.query_lens) * self.blocks_per_seq
+        return self.first_block + len(self.lengths.query_lens) * self.blocks_per_seq
 
     @property
     def key_x(self) -> int:

@@ -28,6 +28,7 @@ FLOORS = [  # from the ground up
         "production",
         "plots_cache",
         "plots_memory",
+        "plots_reads",
         "plots_power",
         "plots_timeline",
         "plots_story",
