@@ -378,6 +378,33 @@ def test_cancel_leaves_what_was_shown() -> None:
     assert view.show(stage="cast_after_cumsum").case == SMALL
 
 
+def test_a_long_first_step_shows_itself() -> None:
+    """Progress and the button come even while one step calls nobody, and go when it ends."""
+    go_on = threading.Event()
+
+    class Stuck(Lab):
+        def run(self, case: Case):  # type: ignore[no-untyped-def]
+            if case.stage == "sound":
+                assert self.on_step is not None
+                self.on_step("batch")
+                assert go_on.wait(30)
+            return super().run(case)
+
+    view = panel(SMALL, knobs=("stage",), lab=Stuck())
+    assert view.wait(30)
+    view.set(stage="sound")
+    deadline = time.monotonic() + 30
+    while view.progress._button.layout.display == "none":
+        assert time.monotonic() < deadline, "the button never showed"
+        time.sleep(0.01)
+    assert ">batch<" in view.progress._text.value
+    go_on.set()
+    assert view.wait(30)
+    time.sleep(0.5)  # longer than the timer of a turn that has ended
+    assert view.progress._button.layout.display == "none"
+    assert not view.is_stale
+
+
 def test_progress_goes_forward() -> None:
     """Steps in their order, programs within the kernels' share, an unknown step where it was."""
     steps = ["batch", "cache", "kernels", "kernels, program 3 of 6", "kernels, program 6 of 6"]

@@ -98,7 +98,8 @@ class Pointer:
         one, seen = self.selection, self._seen
         marks: dict[str, list[float]] = {}
         if one is None or seen is None or seen.result.errors is None:
-            self._text.value = _HINT
+            is_drawn = seen is None or seen.result.errors is not None
+            self._text.value = _HINT if is_drawn and self._pictures else ""
         else:
             query_len = seen.result.errors.lengths.query_lens[one.seq]
             self._text.value = texts.selection_html(one, query_len)

@@ -1,12 +1,14 @@
 """The line of a panel that says what is under way, with a button that ends it."""
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from html import escape
 
 import ipywidgets as ipw
 
-from attnlab.widgets.latest import Turn
+from attnlab.widgets.latest import Outdated, Turn
 
 _SOON_S, _OFTEN_S = 0.4, 0.1  # when progress is first shown, and how often it changes
 _STEPS = ("batch", "cache", "kernels", "reference", "compare", "picture")
@@ -24,6 +26,7 @@ class Progress:
         self._button.on_click(lambda button: on_cancel())
         self._text = ipw.HTML()
         self._working = [self._bar, self._button]
+        self._turn: Turn | None = None  # the one whose progress may show
         self.widget = ipw.HBox([*self._working, self._text]).add_class("attnlab-progress")
         self.end("")
 
@@ -34,21 +37,32 @@ class Progress:
 
     def end(self, text: str) -> None:
         """Say that nothing is under way any more, and how it ended."""
+        self._turn = None
         for part in self._working:
             part.layout.display = "none"
         self._say(text, "idle")
 
     def steps(self, turn: Turn) -> Callable[[str], None]:
         """Return what is called before each step of a turn; it ends a turn that is outdated."""
-        shown = turn.started + _SOON_S - _OFTEN_S
+        shown, last = turn.started + _SOON_S - _OFTEN_S, ""
 
         def step(name: str) -> None:
-            nonlocal shown
+            nonlocal shown, last
             turn.check()
+            last = name
             if time.perf_counter() - shown >= _OFTEN_S:
                 shown = time.perf_counter()
                 turn.give(lambda: self._show(name))
 
+        def first() -> None:
+            """Show the step that is long; a timer's, since that step calls nobody."""
+            with suppress(Outdated):
+                turn.give(lambda: self._show(last) if self._turn is turn else None)
+
+        self._turn = turn
+        timer = threading.Timer(_SOON_S, first)
+        timer.daemon = True
+        timer.start()
         return step
 
     def _show(self, name: str) -> None:

@@ -88,8 +88,8 @@ def _draw_seqs(seen: Seen) -> Drawn | None:
         if legend := ax.get_legend():
             legend.remove()
 
-    size = (290, 198)
-    return draw(plot, size, placed(size, (48, 10, 45, 26)))
+    size = (300, 198)
+    return draw(plot, size, placed(size, (60, 8, 45, 26)))
 
 
 VIEWS = {
