@@ -172,6 +172,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     off = {"freed": "kept", "first_block": 0}
     yield from ({name: value} for name, value in off.items() if getattr(case, name) != value)
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
+    if case.softcap is not None:
+        yield {"softcap": None}
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     if case.head_size > 32:
