@@ -15,6 +15,7 @@ from attnlab.call import KernelCall
 from attnlab.contracts import (
     PARTITION_SIZE,
     Contract,
+    as_read,
     cached_lens,
     contract,
     default_scale,
@@ -207,7 +208,9 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
     """Return a breach for each sequence of which the kernel reads slots that lack its token."""
     found = []
     for seq, length in enumerate(cached_lens(terms, call).tolist()):
-        positions = torch.arange(min(length, call.block_table.shape[1] * call.block_size))
+        room = call.block_table.shape[1] * call.block_size
+        length = min(length, room)
+        positions = torch.arange(min(_first_seen(terms, call, seq), length), length)
         blocks = call.block_table[seq, positions // call.block_size].long()
         offsets = positions % call.block_size
         owner = provenance.seq[blocks, offsets]
@@ -219,6 +222,7 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
             if not wrong.any():
                 continue
             i = int(torch.nonzero(wrong)[0])
+            at = int(positions[i])
             more = int(wrong.sum()) - 1
             holds = "nobody wrote" if kind == "unwritten_slot" else "holds another token"
             found.append(
@@ -227,9 +231,18 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
                     effect="silent",
                     kernel=terms.name,
                     subject="key_cache, value_cache",
-                    text=f"{terms.name} reads sequence {seq}, position {i}: block {int(blocks[i])}, "
+                    text=f"{terms.name} reads sequence {seq}, position {at}: block {int(blocks[i])}, "
                     f"offset {int(offsets[i])}, which {holds}"
                     + (f" (and {more} more positions)" if more else ""),
                 )
             )
     return found
+
+
+def _first_seen(terms: Contract, call: KernelCall, seq: int) -> int:
+    """Return the first position of a sequence that one of its new tokens may see: its window's."""
+    if not call.sliding_window:
+        return 0
+    query_len = int(as_read(terms, call, "query_start_loc").diff()[seq])
+    ctx_len = int(as_read(terms, call, "seq_lens")[seq]) - query_len
+    return max(0, ctx_len + 1 - call.sliding_window)

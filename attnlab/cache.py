@@ -81,9 +81,10 @@ def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
     """Return how many tokens of each sequence the cache holds under a fill policy.
 
     ``context_only`` is ctx_len, ``all_rows`` is seq_len, ``decode_rows`` is seq_len where query_len is
-    1 and ctx_len elsewhere.
+    1 and ctx_len elsewhere. ``window_rows`` is seq_len, but not from the first token on:
+    :func:`first_written`.
     """
-    if fill == "all_rows":
+    if fill in ("all_rows", "window_rows"):
         return lengths.seq_lens
     if fill == "context_only":
         return lengths.ctx_lens
@@ -93,6 +94,19 @@ def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
             lengths.seq_lens, lengths.query_lens, lengths.ctx_lens, strict=True
         )
     )
+
+
+def first_written(case: Case) -> tuple[int, ...]:
+    """Return the first position of each sequence that the cache holds; 0 but under ``window_rows``.
+
+    With a sliding window vLLM frees the blocks that no new token can see, and later steps write other
+    sequences' tokens or nothing there (vllm/v1/core/single_type_kv_cache_manager.py, 0.33.0).
+    """
+    firsts = []
+    for ctx_len in case.lengths.ctx_lens:
+        hidden = max(0, ctx_len + 1 - case.sliding_window) if case.sliding_window else 0
+        firsts.append(hidden // case.block_size * case.block_size)
+    return tuple(firsts) if case.staging.fill == "window_rows" else (0,) * len(firsts)
 
 
 def make_block_table(case: Case) -> torch.Tensor:
@@ -116,7 +130,9 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
     lens = written_lens(batch.lengths, case.staging.fill)
-    rows, slots, provenance = addresses(batch, lens, block_table, key.shape[0], case.block_size)
+    rows, slots, provenance = addresses(
+        batch, lens, block_table, key.shape[0], case.block_size, first_written(case)
+    )
     new_key = store(case, batch.key, case.k_scale)
     new_value = store(case, batch.value, case.v_scale)
     write_tokens(key, value, new_key, new_value, rows, slots)
@@ -132,13 +148,22 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
 
 
 def addresses(
-    batch: Batch, lens: tuple[int, ...], block_table: torch.Tensor, num_blocks: int, block_size: int
+    batch: Batch,
+    lens: tuple[int, ...],
+    block_table: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+    firsts: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return for every token that is written its row in ``batch.key``, its slot (block × block_size
-    + offset), and the provenance that results."""
-    counts = torch.tensor(lens)
+    + offset), and the provenance that results.
+
+    Of sequence i the positions from ``firsts[i]``, or 0, up to ``lens[i]`` are written.
+    """
+    begins = torch.tensor(firsts or (0,) * len(lens))
+    counts = torch.tensor(lens) - begins
     seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
-    pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq]
+    pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq] + begins[seq]
     slots = block_table[seq, pos // block_size] * block_size + pos % block_size
     owner = torch.full((2, num_blocks * block_size), NOBODY, dtype=torch.int32)
     owner[0, slots], owner[1, slots] = seq.int(), pos.int()

@@ -33,6 +33,8 @@ class KernelCall:
     - ``alibi_slopes``: [num_heads] float32, or None. ``sm_scale`` None leaves the scale to the op,
       ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
       (:func:`attnlab.cache.interleaved`).
+    - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
+      (:mod:`attnlab.kernels.presented`); here they are contiguous.
 
     Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
     """
@@ -57,6 +59,8 @@ class KernelCall:
     sm_scale: float | None = None
     num_splits: int | None = None
     interleave_v: bool = False
+    strides: str = "contiguous"
+    padding: int = 0
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
@@ -185,6 +189,8 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         sm_scale=case.sm_scale,
         num_splits=case.num_splits,
         interleave_v=case.interleave_v,
+        strides=case.strides,
+        padding=case.padding,
     )
 
 

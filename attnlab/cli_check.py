@@ -45,7 +45,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
     parser.add_argument(
-        "--cases", type=int, default=18, metavar="N", help="cases of each op (%(default)s)"
+        "--cases", type=int, default=21, metavar="N", help="cases of each op (%(default)s)"
     )
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"

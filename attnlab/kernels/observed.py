@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,17 @@ class Outside:
 
 @dataclass(slots=True)
 class Observed:
-    """What was seen; changed while a call runs. Of wraps and strays each line's first is kept."""
+    """What was seen; changed while a call runs. Of wraps and strays each line's first is kept.
+
+    - ``lse``: [rows, num_heads] float32, logarithms of sums that the op gives beside its output, or None.
+    - ``padded``: the output's rows behind the last token, where the call was padded; else None.
+    """
 
     launches: list[Launch] = field(default_factory=list)
     wraps: dict[tuple[str, int], Wrap] = field(default_factory=dict)
     outside: dict[tuple[str, int], Outside] = field(default_factory=dict)
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy does, and note where int32 wraps."""

@@ -21,7 +21,8 @@ def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
-    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written.
+    behind ctx_len is read. Those that the window hides are multiplied by a weight of 0, so NaN in a value
+    there becomes the rows'. Rows behind the grid, which covers max_query_len, are not written.
     """
     grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
     _attend(PREFILL, call, setting, grid)
@@ -49,7 +50,9 @@ def _attend(name: str, call: KernelCall, setting: Setting, grid: int) -> None:
     cached = cached_lens(terms, call).tolist()
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         start, stop = starts[seq], starts[seq + 1]
-        _sequence(call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid)
+        _sequence(
+            call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid, name == PREFILL
+        )
 
 
 def _sequence(
@@ -61,6 +64,7 @@ def _sequence(
     seq_len: int,
     cached: int,
     grid: int,
+    reads_hidden: bool,
 ) -> None:
     """Write one sequence's rows, some KV heads at a time; its first ``cached`` tokens are in the cache."""
     ctx_len = seq_len - (stop - start)
@@ -78,6 +82,9 @@ def _sequence(
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
             out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len + row, heads)
+            if reads_hidden and call.sliding_window:
+                seen = max(0, ctx_len + row + 1 - call.sliding_window)
+                out += (0.0 * value[:, :seen]).sum(1)[:, None, None]
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )

@@ -13,6 +13,7 @@ from attnlab.case import Case
 KINDS = {
     "wrong_output": "it writes numbers that rounding does not explain",
     "wrong_bytes": "it leaves other bytes in the cache",
+    "wrong_lse": "the logarithms of sums beside its output are wrong",
     "rows_not_written": "it leaves rows of the output as they were",
     "reads_unwritten_slots": "its output depends on slots that nobody wrote",
     "fails": "it raises where nothing in its contract says so",

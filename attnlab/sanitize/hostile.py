@@ -3,18 +3,21 @@
 Shuffled and spare blocks; lengths around the edges of blocks, tiles and partitions; sequences of one
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
 head sizes and block sizes that are no powers of two; windows, ALiBi, FP8 with two scales that are not 1;
-large scores; the scale left to the op; int64 tables where they are allowed. Poison stands only in slots
-that nobody wrote.
+large scores; the scale left to the op; int64 tables where they are allowed; tensors that are slices of
+larger ones; a batch padded for a CUDA graph. Poison stands only in slots that nobody wrote, behind a
+sequence's end or in blocks that its window has left behind.
 """
 
 import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case import CACHE_ONLY_OPS, Case
+from attnlab.case import CACHE_ONLY_OPS, CACHE_WRITE, Case
+from attnlab.dispatch import MERGE
 from attnlab.errors import InvalidCase
 from attnlab.sanitize.subject import Subject
 
+_LENGTHS = ("query_lens", "ctx_lens")
 _LENS = (
     ((1, 1, 1, 1), (0, 15, 16, 255)),
     ((1, 17, 3, 1), (16, 0, 31, 256)),
@@ -31,6 +34,18 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
     {"sm_scale": None},
+    # Blocks behind the window hold what others left there; no sequence has a tail to hide that.
+    {
+        "sliding_window": 20,
+        "fill": "window_rows",
+        "query_lens": (1, 34, 2),
+        "ctx_lens": (79, 62, 126),
+    },
+    {"strides": "fused"},
+    {"padding": 5, "max_blocks_per_seq": 40},
+    {"num_heads": 20, "num_queries_per_kv": 20},
+    {"block_size": 48, "query_lens": (1, 3), "ctx_lens": (120, 95)},
+    {"strides": "HND", "num_heads": 6, "num_queries_per_kv": 3},
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
     {"sliding_window": 1, "head_size": 96},
@@ -84,7 +99,7 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
         raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
-    query_lens, ctx_lens = lens
+    query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))
     if op == "decode_attention_fwd":
         query_lens = (1,) * len(query_lens)
     fields: dict[str, Any] = {
@@ -97,19 +112,26 @@ def _case(
         "head_size": 64,
         "block_size": 16,
         "sm_scale": 0.125,
-        "query_lens": query_lens,
-        "ctx_lens": ctx_lens,
         "stage": "sound",
+        "fill": "all_rows",
+        "strides": "contiguous",
         "data": "normal",
         "empty": "nan",
         "output": "nan",
         "oracle": "float64",
         "seed": seed,
         **variant,
+        "query_lens": query_lens,
+        "ctx_lens": ctx_lens,
     }
     if subject.origin == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    fields["fill"] = None if op == "reshape_and_cache_flash" else "all_rows"
+    if op in (MERGE, CACHE_WRITE) and fields["fill"] == "window_rows":
+        raise InvalidCase("fill must be all_rows: the op reads no cache")
+    if op == MERGE and fields["strides"] != "contiguous":
+        raise InvalidCase("strides must be contiguous: the op gets two outputs")
+    if op == CACHE_WRITE:
+        fields["fill"] = None  # the context alone; the new tokens are what it writes
     splits = ("decode_attention_fwd",) if subject.release == "0.11.2" else CACHE_ONLY_OPS
     if op not in splits:
         fields["num_splits"] = None

@@ -1,11 +1,13 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from attnlab.case import CACHE_WRITE, Case
+from attnlab.compare import ErrorMap
 from attnlab.diagnose import diagnose
 from attnlab.diagnosis import Diagnosis
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
@@ -13,8 +15,13 @@ from attnlab.probes import rows_equal
 from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
 from attnlab.sanitize.subject import Ran, Subject
+from attnlab.sanitize.sums import wrong_padding, wrong_sums
 
 _MOST_SHRINKS = 24
+_LAYOUTS = (
+    ("strides", "contiguous", "strides ignored"),
+    ("padding", 0, "padding not left out"),
+)
 
 
 def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
@@ -26,20 +33,32 @@ def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
     try:
         ran = subject.run(lab, case)
     except (KernelRejected, KernelFailed) as error:
-        return [_finding(case, "fails", str(error), "rejected")]
+        return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     found = []
     if ran.outside:
         found.append(_finding(case, "out_of_bounds", ran.outside[0], ran.outside[0].split()[0]))
     if ran.wraps:
         found.append(_finding(case, "int32_wrap", ran.wraps[0], "int32_wrap"))
     wrong = _of_output(lab, subject, case, ran)
-    return [*found, wrong] if wrong is not None else found
+    return [*found, *([wrong] if wrong is not None else _beside_output(lab, case, ran))]
+
+
+def _beside_output(lab: Lab, case: Case, ran: Ran) -> list[Finding]:
+    """Return what is wrong with the logarithms of sums, and with rows that pad a batch."""
+    found = []
+    text = "" if ran.lse is None else wrong_sums(lab, case, ran.lse)
+    if text:
+        found.append(_finding(case, "wrong_lse", text, "logarithm of the sum"))
+    text = "" if ran.padded is None else wrong_padding(case, ran.padded, ran.lse)
+    if text:
+        found.append(_finding(case, "wrong_output", text, "both parts empty"))
+    return found
 
 
 def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
     """Return what is wrong with an output, or an observation of what it depends on, or None."""
     if case.op == CACHE_WRITE:
-        return _of_cache(lab, case, ran)
+        return _of_cache(lab, subject, case, ran)
     told = diagnose(case, ran.output, lab=lab, propose=False)
     if told.is_wrong:
         return _wrong(lab, subject, case, ran.output, told)
@@ -47,7 +66,7 @@ def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | No
     other = subject.run(lab, garbage).output
     told = diagnose(garbage, other, lab=lab, propose=False)
     if told.is_wrong:
-        return _finding(garbage, "reads_unwritten_slots", told.sentences()[0], _name(told))
+        return _leak(lab, subject, garbage, told)
     rows = torch.nonzero(~rows_equal(ran.output, other)).flatten().tolist()
     if not rows:
         return None
@@ -61,28 +80,65 @@ def _wrong(
     """Return what is wrong with an output that is, by a second run on zeros: in slots and buffer."""
     zeros = case.replace(empty="zeros", output="zeros")
     again = subject.run(lab, zeros).output
+    layout = _by_layout(lab, subject, zeros)
     kept = torch.nonzero((output.isnan() & (again == 0)).flatten(1).all(1)).flatten()
-    if len(kept) and not (lab.reference(zeros)[kept] == 0).all():
+    if not layout and len(kept) and not (lab.reference(zeros)[kept] == 0).all():
         text = f"rows {kept[:8].tolist()} are as they were"
         return _finding(case, "rows_not_written", text, _name(told))
     told_again = diagnose(zeros, again, lab=lab, propose=False)
     if told_again.is_wrong:
-        return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
-    return _finding(case, "reads_unwritten_slots", told.sentences()[0], _name(told))
+        return _finding(
+            zeros, "wrong_output", told_again.sentences()[0], layout or _name(told_again)
+        )
+    return _leak(lab, subject, case, told)
 
 
-def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
-    """Return what is wrong with a cache, or None."""
+def _by_layout(lab: Lab, subject: Subject, case: Case) -> str:
+    """Return which knob of how tensors lie in memory makes the output wrong, in words; or ""."""
+    for name, plain, words in _LAYOUTS:
+        if getattr(case, name) == plain:
+            continue
+        other = case.replace(**{name: plain})
+        ran = subject.run(lab, other)
+        if other.op == CACHE_WRITE:
+            right = not _cache_errors(lab, other, ran).mismatched
+        else:
+            right = not diagnose(other, ran.output, lab=lab, propose=False).is_wrong
+        if right:
+            return words
+    return ""
+
+
+def _leak(lab: Lab, subject: Subject, case: Case, told: Diagnosis) -> Finding:
+    """Return the finding of an output that depends on slots that nobody wrote, by which slots they are.
+
+    Where the blocks that the window hides are unwritten too, a run with these written tells.
+    """
+    where = "behind the end"
+    if case.staging.fill == "window_rows":
+        written = case.replace(fill="all_rows")
+        again = diagnose(written, subject.run(lab, written).output, lab=lab, propose=False)
+        where = where if again.is_wrong else "outside the window"
+    return _finding(case, "reads_unwritten_slots", told.sentences()[0], where)
+
+
+def _cache_errors(lab: Lab, case: Case, ran: Ran) -> ErrorMap:
     call = lab.call(case)
     call.output.copy_(ran.output)
-    errors = lab.errors(case, call, lab.reference(case))
+    return lab.errors(case, call, lab.reference(case))
+
+
+def _of_cache(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
+    """Return what is wrong with a cache, or None."""
+    errors = _cache_errors(lab, case, ran)
     if not errors.mismatched:
         return None
     place = errors.places()[0]
     nobody = place.seq == len(case.lengths.query_lens)
     where = "nobody's slot" if nobody else f"sequence {place.seq}, position {place.token}"
     text = f"{errors.mismatched} elements differ, first in {where}"
-    return _finding(case, "wrong_bytes", text, "nobody's slot" if nobody else "own slot")
+    name = _by_layout(lab, subject, case) or ("nobody's slot" if nobody else "own slot")
+    return _finding(case, "wrong_bytes", text, name)
 
 
 def _name(told: Diagnosis) -> str:
@@ -144,7 +200,16 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
-    plain = {"alibi": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    plain = {
+        "alibi": False,
+        "sliding_window": 0,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "strides": "contiguous",
+        "padding": 0,
+        "block_size": 16,
+        "max_blocks_per_seq": None,
+    }
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}

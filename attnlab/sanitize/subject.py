@@ -12,17 +12,20 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.case import KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
+from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
 from attnlab.run import Lab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
-    """What a run left: the output, and what the interpreter saw of it."""
+    """What a run left: the output, what the interpreter saw of it, and what the op gave beside it."""
 
     output: torch.Tensor
     outside: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class Subject:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
         it says NotImplementedError."""
         if self.origin == "plugin":
-            call = lab.call(case)
+            call = strided(lab.call(case))
             try:
                 _function(str(self.source))(call)
             except AttnLabError:
@@ -57,9 +60,17 @@ class Subject:
                 raise KernelFailed(f"{type(error).__name__}: {error}") from error
             return Ran(output=call.output)
         result = lab.run(case)
+        if result.error is not None and self.origin == "vllm" and not result.failed:
+            raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
-        return Ran(output=result.call.output, outside=result.outside, wraps=result.wraps)
+        return Ran(
+            output=result.call.output,
+            outside=result.outside,
+            wraps=result.wraps,
+            lse=result.lse,
+            padded=result.padded,
+        )
 
 
 def models(release: str) -> Subject:
