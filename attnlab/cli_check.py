@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -50,6 +52,12 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
     )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help="write a picture of what each finding got wrong, and a page with all of them, to DIR",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the cases' data (0)")
 
 
@@ -58,6 +66,10 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     from attnlab.sanitize.library import check_library
 
     subject = _subject(args)
+    if args.pictures is not None:
+        from attnlab.pictures import check_drawable
+
+        check_drawable(args.pictures)  # before minutes are spent
     kind_of("platform").check("platform", args.platform)
     for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
         if getattr(args, name) < least:
@@ -77,6 +89,17 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
             processes,
             lambda done, total: show(done=done, total=total),
         )
+
+
+def draw_findings(args: argparse.Namespace, report: "Report", progress: Progress) -> Path | None:
+    """Write the pictures that the flags ask for; return their page, or None where they ask for none."""
+    if args.pictures is None:
+        return None
+    from attnlab.pictures import write_pictures
+
+    words = ["attnlab", *sys.argv[1:]]
+    with progress("drawing"):
+        return write_pictures(report, _subject(args), args.pictures, shlex.join(words))
 
 
 def _subject(args: argparse.Namespace) -> "Subject":

@@ -26,6 +26,7 @@ FLOORS = [  # from the ground up
     {"claims"},
     {
         "report",
+        "pictures",
         "headless",
         "investigate",
         "engine",

@@ -31,6 +31,7 @@ class Finding:
 
     - ``kind``: of KINDS, or of OBSERVATIONS; ``evidence``: what was seen, in a sentence.
     - ``diagnosis``: the defect that explains it, or what the diagnosis says instead.
+    - ``case``: the smallest; ``first``: where it was first seen, None where that is the same.
     - ``seen``: how many of the cases that were run show the same.
     """
 
@@ -40,6 +41,7 @@ class Finding:
     evidence: str
     diagnosis: str
     seen: int = 1
+    first: Case | None = None
 
     @property
     def is_fault(self) -> bool:
@@ -54,4 +56,5 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as JSON-able values."""
         fields = dataclasses.asdict(self)
-        return {**fields, "case": dataclasses.asdict(self.case), "run": self.case.to_cli()}
+        first = None if self.first is None else self.first.to_cli()
+        return {**fields, "run": self.case.to_cli(), "first": first}

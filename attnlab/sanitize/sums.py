@@ -18,7 +18,7 @@ def wrong_sums(lab: Lab, case: Case, lse: torch.Tensor) -> str:
     The bound: scores may be off by s, so the logarithm by s; n products and sums of float32 by
     (n + 8)·2⁻²³; the result, and its two parts where it was merged, are rounded, 3·2⁻²⁴ of it.
     """
-    expected, bound = _expected(lab, case)
+    expected, bound = expected_sums(lab, case)
     off = (lse[: len(expected)].double() - expected).abs().nan_to_num(torch.inf, torch.inf)
     rows = torch.nonzero((off > bound).any(1)).flatten()
     if not len(rows):
@@ -47,7 +47,7 @@ def wrong_padding(case: Case, padded: torch.Tensor, lse: torch.Tensor | None) ->
     return ""
 
 
-def _expected(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_sums(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithms and by how much they may be off, each [num_tokens, num_heads] float64."""
     batch = lab.batch(case)
     rounding = Rounding.of(lab.call(case), Setting.of(case), decide(case).kernels)
