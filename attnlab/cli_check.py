@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
+DEFAULT_CASES = 22  # of each op: every variant of the hostile cases once
 Progress = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -47,7 +48,11 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
     parser.add_argument(
-        "--cases", type=int, default=21, metavar="N", help="cases of each op (%(default)s)"
+        "--cases",
+        type=int,
+        default=DEFAULT_CASES,
+        metavar="N",
+        help="cases of each op (%(default)s)",
     )
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"

@@ -41,6 +41,14 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
         "query_lens": (1, 34, 2),
         "ctx_lens": (79, 62, 126),
     },
+    # Rows that see nothing of their first tile, and then only scores far below 0.
+    {
+        "sliding_window": 3,
+        "sm_scale": 60.0,
+        "num_queries_per_kv": 1,
+        "query_lens": (40, 9, 1),
+        "ctx_lens": (21, 60, 47),
+    },
     {"strides": "fused"},
     {"padding": 5, "max_blocks_per_seq": 40},
     {"num_heads": 20, "num_queries_per_kv": 20},
