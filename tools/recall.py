@@ -54,7 +54,7 @@ FIXES = (
         op=MERGE,
         wrong="a logarithm of +inf, FlashAttention 2's of an empty part, makes NaN",
         kind=OUTPUT,
-        diagnosis="",
+        diagnosis="padding not left out",  # which such a part comes with
     ),
     Fix(
         pull=18100,
