@@ -11,6 +11,7 @@ from attnlab.case import Case
 from attnlab.formats import FORMATS
 from attnlab.lengths import Lengths
 
+SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements drawn at a time in float32, so that float16 needs no second full copy
 
 
@@ -22,6 +23,7 @@ class Batch:
     - ``key``, ``value``: [sum(seq_lens), num_kv_heads, head_size], all tokens of sequence 0 (context,
       then new), then of sequence 1, …
     - ``alibi_slopes``: [num_heads] float32, or None.
+    - ``sinks``: [num_heads] float32, the logit of each query head's sink, or None.
     """
 
     lengths: Lengths
@@ -29,6 +31,7 @@ class Batch:
     key: torch.Tensor
     value: torch.Tensor
     alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
     @property
     def kv_start_loc(self) -> list[int]:
@@ -70,6 +73,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
         key=_draw(kv_shape, dtype, case, 1).to(device),
         value=_draw(kv_shape, dtype, case, 2).to(device),
         alibi_slopes=alibi_slopes(case.num_heads).to(device) if case.alibi else None,
+        sinks=sink_logits(case.num_heads, case.seed).to(device) if case.sinks else None,
     )
 
 
@@ -83,6 +87,21 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     first = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
     rest = [2.0 ** (-4 * (2 * h + 1) / below) for h in range(num_heads - below)]
     return torch.tensor(first + rest, dtype=torch.float32)
+
+
+def sink_logits(num_heads: int, seed: int) -> torch.Tensor:
+    """Return the logit of each query head's attention sink, [num_heads] float32.
+
+    They lie between 1 and 6, evenly apart, in an order drawn from ``seed``: below and above the largest
+    score of N(0, 1) data at the usual scale, and no head's is that of its neighbour. Each is a bfloat16
+    number, the dtype in which gpt-oss keeps them, so that a kernel may take either dtype.
+    """
+    generator = torch.Generator().manual_seed((seed << 24) + (3 << 20))
+    order = torch.randperm(num_heads, generator=generator)
+    beside = torch.rand(1, generator=generator)
+    low, high = SINK_RANGE
+    logits = low + (high - low) * (order + beside) / num_heads
+    return logits.to(torch.bfloat16).float()
 
 
 def _draw(shape: tuple[int, ...], dtype: torch.dtype, case: Case, salt: int) -> torch.Tensor:

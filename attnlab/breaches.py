@@ -15,7 +15,6 @@ from attnlab.call import KernelCall
 from attnlab.contracts import (
     PARTITION_SIZE,
     Contract,
-    as_read,
     cached_lens,
     contract,
     default_scale,
@@ -117,6 +116,8 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         for name, value, allowed in asked
         if allowed and value not in allowed
     ]
+    if call.sinks is not None:
+        found += _sinks(terms, call, call.sinks)
     if call.block_size % terms.block_size_multiple:
         found.append(("block_size", call.block_size, f"multiples of {terms.block_size_multiple}"))
     return [
@@ -129,6 +130,18 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
         )
         for name, value, takes in found
     ]
+
+
+def _sinks(terms: Contract, call: KernelCall, sinks: torch.Tensor) -> list[tuple[str, object, str]]:
+    """Return what the kernel does not take of a call's attention sinks: subject, value, what it takes."""
+    dtype = str(sinks.dtype).removeprefix("torch.")
+    if terms.sinks == "none":
+        return [("sinks", "given", "none")]
+    if terms.sinks == "without alibi" and call.alibi_slopes is not None:
+        return [("sinks", "given beside alibi_slopes", "one of the two")]
+    if terms.sink_dtypes and dtype not in terms.sink_dtypes:
+        return [("sinks", dtype, ", ".join(terms.sink_dtypes))]
+    return []
 
 
 def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
@@ -205,12 +218,14 @@ def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]
 
 
 def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Breach]:
-    """Return a breach for each sequence of which the kernel reads slots that lack its token."""
+    """Return a breach for each sequence of which the kernel needs slots that lack its token; what lies
+    before the window of its first new token it does not need."""
     found = []
+    first_rows = (call.seq_lens.long() - call.query_lens).tolist()
     for seq, length in enumerate(cached_lens(terms, call).tolist()):
-        room = call.block_table.shape[1] * call.block_size
-        length = min(length, room)
-        positions = torch.arange(min(_first_seen(terms, call, seq), length), length)
+        begin = max(0, first_rows[seq] - call.sliding_window + 1) if call.sliding_window else 0
+        length = min(length, call.block_table.shape[1] * call.block_size)
+        positions = torch.arange(begin, max(begin, length))
         blocks = call.block_table[seq, positions // call.block_size].long()
         offsets = positions % call.block_size
         owner = provenance.seq[blocks, offsets]
@@ -222,7 +237,6 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
             if not wrong.any():
                 continue
             i = int(torch.nonzero(wrong)[0])
-            at = int(positions[i])
             more = int(wrong.sum()) - 1
             holds = "nobody wrote" if kind == "unwritten_slot" else "holds another token"
             found.append(
@@ -231,18 +245,9 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
                     effect="silent",
                     kernel=terms.name,
                     subject="key_cache, value_cache",
-                    text=f"{terms.name} reads sequence {seq}, position {at}: block {int(blocks[i])}, "
+                    text=f"{terms.name} reads sequence {seq}, position {begin + i}: block {int(blocks[i])}, "
                     f"offset {int(offsets[i])}, which {holds}"
                     + (f" (and {more} more positions)" if more else ""),
                 )
             )
     return found
-
-
-def _first_seen(terms: Contract, call: KernelCall, seq: int) -> int:
-    """Return the first position of a sequence that one of its new tokens may see: its window's."""
-    if not call.sliding_window:
-        return 0
-    query_len = int(as_read(terms, call, "query_start_loc").diff()[seq])
-    ctx_len = int(as_read(terms, call, "seq_lens")[seq]) - query_len
-    return max(0, ctx_len + 1 - call.sliding_window)

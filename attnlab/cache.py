@@ -1,6 +1,7 @@
 """PagedCache: keys and values in blocks, and who wrote each slot."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +82,9 @@ def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
     """Return how many tokens of each sequence the cache holds under a fill policy.
 
     ``context_only`` is ctx_len, ``all_rows`` is seq_len, ``decode_rows`` is seq_len where query_len is
-    1 and ctx_len elsewhere. ``window_rows`` is seq_len, but not from the first token on:
-    :func:`first_written`.
+    1 and ctx_len elsewhere.
     """
-    if fill in ("all_rows", "window_rows"):
+    if fill == "all_rows":
         return lengths.seq_lens
     if fill == "context_only":
         return lengths.ctx_lens
@@ -96,21 +96,34 @@ def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
     )
 
 
-def first_written(case: Case) -> tuple[int, ...]:
-    """Return the first position of each sequence that the cache holds; 0 but under ``window_rows``.
+def freed_blocks(case: Case) -> list[int]:
+    """Return how many blocks of each sequence lie wholly before the window of its first new token.
 
-    With a sliding window vLLM frees the blocks that no new token can see, and later steps write other
-    sequences' tokens or nothing there (vllm/v1/core/single_type_kv_cache_manager.py, 0.33.0).
+    vLLM frees them once no row can see them, and a worker's block table goes on naming them
+    (get_num_skipped_tokens, vllm/v1/core/single_type_kv_cache_manager.py, vLLM 0.33.0).
     """
-    firsts = []
-    for ctx_len in case.lengths.ctx_lens:
-        hidden = max(0, ctx_len + 1 - case.sliding_window) if case.sliding_window else 0
-        firsts.append(hidden // case.block_size * case.block_size)
-    return tuple(firsts) if case.staging.fill == "window_rows" else (0,) * len(firsts)
+    if case.freed == "kept":
+        return [0] * len(case.lengths.ctx_lens)
+    window, size = case.sliding_window, case.block_size
+    return [max(0, ctx_len - window + 1) // size for ctx_len in case.lengths.ctx_lens]
 
 
 def make_block_table(case: Case) -> torch.Tensor:
-    """Return the Case's block table, int64: its own, or blocks dealt out in a random order."""
+    """Return the Case's block table, int64: its own, or blocks dealt out in a random order.
+
+    Where freed blocks are recycled, their entries name the last block of the next sequence.
+    """
+    table = _dealt_blocks(case)
+    if case.freed == "recycled":
+        last = [(seq_len - 1) // case.block_size for seq_len in case.lengths.seq_lens]
+        for seq, count in enumerate(freed_blocks(case)):
+            after = (seq + 1) % len(last)
+            table[seq, :count] = table[after, last[after]].clone()
+    return table
+
+
+def _dealt_blocks(case: Case) -> torch.Tensor:
+    """Return the block table before any block of it is freed."""
     if case.block_table is not None:
         return torch.tensor(case.block_table)
     num_seqs = len(case.lengths.query_lens)
@@ -130,8 +143,9 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
     lens = written_lens(batch.lengths, case.staging.fill)
+    begins = [count * case.block_size for count in freed_blocks(case)]
     rows, slots, provenance = addresses(
-        batch, lens, block_table, key.shape[0], case.block_size, first_written(case)
+        batch, lens, block_table, key.shape[0], case.block_size, begins
     )
     new_key = store(case, batch.key, case.k_scale)
     new_value = store(case, batch.value, case.v_scale)
@@ -153,17 +167,20 @@ def addresses(
     block_table: torch.Tensor,
     num_blocks: int,
     block_size: int,
-    firsts: tuple[int, ...] | None = None,
+    begins: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return for every token that is written its row in ``batch.key``, its slot (block × block_size
     + offset), and the provenance that results.
 
-    Of sequence i the positions from ``firsts[i]``, or 0, up to ``lens[i]`` are written.
+    ``lens``: how many tokens of each sequence are written; ``begins``: from which position on, 0 where
+    it is left out.
     """
-    begins = torch.tensor(firsts or (0,) * len(lens))
-    counts = torch.tensor(lens) - begins
+    counts = torch.tensor(lens)
     seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
-    pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq] + begins[seq]
+    pos = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq]
+    if any(begins):
+        kept = pos >= torch.tensor(begins)[seq]
+        seq, pos = seq[kept], pos[kept]
     slots = block_table[seq, pos // block_size] * block_size + pos % block_size
     owner = torch.full((2, num_blocks * block_size), NOBODY, dtype=torch.int32)
     owner[0, slots], owner[1, slots] = seq.int(), pos.int()

@@ -30,7 +30,9 @@ class KernelCall:
       [num_blocks, num_kv_heads, head_size, block_size]; uint8 where kv_cache_dtype is FP8.
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
       [num_seqs]: integers of the dtype that the caller chose, right or wrong.
-    - ``alibi_slopes``: [num_heads] float32, or None. ``sm_scale`` None leaves the scale to the op,
+    - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads], of any floating dtype: a
+      logit that each row of the head counts once in its sum and that has no value, or None.
+    - ``sm_scale`` None leaves the scale to the op,
       ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
       (:func:`attnlab.cache.interleaved`).
     - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
@@ -55,6 +57,7 @@ class KernelCall:
     k_scale: float = 1.0
     v_scale: float = 1.0
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     sliding_window: int = 0
     sm_scale: float | None = None
     num_splits: int | None = None
@@ -83,6 +86,10 @@ class KernelCall:
         for name in ("block_table", "seq_lens", "query_start_loc"):
             if getattr(self, name).dtype not in _INDEX.values():
                 raise InvalidCall(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
+        if self.sinks is not None:
+            _same("sinks", self.sinks, (heads,))
+            if not self.sinks.is_floating_point():
+                raise InvalidCall(f"sinks must be of a floating dtype, got {self.sinks.dtype}")
         if kv_heads == 0 or heads % kv_heads:
             raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
 
@@ -185,6 +192,7 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         k_scale=case.k_scale,
         v_scale=case.v_scale,
         alibi_slopes=batch.alibi_slopes,
+        sinks=batch.sinks,
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
         num_splits=case.num_splits,

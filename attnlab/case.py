@@ -41,6 +41,7 @@ FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 ORIGINS = ("model", "vllm", "vllm-cpu", "rocm")
 OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
+FREED = ("kept", "empty", "recycled")
 DATAS = ("uniform_1e-3", "normal")
 STRIDES = ("contiguous", "fused", "HND")
 
@@ -72,6 +73,9 @@ class Case:
     alibi: bool = knob(False, _TEST, Flag(), "add ALiBi slopes to the scores")
     sm_scale: float | None = knob(
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
+    )
+    sinks: bool = knob(
+        False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
     )
 
     interleave_v: bool = knob(
@@ -147,7 +151,10 @@ class Case:
         None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
     )
     checked: bool = knob(
-        False, _PLATFORM, Flag(), "watch every access to memory (origin rocm, emulated device)"
+        False,
+        _PLATFORM,
+        Flag(),
+        "watch what is read of the cache (origins rocm and vllm, on a CPU)",
     )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
@@ -185,6 +192,13 @@ class Case:
     )
     k_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 keys")
     v_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 values")
+    freed: str = knob(
+        "kept",
+        _CACHE,
+        OneOf(FREED),
+        "blocks wholly before a sliding window, which vLLM frees and leaves in the block table: kept as "
+        "they were, empty, or in use by the next sequence",
+    )
     empty: str = knob("zeros", _CACHE, OneOf(EMPTIES), "what slots hold that nobody wrote")
 
     data: str = knob("uniform_1e-3", _DATA, OneOf(DATAS), "distribution of query, key and value")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
-DEFAULT_CASES = 22  # of each op: every variant of the hostile cases once
+DEFAULT_CASES = 26  # of each op: every variant of the hostile cases once
 Progress = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -134,9 +134,20 @@ def show_report(console: Console, report: "Report") -> None:
             told = f"{escape(one.evidence)}\n[dim]{escape(one.case.to_cli())}[/]"
             table.add_row(one.op, one.kind, escape(one.diagnosis), str(one.seen), told)
         console.print(table)
+    _show_reads(console, report)
     console.print(
         f"{report.version}: {report.cases_run} cases in {report.seconds:.0f} s, "
         f"{len(report.findings)} findings"
     )
     for text in report.left_out:
         console.print(f"[dim]left out: {escape(text)}[/]")
+
+
+def _show_reads(console: Console, report: "Report") -> None:
+    """Print how many slots of each kind the kernels of each op read; what no contract asks for stands
+    out."""
+    for op, counts in report.reads.items():
+        fine = [kind.replace(" ", "_") for kind in report.reads_allowed[op]]
+        texts = {kind: f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n}
+        parts = [text if kind in fine else f"[yellow]{text}[/]" for kind, text in texts.items()]
+        console.print(f"slots read by {op}: {', '.join(parts) or 'none'}")

@@ -44,7 +44,8 @@ class Contract:
     - ``key_x_bytes``: bytes that the kernel takes for the innermost size of the key cache, whatever
       the tensor's shape says; None where it reads the shape.
     - ``block_size_multiple``: what the block size must be a multiple of.
-    - the four tuples: what it takes; empty is anything.
+    - ``sinks``: whether it takes attention sinks: "none", "without alibi" or "any".
+    - the five tuples: what it takes; empty is anything.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Contract:
     default_scale: str | None = None
     key_x_bytes: int | None = None
     block_size_multiple: int = 1
+    sinks: str = "none"
+    sink_dtypes: tuple[str, ...] = ()
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     head_sizes: tuple[int, ...] = ()
@@ -95,6 +98,7 @@ def _wrapper(setting: Setting, op: str) -> Contract:
         serves="all",
         new_tokens_from="by query_len",
         default_scale="num_heads" if setting.release == "0.11.2" else "head_size",
+        sinks="any",
     )
 
 
@@ -107,6 +111,7 @@ def _prefill(setting: Setting, op: str) -> Contract:
         serves="all" if op == PREFILL else "prefill",
         new_tokens_from="arguments",
         kv_cache_dtypes=_triton_formats(setting),
+        sinks="without alibi",  # an assertion of the op
     )
 
 
@@ -126,6 +131,7 @@ def _triton_decode(setting: Setting, op: str) -> Contract:
         on_int64={} if old else {"block_table": "convert"},
         reads_tail="key and value" if old else "nothing",
         kv_cache_dtypes=_triton_formats(setting),
+        sinks="any",
     )
 
 
@@ -171,6 +177,8 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
         on_int64=dict.fromkeys(names, "convert" if setting.wrapper_cast else "reject"),
         reads_tail="value",
         block_size_multiple=16,
+        sinks="any",
+        sink_dtypes=("bfloat16", "float32"),
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         dtypes=("float16", "bfloat16", "float32"),
         head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -181,6 +189,7 @@ def _unified(setting: Setting, op: str) -> Contract:
     """Return the contract of unified_attention: new tokens, too, must be in the cache before it."""
     return Contract(
         name=UNIFIED,
+        sinks="any",
         source=ops_source(setting.release, "triton_unified_attention.py"),
         serves="all",
         new_tokens_from="cache",

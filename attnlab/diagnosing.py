@@ -53,6 +53,7 @@ def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
         kv_cache_dtype=call.kv_cache_dtype,
         sliding_window=call.sliding_window,
         alibi=call.alibi_slopes is not None,
+        sinks=call.sinks is not None,
         x=call.key_cache.shape[4],
         query_lens=(1,),
         ctx_lens=(0,),

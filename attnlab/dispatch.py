@@ -157,7 +157,7 @@ def _terms(case: Case) -> list[Term]:
         terms.append(_exactly("VLLM_ROCM_CUSTOM_PAGED_ATTN", case.rocm_custom_paged_attn, (True,)))
         if not rdna:
             terms.append(_exactly("AITER paged attention", case.aiter_paged_attn, (False,)))
-    terms.append(_exactly("sinks", None, (None,)))  # the lab's calls have none
+    terms.append(_exactly("sinks", "given" if case.sinks else "none", ("none",)))
     if case.release != "0.11.2":
         power = case.block_size & (case.block_size - 1) == 0
         terms += [

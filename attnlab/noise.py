@@ -1,8 +1,9 @@
 """How far a kernel's output may be from exact attention, derived from what the kernel rounds.
 
 Exact is attention in float64 on the stored bytes. Let u be half the spacing of numbers at 1 in the
-query's dtype, w the exact weights of a row, o its output, A = Σ w·|v| its attention over the values'
-magnitudes, n the longest sequence. Then each output element is off by at most the sum of
+query's dtype, w the exact weights of a row (which a sink leaves less than 1), o its output, A = Σ w·|v|
+its attention over the values' magnitudes, n the longest sequence. Then each output element is off by at
+most the sum of
 
 - weights rounded to the dtype, each by u of itself: u·A; subnormal ones by a fixed step t: n·t·max|v|;
 - values of an FP8 cache, times their scale, rounded to the dtype (Triton's kernels alone): u·A;

@@ -11,6 +11,7 @@ from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.scene import Scene, Spot
 from attnlab.defects.sight import Mixed
 from attnlab.errors import InvalidCase
+from attnlab.rules import SINK_OPS
 from attnlab.run import Lab
 from attnlab.suspects import scopes
 
@@ -53,6 +54,7 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "v_scale": rng.choice((0.3, 1.5, 0.7)) if scaled else 1.0,
         "sliding_window": rng.choice((5, 16, 48, 270)) if variant == "window" else 0,
         "alibi": variant == "alibi",
+        "sinks": _has_sinks(op, variant, rng),
         "x": rng.choice((None, 8)) if platform == "sm_90" else None,
         "query_lens": tuple(query_lens),
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
@@ -65,6 +67,12 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "seed": rng.randrange(1 << 30),
         "oracle": "float64",
     }
+
+
+def _has_sinks(op: str, variant: str, rng: random.Random) -> bool:
+    """Draw whether a call has attention sinks, where its op takes them beside the variant."""
+    takes = op == "unified_attention" or (op in SINK_OPS and variant != "alibi")
+    return takes and rng.random() < 0.4
 
 
 def plant(scene: Scene, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from attnlab.memory import KINDS
 
-_COLOURS = ("#4e79a7", "#9c755f", "#e15759", "#f1ce63", "#b07aa1", "#f28e2b")
+_COLOURS = ("#4e79a7", "#9c755f", "#76b7b2", "#e15759", "#f1ce63", "#b07aa1", "#f28e2b")
 _READ, _UNREAD, _OUTSIDE = "#4e79a7", "#f2f2f2", "#e15759"
 
 

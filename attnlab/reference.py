@@ -47,6 +47,7 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
             output[rows[i] : rows[i + 1]],
             case.sliding_window,
             batch.alibi_slopes,
+            batch.sinks,
         )
     return output
 
@@ -71,6 +72,7 @@ def attend(
     output: torch.Tensor,
     sliding_window: int = 0,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
 
@@ -79,6 +81,7 @@ def attend(
     - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
     - ``sliding_window``: how many keys a row sees at most, itself included; 0 is all.
     - ``alibi_slopes``: [num_heads], times (key position - query position).
+    - ``sinks``: [num_heads], one more logit of each row's softmax, which has no value.
     """
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -95,6 +98,7 @@ def attend(
             key=_by_head(key[:, kv], output.dtype),
             value=_by_head(value[:, kv], output.dtype),
             slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
+            sinks=None if sinks is None else sinks[heads].to(output.dtype),
             sliding_window=sliding_window,
         )
         for row in range(0, query_len, rows_at_once):
@@ -119,12 +123,13 @@ def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tiles:
     """Some heads of one sequence: query [heads, group, query_len, head_size], key and value
-    [heads, seq_len, head_size], slopes [heads × group] or None."""
+    [heads, seq_len, head_size], slopes and sinks [heads × group] or None."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
     sliding_window: int
 
     def attend(self, first: int, last: int) -> torch.Tensor:
@@ -140,7 +145,17 @@ class _Tiles:
         bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
-        return (weights @ self.value[:, begin:end]).view(tile.shape)
+        mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
+        return mixed if self.sinks is None else mixed.mul_(_share(scores, self.sinks))
+
+
+def _share(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return what a sink leaves to the keys: their part of the sum, [num_kv_heads, group, rows, 1].
+
+    With L the logarithm of the keys' own sum it is exp(L) / (exp(L) + exp(sink)).
+    """
+    sums = scores.logsumexp(-1, keepdim=True)
+    return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
 
 
 def _bias(

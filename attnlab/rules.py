@@ -8,6 +8,13 @@ from attnlab.knobs import refuse
 if TYPE_CHECKING:
     from attnlab.case import Case
 
+# Ops that have an argument for attention sinks (0.11.2, 0.33.0; the CPU's is s_aux).
+SINK_OPS = (
+    "chunked_prefill_paged_decode",
+    "context_attention_fwd",
+    "unified_attention",
+    "cpu_attention_with_kv_cache",
+)
 _E4M3_OPS = ("unified_attention", "decode_attention_fwd", "reshape_and_cache_flash")
 # Ops of which a choice of heads or sequences cannot be run apart.
 PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
@@ -20,6 +27,8 @@ def check_rules(case: "Case") -> None:
     _check_lengths(case)
     _check_cache(case)
     _check_op(case)
+    if case.sinks and case.op not in SINK_OPS:
+        refuse("sinks", f"false with {case.op}, which takes none", case.sinks)
 
 
 def _check_heads(case: "Case") -> None:
@@ -41,8 +50,8 @@ def _check_heads(case: "Case") -> None:
 
 def _check_origin(case: "Case") -> None:
     _check_cpu(case)
-    if case.checked and case.origin != "rocm":
-        refuse("checked", f"false with origin {case.origin}; only rocm's device can", case.checked)
+    if case.checked and case.origin not in ("rocm", "vllm"):
+        refuse("checked", f"false with origin {case.origin}, which nobody watches", case.checked)
     _check_memory(case)
     limits = {
         "heads": (case.num_kv_heads, "the KV heads"),
@@ -151,6 +160,8 @@ def _check_cache(case: "Case") -> None:
             )
     else:
         _check_block_table(case, case.block_table, num_seqs)
+    if case.freed != "kept" and (case.op in PARTS_UNKNOWN or not case.sliding_window):
+        refuse("freed", f"kept with {case.op} and sliding_window {case.sliding_window}", case.freed)
     if not case.is_fp8 and case.cache_write == "numeric":
         refuse("cache_write", "scaled unless kv_cache_dtype is fp8", case.cache_write)
     if not case.is_fp8 and case.cache_format is not None:

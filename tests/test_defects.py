@@ -1,6 +1,7 @@
 """The catalogue: each defect changes what it says, leaves the rest bitwise alone, and is what kernels do."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -31,7 +32,16 @@ VARIANTS = {
     "fp8 fn": hostile(kv_cache_dtype="fp8", platform="gfx950", x=8, empty="zeros"),
     "Triton": hostile(platform="sm_90", empty="garbage"),
     "prefill op": hostile(op="context_attention_fwd"),
+    "sinks": hostile(sinks=True, empty="garbage"),
+    "sinks, segments": hostile(
+        sinks=True,
+        op="unified_attention",
+        query_lens=(1,) * 4,
+        ctx_lens=(0, 40, 300, 530),
+        empty="zeros",
+    ),
 }
+LN_2 = math.log(2)  # the logit of a sink that counts twice is larger by it
 NO_CHANGE = {"alibi_shifted", "accumulation_order", "block_16_bit"}
 
 
@@ -160,6 +170,19 @@ MUTANTS: dict[str, tuple[dict[str, object], Callable[[KernelCall], dict[str, obj
         {"alibi": True},
         lambda call: {"alibi_slopes": rolled(call.alibi_slopes, -1)},  # type: ignore[arg-type]
     ),
+    "sink_ignored": ({"sinks": True}, lambda call: {"sinks": None}),
+    "sink_counted_twice": ({"sinks": True}, lambda call: {"sinks": call.sinks + LN_2}),
+    "sink_first_head": ({"sinks": True}, lambda call: {"sinks": call.sinks[:1].expand(6)}),
+    "sink_next_head": (
+        {"sinks": True},
+        lambda call: {"sinks": rolled(call.sinks, -1)},  # type: ignore[arg-type]
+    ),
+    "sink_kv_head": (
+        {"sinks": True},
+        lambda call: {"sinks": call.sinks[:3].repeat_interleave(2)},  # type: ignore[index]
+    ),
+    "sink_scaled": ({"sinks": True}, lambda call: {"sinks": call.sinks * 64**-0.5}),
+    "sink_base_2": ({"sinks": True}, lambda call: {"sinks": call.sinks * LN_2}),
     "window_plus_one": ({"sliding_window": 7}, lambda call: {"sliding_window": 8}),
     "window_minus_one": ({"sliding_window": 7}, lambda call: {"sliding_window": 6}),
     "window_ignored": ({"sliding_window": 7}, lambda call: {"sliding_window": 0}),

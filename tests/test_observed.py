@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attnlab.kernels import interpreter
-from attnlab.kernels.memory import Memory
 from attnlab.kernels.observed import Observed
 
 pytestmark = pytest.mark.skipif(
@@ -118,15 +117,6 @@ def test_a_write_outside_is_masked_and_told(triton):
     (stray,) = plan.observed.outside.values()
     assert stray.verb == "writes"
     assert target.tolist() == list(range(7))
-
-
-def test_bytes_that_are_read_are_noted():
-    """With a trace, the bytes of the storage that was loaded, by the tensor's name."""
-    tensor = torch.zeros(8)
-    memory = Memory({"tensor": tensor, "size": 8}, trace=True)
-    addresses = np.array([tensor.data_ptr() + 4 * i for i in (1, 6)], dtype=np.uint64)
-    memory.note_read(addresses, np.array([True, False]), 4)
-    assert np.nonzero(memory.read["tensor"])[0].tolist() == [4, 5, 6, 7]
 
 
 def test_what_two_processes_saw_is_put_together():

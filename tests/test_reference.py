@@ -7,14 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab import reference as reference_module
-from attnlab.batch import alibi_slopes, make_batch
+from attnlab.batch import alibi_slopes, make_batch, sink_logits
 from attnlab.reference import attend, causal_flops, reference, seen
 
 DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
 
 
-def plain(query, key, value, scale, window, slopes):
-    """Return attention by scaled_dot_product_attention with an explicit mask, float64."""
+def plain(query, key, value, scale, window, slopes, sinks=None):
+    """Return attention by scaled_dot_product_attention with an explicit mask, float64.
+
+    A sink is one more key of each head whose score is the sink and whose value is 0.
+    """
     query_len, seq_len = query.shape[0], key.shape[0]
     at = torch.arange(seq_len - query_len, seq_len)[:, None]
     keys = torch.arange(seq_len)[None]
@@ -26,6 +29,10 @@ def plain(query, key, value, scale, window, slopes):
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.double().transpose(0, 1) for t in (query, key, value))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    if sinks is not None:
+        k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        score = sinks.double()[:, None, None].expand(-1, query_len, 1)
+        bias = torch.cat([bias, score], 2)
     mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     return mixed.transpose(0, 1)
 
@@ -41,7 +48,8 @@ def plainly(case, batch):
             for tensor, scale_of in ((batch.key, case.k_scale), (batch.value, case.v_scale))
         )
         query = batch.query[rows[i] : rows[i + 1]]
-        out.append(plain(query, key, value, scale, case.sliding_window, batch.alibi_slopes))
+        biases = (batch.alibi_slopes, batch.sinks)
+        out.append(plain(query, key, value, scale, case.sliding_window, *biases))
     return torch.cat(out)
 
 
@@ -58,6 +66,7 @@ def shapes(draw):
         query_lens=tuple(draw(st.integers(1, 70)) for _ in range(count)),
         ctx_lens=tuple(draw(st.integers(0, 90)) for _ in range(count)),
         alibi=alibi,
+        sinks=draw(st.booleans()),
         sliding_window=0 if alibi else draw(st.sampled_from([0, 1, 2, 16, 200])),
         sm_scale=draw(st.sampled_from([None, 0.3])),
         dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
@@ -81,10 +90,10 @@ def test_float64_reference_is_attention(case, rows, scores):
     torch.testing.assert_close(got, plainly(case, batch), atol=DOUBLE, rtol=DOUBLE)
 
 
-@pytest.mark.parametrize("alibi", [False, True])
-def test_float32_reference_is_near(alibi):
+@pytest.mark.parametrize("changes", [{}, {"alibi": True}, {"sinks": True}], ids=str)
+def test_float32_reference_is_near(changes):
     """The float32 oracle differs by float32's rounding of scores (below 32, 2^-24 each) and sums."""
-    case = hostile(oracle="float32", alibi=alibi)
+    case = hostile(oracle="float32", **changes)
     batch = make_batch(case)
     got = reference(case, batch)
     assert got.dtype == torch.float32
@@ -122,12 +131,15 @@ MUTANTS = {
     "window off by one": lambda out, t: attend_at(t, window=1),
     "kv head h % n": lambda out, t: attend_at(t, heads=True),
     "alibi the other way": lambda out, t: attend_at(t, slopes=-1.0),
+    "no sink": lambda out, t: attend_at(t, sinks=-torch.inf),
+    "sink twice": lambda out, t: attend_at(t, sinks=0.6931),
+    "sink of the next head": lambda out, t: attend_at((*t[:4], t[4].roll(-1))),
 }
 
 
-def attend_at(tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0):
+def attend_at(tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0, sinks=0.0):
     """Return attention with one thing wrong, by torch's own."""
-    query, key, value, alibi = tensors
+    query, key, value, alibi, logits = tensors
     if heads:
         group = query.shape[1] // key.shape[1]
         order = torch.arange(query.shape[1]) % key.shape[1]
@@ -137,7 +149,7 @@ def attend_at(tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0):
         key, value = torch.cat([key[1:], key[-1:]]), torch.cat([value[1:], value[-1:]])
     if shift == -1:
         key, value = torch.cat([key[:1], key[:-1]]), torch.cat([value[:1], value[:-1]])
-    return plain(query, key, value, 0.3 * scale, 9 + window, alibi * slopes)
+    return plain(query, key, value, 0.3 * scale, 9 + window, alibi * slopes, logits + sinks)
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
@@ -146,10 +158,10 @@ def test_wrong_attention_is_told_from_right(mutant):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(20, 6, 16, generator=generator, dtype=torch.float64)
     key, value = (torch.randn(30, 3, 16, generator=generator).double() for _ in range(2))
-    slopes = alibi_slopes(6)
+    slopes, sinks = alibi_slopes(6), sink_logits(6, 1)
     output = torch.empty_like(query)
-    attend(query, key, value, 0.3, output, 9, slopes)
-    tensors = (query, key, value, slopes)
+    attend(query, key, value, 0.3, output, 9, slopes, sinks)
+    tensors = (query, key, value, slopes, sinks)
     other = MUTANTS[mutant](output, tensors) if mutant else attend_at(tensors)
     close = torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE)
     assert close == (mutant is None)

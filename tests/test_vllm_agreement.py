@@ -87,6 +87,7 @@ def cases(draw: st.DrawFn) -> Case:
         v_scale=draw(st.sampled_from((1.0, 2.0))),
         sliding_window=0 if alibi else draw(st.sampled_from((0, 0, 1, 16, block_size))),
         alibi=alibi,
+        sinks=not alibi and draw(st.booleans()),
         sm_scale=draw(st.sampled_from((None, 0.1))),
         query_lens=tuple(query_lens),
         ctx_lens=tuple(ctx_lens),

@@ -57,6 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
         v_scale=draw(st.sampled_from(scales)),
         sliding_window=0 if alibi or plain else draw(st.sampled_from((0, 0, 1, 16))),
         alibi=alibi,
+        sinks=op == UNIFIED and draw(st.booleans()),
         num_splits=draw(st.sampled_from(splits)),
         query_lens=tuple(query_lens),
         ctx_lens=tuple(ctx_lens),

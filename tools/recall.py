@@ -86,7 +86,7 @@ FIXES = (
         op=UNIFIED,
         wrong="NaN behind a sequence's end reaches the output",
         kind=LEAK,
-        diagnosis="behind the end",
+        diagnosis="empty slots",
     ),
     Fix(
         pull=28432,
@@ -101,8 +101,8 @@ FIXES = (
         commit="b5545d9d5c",
         op=UNIFIED,
         wrong="NaN in blocks behind the window reaches the output",
-        kind=LEAK,
-        diagnosis="outside the window",
+        kind="reads_freed_blocks",
+        diagnosis="empty blocks",
     ),
     Fix(
         pull=31380,
@@ -142,7 +142,7 @@ FIXES = (
         op=CHUNKED,
         wrong="NaN behind a sequence's end reaches the output",
         kind=LEAK,
-        diagnosis="behind the end",
+        diagnosis="empty slots",
     ),
     Fix(
         pull=49294,

@@ -70,6 +70,10 @@ def _no_scores(scene: Scene, spot: Spot, sight: Sight) -> Sight:
     return dataclasses.replace(sight, query=torch.zeros_like(sight.query), slopes=None)
 
 
+def _zero_sink(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    return dataclasses.replace(sight, sinks=torch.zeros(len(spot.heads), dtype=torch.float64))
+
+
 SCORES = (
     _scale(
         "scale_by_num_heads",
@@ -129,7 +133,7 @@ SCORES = (
         text="an attention sink with logit 0 is counted where none was passed",
         seen_in=("rocm-libraries #12229", "sglang #35092"),
         touches="all",
-        compute=by_sight(lambda scene, spot, sight: dataclasses.replace(sight, sink=True)),
-        applies=always,
+        compute=by_sight(_zero_sink),
+        applies=lambda scene: scene.call.sinks is None,
     ),
 )

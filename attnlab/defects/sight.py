@@ -16,7 +16,8 @@ class Sight:
     - ``key``, ``value``: [keys, heads, head_size], one for each query head; key j stands at position j.
     - ``visible``: [rows, keys] bool.
     - ``scale``: of the scores; ``slopes``: [heads], times (key position + ``shift`` - position), or None.
-    - ``sink``: whether a logit of 0 is counted that belongs to no key.
+    - ``sinks``: [heads], a logit that each row counts and that belongs to no key, or None.
+    - ``first_bias``: [heads], added to the scores of the key at position 0, or None.
     - ``leak``: [rows, keys] bool, keys that have no weight but whose values are multiplied by it, or
       None.
     - ``rounding``: what the kernel that serves these rows rounds.
@@ -31,7 +32,8 @@ class Sight:
     slopes: torch.Tensor | None
     rounding: Rounding
     shift: int = 0
-    sink: bool = False
+    sinks: torch.Tensor | None = None
+    first_bias: torch.Tensor | None = None
     leak: torch.Tensor | None = None
 
 
@@ -58,6 +60,8 @@ def scores_of(sight: Sight) -> torch.Tensor:
     if sight.slopes is not None:
         away = torch.arange(sight.key.shape[0]) + sight.shift - sight.position[:, None]
         scores += sight.slopes[:, None, None] * away.to(scores.dtype)
+    if sight.first_bias is not None:
+        scores[..., 0] += sight.first_bias[:, None].to(scores.dtype)
     return scores.masked_fill_(~sight.visible, -torch.inf)
 
 
@@ -68,25 +72,26 @@ def mix(sight: Sight, like: torch.dtype | None = None) -> Mixed:
     rounded to that dtype.
     """
     scores = scores_of(sight)
-    exact = softmax(scores, sight.sink)
+    exact = softmax(scores, sight.sinks)
     finite = sight.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
     output = exact @ finite
     noise = sight.rounding.bound(
         exact.nan_to_num(0.0), finite, output.nan_to_num(0.0), score_error(sight)
     )
     if like is not None:
-        weights = softmax(scores.float(), sight.sink).to(like).float()
+        weights = softmax(scores.float(), sight.sinks).to(like).float()
         output = (weights @ finite.float()).to(like).double()
     if not bool(sight.value.isfinite().all()):
         output = output.masked_fill(_hit(sight), torch.nan)
     return Mixed(output=output.double().transpose(0, 1), noise=noise.double().transpose(0, 1))
 
 
-def softmax(scores: torch.Tensor, sink: bool) -> torch.Tensor:
-    """Return weights, [heads, rows, keys]; with a sink one logit of 0 takes its share."""
-    if not sink:
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return weights, [heads, rows, keys]; of each row's sum a sink of its head, [heads], takes its
+    share."""
+    if sinks is None:
         return scores.softmax(-1)
-    nothing = torch.zeros_like(scores[..., :1])
+    nothing = sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])
     return torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
 
 

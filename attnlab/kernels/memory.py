@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.trace import Trace
+
 
 class Memory:
-    """The tensors among a kernel's arguments, by address.
+    """The tensors among a kernel's arguments, by address; ``trace`` hears of what is loaded of them."""
 
-    With ``trace``, ``read`` has for each tensor's name which of its storage's bytes were loaded.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], trace: bool = False) -> None:
+    def __init__(self, arguments: Mapping[str, Any], trace: Trace | None = None) -> None:
+        self.trace = trace
         extents: dict[int, tuple[int, str]] = {}
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.nbytes:
@@ -27,10 +27,6 @@ class Memory:
         self._bases = sorted(extents)
         self._sizes = [extents[base][0] for base in self._bases]
         self._names = [extents[base][1] for base in self._bases]
-        self.read: dict[str, Any] = {}
-        if trace:
-            sizes = zip(self._names, self._sizes, strict=True)
-            self.read = {name: np.zeros(size, dtype=np.bool_) for name, size in sizes}
 
     def inside(self, addresses: Any, mask: Any) -> tuple[Any, str]:
         """Return the mask without the addresses that lie in no tensor, and of the first of these the
@@ -51,17 +47,6 @@ class Memory:
         good = (at >= 0) & (addresses < ends[np.maximum(at, 0)])
         lost = np.atleast_1d(addresses)[np.atleast_1d(mask & ~good)]
         return mask & good, self._place(int(lost[0])) if lost.size else ""
-
-    def note_read(self, addresses: Any, mask: Any, element_bytes: int) -> None:
-        """Note the bytes that a load reads; every address must be inside."""
-        live = np.atleast_1d(addresses)[np.atleast_1d(mask)]
-        if not self.read or not live.size:
-            return
-        at = np.searchsorted(np.array(self._bases, dtype=np.uint64), live, side="right") - 1
-        for i in np.unique(at).tolist():
-            offsets = (live[at == i] - np.uint64(self._bases[i])).astype(np.int64)
-            for byte in range(element_bytes):
-                self.read[self._names[i]][offsets + byte] = True
 
     def _place(self, address: int) -> str:
         """Return where an address lies relative to the nearest tensor."""

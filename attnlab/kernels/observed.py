@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.trace import Key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -68,6 +70,7 @@ class Observed:
 
     - ``lse``: [rows, num_heads] float32, logarithms of sums that the op gives beside its output, or None.
     - ``padded``: the output's rows behind the last token, where the call was padded; else None.
+    ``reads``: of traced launches alone, the slots that programs loaded (:mod:`attnlab.kernels.trace`).
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -75,6 +78,7 @@ class Observed:
     outside: dict[tuple[str, int], Outside] = field(default_factory=dict)
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
+    reads: dict[Key, set[int]] = field(default_factory=dict)
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy does, and note where int32 wraps."""
@@ -99,6 +103,8 @@ class Observed:
         """Take over what another process saw of the same launch."""
         self.wraps = {**other.wraps, **self.wraps}
         self.outside = {**other.outside, **self.outside}
+        for key, slots in other.reads.items():
+            self.reads[key] = self.reads.get(key, set()) | slots
 
 
 def _kernel_line() -> tuple[str, int]:

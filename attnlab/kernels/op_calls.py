@@ -33,7 +33,7 @@ _WRAPPER_NAMES = (
         "block_table",
     ),
     *("query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "alibi_slopes"),
-    *("sliding_window", "sm_scale"),
+    *("sliding_window", "sm_scale", "sinks"),
 )
 _SPLITS = 16  # pieces that vLLM's Triton backend asks for (NUM_PAR_SOFTMAX_SEGMENTS, 0.33.0)
 _PROGRAMS = 128  # programs below which it does (MIN_LAUNCH_GRID_SIZE_2D, 0.33.0)
@@ -73,6 +73,8 @@ def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> A
         raise Unavailable(
             f"kv_cache_dtype must be auto: {call.op} of this vLLM knows no FP8 scales"
         )
+    if call.sinks is not None and "sinks" not in given:
+        raise Unavailable(f"sinks must be false: {call.op} of this vLLM takes none")
     if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
         given
     ):
@@ -102,6 +104,7 @@ def _prefill(call: KernelCall, setting: Setting) -> Arguments:
         "alibi_slopes": call.alibi_slopes,
         "sliding_window": call.sliding_window,
         "sm_scale": call.sm_scale,
+        "sinks": call.sinks,
         "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
         **_scales(call),
     }
@@ -138,6 +141,7 @@ def _unified(call: KernelCall, setting: Setting) -> Arguments:
         "k_descale": scales["k_scale"],
         "v_descale": scales["v_scale"],
         "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
         "kv_quant_mode": int(paged.format_of(call, setting).is_fp8),
         **_segments(call),
     }

@@ -46,6 +46,20 @@ def dequantised(
     return format.decode(stored, scale).to(dtype).float()
 
 
+def weighed(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of scores, relative to the largest, and their sums; changes ``scores``.
+
+    ``sinks``, of a shape that fits the sums, is one more logit of each row: it may be the largest, it
+    counts once in the sum and has no weight.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        largest = torch.maximum(largest, sinks)
+    weights = scores.sub_(largest).exp_()
+    sums = weights.sum(-1, keepdim=True)
+    return weights, sums if sinks is None else sums + (sinks - largest).exp()
+
+
 def rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return softmax weights as the second product takes them: rounded to ``dtype``, in float32."""
     return weights if dtype == torch.float32 else weights.to(dtype).float()

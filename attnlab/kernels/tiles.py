@@ -12,6 +12,7 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.contracts import PREFILL_TILE, as_read, cached_lens, contract, served
 from attnlab.dispatch import DECODE_FWD, PREFILL, UNIFIED, Setting
+from attnlab.errors import KernelRejected
 from attnlab.kernels import paged
 
 _SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
@@ -21,9 +22,11 @@ def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
-    behind ctx_len is read. Those that the window hides are multiplied by a weight of 0, so NaN in a value
-    there becomes the rows'. Rows behind the grid, which covers max_query_len, are not written.
+    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written. Raises
+    KernelRejected for sinks beside ALiBi, as the op's assertion does.
     """
+    if call.sinks is not None and call.alibi_slopes is not None:
+        raise KernelRejected("Sinks arg is not supported with alibi")
     grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
     _attend(PREFILL, call, setting, grid)
 
@@ -50,9 +53,7 @@ def _attend(name: str, call: KernelCall, setting: Setting, grid: int) -> None:
     cached = cached_lens(terms, call).tolist()
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         start, stop = starts[seq], starts[seq + 1]
-        _sequence(
-            call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid, name == PREFILL
-        )
+        _sequence(call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid)
 
 
 def _sequence(
@@ -64,7 +65,6 @@ def _sequence(
     seq_len: int,
     cached: int,
     grid: int,
-    reads_hidden: bool,
 ) -> None:
     """Write one sequence's rows, some KV heads at a time; its first ``cached`` tokens are in the cache."""
     ctx_len = seq_len - (stop - start)
@@ -82,9 +82,6 @@ def _sequence(
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
             out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len + row, heads)
-            if reads_hidden and call.sliding_window:
-                seen = max(0, ctx_len + row + 1 - call.sliding_window)
-                out += (0.0 * value[:, :seen]).sum(1)[:, None, None]
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )
@@ -137,7 +134,9 @@ def _tile(
         scores.masked_fill_(hidden, float("-inf"))
     else:
         scores[..., -rows:].masked_fill_(hidden[:, -rows:], float("-inf"))
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    sums = weights.sum(-1, keepdim=True)
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks[heads].float().view(*query.shape[:2], 1, 1)
+    weights, sums = paged.weighed(scores, sinks)
     weights = paged.rounded(weights, call.value.dtype).flatten(1, 2)
     return (weights @ value[:, begin:end]).view(query.shape) / sums

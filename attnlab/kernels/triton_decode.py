@@ -45,7 +45,7 @@ def _row(
         scores = torch.where(-away < call.sliding_window, scores, -10000.0)
     if call.alibi_slopes is not None:
         scores += call.alibi_slopes.view(*scores.shape[:2], 1) * away.float()
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    sums = weights.sum(-1, keepdim=True)
+    sinks = None if call.sinks is None else call.sinks.float().view(*scores.shape[:2], 1)
+    weights, sums = paged.weighed(scores, sinks)
     mixed: torch.Tensor = paged.rounded(weights, dtype) @ value / sums
     return mixed.flatten(0, 1)

@@ -27,6 +27,7 @@ from attnlab.kernels.presented import presented
 from attnlab.kernels.rocm_decode import paged_attention_rocm
 from attnlab.kernels.source import Source
 from attnlab.kernels.stand_ins import Dispatch, stand_ins
+from attnlab.kernels.trace import Watched
 from attnlab.platforms import Platform
 
 ALL = Share()
@@ -68,13 +69,17 @@ def run(
     share: Share = ALL,
     on_programs: Callable[[int, int], None] = lambda done, total: None,
     where: str = "cpu",
+    watch: bool = False,
 ) -> Observed:
     """Run the real op, or a share of it, into ``call.output``; return what was seen of it, on a CPU.
 
-    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter.
+    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter; ``watch`` notes there which slots of
+    the cache programs load.
 
     Raises KernelRejected with what the op raises, Unavailable where it cannot run here.
     """
+    if watch and where == "cuda":
+        raise Unavailable("checked must be false on a GPU: nobody sees there what is read")
     check_runs(call, where, share)
     loaded = load(source, setting.platform, where)
     is_cpu = where == "cpu"
@@ -92,6 +97,7 @@ def run(
         needed=lambda kernel, args, program: needed(kernel, args, program, share),
         processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
         on_programs=on_programs,
+        watched=Watched.of(moved) if watch else None,
     )
     try:
         with interpreter.launching(plan):

@@ -16,12 +16,17 @@ KINDS = {
     "wrong_lse": "the logarithms of sums beside its output are wrong",
     "rows_not_written": "it leaves rows of the output as they were",
     "reads_unwritten_slots": "its output depends on slots that nobody wrote",
+    "reads_freed_blocks": "its output depends on blocks that the sliding window has freed",
     "fails": "it raises where nothing in its contract says so",
 }
 OBSERVATIONS = {
     "out_of_bounds": "it reads or writes where none of its tensors is",
     "int32_wrap": "a product of int32 numbers does not fit",
     "follows_empty_slots": "bits of its output depend on slots that nobody wrote, within rounding",
+    "reads_foreign_slots": "it loads slots of another sequence, or of blocks that are nobody's",
+    "reads_future_slots": "it loads tokens behind the last row that a program works on",
+    "reads_empty_slots": "it loads slots of its own blocks that nobody wrote",
+    "reads_outside_window": "it loads tokens before the sliding window of every row at work",
 }
 
 

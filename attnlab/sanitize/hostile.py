@@ -2,10 +2,10 @@
 
 Shuffled and spare blocks; lengths around the edges of blocks, tiles and partitions; sequences of one
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
-head sizes and block sizes that are no powers of two; windows, ALiBi, FP8 with two scales that are not 1;
-large scores; the scale left to the op; int64 tables where they are allowed; tensors that are slices of
-larger ones; a batch padded for a CUDA graph. Poison stands only in slots that nobody wrote, behind a
-sequence's end or in blocks that its window has left behind.
+head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; FP8
+with two scales that are not 1; large scores; the scale left to the op; int64 tables where they are
+allowed; blocks that a sliding window has freed, empty or in use by another sequence; tensors that are
+slices of larger ones; a batch padded for a CUDA graph. Poison stands only in slots that nobody wrote.
 """
 
 import random
@@ -33,13 +33,20 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 16},
     {"alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
+    {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sm_scale": None},
-    # Blocks behind the window hold what others left there; no sequence has a tail to hide that.
+    # No sequence ends within a block, where a read of its tail would hide that of a freed block.
     {
         "sliding_window": 20,
-        "fill": "window_rows",
+        "freed": "empty",
         "query_lens": (1, 34, 2),
         "ctx_lens": (79, 62, 126),
+    },
+    {
+        "sliding_window": 12,
+        "freed": "recycled",
+        "query_lens": (1, 34, 2),
+        "ctx_lens": (63, 94, 126),
     },
     # Rows that see nothing of their first tile, and then only scores far below 0.
     {
@@ -68,6 +75,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {"block_size": 8, "head_size": 128},
     {"num_heads": 5, "num_queries_per_kv": 5, "sliding_window": 270},
+    {"sinks": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0, "num_splits": 4},
+    {"sinks": True, "sliding_window": 16},
 )
 
 
@@ -107,6 +116,8 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
         raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if "freed" in variant and subject.origin == "model":
+        raise InvalidCase("the models do not say what is read before a window")
     query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))
     if op == "decode_attention_fwd":
         query_lens = (1,) * len(query_lens)
@@ -134,8 +145,6 @@ def _case(
     }
     if subject.origin == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if op in (MERGE, CACHE_WRITE) and fields["fill"] == "window_rows":
-        raise InvalidCase("fill must be all_rows: the op reads no cache")
     if op == MERGE and fields["strides"] != "contiguous":
         raise InvalidCase("strides must be contiguous: the op gets two outputs")
     if op == CACHE_WRITE:

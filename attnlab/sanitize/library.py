@@ -19,13 +19,14 @@ from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
 from attnlab.sanitize.hostile import hostile_cases
 from attnlab.sanitize.look import look, shrink
+from attnlab.sanitize.reads import Tally
 from attnlab.sanitize.subject import Subject
 
 OnCase = Callable[[int, int], None]
 LEFT_OUT = (
     "block offsets beyond 2^31 elements: they take 9 GiB (tools/releases.py has one)",
     "bfloat16 under Triton's interpreter; races, registers and compiler faults",
-    "sinks, soft caps, output scales, quantisation by token and head, bidirectional masks",
+    "soft caps, output scales, quantisation by token and head, bidirectional masks",
 )
 
 
@@ -34,6 +35,8 @@ class Report:
     """What came of a library.
 
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
+    - ``reads``: by op how many slots of each kind its kernels read (:mod:`attnlab.memory`), of ops whose
+      reads were seen; ``reads_allowed``: the kinds that their contracts let them read.
     - ``left_out``: what was not looked at, and why, in words.
     """
 
@@ -43,6 +46,8 @@ class Report:
     seconds: float
     findings: list[Finding] = field(default_factory=list)
     observations: list[Finding] = field(default_factory=list)
+    reads: dict[str, dict[str, int]] = field(default_factory=dict)
+    reads_allowed: dict[str, list[str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,8 +65,10 @@ class _Part:
     """What came of one op."""
 
     cases_run: int
+    op: str
     findings: list[Finding]
     left_out: list[str]
+    tally: Tally = field(default_factory=Tally)
 
 
 def check_library(
@@ -87,6 +94,8 @@ def check_library(
         on_op(len(parts), len(ops))
     found = [finding for part in parts for finding in part.findings]
     found.sort(key=lambda one: (ops.index(one.op), one.kind))
+    parts.sort(key=lambda part: ops.index(part.op))
+    tallies = {part.op: part.tally for part in parts if part.tally.watched}
     return Report(
         source=subject.source or subject.origin,
         version=subject.version,
@@ -94,6 +103,8 @@ def check_library(
         seconds=time.perf_counter() - began,
         findings=[one for one in found if one.is_fault],
         observations=[one for one in found if not one.is_fault],
+        reads={op: tally.to_dict() for op, tally in tallies.items()},
+        reads_allowed={op: sorted(tally.allowed) for op, tally in tallies.items()},
         left_out=[*(text for part in parts for text in part.left_out), *LEFT_OUT],
     )
 
@@ -123,9 +134,8 @@ def _in_a_process(subject: Subject, op: str, how: tuple[str, int, float, int]) -
             first = next(hostile_cases(subject, op, platform, cases, seed))
             text = "its process died at one of the cases, this one or a later one"
             died = Finding(op=op, kind="fails", case=first, evidence=text, diagnosis="crash")
-            return _Part(
-                cases_run=0, findings=[died], left_out=[f"{op}: every case after the crash"]
-            )
+            lost = f"{op}: every case after the crash"
+            return _Part(op=op, cases_run=0, findings=[died], left_out=[lost])
 
 
 def _alone() -> None:
@@ -149,6 +159,7 @@ def check_op(
     began, ran, left_out = time.perf_counter(), 0, list[str]()
     lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
     groups: dict[tuple[str, str, str], Finding] = {}
+    tally = Tally()
     for case in hostile_cases(subject, op, platform, cases, seed):
         if is_callers_fault(lab, case):
             continue
@@ -156,7 +167,7 @@ def check_op(
             left_out.append(f"{op}: {cases - ran} of {cases} cases, the time was up")
             break
         try:
-            found = look(lab, subject, case)
+            found = look(lab, subject, case, tally.add)
         except Unavailable as error:
             text = f"{op}: {error}"
             if text not in left_out:
@@ -175,4 +186,5 @@ def check_op(
         least = shrink(lab, subject, finding)
         seen_first = None if least.case == finding.case else finding.case
         small.append(dataclasses.replace(least, seen=finding.seen, first=seen_first))
-    return _Part(cases_run=ran, findings=small, left_out=left_out)
+    left_out += tally.left_out(op)
+    return _Part(op=op, cases_run=ran, findings=small, left_out=left_out, tally=tally)

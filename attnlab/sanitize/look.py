@@ -1,7 +1,7 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelReject
 from attnlab.probes import rows_equal
 from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
+from attnlab.sanitize.reads import TOLD, observations
 from attnlab.sanitize.subject import Ran, Subject
 from attnlab.sanitize.sums import wrong_padding, wrong_sums
 
@@ -24,17 +25,24 @@ _LAYOUTS = (
 )
 
 
-def look(lab: Lab, subject: Subject, case: Case) -> list[Finding]:
+def look(
+    lab: Lab,
+    subject: Subject,
+    case: Case,
+    on_ran: Callable[[Case, Ran], None] = lambda case, ran: None,
+) -> list[Finding]:
     """Return what goes wrong at a Case, and what is to be seen of it besides.
 
     The Case is run with NaN in empty slots and, where that is right, with finite garbage: the bits must
-    be the same. Raises Unavailable for a Case that the subject has no op for.
+    be the same. ``on_ran`` hears of the first of these runs. Raises Unavailable for a Case that the
+    subject has no op for.
     """
     try:
         ran = subject.run(lab, case)
     except (KernelRejected, KernelFailed) as error:
         return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
-    found = []
+    on_ran(case, ran)
+    found = [*observations(case, ran.memory)]
     if ran.outside:
         found.append(_finding(case, "out_of_bounds", ran.outside[0], ran.outside[0].split()[0]))
     if ran.wraps:
@@ -96,30 +104,26 @@ def _wrong(
 def _by_layout(lab: Lab, subject: Subject, case: Case) -> str:
     """Return which knob of how tensors lie in memory makes the output wrong, in words; or ""."""
     for name, plain, words in _LAYOUTS:
-        if getattr(case, name) == plain:
-            continue
-        other = case.replace(**{name: plain})
-        ran = subject.run(lab, other)
-        if other.op == CACHE_WRITE:
-            right = not _cache_errors(lab, other, ran).mismatched
-        else:
-            right = not diagnose(other, ran.output, lab=lab, propose=False).is_wrong
-        if right:
+        if getattr(case, name) != plain and _is_right(lab, subject, case.replace(**{name: plain})):
             return words
     return ""
 
 
 def _leak(lab: Lab, subject: Subject, case: Case, told: Diagnosis) -> Finding:
-    """Return the finding of an output that depends on slots that nobody wrote, by which slots they are.
+    """Return the finding of an output that depends on what it should not read: blocks that the window has
+    freed, where it is right with these kept, or slots that nobody wrote."""
+    if case.freed != "kept" and _is_right(lab, subject, case.replace(freed="kept")):
+        text = f"{told.sentences()[0]}; right where these blocks hold what they held"
+        return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
+    return _finding(case, "reads_unwritten_slots", told.sentences()[0], "empty slots")
 
-    Where the blocks that the window hides are unwritten too, a run with these written tells.
-    """
-    where = "behind the end"
-    if case.staging.fill == "window_rows":
-        written = case.replace(fill="all_rows")
-        again = diagnose(written, subject.run(lab, written).output, lab=lab, propose=False)
-        where = where if again.is_wrong else "outside the window"
-    return _finding(case, "reads_unwritten_slots", told.sentences()[0], where)
+
+def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
+    """Answer whether a Case's output is off by rounding at most."""
+    ran = subject.run(lab, case)
+    if case.op == CACHE_WRITE:
+        return not _cache_errors(lab, case, ran).mismatched
+    return not diagnose(case, ran.output, lab=lab, propose=False).is_wrong
 
 
 def _cache_errors(lab: Lab, case: Case, ran: Ran) -> ErrorMap:
@@ -168,9 +172,12 @@ def shrink(lab: Lab, subject: Subject, finding: Finding) -> Finding:
 
 
 def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
-    """Return the finding of the same group at another Case, or None."""
+    """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
-        found = look(lab, subject, case)
+        if finding.kind in TOLD:
+            found = [*observations(case, subject.run(lab, case).memory)]
+        else:
+            found = look(lab, subject, case)
     except AttnLabError:
         return None
     return next((one for one in found if one.group == finding.group), None)
@@ -202,6 +209,7 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
     plain = {
         "alibi": False,
+        "sinks": False,
         "sliding_window": 0,
         "k_scale": 1.0,
         "v_scale": 1.0,
@@ -210,6 +218,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
         "block_size": 16,
         "max_blocks_per_seq": None,
     }
+    if case.freed != "kept":
+        yield {"freed": "kept"}
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}

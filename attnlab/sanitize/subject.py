@@ -1,7 +1,7 @@
 """Subjects of the sanitizer: the lab's models, a vLLM, or somebody's own function."""
 
+import builtins
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +12,28 @@ import torch
 from attnlab.call import KernelCall
 from attnlab.case import KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
+from attnlab.kernels.interpreter import Plan, interpreted_triton, launching
 from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
+from attnlab.kernels.trace import Watched
+from attnlab.memory import MemoryReport, traced
 from attnlab.run import Lab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
-    """What a run left: the output, what the interpreter saw of it, and what the op gave beside it."""
+    """What a run left: the output, what the interpreter saw of it, and what the op gave beside it.
+
+    ``memory``: the slots that were read; None where no kernel ran under the lab's interpreter.
+    ``lse``, ``padded``: as :class:`attnlab.result.Result` has them.
+    """
 
     output: torch.Tensor
     outside: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
+    memory: MemoryReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +57,9 @@ class Subject:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
         it says NotImplementedError."""
         if self.origin == "plugin":
-            call = strided(lab.call(case))
-            try:
-                _function(str(self.source))(call)
-            except AttnLabError:
-                raise
-            except NotImplementedError as error:
-                raise Unavailable(f"{self.version} does not know it: {error}") from error
-            except Exception as error:
-                raise KernelFailed(f"{type(error).__name__}: {error}") from error
-            return Ran(output=call.output)
-        result = lab.run(case)
+            return self._run_function(lab, case)
+        watched = self.origin == "vllm" and lab.where(case) == "cpu"
+        result = lab.run(case.replace(checked=watched))
         if result.error is not None and self.origin == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
@@ -70,6 +70,31 @@ class Subject:
             wraps=result.wraps,
             lse=result.lse,
             padded=result.padded,
+            memory=result.memory,
+        )
+
+    def _run_function(self, lab: Lab, case: Case) -> Ran:
+        """Run somebody's function; its Triton kernels, on a CPU, under the lab's interpreter."""
+        call, function = strided(lab.call(case)), _function(str(self.source))
+        plan = Plan(watched=Watched.of(call))
+        try:
+            with launching(plan):
+                function(call)
+        except AttnLabError:
+            raise
+        except NotImplementedError as error:
+            raise Unavailable(f"{self.version} does not know it: {error}") from error
+        except Exception as error:
+            raise KernelFailed(f"{type(error).__name__}: {error}") from error
+        seen, memory = plan.observed, None
+        if seen.launches:
+            provenance = lab.cache(case).provenance
+            memory = traced(seen.reads, provenance, case.lengths, case.sliding_window)
+        return Ran(
+            output=call.output,
+            outside=tuple(stray.text() for stray in seen.outside.values()),
+            wraps=tuple(wrap.text() for wrap in seen.wraps.values()),
+            memory=memory,
         )
 
 
@@ -121,6 +146,16 @@ def plugin(name: str) -> Subject:
 _LOADED: dict[str, Callable[[KernelCall], Any]] = {}
 
 
+def _importer(name: str, *rest: Any, **named: Any) -> Any:
+    """Stand for ``__import__`` in somebody's file on a CPU: its ``triton`` is the lab's interpreter, so
+    that what its kernels touch is seen. What the file imports beside it gets Triton's own."""
+    if name.partition(".")[0] != "triton":
+        return builtins.__import__(name, *rest, **named)
+    lab_triton = interpreted_triton()
+    found = builtins.__import__(name, *rest, **named)
+    return lab_triton if found.__name__ == "triton" else found
+
+
 def _function(name: str) -> Callable[[KernelCall], Any]:
     """Return the function of "FILE.py:FUNCTION", its file run once."""
     if name in _LOADED:
@@ -128,12 +163,12 @@ def _function(name: str) -> Callable[[KernelCall], Any]:
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise InvalidCase(f"kernel must be FILE.py:FUNCTION of a file that exists, got {name!r}")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before the file imports Triton
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if not torch.cuda.is_available():
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer}
     try:
         spec.loader.exec_module(module)
     except Exception as error:

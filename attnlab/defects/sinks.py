@@ -1,0 +1,145 @@
+"""Defects of the attention sink: one more logit of each row's softmax, which counts once and has no
+value."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from attnlab.contracts import PARTITION_SIZE
+from attnlab.defects.defect import Defect, by_sight
+from attnlab.defects.scene import Scene, Spot
+from attnlab.defects.sight import Sight
+from attnlab.dispatch import UNIFIED
+
+_SEGMENTS, _TILE = 16, 16  # of the 3d path of unified_attention, as vLLM calls it (0.11.2, 0.33.0)
+
+
+def _has_sinks(scene: Scene) -> bool:
+    return scene.call.sinks is not None
+
+
+def _sink(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    logits: Callable[[Scene, Spot, torch.Tensor], torch.Tensor | None],
+    applies: Callable[[Scene], bool] = lambda scene: True,
+) -> Defect:
+    """Return the defect of other sinks: ``logits`` gives those of a spot's heads from those of all
+    heads, [num_heads] float64, or None."""
+
+    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+        sinks = scene.call.sinks
+        if sinks is None:
+            return sight
+        return dataclasses.replace(sight, sinks=logits(scene, spot, sinks.double()))
+
+    return Defect(
+        name=name,
+        family="sinks",
+        text=text,
+        seen_in=seen_in,
+        touches="all",
+        compute=by_sight(change),
+        applies=lambda scene: _has_sinks(scene) and applies(scene),
+    )
+
+
+def splits(scene: Scene, seq: int) -> int:
+    """Return into how many pieces a sequence is cut that are merged afterwards.
+
+    unified_attention cuts a batch of decodes into segments of whole tiles of 16 tokens; any other kernel
+    is taken to cut what it reads from the cache as ROCm's does, every 256 tokens.
+    """
+    call = scene.call
+    if call.op != UNIFIED:
+        return max(1, -(-scene.cached_len(seq) // PARTITION_SIZE))
+    if call.max_query_len > 1:
+        return 1
+    most = _SEGMENTS if call.num_splits is None else max(1, call.num_splits)
+    tiles = -(-scene.seq_len(seq) // _TILE)
+    return -(-tiles // -(-tiles // most))
+
+
+def _per_split(scene: Scene, spot: Spot, sinks: torch.Tensor) -> torch.Tensor:
+    """Return logits that count as often as there are pieces: n·exp(s) is exp(s + log n)."""
+    return sinks[spot.heads] + math.log(splits(scene, spot.seq))
+
+
+def _on_first_key(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    if scene.call.sinks is None:
+        return sight
+    sinks = scene.call.sinks[spot.heads].double()
+    return dataclasses.replace(sight, sinks=None, first_bias=sinks)
+
+
+def _several_heads(scene: Scene) -> bool:
+    return scene.num_heads > 1
+
+
+SINKS = (
+    _sink(
+        "sink_ignored",
+        "the attention sink is left out of the sum",
+        ("vllm-metal #550", "kekzl/imp #1345", "sglang #11634"),
+        lambda scene, spot, sinks: None,
+    ),
+    _sink(
+        "sink_counted_twice",
+        "the attention sink is counted twice",
+        ("rocm-libraries #12227", "rocm-libraries #12229"),
+        lambda scene, spot, sinks: sinks[spot.heads] + math.log(2.0),
+    ),
+    _sink(
+        "sink_per_split",
+        "every piece of a sequence that is cut counts the attention sink",
+        ("rocm-libraries #12227", "vllm-metal #550"),
+        _per_split,
+        lambda scene: any(splits(scene, seq) > 1 for seq in range(scene.num_seqs)),
+    ),
+    _sink(
+        "sink_first_head",
+        "every query head takes the attention sink of head 0",
+        ("sglang #35092",),
+        lambda scene, spot, sinks: sinks[torch.zeros_like(spot.heads)],
+        _several_heads,
+    ),
+    _sink(
+        "sink_next_head",
+        "a query head takes the attention sink of the next head",
+        ("sglang #35092",),
+        lambda scene, spot, sinks: sinks[(spot.heads + 1) % len(sinks)],
+        _several_heads,
+    ),
+    _sink(
+        "sink_kv_head",
+        "a query head takes the attention sink by the number of its KV head",
+        ("Dao-AILab/flash-attention #2752",),
+        lambda scene, spot, sinks: sinks[scene.kv_of(spot.heads)],
+        lambda scene: scene.call.num_queries_per_kv > 1,
+    ),
+    _sink(
+        "sink_scaled",
+        "the attention sink is multiplied by the scale of the scores",
+        ("rocm-libraries #12227", "sglang #38142"),
+        lambda scene, spot, sinks: sinks[spot.heads] * scene.scale,
+        lambda scene: not math.isclose(scene.scale, 1.0),
+    ),
+    _sink(
+        "sink_base_2",
+        "the attention sink is taken for a logarithm to base 2, as the scores of a kernel with exp2 are",
+        ("rocm-libraries #12227", "TensorRT-LLM #5521"),
+        lambda scene, spot, sinks: sinks[spot.heads] * math.log(2.0),
+    ),
+    Defect(
+        name="sink_on_first_key",
+        family="sinks",
+        text="the attention sink is added to the score of a sequence's first key",
+        seen_in=("vllm #49815",),
+        touches="all",
+        compute=by_sight(_on_first_key),
+        applies=_has_sinks,
+    ),
+)
