@@ -191,11 +191,32 @@ LEAK = ("reads_freed_blocks", "empty blocks")
             {("wrong_output", "strides ignored")},
             set(),
         ),
-        (SMALL.replace(num_heads=20, num_queries_per_kv=20), set(), set()),
+        (SMALL.replace(num_heads=40, num_queries_per_kv=20), set(), set()),
+        (
+            SMALL.replace(
+                op="decode_attention_fwd",
+                num_heads=40,
+                num_queries_per_kv=20,
+                query_lens=(1, 1),
+                ctx_lens=(40, 5),
+            ),
+            {("wrong_output", "unexplained")},
+            {("wrong_output", "unexplained")},
+        ),
         (SMALL.replace(op="reshape_and_cache_flash", fill=None, padding=4), set(), set()),
         (SMALL.replace(strides="HND"), set(), set()),
     ],
-    ids=["window", "prefill window", "low scores", "merge", "decode", "ratio", "write", "HND"],
+    ids=[
+        "window",
+        "prefill window",
+        "low scores",
+        "merge",
+        "decode",
+        "ratio",
+        "decode ratio",
+        "write",
+        "HND",
+    ],
 )
 def test_releases(source: Source, case: Case, old, new) -> None:  # noqa: F811
     """What 0.11.2 and 0.33.0 do with each, as their sources say."""
