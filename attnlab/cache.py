@@ -11,13 +11,14 @@ from attnlab.case import Case
 from attnlab.fill import write_tokens
 from attnlab.formats import ElementFormat, store, written_format
 from attnlab.lengths import Lengths
+from attnlab.shown import Shown
 
 NOBODY = -1
 _PATTERN = (1 << 20) + 7  # garbage repeats after so many elements, at no block's or head's edge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Provenance:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Provenance(Shown):
     """Who wrote each slot of a cache, and which slots each sequence owns.
 
     - ``seq``, ``pos``: [num_blocks, block_size] int32, the sequence and position whose token a slot
@@ -35,8 +36,8 @@ class Provenance:
         return int(self.block_table[seq, pos // block_size]), pos % block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagedCache:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PagedCache(Shown):
     """A paged KV cache in the layout that vLLM's paged decode kernels read.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]

@@ -14,12 +14,13 @@ from attnlab.cache import PagedCache, garbage
 from attnlab.case import CACHE_WRITE, Case
 from attnlab.errors import InvalidCall
 from attnlab.formats import FORMATS, read_format
+from attnlab.shown import Shown
 
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelCall:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class KernelCall(Shown):
     """Arguments of an attention op, under the names that chunked_prefill_paged_decode has for them.
 
     - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes. The
@@ -32,7 +33,7 @@ class KernelCall:
       [num_seqs]: integers of the dtype that the caller chose, right or wrong.
     - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads], of any floating dtype: a
       logit that each row of the head counts once in its sum and that has no value, or None.
-    - ``sm_scale`` None leaves the scale to the op,
+    - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale`` None leaves the scale to the op,
       ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
       (:func:`attnlab.cache.interleaved`).
     - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
@@ -60,6 +61,7 @@ class KernelCall:
     sinks: torch.Tensor | None = None
     sliding_window: int = 0
     sm_scale: float | None = None
+    softcap: float | None = None
     num_splits: int | None = None
     interleave_v: bool = False
     strides: str = "contiguous"
@@ -195,6 +197,7 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         sinks=batch.sinks,
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
+        softcap=case.softcap,
         num_splits=case.num_splits,
         interleave_v=case.interleave_v,
         strides=case.strides,

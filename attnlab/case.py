@@ -17,6 +17,7 @@ from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Span, Tab
 from attnlab.lengths import Lengths, draw_lengths
 from attnlab.platforms import PLATFORMS, Platform
 from attnlab.rules import check_rules
+from attnlab.shown import Shown
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
 OPS = (
@@ -49,8 +50,8 @@ _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Case(Shown):
     """One configuration of one attention call; the defaults are those of vLLM's test_prefix_prefill.
 
     A wrong value raises InvalidCase at once, with a line that names the field.
@@ -76,6 +77,12 @@ class Case:
     )
     sinks: bool = knob(
         False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
+    )
+    softcap: float | None = knob(
+        None,
+        _TEST,
+        Maybe(Number(), "no cap"),
+        "c of the soft cap c · tanh(score / c), as Gemma 2 has",
     )
 
     interleave_v: bool = knob(

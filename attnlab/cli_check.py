@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
-DEFAULT_CASES = 26  # of each op: every variant of the hostile cases once
+DEFAULT_CASES = 29  # of each op: every variant of the hostile cases once
 Progress = Callable[[str], AbstractContextManager[Any]]
 
 

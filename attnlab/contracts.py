@@ -21,13 +21,14 @@ from attnlab.dispatch import (
     Setting,
     ops_source,
 )
+from attnlab.shown import Shown
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Contract(Shown):
     """The terms on which a kernel takes a call.
 
     - ``on_int64``: what the kernel does with an int64 tensor where it means int32, by tensor:
@@ -44,7 +45,11 @@ class Contract:
     - ``key_x_bytes``: bytes that the kernel takes for the innermost size of the key cache, whatever
       the tensor's shape says; None where it reads the shape.
     - ``block_size_multiple``: what the block size must be a multiple of.
+    - ``alibi_from``: what ALiBi counts distances from, each row's "query" or a sequence's "first new
+      token": the same to softmax, but not beside a sink.
     - ``sinks``: whether it takes attention sinks: "none", "without alibi" or "any".
+    - ``softcap``: whether it takes a soft cap of the scores: "none", "any", or "overflows" where a score
+      88 times the cap becomes NaN.
     - the five tuples: what it takes; empty is anything.
     """
 
@@ -57,8 +62,10 @@ class Contract:
     default_scale: str | None = None
     key_x_bytes: int | None = None
     block_size_multiple: int = 1
+    alibi_from: str = "query"
     sinks: str = "none"
     sink_dtypes: tuple[str, ...] = ()
+    softcap: str = "none"
     kv_cache_dtypes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     head_sizes: tuple[int, ...] = ()
@@ -179,6 +186,7 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
         block_size_multiple=16,
         sinks="any",
         sink_dtypes=("bfloat16", "float32"),
+        softcap="overflows",
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         dtypes=("float16", "bfloat16", "float32"),
         head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -186,10 +194,15 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
 
 
 def _unified(setting: Setting, op: str) -> Contract:
-    """Return the contract of unified_attention: new tokens, too, must be in the cache before it."""
+    """Return the contract of unified_attention: new tokens, too, must be in the cache before it.
+
+    Its soft cap came from two exponentials, which overflow, until vLLM PR #56579.
+    """
     return Contract(
         name=UNIFIED,
+        alibi_from="first new token",
         sinks="any",
+        softcap="overflows" if setting.release == "0.11.2" else "any",
         source=ops_source(setting.release, "triton_unified_attention.py"),
         serves="all",
         new_tokens_from="cache",
@@ -201,6 +214,7 @@ def _decode_fwd(setting: Setting, op: str) -> Contract:
     """Return the contract of decode_attention_fwd: one row a sequence."""
     return Contract(
         name=DECODE_FWD,
+        softcap="any",
         source=ops_source(setting.release, "triton_decode_attention.py"),
         serves="decode",
         new_tokens_from="cache",

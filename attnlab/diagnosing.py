@@ -54,6 +54,7 @@ def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
         sliding_window=call.sliding_window,
         alibi=call.alibi_slopes is not None,
         sinks=call.sinks is not None,
+        softcap=call.softcap,
         x=call.key_cache.shape[4],
         query_lens=(1,),
         ctx_lens=(0,),

@@ -17,9 +17,11 @@ most the sum of
   with a rounding or two 5e-7, in a weight and in the sum: 1e-6·A;
 - scores off by at most s, which scales each weight by at most exp(2·s): (exp(2·s) − 1)·A. A score is
   head_size products of float32, off by at most (head_size + 4)·2⁻²⁴ times |q|·|k|·scale and the
-  ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale. decode_attention_fwd
-  multiplies by hand where each query head has keys of its own: its products, and the levels of their sum,
-  which tl.sum leaves in their dtype, are rounded to it: (1 + log2 head_size)·u·|q|·|k|·scale more.
+  ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale. A soft cap c, whose
+  slope is at most 1, adds its own c·2⁻²⁰: tanh from an exp that is off by 5e-7 of itself at most, which
+  moves it by 5e-7 · (1 − tanh²), and four roundings. decode_attention_fwd multiplies by hand where each
+  query head has keys of its own: its products, and the levels of their sum, which tl.sum leaves in their
+  dtype, are rounded to it: (1 + log2 head_size)·u·|q|·|k|·scale more.
 
 That is the worst case: every rounding in one direction. Where values cancel, o is far below A and so is
 the error. If the errors of different keys are independent with mean 0 (Higham and Mary, "A new approach to
@@ -93,12 +95,18 @@ class Rounding:
         return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8, products=products)
 
     def score_error(
-        self, query: float, key: float, head_size: int, scale: float, bias: float
+        self,
+        query: float,
+        key: float,
+        head_size: int,
+        scale: float,
+        bias: float,
+        softcap: float = 0.0,
     ) -> float:
-        """Return by how much a score may be off, from the largest norms of a query and a key and the
-        largest ALiBi bias."""
+        """Return by how much a score may be off, from the largest norms of a query and a key, the
+        largest ALiBi bias and the soft cap; 0 is none."""
         size = query * key * abs(scale)
-        error = (head_size + 4) * 2.0**-24 * (size + bias)
+        error = (head_size + 4) * 2.0**-24 * (size + bias) + 2.0**-20 * softcap
         return error + self.unit * size * (self.keys + self.products)
 
     def relative(self, length: int, score_error: float) -> float:

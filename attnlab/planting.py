@@ -15,7 +15,7 @@ from attnlab.rules import SINK_OPS
 from attnlab.run import Lab
 from attnlab.suspects import scopes
 
-_FURTHER = ("context_attention_fwd", "unified_attention", "merge_attn_states")
+_FURTHER = ("context_attention_fwd", *(2 * ("unified_attention",)), "merge_attn_states")
 Scope = str  # "all", "decode" or "prefill": the rows of which kernel have the defect
 
 
@@ -55,6 +55,7 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "sliding_window": rng.choice((5, 16, 48, 270)) if variant == "window" else 0,
         "alibi": variant == "alibi",
         "sinks": _has_sinks(op, variant, rng),
+        "softcap": rng.choice((None, 0.5, 2.0)) if op == "unified_attention" else None,
         "x": rng.choice((None, 8)) if platform == "sm_90" else None,
         "query_lens": tuple(query_lens),
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
@@ -70,9 +71,9 @@ def _fields(rng: random.Random) -> dict[str, Any]:
 
 
 def _has_sinks(op: str, variant: str, rng: random.Random) -> bool:
-    """Draw whether a call has attention sinks, where its op takes them beside the variant."""
-    takes = op == "unified_attention" or (op in SINK_OPS and variant != "alibi")
-    return takes and rng.random() < 0.4
+    """Draw whether a call has attention sinks; beside ALiBi no op is sound: one refuses them, and
+    unified_attention counts ALiBi's distances from another token."""
+    return op in SINK_OPS and variant != "alibi" and rng.random() < 0.4
 
 
 def plant(scene: Scene, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:

@@ -48,6 +48,7 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
             case.sliding_window,
             batch.alibi_slopes,
             batch.sinks,
+            case.softcap,
         )
     return output
 
@@ -73,6 +74,7 @@ def attend(
     sliding_window: int = 0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
 
@@ -81,6 +83,7 @@ def attend(
     - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
     - ``sliding_window``: how many keys a row sees at most, itself included; 0 is all.
     - ``alibi_slopes``: [num_heads], times (key position - query position).
+    - ``softcap``: c of c · tanh(score / c), before ALiBi.
     - ``sinks``: [num_heads], one more logit of each row's softmax, which has no value.
     """
     query_len, num_heads, _ = query.shape
@@ -99,6 +102,7 @@ def attend(
             value=_by_head(value[:, kv], output.dtype),
             slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
             sinks=None if sinks is None else sinks[heads].to(output.dtype),
+            softcap=softcap,
             sliding_window=sliding_window,
         )
         for row in range(0, query_len, rows_at_once):
@@ -130,6 +134,7 @@ class _Tiles:
     value: torch.Tensor
     slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    softcap: float | None
     sliding_window: int
 
     def attend(self, first: int, last: int) -> torch.Tensor:
@@ -140,6 +145,8 @@ class _Tiles:
         tile = self.query[:, :, first:last]
         scores = tile.flatten(1, 2) @ self.key[:, begin:end].transpose(1, 2)
         scores = scores.view(*tile.shape[:3], end - begin)
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes is not None:
             scores += _alibi(self.slopes.view(*tile.shape[:2]), last - first, end - begin)
         bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)

@@ -15,6 +15,8 @@ SINK_OPS = (
     "unified_attention",
     "cpu_attention_with_kv_cache",
 )
+# Ops that have one for a soft cap; decode_attention_fwd's is logit_cap.
+SOFTCAP_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
 _E4M3_OPS = ("unified_attention", "decode_attention_fwd", "reshape_and_cache_flash")
 # Ops of which a choice of heads or sequences cannot be run apart.
 PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
@@ -29,6 +31,8 @@ def check_rules(case: "Case") -> None:
     _check_op(case)
     if case.sinks and case.op not in SINK_OPS:
         refuse("sinks", f"false with {case.op}, which takes none", case.sinks)
+    if case.softcap is not None and case.op not in SOFTCAP_OPS:
+        refuse("softcap", f"none with {case.op}, which takes none", case.softcap)
 
 
 def _check_heads(case: "Case") -> None:

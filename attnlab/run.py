@@ -55,7 +55,9 @@ class Lab:
     device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None
-    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(default_factory=dict)
+    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(
+        default_factory=dict, repr=False
+    )
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""

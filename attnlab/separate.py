@@ -32,6 +32,10 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"data": "normal", "num_queries_per_kv": 3, "num_heads": 12},
     {"data": "normal", "dtype": "float32"},
 )
+_CAPPED: tuple[dict[str, Any], ...] = (  # of a Case with a soft cap: scores far above it
+    {"data": "normal", "softcap": 0.5},
+    {"data": "normal", "softcap": 0.004},
+)
 
 
 def scene_of(case: Case) -> Scene:
@@ -72,7 +76,7 @@ def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[
     shorten = _SHORT if case.lengths.num_tokens * case.num_heads * case.head_size > _LARGE else {}
     sized = {"num_blocks": None, "max_blocks_per_seq": None, "block_table": None}
     kernels = decide(case).kernels
-    for extra in _CHANGES:
+    for extra in (*_CHANGES, *(_CAPPED if case.softcap is not None else ())):
         changes = {**shorten, **extra}
         if "query_lens" in changes:
             changes |= {n: v for n, v in sized.items() if getattr(case, n) is not None}

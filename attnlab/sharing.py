@@ -70,7 +70,7 @@ def cache_key(case: Case) -> Case:
 
 def reference_key(case: Case) -> Case:
     """Return the key of the Case's reference."""
-    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "oracle")
+    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "softcap", "oracle")
     return _reset(case, keep, **_stored_format(case))
 
 

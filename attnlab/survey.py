@@ -99,16 +99,19 @@ def _right(
     key, value = scene.meant(seq, kv, dtype)
     slopes = scene.call.alibi_slopes
     slopes = None if slopes is None else slopes[heads]
+    cap = scene.call.softcap
     sinks = None if scene.call.sinks is None else scene.call.sinks[heads]
     magnitude = torch.empty(query.shape, dtype=dtype)
     right = torch.empty(query.shape, dtype=dtype) if known is None else known
     wanted = [(value.abs(), magnitude), *([(value, right)] if known is None else [])]
     for values, into in wanted:
-        attend(query, key, values, scene.scale, into, scene.call.sliding_window, slopes, sinks)
+        attend(query, key, values, scene.scale, into, scene.call.sliding_window, slopes, sinks, cap)
     rounding, length = scene.rounding(seq), key.shape[0]
     long_query, long_key = (float(one.float().norm(dim=2).max()) for one in (query, key))
     bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
-    error = rounding.score_error(long_query, long_key, query.shape[2], scene.scale, bias)
+    error = rounding.score_error(
+        long_query, long_key, query.shape[2], scene.scale, bias, cap or 0.0
+    )
     share = rounding.relative(length, error)
     share += length * 2.0**-23 * (right.dtype == torch.float32)  # the right output's own sums
     fixed = rounding.fixed(length, float(value.abs().max()))

@@ -32,6 +32,8 @@ def my_attention(call: KernelCall) -> None:
         at = torch.arange(seq_len - query.shape[1], seq_len)[:, None]
         away = torch.arange(begin, seq_len) - at
         scores = query @ key.transpose(1, 2) * scale
+        if call.softcap is not None:
+            scores = call.softcap * (scores / call.softcap).tanh()
         if call.alibi_slopes is not None:
             scores += call.alibi_slopes[:, None, None] * away
         hidden = away > 0

@@ -46,8 +46,8 @@ def row_kernel(
 
 def my_attention(call: KernelCall) -> None:
     """Write every row of every sequence to ``call.output``; every key comes from the cache."""
-    if call.alibi_slopes is not None:
-        raise NotImplementedError("no ALiBi here")
+    if call.alibi_slopes is not None or call.softcap is not None:
+        raise NotImplementedError("neither ALiBi nor a soft cap here")
     key, value = to_flash(call.key_cache, call.value_cache)
     rows, heads, dim = call.query.shape
     seq = torch.repeat_interleave(torch.arange(len(call.query_lens)), call.query_lens)

@@ -32,4 +32,4 @@ def score_error(case: Case, batch: Batch, rounding: Rounding) -> float:
     bias = 0.0
     if batch.alibi_slopes is not None:
         bias = float(batch.alibi_slopes.max()) * max(case.lengths.seq_lens)
-    return rounding.score_error(query, key, case.head_size, scale, bias)
+    return rounding.score_error(query, key, case.head_size, scale, bias, case.softcap or 0.0)

@@ -81,6 +81,7 @@ def test_output_buffers(output, dtype):
         {},
         {"alibi": True},
         {"sinks": True},
+        {"op": "unified_attention", "softcap": 30.0},
         {"kv_cache_dtype": "fp8", "k_scale": 0.1, "sm_scale": 0.2},
         {"stage": "int64", "sliding_window": 3, "dtype": "bfloat16"},
     ],

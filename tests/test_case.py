@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnlab.case import KNOBS, Case, kind_of
 from attnlab.errors import InvalidCase
 from attnlab.knobs import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
-from attnlab.rules import PARTS_UNKNOWN, SINK_OPS
+from attnlab.rules import PARTS_UNKNOWN, SINK_OPS, SOFTCAP_OPS
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
@@ -212,6 +212,8 @@ def _what_the_op_knows(fields):
         changes["kv_cache_dtype"] = "fp8"
     if fields["op"] not in SINK_OPS:
         changes["sinks"] = False
+    if fields["op"] not in SOFTCAP_OPS:
+        changes["softcap"] = None
     return changes
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attnlab.batch import make_batch
 from attnlab.breaches import check
 from attnlab.case import Case
+from attnlab.diagnose import diagnose
 from attnlab.dispatch import CPU_ATTENTION, Setting, decide
 from attnlab.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.kernels import cpu_ops
@@ -73,6 +74,7 @@ def cases(draw) -> Case:
         dtype=draw(st.sampled_from(("float16", "bfloat16", "float32"))),
         alibi=alibi,
         sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from((None, None, 0.7, 3.0))),
         sliding_window=0 if alibi else draw(st.sampled_from((0, 0, 1, 2, 16, 33))),
         sm_scale=draw(st.sampled_from((None, 0.3))),
         stage=draw(st.sampled_from(("sound", "wrapper_cast"))),
@@ -105,10 +107,11 @@ def test_a_cache_of_one_block(num_heads: int) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_bound_is_tight_enough(dtype: str) -> None:
     """A scale 2 % off, a window one key short and a missing newest token each break it."""
-    case = own(dtype=dtype, sm_scale=0.125, sliding_window=20, sinks=True)
+    case = own(dtype=dtype, sm_scale=0.125, sliding_window=20, sinks=True, softcap=2.0)
     assert agrees(case, ran(case))
     for changes in (
         {"sinks": False},
+        {"softcap": 2.1},
         {"sm_scale": 0.1275},
         {"sliding_window": 19},
         {"fill": "context_only", "empty": "zeros"},
@@ -205,6 +208,16 @@ def test_only_the_library_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_op
+def test_its_soft_cap_overflows() -> None:
+    """A score beyond 88 times the cap becomes NaN, as in Triton's op before vLLM PR #56579."""
+    case = own(softcap=0.02, num_blocks=None)
+    told = diagnose(case, ran(case), propose=False)
+    assert told.cause is not None
+    assert (told.cause.name, told.cause.scope) == ("softcap_overflows", "all")
+    assert diagnose(case.replace(softcap=2.0), propose=False).status == "nothing wrong"
 
 
 @needs_op

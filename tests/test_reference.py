@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from attnlab import reference as reference_module
 from attnlab.batch import alibi_slopes, make_batch, sink_logits
+from attnlab.case import CACHE_ONLY_OPS, OPS
 from attnlab.reference import attend, causal_flops, reference, seen
 
 DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
 
 
-def plain(query, key, value, scale, window, slopes, sinks=None):
+def plain(query, key, value, scale, window, slopes, sinks=None, softcap=None):
     """Return attention by scaled_dot_product_attention with an explicit mask, float64.
 
-    A sink is one more key of each head whose score is the sink and whose value is 0.
+    A sink is one more key of each head whose score is the sink and whose value is 0. With a soft cap
+    the scores are part of the mask, and the queries 0.
     """
     query_len, seq_len = query.shape[0], key.shape[0]
     at = torch.arange(seq_len - query_len, seq_len)[:, None]
@@ -29,6 +31,9 @@ def plain(query, key, value, scale, window, slopes, sinks=None):
     group = query.shape[1] // key.shape[1]
     q, k, v = (t.double().transpose(0, 1) for t in (query, key, value))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    if softcap is not None:
+        bias += softcap * (torch.einsum("hqd,hkd->hqk", q, k) * scale / softcap).tanh()
+        q = torch.zeros_like(q)
     if sinks is not None:
         k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
         score = sinks.double()[:, None, None].expand(-1, query_len, 1)
@@ -42,20 +47,22 @@ def plainly(case, batch):
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens, out = batch.token_start_loc, batch.kv_start_loc, []
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
-        new = case.op == "chunked_prefill_paged_decode" and q == 1
+        new = q if (q == 1 and case.op == OPS[0]) or case.op in CACHE_ONLY_OPS else 0
         key, value = (
             seen(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
             for tensor, scale_of in ((batch.key, case.k_scale), (batch.value, case.v_scale))
         )
         query = batch.query[rows[i] : rows[i + 1]]
-        biases = (batch.alibi_slopes, batch.sinks)
+        biases = (batch.alibi_slopes, batch.sinks, case.softcap)
         out.append(plain(query, key, value, scale, case.sliding_window, *biases))
     return torch.cat(out)
 
 
 @st.composite
 def shapes(draw):
-    """Return a small Case over ratios, head sizes, windows, lengths and formats."""
+    """Return a small Case over ratios, head sizes, windows, sinks, caps, lengths and formats."""
+    op = draw(st.sampled_from([*OPS[:3], "unified_attention"]))
+    unified = op == "unified_attention"
     group, count = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(1, 3))
     alibi = draw(st.booleans())
     return hostile(
@@ -70,10 +77,11 @@ def shapes(draw):
         sliding_window=0 if alibi else draw(st.sampled_from([0, 1, 2, 16, 200])),
         sm_scale=draw(st.sampled_from([None, 0.3])),
         dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
-        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8", "fp8_e5m2"])),
+        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8", "fp8" if unified else "fp8_e5m2"])),
         k_scale=draw(st.sampled_from([1.0, 0.02])),
         v_scale=draw(st.sampled_from([1.0, 3.0])),
-        op=draw(st.sampled_from(["chunked_prefill_paged_decode", "context_attention_fwd"])),
+        op=op,
+        softcap=draw(st.sampled_from([None, 0.1, 5.0])) if unified else None,
         seed=draw(st.integers(0, 99)),
     )
 
@@ -131,13 +139,16 @@ MUTANTS = {
     "window off by one": lambda out, t: attend_at(t, window=1),
     "kv head h % n": lambda out, t: attend_at(t, heads=True),
     "alibi the other way": lambda out, t: attend_at(t, slopes=-1.0),
+    "no cap": lambda out, t: attend_at(t, softcap=None),
     "no sink": lambda out, t: attend_at(t, sinks=-torch.inf),
     "sink twice": lambda out, t: attend_at(t, sinks=0.6931),
     "sink of the next head": lambda out, t: attend_at((*t[:4], t[4].roll(-1))),
 }
 
 
-def attend_at(tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0, sinks=0.0):
+def attend_at(
+    tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0, sinks=0.0, softcap=2.0
+):
     """Return attention with one thing wrong, by torch's own."""
     query, key, value, alibi, logits = tensors
     if heads:
@@ -149,7 +160,9 @@ def attend_at(tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0, si
         key, value = torch.cat([key[1:], key[-1:]]), torch.cat([value[1:], value[-1:]])
     if shift == -1:
         key, value = torch.cat([key[:1], key[:-1]]), torch.cat([value[:1], value[:-1]])
-    return plain(query, key, value, 0.3 * scale, 9 + window, alibi * slopes, logits + sinks)
+    return plain(
+        query, key, value, 0.3 * scale, 9 + window, alibi * slopes, logits + sinks, softcap
+    )
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
@@ -160,7 +173,7 @@ def test_wrong_attention_is_told_from_right(mutant):
     key, value = (torch.randn(30, 3, 16, generator=generator).double() for _ in range(2))
     slopes, sinks = alibi_slopes(6), sink_logits(6, 1)
     output = torch.empty_like(query)
-    attend(query, key, value, 0.3, output, 9, slopes, sinks)
+    attend(query, key, value, 0.3, output, 9, slopes, sinks, 2.0)
     tensors = (query, key, value, slopes, sinks)
     other = MUTANTS[mutant](output, tensors) if mutant else attend_at(tensors)
     close = torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE)

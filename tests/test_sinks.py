@@ -31,7 +31,8 @@ from attnlab.run import Lab
 from attnlab.separate import scene_of, separate
 
 NAMED = {defect.name: defect for defect in CATALOGUE}
-SINKS = [defect.name for defect in CATALOGUE if defect.family == "sinks"]
+BESIDE = {"sink_capped": {"softcap": 0.7}, "sink_beside_alibi": {"alibi": True}}
+SINKS = [one.name for one in CATALOGUE if one.family == "sinks" and one.name not in BESIDE]
 DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
 
 
@@ -198,6 +199,32 @@ def test_each_defect_is_found(name, op):
     rest = [defect for defect in CATALOGUE if defect.name != name]
     blind = diagnose(case, plant(scene, output, NAMED[name], "all"), lab=lab, catalogue=rest)
     assert blind.status == "unexplained"
+
+
+def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:  # noqa: F811
+    """Softmax does not mind, a sink does: rows behind the first of a prefill are wrong, and it is named.
+
+    The same token gives another output where the chunk that it stands in begins elsewhere.
+    """
+    case = hostile(op=UNIFIED, sinks=True, alibi=True, release=source.rules, platform="sm_90")
+    output = real(case, source).output
+    assert agrees(modelled(case).output, output, between(case))
+    told = diagnose(case, output, propose=False)
+    assert told.cause is not None
+    assert (told.cause.name, told.cause.scope) == ("sink_beside_alibi", "all")
+    assert diagnose(case.replace(**DECODES, num_blocks=None)).status == "nothing wrong"
+    plain = case.replace(sinks=False)
+    assert diagnose(plain, real(plain, source).output, propose=False).status == "nothing wrong"
+
+
+def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
+    """Which it is not to softmax alone."""
+    for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
+        case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty="zeros", **DECODES)
+        scene, output = sound_scene(Lab(), case)
+        told = diagnose(case, plant(scene, output, NAMED["alibi_shifted"], "all"), propose=False)
+        assert told.status == verdict
+        assert told.cause is None or told.cause.name == "alibi_shifted"
 
 
 def test_in_decodes_alone_it_is_placed_there():

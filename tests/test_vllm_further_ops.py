@@ -22,6 +22,7 @@ from attnlab.errors import InvalidCase, Unavailable
 from attnlab.kernels import vllm_ops
 from attnlab.kernels.needed import Share
 from attnlab.kernels.source import Source
+from attnlab.rules import SOFTCAP_OPS
 from attnlab.run import Lab
 
 OPS = (UNIFIED, DECODE_FWD, MERGE, WRITE)
@@ -58,6 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
         sliding_window=0 if alibi or plain else draw(st.sampled_from((0, 0, 1, 16))),
         alibi=alibi,
         sinks=op == UNIFIED and draw(st.booleans()),
+        softcap=draw(st.sampled_from((None, 0.02, 3.0))) if op in SOFTCAP_OPS else None,
         num_splits=draw(st.sampled_from(splits)),
         query_lens=tuple(query_lens),
         ctx_lens=tuple(ctx_lens),

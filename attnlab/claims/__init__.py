@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from attnlab.claims import cache, index_tensors, kernels, production
-from attnlab.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, Finding
+from attnlab.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, Finding, Findings
 
 LEDGER: tuple[Entry, ...] = tuple(
     sorted(
@@ -13,9 +13,9 @@ LEDGER: tuple[Entry, ...] = tuple(
 )
 
 
-def judge_claims(on_step: Callable[[str, int, int], None] | None = None) -> list[Finding]:
+def judge_claims(on_step: Callable[[str, int, int], None] | None = None) -> Findings:
     """Return what came of every claim, in the ledger's order."""
-    findings = []
+    findings = Findings()
     for done, one in enumerate(LEDGER):
         if on_step is not None:
             on_step(one.claim.number, done, len(LEDGER))
@@ -23,4 +23,14 @@ def judge_claims(on_step: Callable[[str, int, int], None] | None = None) -> list
     return findings
 
 
-__all__ = ["FAILS", "HOLDS", "LEDGER", "UNDECIDED", "Claim", "Entry", "Finding", "judge_claims"]
+__all__ = [
+    "FAILS",
+    "HOLDS",
+    "LEDGER",
+    "UNDECIDED",
+    "Claim",
+    "Entry",
+    "Finding",
+    "Findings",
+    "judge_claims",
+]

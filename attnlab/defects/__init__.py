@@ -11,8 +11,9 @@ from attnlab.defects.reads import READS
 from attnlab.defects.rows import ROWS
 from attnlab.defects.scores import SCORES
 from attnlab.defects.sinks import SINKS
+from attnlab.defects.softcap import SOFTCAP
 from attnlab.defects.tokens import TOKENS
 
-CATALOGUE: tuple[Defect, ...] = (*TOKENS, *SCORES, *SINKS, *HEADS, *READS, *ROWS)
+CATALOGUE: tuple[Defect, ...] = (*TOKENS, *SCORES, *SINKS, *SOFTCAP, *HEADS, *READS, *ROWS)
 
 __all__ = ["CATALOGUE", "Defect"]

@@ -174,7 +174,7 @@ class Scene:
         seq_len, query_len = self.seq_len(spot.seq), self.query_len(spot.seq)
         start = self.starts()[spot.seq]
         position = seq_len - query_len + spot.tokens
-        slopes, sinks = self.call.alibi_slopes, self.call.sinks
+        slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
         return Sight(
             query=self.call.query[start + spot.tokens][:, spot.heads].double(),
             position=position,
@@ -183,6 +183,8 @@ class Scene:
             visible=visible(position, seq_len, self.call.sliding_window),
             scale=self.scale,
             slopes=None if slopes is None else slopes[spot.heads].double(),
+            cap=None if softcap is None else lambda scores: softcap * (scores / softcap).tanh(),
+            softcap=softcap or 0.0,
             sinks=None if sinks is None else sinks[spot.heads].double(),
             rounding=self.rounding(spot.seq),
         )

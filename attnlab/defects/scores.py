@@ -106,7 +106,7 @@ SCORES = (
     ),
     _alibi(
         "alibi_shifted",
-        "ALiBi counts distances from one position further: softmax does not change",
+        "ALiBi counts distances from one position further: without a sink softmax does not change",
         ("vllm #945",),
         lambda scene, spot, sight: dataclasses.replace(sight, shift=1),
     ),

@@ -1,6 +1,6 @@
 """Sight: what some rows of one sequence are computed from, and what comes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ class Sight:
     - ``query``: [rows, heads, head_size]; ``position``: [rows] int64.
     - ``key``, ``value``: [keys, heads, head_size], one for each query head; key j stands at position j.
     - ``visible``: [rows, keys] bool.
-    - ``scale``: of the scores; ``slopes``: [heads], times (key position + ``shift`` - position), or None.
+    - ``scale``: of the scores; ``slopes``: [heads], times (key position + ``shift`` - position), or None;
+      ``shift`` is a number, or one for each row, [rows, 1].
+    - ``cap``: what becomes of a scaled score before ALiBi, or None; ``softcap``: the soft cap's size.
     - ``sinks``: [heads], a logit that each row counts and that belongs to no key, or None.
     - ``first_bias``: [heads], added to the scores of the key at position 0, or None.
     - ``leak``: [rows, keys] bool, keys that have no weight but whose values are multiplied by it, or
@@ -31,7 +33,9 @@ class Sight:
     scale: float
     slopes: torch.Tensor | None
     rounding: Rounding
-    shift: int = 0
+    shift: torch.Tensor | int = 0
+    cap: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float = 0.0
     sinks: torch.Tensor | None = None
     first_bias: torch.Tensor | None = None
     leak: torch.Tensor | None = None
@@ -57,6 +61,8 @@ def join(parts: Sequence[Mixed]) -> Mixed:
 def scores_of(sight: Sight) -> torch.Tensor:
     """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
     scores = sight.query.transpose(0, 1) @ sight.key.permute(1, 2, 0) * sight.scale
+    if sight.cap is not None:
+        scores = sight.cap(scores)
     if sight.slopes is not None:
         away = torch.arange(sight.key.shape[0]) + sight.shift - sight.position[:, None]
         scores += sight.slopes[:, None, None] * away.to(scores.dtype)
@@ -111,4 +117,6 @@ def score_error(sight: Sight) -> float:
     bias = 0.0
     if sight.slopes is not None:
         bias = float(sight.slopes.abs().max()) * sight.key.shape[0]
-    return sight.rounding.score_error(query, key, sight.query.shape[2], sight.scale, bias)
+    return sight.rounding.score_error(
+        query, key, sight.query.shape[2], sight.scale, bias, sight.softcap
+    )

@@ -68,11 +68,20 @@ def _per_split(scene: Scene, spot: Spot, sinks: torch.Tensor) -> torch.Tensor:
     return sinks[spot.heads] + math.log(splits(scene, spot.seq))
 
 
+def _capped(scene: Scene, sinks: torch.Tensor) -> torch.Tensor:
+    softcap = scene.call.softcap
+    return sinks if softcap is None else softcap * (sinks / softcap).tanh()
+
+
 def _on_first_key(scene: Scene, spot: Spot, sight: Sight) -> Sight:
     if scene.call.sinks is None:
         return sight
     sinks = scene.call.sinks[spot.heads].double()
     return dataclasses.replace(sight, sinks=None, first_bias=sinks)
+
+
+def _from_first_new_token(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    return dataclasses.replace(sight, shift=spot.tokens[:, None])
 
 
 def _several_heads(scene: Scene) -> bool:
@@ -132,6 +141,27 @@ SINKS = (
         "the attention sink is taken for a logarithm to base 2, as the scores of a kernel with exp2 are",
         ("rocm-libraries #12227", "TensorRT-LLM #5521"),
         lambda scene, spot, sinks: sinks[spot.heads] * math.log(2.0),
+    ),
+    _sink(
+        "sink_capped",
+        "the attention sink goes through the soft cap, as a score does",
+        ("rocm-libraries #12229",),
+        lambda scene, spot, sinks: _capped(scene, sinks[spot.heads]),
+        lambda scene: scene.call.softcap is not None,
+    ),
+    Defect(
+        name="sink_beside_alibi",
+        family="sinks",
+        text="ALiBi counts distances from a sequence's first new token, not from each row's query: the "
+        "same to softmax, but not beside an attention sink",
+        seen_in=("vllm #945",),
+        touches="all",
+        compute=by_sight(_from_first_new_token),
+        applies=lambda scene: (
+            _has_sinks(scene)
+            and scene.call.alibi_slopes is not None
+            and any(scene.query_len(seq) > 1 for seq in range(scene.num_seqs))
+        ),
     ),
     Defect(
         name="sink_on_first_key",

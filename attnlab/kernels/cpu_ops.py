@@ -127,7 +127,7 @@ def _run(ops: Any, call: KernelCall, setting: Setting) -> None:
         call.alibi_slopes,
         window,
         index["block_table"],
-        0.0,  # no soft cap
+        call.softcap or 0.0,
         plan,
         _padded(call.sinks),
         None,

@@ -75,6 +75,8 @@ def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> A
         )
     if call.sinks is not None and "sinks" not in given:
         raise Unavailable(f"sinks must be false: {call.op} of this vLLM takes none")
+    if call.softcap is not None and not {"softcap", "logit_cap"} & set(given):
+        raise Unavailable(f"softcap must be none: {call.op} of this vLLM takes none")
     if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
         given
     ):
@@ -136,7 +138,7 @@ def _unified(call: KernelCall, setting: Setting) -> Arguments:
         "causal": True,
         "window_size": (window, 0 if call.sliding_window else -1),
         "block_table": call.block_table,
-        "softcap": 0,
+        "softcap": call.softcap or 0,
         "q_descale": None,
         "k_descale": scales["k_scale"],
         "v_descale": scales["v_scale"],
@@ -186,6 +188,7 @@ def _decode(call: KernelCall, setting: Setting) -> Arguments:
         "num_kv_splits": splits,
         "sm_scale": paged.scale_of(call, setting),
         "page_size": call.block_size,
+        "logit_cap": call.softcap or 0.0,
         **_scales(call),
     }
 

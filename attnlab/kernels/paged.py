@@ -46,6 +46,20 @@ def dequantised(
     return format.decode(stored, scale).to(dtype).float()
 
 
+def capped(scores: torch.Tensor, softcap: float | None, overflows: bool) -> torch.Tensor:
+    """Return float32 scores under a soft cap, c · tanh(score / c); changes ``scores``.
+
+    Where it ``overflows`` it is computed from exp(s / c) and exp(-s / c), as unified_attention did before
+    vLLM PR #56579: NaN where s / c is beyond 88.
+    """
+    if softcap is None:
+        return scores
+    if not overflows:
+        return scores.div_(softcap).tanh_().mul_(softcap)
+    up, down = (scores / softcap).exp(), (-scores / softcap).exp()
+    return softcap * (up - down) / (up + down)
+
+
 def weighed(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of scores, relative to the largest, and their sums; changes ``scores``.
 

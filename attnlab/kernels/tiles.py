@@ -81,7 +81,7 @@ def _sequence(
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
-            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len + row, heads)
+            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len, row, heads)
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )
@@ -113,21 +113,25 @@ def _tile(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    position: int,
+    ctx_len: int,
+    row: int,
     heads: slice,
 ) -> torch.Tensor:
-    """Return attention of rows that stand at ``position``, position + 1, …
+    """Return attention of new tokens ``row``, row + 1, … of a sequence.
 
     ``query``, and the result: [kv heads, group, rows, head_size].
     """
     rows, window = query.shape[2], call.sliding_window
+    terms, position = contract(call.op, setting, call.op), ctx_len + row
     begin, end = max(0, position - window + 1) if window else 0, position + rows
     scores = query.flatten(1, 2) @ key[:, begin:end].transpose(1, 2)
     scores = scores.mul_(paged.scale_of(call, setting)).view(*query.shape[:3], end - begin)
+    scores = paged.capped(scores, call.softcap, terms.softcap == "overflows")
     away = torch.arange(begin, end) - torch.arange(position, end)[:, None]  # key minus query
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes[heads].view(*query.shape[:2], 1, 1)
-        scores += slopes * away.float()
+        by_query = terms.alibi_from == "query"
+        scores += slopes * (away if by_query else torch.arange(begin, end) - ctx_len).float()
     hidden = away > 0
     if window:
         hidden |= away <= -window

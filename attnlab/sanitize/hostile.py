@@ -2,9 +2,9 @@
 
 Shuffled and spare blocks; lengths around the edges of blocks, tiles and partitions; sequences of one
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
-head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; FP8
-with two scales that are not 1; large scores; the scale left to the op; int64 tables where they are
-allowed; blocks that a sliding window has freed, empty or in use by another sequence; tensors that are
+head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; soft
+caps; FP8 with two scales that are not 1; large scores; the scale left to the op; int64 tables where they
+are allowed; blocks that a sliding window has freed, empty or in use by another sequence; tensors that are
 slices of larger ones; a batch padded for a CUDA graph. Poison stands only in slots that nobody wrote.
 """
 
@@ -83,6 +83,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_heads": 5, "num_queries_per_kv": 5, "sliding_window": 270},
     {"sinks": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0, "num_splits": 4},
     {"sinks": True, "sliding_window": 16},
+    {"softcap": 2.0, "num_heads": 6, "num_queries_per_kv": 3},
+    {"softcap": 0.2, "sm_scale": 1.0},
+    {"sinks": True, "alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
 )
 
 
@@ -149,6 +152,8 @@ def _case(
         "query_lens": query_lens,
         "ctx_lens": ctx_lens,
     }
+    if fields.get("sinks") and fields.get("alibi") and op != "unified_attention":
+        raise InvalidCase("the op refuses attention sinks beside ALiBi")
     if subject.origin == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
     if op == MERGE and fields["strides"] != "contiguous":

@@ -21,17 +21,18 @@ from attnlab.sanitize.hostile import hostile_cases
 from attnlab.sanitize.look import look, shrink
 from attnlab.sanitize.reads import Tally
 from attnlab.sanitize.subject import Subject
+from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
 LEFT_OUT = (
     "block offsets beyond 2^31 elements: they take 9 GiB (tools/releases.py has one)",
     "bfloat16 under Triton's interpreter; races, registers and compiler faults",
-    "soft caps, output scales, quantisation by token and head, bidirectional masks",
+    "output scales, quantisation by token and head, bidirectional masks",
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What came of a library.
 
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.

@@ -221,6 +221,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     if case.freed != "kept":
         yield {"freed": "kept"}
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
+    if case.softcap is not None:
+        yield {"softcap": None}
     if case.kv_cache_dtype != "auto":
         yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     if case.head_size > 32:

@@ -61,6 +61,8 @@ def expected_sums(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         cached = ctx_len if case.op == MERGE else ctx_len + query_len
         key = seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale).double()
         scores = torch.einsum("qhd,khd->qhk", query, key.repeat_interleave(group, 1)) * scale
+        if case.softcap is not None:
+            scores = (scores / case.softcap).tanh() * case.softcap
         away = torch.arange(len(key)) - torch.arange(ctx_len, len(key))[:, None]
         if batch.alibi_slopes is not None:
             scores += batch.alibi_slopes.double()[None, :, None] * away[:, None]
@@ -68,7 +70,10 @@ def expected_sums(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         log = scores.masked_fill(hidden[:, None], -torch.inf).logsumexp(-1)
         long_query, long_key = (float(t.norm(dim=2).max()) for t in (query, key))
         slope = 0.0 if batch.alibi_slopes is None else float(batch.alibi_slopes.max())
-        error = rounding.score_error(long_query, long_key, case.head_size, scale, slope * len(key))
+        cap = case.softcap or 0.0
+        error = rounding.score_error(
+            long_query, long_key, case.head_size, scale, slope * len(key), cap
+        )
         logs.append(log)
         bounds.append(error + (len(key) + 8) * 2.0**-23 + 3 * 2.0**-24 * log.abs())
     return torch.cat(logs), torch.cat(bounds)
