@@ -48,6 +48,7 @@ STRIDES = ("contiguous", "fused", "HND")
 
 _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
+_ORIGIN = "where the kernels come from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -147,22 +148,6 @@ class Case(Shown):
 
     platform: str = knob("gfx942", _PLATFORM, OneOf(tuple(PLATFORMS)), "where the op would run")
     release: str = knob("0.33.0", _PLATFORM, OneOf(RELEASES), "the vLLM release whose rules hold")
-    origin: str = knob("model", _PLATFORM, OneOf(ORIGINS), "where the kernels come from")
-    heads: tuple[int, int] | None = knob(
-        None,
-        _PLATFORM,
-        Maybe(Span(), "all"),
-        "KV heads that run, first and behind the last, where a whole call would take minutes",
-    )
-    seqs: tuple[int, int] | None = knob(
-        None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
-    )
-    checked: bool = knob(
-        False,
-        _PLATFORM,
-        Flag(),
-        "watch what is read of the cache (origins rocm and vllm, on a CPU)",
-    )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
     )
@@ -170,8 +155,29 @@ class Case(Shown):
         False, _PLATFORM, Flag(), "AITER paged attention switched on (0.11.2 asks for it)"
     )
 
+    origin: str = knob("model", _ORIGIN, OneOf(ORIGINS), "where the kernels come from")
+    heads: tuple[int, int] | None = knob(
+        None,
+        _ORIGIN,
+        Maybe(Span(), "all"),
+        "KV heads that run, first and behind the last, where a whole call would take minutes",
+    )
+    seqs: tuple[int, int] | None = knob(
+        None, _ORIGIN, Maybe(Span(), "all"), "sequences that run, likewise"
+    )
+    checked: bool = knob(
+        False, _ORIGIN, Flag(), "watch what is read of the cache (origins rocm and vllm, on a CPU)"
+    )
+
     num_blocks: int | None = knob(
         None, _CACHE, Maybe(Int(1), "as many as the block table needs"), "blocks of the cache"
+    )
+    first_block: int = knob(
+        0,
+        _CACHE,
+        Int(0),
+        "the lowest block that sequences use; those before it hold zeros and take no memory, so that "
+        "offsets beyond 2^31 elements can be had",
     )
     max_blocks_per_seq: int | None = knob(
         None, _CACHE, Maybe(Int(1), "what the longest sequence needs"), "columns of the block table"
@@ -299,7 +305,7 @@ class Case(Shown):
             return self.num_blocks
         if self.block_table is not None:
             return 1 + max(max(row) for row in self.block_table)
-        return len(self.lengths.query_lens) * self.blocks_per_seq
+        return self.first_block + len(self.lengths.query_lens) * self.blocks_per_seq
 
     @property
     def key_x(self) -> int:
@@ -356,10 +362,7 @@ class Case(Shown):
         """Return the command line that runs this Case."""
         words = ["attnlab", "run"]
         for name, value in self.changes().items():
-            spans = ("heads", "seqs")
-            joint = "," if name.endswith("_lens") else ":" if name in spans else None
-            text = json.dumps(value) if joint is None else joint.join(map(str, value))
-            words += ["--" + name.replace("_", "-"), text.strip('"')]
+            words += ["--" + name.replace("_", "-"), kind_of(name).text(value)]
         return shlex.join(words)
 
     @classmethod

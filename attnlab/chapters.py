@@ -120,6 +120,23 @@ def _which_bug(ledger: Ledger) -> Answer:
     return told, {"cause": evidence["cause"]}
 
 
+def _explorer(ledger: Ledger) -> Answer:
+    """Say which single toggle mends the failing stage, and which does not."""
+    failing, lab = like_the_test(stage="int32_before_cumsum"), Lab()
+    toggles: dict[str, dict[str, Any]] = {
+        "query_start_loc_dtype=int32": {"query_start_loc_dtype": "int32"},
+        "platform=sm_90": {"platform": "sm_90"},
+        "fill=all_rows": {"fill": "all_rows"},
+        "fill=decode_rows": {"fill": "decode_rows"},
+        "empty=garbage": {"empty": "garbage"},
+    }
+    ran = {name: lab.run(failing.replace(**change)).status for name, change in toggles.items()}
+    mends = [name for name, status in ran.items() if status == "match"]
+    rest = [name for name in ran if name not in mends]
+    told = f"of the failing state, {' or '.join(mends) or 'nothing'} alone mends it; {', '.join(rest)} do not"
+    return told, {"mends": mends, "does not": rest}
+
+
 def _production(ledger: Ledger) -> Answer:
     """Say what vLLM's engine was seen to do, or why it was not."""
     found = [ledger["C17"], ledger["C18"]]
@@ -165,6 +182,7 @@ _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "02": (("C5", "C6", "C22"), _fp8_e5m2),
     "03": (("C12", "C13", "C14", "C15", "C16"), _missing_token),
     "04": (("C3", "C8", "C9", "C10", "C11", "C19", "C21"), _which_bug),
+    "05": ((), _explorer),
     "06": (("C17", "C18"), _production),
     "07": ((), _power),
     "08": (("C1", "C2", "C5"), _rocm_kernel),

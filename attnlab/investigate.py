@@ -97,7 +97,7 @@ def investigate(
 
 def default_jobs(paths: Sequence[Path]) -> int:
     """Return how many notebooks to run at once: one a core, as far as the free memory reaches."""
-    return max(1, min(cores(), len(paths), int(free_memory_gib() // _NOTEBOOK_GIB)))
+    return max(1, int(min(cores(), len(paths), free_memory_gib() / _NOTEBOOK_GIB)))
 
 
 def cores() -> int:
@@ -106,14 +106,20 @@ def cores() -> int:
 
 
 def free_memory_gib() -> float:
-    """Return the memory that is available, or infinity where the system does not say."""
+    """Return the memory that is available, or infinity where the system does not say.
+
+    A container's limit counts as what is available at most.
+    """
+    free = math.inf
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return (
+        free = (
             next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
         )
-    except (OSError, StopIteration):
-        return math.inf
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
+    except (OSError, StopIteration, ValueError):  # another system, no limit, or "max"
+        return free
+    return free
 
 
 @dataclass(slots=True, kw_only=True)

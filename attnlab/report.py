@@ -119,6 +119,15 @@ def read_verdicts(notebook: Any) -> list[Verdict]:
     return list({verdict.name: verdict for verdict in verdicts}.values())
 
 
+def drop_widgets(notebook: Any) -> None:
+    """Take out of an executed notebook what needs the kernel that it ran in: the state of its widgets, and
+    each view of one that a static output stands beside. Changes ``notebook``."""
+    notebook.metadata.pop("widgets", None)
+    for data in (output.data for output in _outputs(notebook) if "data" in output):
+        if "text/html" in data:
+            data.pop(_WIDGET_MIME, None)
+
+
 def _outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 

@@ -1,6 +1,7 @@
 """Running a Case: from its knobs to a Result, with everything shared that cases have in common."""
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ class Lab:
     _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(
         default_factory=dict, repr=False
     )
+    # Panels share what a Lab holds, and ask from threads of their own.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
@@ -327,21 +330,25 @@ class Lab:
         self, kind: str, key: Case, make: Callable[[], T], where: str = "cpu"
     ) -> tuple[T, bool]:
         """Return what ``make`` makes, kept under ``key`` and where it lies, and whether it was there."""
-        store, at = self._stores.setdefault(kind, OrderedDict()), (key, where)
-        if at in store:
-            store.move_to_end(at)
-            return store[at], True
-        while len(store) >= self.keep:
-            store.popitem(last=False)
-        store[at] = make()
-        return store[at], False
+        at = (key, where)
+        with self._lock:
+            store = self._stores.setdefault(kind, OrderedDict())
+            if at in store:
+                store.move_to_end(at)
+                return store[at], True
+            while len(store) >= self.keep:
+                store.popitem(last=False)
+            store[at] = make()
+            return store[at], False
 
 
 def check_memory(case: Case) -> None:
-    """Raise Unavailable where the Case's tensors alone are larger than this machine's memory."""
+    """Raise Unavailable where the Case's tensors alone are larger than this machine's memory; blocks that
+    nobody touches take none."""
     element = DTYPE_BYTES[case.dtype]
     head = case.num_kv_heads * case.head_size
-    cache = 2 * case.total_blocks * case.block_size * head * (1 if case.is_fp8 else element)
+    blocks = case.total_blocks - case.first_block
+    cache = 2 * blocks * case.block_size * head * (1 if case.is_fp8 else element)
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))

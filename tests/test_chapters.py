@@ -42,7 +42,8 @@ def test_every_notebook_but_the_first_page_has_its_row(chapters: Chapters) -> No
     files = [path.name for path in find_notebooks([], NOTEBOOKS)]
     assert files[0] == "00-start-here.ipynb"
     assert [one.notebook for one in chapters] == files[1:]
-    assert {one.notebook[:2] for one in chapters} >= {*_JUDGES}
+    assert {*_JUDGES} <= {f"{number:02}" for number in range(1, 9)}
+    assert all(one.verdict for one in chapters if one.notebook[:2] in _JUDGES)
     assert all(one.question for one in chapters)
 
 
@@ -61,6 +62,15 @@ def test_what_comes_of_them_is_what_the_experiments_gave(chapters: Chapters) -> 
     assert "scale_doubled" in by_number["07"].facts["pass"]
     assert by_number["07"].facts["zeros in FP8"] == "survived"
     assert by_number["08"].facts == {"rows": [0], "from sequences": [1]}
+
+
+def test_what_a_single_toggle_does(ledger: Findings) -> None:
+    """The explorer's own verdict: where the tensor is made, and who decodes; not what the cache holds."""
+    _, facts = _JUDGES["05"][1]({})
+    assert facts == {
+        "mends": ["query_start_loc_dtype=int32", "platform=sm_90"],
+        "does not": ["fill=all_rows", "fill=decode_rows", "empty=garbage"],
+    }
 
 
 def test_another_outcome_makes_another_sentence(ledger: Findings) -> None:

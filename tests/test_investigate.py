@@ -3,8 +3,10 @@
 import gc
 import io
 import json
+import math
 import os
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
@@ -14,7 +16,7 @@ from rich.console import Console
 from attnlab import investigate as module
 from attnlab.errors import AttnLabError, Unavailable
 from attnlab.headless import _SIGNALS, _last_words
-from attnlab.investigate import find_notebooks, investigate
+from attnlab.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
 from attnlab.outcome import Results, all_ok, write_verdicts
 from attnlab.report import write_index
 from attnlab.terminal_outcomes import show_outcomes
@@ -269,6 +271,36 @@ def test_an_old_run_does_not_speak_for_a_new_one(tmp_path):
         [tmp_path / "01-one.ipynb"], parameters={}, reports=tmp_path / "r", timeout_s=9
     )
     assert (outcome.status, outcome.title) == ("error", "01-one")
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "notebooks", "jobs"),
+    [(2, 23.0, 7, 2), (2, 11.9, 7, 1), (64, 30.0, 7, 5), (64, math.inf, 7, 7), (1, 2.0, 7, 1)],
+)
+def test_as_many_run_at_once_as_cores_and_memory_allow(
+    monkeypatch, cores, free_gib, notebooks, jobs
+):
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.setattr(module, "free_memory_gib", lambda: free_gib)
+    assert default_jobs([f"0{number}-x.ipynb" for number in range(notebooks)]) == jobs
+
+
+def test_what_is_free_is_less_than_all_there_is():
+    total = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
+    assert 0 < free_memory_gib() <= total
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "3"), ("7", "7")])
+def test_the_processes_share_the_cores(tmp_path, monkeypatch, given, threads):
+    """Six cores and two notebooks at once are three threads each; what the user sets is kept."""
+    monkeypatch.setattr(module, "cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    record = "import os\nverdicts.record('it', expected=0, found=os.environ['OMP_NUM_THREADS'])"
+    paths = [write_notebook(tmp_path / f"0{n}-x.ipynb", "X", VERDICTS + record) for n in (1, 2)]
+    results = investigate(paths, parameters={}, reports=tmp_path / "r", timeout_s=60, jobs=2)
+    assert [one.verdicts[0].found for one in results] == [threads, threads]
 
 
 @pytest.fixture

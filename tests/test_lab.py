@@ -66,10 +66,9 @@ def test_the_lab_asks_for_its_token(tmp_path: Path) -> None:
     ) as server:
         try:
             assert server.stderr is not None
-            told = (
-                re.search(r"(http://(?:127\S+)/)lab\S*\?token=(\w+)", one) for one in server.stderr
-            )
-            found = next(one for one in told if one)
+            address = re.compile(r"(http://127[^\s?]*/)lab[^\s?]*(?:\?token=(\w+))?\s*$")
+            found = next(one for line in server.stderr if (one := address.search(line)))
+            assert found[2], "the server asks for no token"
             contents = f"{found[1]}api/contents"
             assert status_of(contents) == 403
             assert status_of(f"{contents}?token=guessed") == 403

@@ -55,6 +55,7 @@ TURNS = {
     "heads": [],
     "seqs": [],
     "num_splits": [2],
+    "first_block": [3],
 }
 
 
@@ -75,6 +76,7 @@ BASES = [
     {"kv_cache_dtype": "fp8", "k_scale": 0.1, "platform": "gfx950"},
     {"dtype": "float32", "oracle": "float32", "release": "0.11.2"},
     {"op": "unified_attention"},
+    {"op": "unified_attention", "sliding_window": 3},
     {"op": "reshape_and_cache_flash"},
 ]
 TURNED = [(name, value) for name in KNOBS for value in values_of(name)]

@@ -80,7 +80,7 @@ def test_the_older_models_faults_are_found() -> None:
     ("old", "new", "kind", "diagnosis"),
     [
         ("* scale", "* 2 * scale", "wrong_output", "scale_doubled"),
-        ("[begin:seq_len]", "[begin : seq_len + 8]", "fails", "RuntimeError: The"),
+        ("[:seq_len]", "[: seq_len + 8]", "fails", "RuntimeError: The"),
         ("hidden |= away <= -call", "hidden |= away < -call", "wrong_output", "window_plus_one"),
         ("call.output[rows] = (", "x = (", "rows_not_written", "rows_never_written"),
         ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "wrong_output", "kv_head_modulo"),

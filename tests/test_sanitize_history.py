@@ -142,7 +142,7 @@ PLANTED = {
         "query = call.query.as_strided(call.query.shape, "
         "(call.query[0].numel(), call.query.shape[2], 1))[rows]",
     ),
-    "empty blocks": ("begin = first if call.sliding_window else 0", "begin = 0"),
+    "empty blocks": ("value[:, hidden.all(0)] = 0.0", "pass"),
     "unexplained": (
         "scores.masked_fill(hidden, -torch.inf)",
         "scores.masked_fill(hidden, -50.0)",

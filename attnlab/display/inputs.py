@@ -155,7 +155,11 @@ def call(one: "KernelCall") -> Sheet:
 
 
 def _scalar(name: str, value: object) -> str:
-    left = {"sm_scale": "None: left to the op", "alibi_slopes": "None: no ALiBi"}
+    left = {
+        "sm_scale": "None: left to the op",
+        "alibi_slopes": "None: no ALiBi",
+        "sinks": "None: no sinks",
+    }
     return left.get(name, "None") if value is None else str(value)
 
 

@@ -4,8 +4,9 @@ Shuffled and spare blocks; lengths around the edges of blocks, tiles and partiti
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
 head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; soft
 caps; FP8 with two scales that are not 1; large scores; the scale left to the op; int64 tables where they
-are allowed; blocks that a sliding window has freed, empty or in use by another sequence; tensors that are
-slices of larger ones; a batch padded for a CUDA graph. Poison stands only in slots that nobody wrote.
+are allowed; blocks that a sliding window has freed, empty or in use by another sequence; blocks whose
+offset is beyond 2^31 elements; tensors that are slices of larger ones; a batch padded for a CUDA graph.
+Poison stands only in slots that nobody wrote.
 """
 
 import random
@@ -26,6 +27,12 @@ _LENS = (
     ((1, 1), (530, 1)),
     ((40, 1, 16), (0, 47, 48)),
 )
+_FAR = {  # the first block's offset is just beyond 2^31 elements, in caches of 4 GiB that few touch
+    "num_queries_per_kv": 1,
+    "head_size": 256,
+    "block_size": 32,
+    "first_block": 2**31 // (4 * 256 * 32) + 1,
+}
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_heads": 6, "num_queries_per_kv": 3},
@@ -67,6 +74,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     },
     {"block_size": 48, "query_lens": (1, 3), "ctx_lens": (120, 95)},
     {"strides": "HND", "num_heads": 6, "num_queries_per_kv": 3},
+    _FAR,
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
     {"sliding_window": 1, "head_size": 96},
@@ -125,6 +133,8 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
         raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if "first_block" in variant and not subject.large_caches:
+        raise InvalidCase("the subject may copy the cache")
     if "freed" in variant and subject.origin == "model":
         raise InvalidCase("the models do not say what is read before a window")
     query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))

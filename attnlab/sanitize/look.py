@@ -94,6 +94,10 @@ def _wrong(
         text = f"rows {kept[:8].tolist()} are as they were"
         return _finding(case, "rows_not_written", text, _name(told))
     told_again = diagnose(zeros, again, lab=lab, propose=False)
+    near = case.replace(first_block=0, num_blocks=None)
+    if case.first_block and told_again.is_wrong and _is_right(lab, subject, near):
+        text = f"{told_again.sentences()[0]}; right where the blocks' numbers are small"
+        return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     if told_again.is_wrong:
         return _finding(
             zeros, "wrong_output", told_again.sentences()[0], layout or _name(told_again)
@@ -218,8 +222,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
         "block_size": 16,
         "max_blocks_per_seq": None,
     }
-    if case.freed != "kept":
-        yield {"freed": "kept"}
+    off = {"freed": "kept", "first_block": 0}
+    yield from ({name: value} for name, value in off.items() if getattr(case, name) != value)
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
     if case.softcap is not None:
         yield {"softcap": None}
