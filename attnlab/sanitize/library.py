@@ -189,7 +189,8 @@ def check_op(
                 groups[finding.group] = dataclasses.replace(first, seen=first.seen + 1)
     small = []
     for finding in groups.values():
-        seen = finding.seen
-        small.append(dataclasses.replace(shrink(lab, subject, finding), seen=seen))
+        least = shrink(lab, subject, finding)
+        seen_first = None if least.case == finding.case else finding.case
+        small.append(dataclasses.replace(least, seen=finding.seen, first=seen_first))
     left_out += tally.left_out(op)
     return _Part(op=op, cases_run=ran, findings=small, left_out=left_out, tally=tally)

@@ -13,6 +13,7 @@ from attnlab.call import KernelCall
 from attnlab.case import KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
 from attnlab.kernels.interpreter import Plan, interpreted_triton, launching
+from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
 from attnlab.kernels.trace import Watched
 from attnlab.memory import MemoryReport, traced
@@ -21,14 +22,17 @@ from attnlab.run import Lab
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
-    """What a run left: the output, and what the interpreter saw of it.
+    """What a run left: the output, what the interpreter saw of it, and what the op gave beside it.
 
     ``memory``: the slots that were read; None where no kernel ran under the lab's interpreter.
+    ``lse``, ``padded``: as :class:`attnlab.result.Result` has them.
     """
 
     output: torch.Tensor
     outside: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
     memory: MemoryReport | None = None
 
 
@@ -63,18 +67,22 @@ class Subject:
             return self._run_function(lab, case)
         watched = self.origin == "vllm" and lab.where(case) == "cpu" and not case.first_block
         result = lab.run(case.replace(checked=watched))
+        if result.error is not None and self.origin == "vllm" and not result.failed:
+            raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
         return Ran(
             output=result.call.output,
             outside=result.outside,
             wraps=result.wraps,
+            lse=result.lse,
+            padded=result.padded,
             memory=result.memory,
         )
 
     def _run_function(self, lab: Lab, case: Case) -> Ran:
         """Run somebody's function; its Triton kernels, on a CPU, under the lab's interpreter."""
-        call, function = lab.call(case), _function(str(self.source))
+        call, function = strided(lab.call(case)), _function(str(self.source))
         plan = Plan(watched=Watched.of(call))
         try:
             with launching(plan):
