@@ -9,6 +9,8 @@ comma := ,
 # vLLM's CPU build is not to be had everywhere; without it one notebook and one origin cannot run.
 FEWER := $(subst $(comma)vllm,,$(EXTRAS))
 READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
+# Each holds up to 5 GiB at the real test's size.
+TEST_PROCESSES ?= 2
 
 .PHONY: help setup investigate test lint lab bench clean
 
@@ -40,10 +42,10 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 lab: setup
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(firstword $(wildcard notebooks/00-*.ipynb) notebooks)
 
 bench: setup
 	$(BIN)/attnlab bench

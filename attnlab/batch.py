@@ -10,13 +10,14 @@ import torch
 from attnlab.case import Case
 from attnlab.formats import FORMATS
 from attnlab.lengths import Lengths
+from attnlab.shown import Shown
 
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements drawn at a time in float32, so that float16 needs no second full copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Batch(Shown):
     """New tokens and context of several sequences.
 
     - ``query``: [num_tokens, num_heads, head_size], the new tokens of sequence 0, then 1, …

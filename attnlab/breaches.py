@@ -21,6 +21,7 @@ from attnlab.contracts import (
     unwritten_rows,
 )
 from attnlab.dispatch import ROCM_DECODE, Setting
+from attnlab.shown import Shown
 
 _EFFECTS = {
     "accept": "harmless",
@@ -50,9 +51,15 @@ class Breach:
     text: str
 
 
+class Breaches(Shown, list[Breach]):
+    """A list of breaches, which shows itself as a table."""
+
+    __slots__ = ()
+
+
 def check(
     call: KernelCall, setting: Setting, kernels: Sequence[str], provenance: Provenance | None = None
-) -> list[Breach]:
+) -> Breaches:
     """Return every breach of the call, in the order in which a person would want to know them.
 
     ``kernels`` are those that the op runs (:func:`attnlab.dispatch.decide`). Without ``provenance``,
@@ -68,9 +75,8 @@ def check(
     if provenance is not None:
         for terms in contracts:
             breaches += _slots(terms, call, provenance)
-    return sorted(
-        breaches, key=lambda breach: ("rejected", "silent", "harmless").index(breach.effect)
-    )
+    order = ("rejected", "silent", "harmless")
+    return Breaches(sorted(breaches, key=lambda breach: order.index(breach.effect)))
 
 
 def _index_dtypes(terms: Contract, call: KernelCall) -> list[Breach]:

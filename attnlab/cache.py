@@ -4,20 +4,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from attnlab.batch import Batch
 from attnlab.case import Case
+from attnlab.errors import Unavailable
 from attnlab.fill import write_tokens
 from attnlab.formats import ElementFormat, store, written_format
 from attnlab.lengths import Lengths
+from attnlab.shown import Shown
 
 NOBODY = -1
+_NEAR = {"first_block": 0, "num_blocks": None}
 _PATTERN = (1 << 20) + 7  # garbage repeats after so many elements, at no block's or head's edge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Provenance:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Provenance(Shown):
     """Who wrote each slot of a cache, and which slots each sequence owns.
 
     - ``seq``, ``pos``: [num_blocks, block_size] int32, the sequence and position whose token a slot
@@ -35,8 +39,8 @@ class Provenance:
         return int(self.block_table[seq, pos // block_size]), pos % block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagedCache:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PagedCache(Shown):
     """A paged KV cache in the layout that vLLM's paged decode kernels read.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
@@ -71,9 +75,30 @@ def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
     return value.view(*blocks, *shape).transpose(-3, -2).reshape(value.shape)
 
 
-def to_flash(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that take memory page by page, as they are written: NumPy asks the system for pages
+    that are zero, torch writes zeros itself. Raises Unavailable where not even the addresses are had."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        zeros = np.zeros(size, dtype=np.uint8)
+    except MemoryError as error:
+        text = f"{size / 2**30:.1f} GiB of addresses, of which little would be touched"
+        raise Unavailable(f"this machine does not give {text}") from error
+    return torch.from_numpy(zeros).view(dtype).view(shape)
+
+
+def to_flash(
+    key: torch.Tensor, value: torch.Tensor, first_block: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a cache in the layout of FlashAttention, unified attention and the cache write, copies:
-    [num_blocks, block_size, num_kv_heads, head_size] for both."""
+    [num_blocks, block_size, num_kv_heads, head_size] for both. Blocks before ``first_block`` are not
+    copied: they are :func:`untouched` zeros."""
+    if first_block:
+        near = to_flash(key[first_block:], value[first_block:])
+        copies = tuple(untouched((len(key), *one.shape[1:]), one.dtype) for one in near)
+        for copy, one in zip(copies, near, strict=True):
+            copy[first_block:] = one
+        return copies[0], copies[1]
     flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
     return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
@@ -128,7 +153,8 @@ def _dealt_blocks(case: Case) -> torch.Tensor:
         return torch.tensor(case.block_table)
     num_seqs = len(case.lengths.query_lens)
     generator = torch.Generator().manual_seed(case.seed + 1)
-    blocks = torch.randperm(case.total_blocks, generator=generator)
+    blocks = torch.randperm(case.total_blocks - case.first_block, generator=generator)
+    blocks += case.first_block
     return blocks[: num_seqs * case.blocks_per_seq].view(num_seqs, case.blocks_per_seq)
 
 
@@ -195,7 +221,13 @@ def addresses(
 def _empty(
     shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int, device: torch.device
 ) -> torch.Tensor:
-    """Return a cache tensor that holds zeros, NaN or finite garbage everywhere."""
+    """Return a cache tensor that holds zeros, NaN or finite garbage everywhere; before ``first_block``
+    untouched zeros."""
+    if case.first_block:
+        cache = untouched(shape, format.storage).to(device)
+        used = (shape[0] - case.first_block, *shape[1:])
+        cache[case.first_block :] = _empty(used, format, case.replace(**_NEAR), salt, device)
+        return cache
     if case.empty == "zeros":
         return torch.zeros(shape, dtype=format.storage, device=device)
     if case.empty == "nan":

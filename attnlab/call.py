@@ -14,12 +14,13 @@ from attnlab.cache import PagedCache, garbage
 from attnlab.case import CACHE_WRITE, Case
 from attnlab.errors import InvalidCall
 from attnlab.formats import FORMATS, read_format
+from attnlab.shown import Shown
 
 _INDEX = {"int32": torch.int32, "int64": torch.int64}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelCall:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class KernelCall(Shown):
     """Arguments of an attention op, under the names that chunked_prefill_paged_decode has for them.
 
     - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes. The

@@ -17,6 +17,7 @@ from attnlab.knobs import Flag, Int, Kind, Lens, Maybe, Number, OneOf, Span, Tab
 from attnlab.lengths import Lengths, draw_lengths
 from attnlab.platforms import PLATFORMS, Platform
 from attnlab.rules import check_rules
+from attnlab.shown import Shown
 from attnlab.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STAGES, Stage
 
 OPS = (
@@ -48,8 +49,8 @@ _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Case(Shown):
     """One configuration of one attention call; the defaults are those of vLLM's test_prefix_prefill.
 
     A wrong value raises InvalidCase at once, with a line that names the field.
@@ -161,6 +162,13 @@ class Case:
 
     num_blocks: int | None = knob(
         None, _CACHE, Maybe(Int(1), "as many as the block table needs"), "blocks of the cache"
+    )
+    first_block: int = knob(
+        0,
+        _CACHE,
+        Int(0),
+        "the lowest block that sequences use; those before it hold zeros and take no memory, so that "
+        "offsets beyond 2^31 elements can be had",
     )
     max_blocks_per_seq: int | None = knob(
         None, _CACHE, Maybe(Int(1), "what the longest sequence needs"), "columns of the block table"
@@ -288,7 +296,7 @@ class Case:
             return self.num_blocks
         if self.block_table is not None:
             return 1 + max(max(row) for row in self.block_table)
-        return len(self.lengths.query_lens) * self.blocks_per_seq
+        return self.first_block + len(self.lengths.query_lens) * self.blocks_per_seq
 
     @property
     def key_x(self) -> int:

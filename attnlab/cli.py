@@ -22,16 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from attnlab import __version__
 from attnlab.case import Case, kind_of
 from attnlab.cli_check import add_check_flags, run_check, show_report
+from attnlab.cli_investigate import add_investigate_flags, exit_code, run_investigate
 from attnlab.errors import AttnLabError, InvalidCase
 from attnlab.flags import (
     Parser,
     add_case_flags,
     add_source_flag,
     case_of,
-    notebook_parameters,
     read_text,
 )
-from attnlab.knobs import Int, Number
+from attnlab.knobs import Int
 
 _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _PLACES_SHOWN = 200
@@ -108,39 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     investigate = _command(
         commands, "investigate", _investigate, "run the notebooks headless and write reports/"
     )
-    investigate.add_argument(
-        "notebooks", nargs="*", metavar="NAME", help="number or name of a notebook; default: all"
-    )
-    investigate.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter for the notebooks that have it",
-    )
-    investigate.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="FOLDER",
-        help="where the results go (reports)",
-    )
-    investigate.add_argument(
-        "--notebooks-folder",
-        type=Path,
-        metavar="FOLDER",
-        default=Path(__file__).parent.parent / "notebooks",
-        help="where the notebooks are (default: beside the package)",
-    )
-    investigate.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="the most that a cell may take",
-    )
-    investigate.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time")
+    add_investigate_flags(investigate)
 
     fetch = _command(
         commands, "fetch", _fetch, "download a release of vLLM with pip, to be a --source"
@@ -439,23 +407,11 @@ def _bench_diagnose(args: argparse.Namespace) -> int:
 
 
 def _investigate(args: argparse.Namespace) -> int:
-    from attnlab.investigate import find_notebooks, investigate
-    from attnlab.outcome import all_ok
-    from attnlab.terminal import show_outcomes
+    from attnlab.terminal_outcomes import show_outcomes
 
-    paths = find_notebooks(args.notebooks, args.notebooks_folder)
-    parameters = notebook_parameters(args.parameter)
-    with _progress("investigating") as show:
-        outcomes = investigate(
-            paths,
-            parameters=parameters,
-            reports=args.reports,
-            timeout_s=Number().check("timeout", args.timeout),
-            on_progress=lambda name, cell, total: show(name, cell, total),
-            jobs=Int(1, 64).check("jobs", args.jobs),
-        )
+    results = run_investigate(args)
     if args.json:
-        print((args.reports / "verdicts.json").read_text())
+        print((args.reports / "verdicts.json").read_text(encoding="utf-8"))
     else:
-        show_outcomes(_console(), outcomes, args.reports)
-    return 0 if all_ok(outcomes) else 1
+        show_outcomes(_console(), results, args.reports)
+    return exit_code(results)

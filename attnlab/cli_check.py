@@ -1,6 +1,7 @@
 """The command ``attnlab check``: the sanitizer over a library of kernels."""
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
+_DOCUMENT = """
+--json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
+case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
+unwritten_tail, other_sequence, never_mapped, by_nobody}}, how many slots were read of each kind, of ops
+whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them read; reports, the files of
+--report; left_out, what was not looked at.
+"""
 Progress = Callable[[str], AbstractContextManager[Any]]
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``attnlab check``."""
+    """Add the flags of ``attnlab check``, and say what its JSON holds."""
+    parser.epilog = _DOCUMENT
     parser.add_argument(
         "kernel",
         nargs="?",
@@ -50,6 +59,13 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
     )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write for each finding of a vLLM a text for an issue and a script that shows it on torch, "
+        "Triton and vLLM alone",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the cases' data (0)")
 
 
@@ -65,9 +81,11 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     ops = [op for op in args.op or subject.ops if op in subject.ops]
     if not ops:
         raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
+    if args.report is not None and subject.origin != "vllm":
+        raise InvalidCase("report must be given with a vLLM: --source PATH or --installed")
     processes = 1 if subject.origin == "model" else max(2, os.cpu_count() or 1)
     with progress(f"checking {subject.version}") as show:
-        return check_library(
+        report = check_library(
             subject,
             ops,
             args.platform,
@@ -77,6 +95,12 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
             processes,
             lambda done, total: show(done=done, total=total),
         )
+    if args.report is not None:
+        from attnlab.sanitize.upstream import write_reports
+
+        written = write_reports(report.findings, args.report, report.version)
+        report = dataclasses.replace(report, reports=[str(path) for path in written])
+    return report
 
 
 def _subject(args: argparse.Namespace) -> "Subject":
@@ -111,6 +135,8 @@ def show_report(console: Console, report: "Report") -> None:
         f"{report.version}: {report.cases_run} cases in {report.seconds:.0f} s, "
         f"{len(report.findings)} findings"
     )
+    for path in report.reports:
+        console.print(f"written: {escape(path)}", soft_wrap=True)
     for text in report.left_out:
         console.print(f"[dim]left out: {escape(text)}[/]")
 

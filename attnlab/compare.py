@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnlab.lengths import Lengths
+from attnlab.shown import Shown
 
 # A megabyte of float32 a head on a CPU, so that no second full-size copy is made; on a GPU there is room.
 _ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
@@ -37,8 +38,8 @@ class Place:
     elements: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ErrorMap:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class ErrorMap(Shown):
     """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
 
     - ``heads``, ``rows``: the query heads and the rows that ran, or None where all did; the rest is

@@ -21,13 +21,14 @@ from attnlab.dispatch import (
     Setting,
     ops_source,
 )
+from attnlab.shown import Shown
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows of a program of the prefill kernel, BLOCK_M
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Contract(Shown):
     """The terms on which a kernel takes a call.
 
     - ``on_int64``: what the kernel does with an int64 tensor where it means int32, by tensor:

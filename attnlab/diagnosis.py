@@ -2,11 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-from attnlab.breaches import Breach
+from attnlab.breaches import Breaches
 from attnlab.case import Case
+from attnlab.shown import Shown
 from attnlab.suspects import Suspect
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
@@ -36,8 +36,8 @@ class Separation:
         return f"{one} and {other} are {self.gap:.3g} bounds apart with {words}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Diagnosis(Shown):
     """What explains an output.
 
     - ``status``: "nothing wrong" (rounding explains all of it), "explained" (one defect leaves only
@@ -67,7 +67,7 @@ class Diagnosis:
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
     by_slots: list[int] | None = None
-    breaches: list[Breach] = field(default_factory=list)
+    breaches: Breaches = field(default_factory=Breaches)
     separation: Separation | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
@@ -161,17 +161,6 @@ class Diagnosis:
             "tried": told.tried,
             "sentence": told.sentence(),
         }
-
-    def _repr_html_(self) -> str:
-        """Return the diagnosis for a notebook: its sentences and the table of suspects."""
-        lines = "".join(f"<li>{escape(line)}</li>" for line in self.sentences())
-        head = "".join(f"<th>{name}</th>" for name in SUSPECT_COLUMNS)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in suspect_cells(one)) + "</tr>"
-            for one in self.suspects
-        )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<b>{escape(self.status)}</b><ul>{lines}</ul>" + (table if self.suspects else "")
 
 
 SUSPECT_COLUMNS = ("suspect", "predicts", "seen", "left", "in bounds", "verdict", "in")

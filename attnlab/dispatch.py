@@ -6,6 +6,7 @@ from typing import Any
 
 from attnlab.case import Case
 from attnlab.platforms import PLATFORMS, Platform
+from attnlab.shown import Shown
 
 WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
@@ -58,8 +59,8 @@ class Term:
     holds: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Decision(Shown):
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
     ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one

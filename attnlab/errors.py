@@ -5,7 +5,14 @@ class AttnLabError(Exception):
     """Any error that the lab raises on purpose; its text is one line for a person."""
 
 
-class InvalidCase(AttnLabError, ValueError):
+class OneLine(Exception):
+    """An error that a notebook shows as its one line, where IPython would show every frame of the lab."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class InvalidCase(OneLine, AttnLabError, ValueError):
     """A Case, or what it is made from, breaks a rule; the text names the field."""
 
 
@@ -21,9 +28,9 @@ class KernelFailed(KernelRejected):
     """The kernel broke while it ran: it left its memory, stood still, or would have ended the process."""
 
 
-class Unavailable(AttnLabError, RuntimeError):
+class Unavailable(OneLine, AttnLabError, RuntimeError):
     """What was asked for cannot run here; the text says why and what would help."""
 
 
-class VerdictFailed(AttnLabError, AssertionError):
+class VerdictFailed(OneLine, AttnLabError, AssertionError):
     """A notebook's verdict differs from what the notebook expects."""

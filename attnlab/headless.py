@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import math
+import os
 import shlex
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,16 +14,25 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from attnlab.notebook import Verdict
 from attnlab.outcome import Outcome, Status, one_line
-from attnlab.report import read_title, read_verdicts, write_post_mortem
+from attnlab.report import read_summary, read_title, read_verdicts, write_post_mortem
 
 OnProgress = Callable[[str, int, int], None]
+
+_SIGNALS = {
+    "SIGKILL": "ended from outside, by want of memory perhaps",
+    "SIGSEGV": "segmentation fault",
+    "SIGABRT": "it aborted",
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Run one notebook; the fields that change are what nbclient's hooks tell on the way."""
+    """Run one notebook; the fields that change are what nbclient's hooks tell on the way.
+
+    `timeout_s` bounds the whole notebook, `threads` each of its processes. `pages` names the notebooks
+    whose pages this one's may link to.
+    """
 
     source: Path
     parameters: Mapping[str, Any]
@@ -28,8 +40,13 @@ class Run:
     timeout_s: float
     on_progress: OnProgress
     stop: threading.Event
+    threads: int
+    pages: frozenset[str] = frozenset()
+    folder_flag: bool = False
     cell: str = ""
+    cell_index: int = 0
     total: int = 0
+    deadline: float = math.inf
 
     @property
     def name(self) -> str:
@@ -53,24 +70,27 @@ class Run:
         status, message = self._execute()
         seconds = time.perf_counter() - started
         try:
-            status, message, verdicts, title = self._report(status, message)
+            status, message, told = self._report(status, message)
         except Exception as error:  # whatever is in this notebook, the others go on
             message = message or _in_one_line(error)
             self._replace_executed()
-            status, message, verdicts, title = self._report("error", message)
+            status, message, told = self._report("error", message)
         return Outcome(
             name=self.name,
-            title=title or self.name,
+            title=read_title(told) or self.name,
             status=status,
             message=message,
-            verdicts=verdicts,
+            verdicts=read_verdicts(told),
+            summary=read_summary(told),
             seconds=seconds,
             executed=self.executed,
             html=self.html,
+            cells=(self.total if status == "passed" else self.cell_index, self.total),
+            parameters=self.parameters,
         )
 
-    def _report(self, status: Status, message: str) -> tuple[Status, str, list[Verdict], str]:
-        """Write the report; return status, message, verdicts and title as the notebook has them.
+    def _report(self, status: Status, message: str) -> tuple[Status, str, Any]:
+        """Write the report; return status and message as the notebook has them, and the notebook.
 
         A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
         """
@@ -81,40 +101,65 @@ class Run:
         if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
             status = "failed"
             message = "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
-        command = _command(self.source, self.parameters)
-        write_post_mortem(self.executed, self.html, command=command, failure=message)
-        return status, message, verdicts, read_title(notebook)
+        write_post_mortem(
+            self.executed,
+            self.html,
+            command=self._command(),
+            failure=message,
+            status=status,
+            pages=self.pages,
+        )
+        return status, message, notebook
+
+    def _command(self) -> str:
+        """Return the command line that makes this notebook's report again."""
+        words = ["attnlab", "investigate", self.name.split("-", 1)[0]]
+        if self.folder_flag:
+            words += ["--notebooks-folder", str(self.source.parent)]
+        for name, value in self.parameters.items():
+            words += ["-p", f"{name}={as_flag(value)}"]
+        return shlex.join(words)
 
     def _execute(self) -> tuple[Status, str]:
         """Run papermill; return the status and one line on what went wrong."""
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
         from papermill.exceptions import PapermillExecutionError
 
+        ended = Ended()
         with TemporaryFile() as words:
             try:
-                self._run_papermill(words)
+                self._run_papermill(words, ended)
             except PapermillExecutionError as error:
                 said = one_line(error.evalue)
                 if error.ename == "VerdictFailed":
                     return "failed", said
                 if error.ename == "Unavailable":
                     return "unavailable", said
+                if error.ename == "InvalidCase" and self.parameters:
+                    return "refused", said
                 return "error", f"{error.ename}: {said}"
             except CellTimeoutError:
-                return "timeout", f"longer than {self.timeout_s:g} s: {one_line(self.cell)}"
+                return "timeout", f"longer than {self.timeout_s:g} s, {self._place()}"
             except DeadKernelError:
-                how = "interrupted" if self.stop.is_set() else "the kernel died"
-                return "died", f"{how} in: {one_line(self.cell)}{_last_words(words)}"
+                if self.stop.is_set():
+                    return "interrupted", f"interrupted {self._place()}"
+                return "died", f"the kernel died{ended.text} {self._place()}{_last_words(words)}"
             except Exception as error:  # no kernel, or a file that is no notebook
+                if self.stop.is_set():
+                    return "interrupted", "interrupted before its first cell"
                 return "error", _in_one_line(error)
             finally:
                 _close_event_loop()
         return "passed", ""
 
-    def _run_papermill(self, words: IO[bytes]) -> None:
+    def _place(self) -> str:
+        return f"in cell {self.cell_index} of {self.total}: {one_line(self.cell)}"
+
+    def _run_papermill(self, words: IO[bytes], ended: "Ended") -> None:
         """Execute `source` into `executed`, the kernel starting in the notebook's own folder."""
         from papermill.execute import execute_notebook
 
+        self.deadline = time.monotonic() + self.timeout_s
         execute_notebook(
             self.source,
             self.executed,
@@ -124,10 +169,11 @@ class Run:
             progress_bar=False,
             # papermill's own cwd would move this whole process, and so every other thread
             resources={"metadata": {"path": str(self.source.parent)}},
-            kernel_manager_class=_kernel_class(self.stop, words),
+            kernel_manager_class=_kernel_class(self.stop, words, ended, self.threads),
             shutdown_kernel="immediate",
             coalesce_streams=True,
-            timeout_func=lambda cell: self.timeout_s,
+            # nbclient takes 0 for no limit
+            timeout_func=lambda cell: max(1e-3, self.deadline - time.monotonic()),
             on_notebook_start=self._on_start,
             on_cell_execute=self._on_execute,
             on_cell_executed=self._on_executed,
@@ -138,7 +184,7 @@ class Run:
         self.total = len(notebook.cells)
 
     def _on_execute(self, cell: Any, cell_index: int) -> None:
-        self.cell = cell.source
+        self.cell, self.cell_index = cell.source, cell_index + 1
 
     def _on_executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
         self.on_progress(self.name, cell_index + 1, self.total)
@@ -151,19 +197,44 @@ class Run:
         write(v4.new_notebook(cells=[cell]), self.executed)
 
 
-def _kernel_class(stop: threading.Event, words: IO[bytes]) -> type[Any]:
-    """Return a kernel manager whose kernel ends soon after `stop` and speaks to `words` only."""
+@dataclass(slots=True)
+class Ended:
+    """Hold how a kernel's process ended: `code` is its exit code, or a signal's number below zero."""
+
+    code: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Say it in brackets, or nothing where it is not known."""
+        if self.code is None:
+            return ""
+        if self.code >= 0:
+            return f" (exit code {self.code})"
+        name = signal.Signals(-self.code).name
+        return f" ({name}: {_SIGNALS[name]})" if name in _SIGNALS else f" ({name})"
+
+
+def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads: int) -> type[Any]:
+    """Return a kernel manager whose kernel ends soon after `stop` and speaks to `words` only.
+
+    Its processes use `threads` threads each, unless the environment says otherwise; how it ends is
+    left in `ended`.
+    """
     from jupyter_client.manager import AsyncKernelManager
 
     class Kernel(AsyncKernelManager):
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+            options["env"] = {"OMP_NUM_THREADS": str(threads), **options.get("env", os.environ)}
             await super().start_kernel(stdout=words, stderr=words, **options)
 
         async def _async_is_alive(self) -> bool:
             # nbclient asks this once a second, also before the kernel is ready
             if stop.is_set() and self.provisioner is not None:
                 await self.provisioner.kill()
-            return await super()._async_is_alive()
+            alive = await super()._async_is_alive()
+            if not alive and self.provisioner is not None:
+                ended.code = await self.provisioner.poll()
+            return alive
 
         is_alive = _async_is_alive
 
@@ -193,9 +264,8 @@ def _close_event_loop() -> None:
     loop.close()
 
 
-def _command(path: Path, parameters: Mapping[str, Any]) -> str:
-    """Return the command line that makes a notebook's report again."""
-    words = ["attnlab", "investigate", path.stem.split("-", 1)[0]]
-    for name, value in parameters.items():
-        words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-    return shlex.join(words)
+def as_flag(value: Any) -> str:
+    """Write a parameter as the text of NAME=VALUE that stands for it; a tuple as "1,2"."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)

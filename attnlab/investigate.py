@@ -1,21 +1,32 @@
 """Run notebooks headless and write what they found, each on its own."""
 
 import logging
+import math
+import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from attnlab.baseline import Change, Kept, compare, read_baseline
 from attnlab.errors import AttnLabError, Unavailable
 from attnlab.headless import OnProgress, Run
-from attnlab.outcome import Outcome, write_junit, write_verdicts
+from attnlab.outcome import Outcome, Results, plain_dict, write_junit, write_verdicts
+from attnlab.parameters import share_out
 from attnlab.report import write_index
 
-__all__ = ["OnProgress", "Outcome", "find_notebooks", "investigate"]
+__all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+OnEnd = Callable[[Outcome], None]
+
+_NOTEBOOK_GIB = 6.0  # the largest notebook held 5.3 GiB at the real test's size
 
 
 def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
@@ -43,57 +54,137 @@ def investigate(
     reports: Path,
     timeout_s: float,
     on_progress: OnProgress | None = None,
+    on_end: OnEnd | None = None,
     jobs: int = 1,
-) -> list[Outcome]:
-    """Run the notebooks and write `reports`; return one Outcome for each, in the order of paths.
+    baseline: Path | None = None,
+) -> Results:
+    """Run the notebooks and write `reports`; return the Outcome of each, in the order of paths.
 
-    A parameter goes to the notebooks that know it. `timeout_s` bounds each cell. `on_progress`
-    gets a notebook's name, how many of its cells are done and how many there are, from the thread
-    that runs it. The index, verdicts.json and junit.xml are written anew as each notebook ends,
-    so that an interrupted run leaves what it had finished.
+    A parameter goes to the notebooks that know it. `timeout_s` bounds each notebook, `jobs` how many
+    run at once; their processes share the cores. `on_progress` gets a notebook's name, how many of its
+    cells are done and how many there are, from the thread that runs it; `on_end` an Outcome. The index,
+    verdicts.json and junit.xml are written anew as each notebook ends, so that an interrupted run
+    leaves what it had finished. `baseline` is a verdicts.json to compare with, read before all else.
 
     Raises AttnLabError, before anything runs, where no notebook knows a parameter or `reports`
-    cannot be written, and Unavailable where Jupyter is not installed.
+    cannot be written, InvalidCase for a wrong baseline or value, and Unavailable where Jupyter is not
+    installed.
     """
     _check_installed()
+    kept = None if baseline is None else read_baseline(baseline)
     with _quiet():
-        given = _share_out(parameters, paths)
-        _make_folder(reports / "executed")
-        stop = threading.Event()
+        given = share_out(parameters, paths)
+        _make_folder(reports / "executed", paths)
+        reports, stop = reports.resolve(), threading.Event()
         runs = [
             Run(
                 source=path.resolve(),
                 parameters=given[path],
-                reports=reports.resolve(),
+                reports=reports,
                 timeout_s=timeout_s,
                 on_progress=on_progress or (lambda name, cell, total: None),
                 stop=stop,
+                threads=max(1, cores() // max(1, min(jobs, len(paths)))),
+                pages=_pages(paths, reports),
+                folder_flag=path.resolve().parent != NOTEBOOKS,
             )
             for path in paths
         ]
-        return _run_all(runs, reports.resolve(), jobs, stop)
+        book = _Book(runs=runs, reports=reports, baseline=baseline, kept=kept)
+        _run_all(book, jobs, stop, on_end or (lambda outcome: None))
+        return book.results()
 
 
-def _run_all(runs: Sequence[Run], reports: Path, jobs: int, stop: threading.Event) -> list[Outcome]:
+def default_jobs(paths: Sequence[Path]) -> int:
+    """Return how many notebooks to run at once: one a core, as far as the free memory reaches."""
+    return max(1, int(min(cores(), len(paths), free_memory_gib() / _NOTEBOOK_GIB)))
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory_gib() -> float:
+    """Return the memory that is available, or infinity where the system does not say.
+
+    A container's limit counts as what is available at most.
+    """
+    free = math.inf
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = (
+            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
+        )
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
+    except (OSError, StopIteration, ValueError):  # another system, no limit, or "max"
+        return free
+    return free
+
+
+@dataclass(slots=True, kw_only=True)
+class _Book:
+    """Keep what has ended, by place in the order of the runs, and write it."""
+
+    runs: Sequence[Run]
+    reports: Path
+    baseline: Path | None
+    kept: Mapping[str, Kept] | None
+    ended: dict[int, Outcome] = field(default_factory=dict)
+
+    def results(self) -> Results:
+        """Return what is known so far."""
+        outcomes = [self.ended[place] for place in sorted(self.ended)]
+        left = [run.name for place, run in enumerate(self.runs) if place not in self.ended]
+        return Results(
+            outcomes=outcomes,
+            not_run=left,
+            baseline="" if self.baseline is None else str(self.baseline),
+            changes=None if self.kept is None else self._changes(self.kept, outcomes),
+        )
+
+    def write(self) -> None:
+        """Write the index, verdicts.json and junit.xml anew."""
+        results = self.results()
+        write_index(results, self.reports / "index.html")
+        write_verdicts(results, self.reports / "verdicts.json")
+        write_junit(results, self.reports / "junit.xml")
+
+    def _changes(self, kept: Mapping[str, Kept], outcomes: Sequence[Outcome]) -> list[Change]:
+        """Compare what has ended, and what is no notebook any more, with the baseline."""
+        now = {
+            one.name: Kept(verdicts=tuple(one.verdicts), parameters=plain_dict(one.parameters))
+            for one in outcomes
+        }
+        folders = {run.source.parent for run in self.runs}
+        for name in kept:
+            if name not in now and not any((one / f"{name}.ipynb").exists() for one in folders):
+                now[name] = Kept(verdicts=(), parameters=kept[name].parameters)
+        return [change for name in now for change in compare(name, now[name], kept.get(name))]
+
+
+def _run_all(book: _Book, jobs: int, stop: threading.Event, on_end: OnEnd) -> None:
     """Run at most `jobs` notebooks at once; when interrupted, end their kernels first.
 
     The runs have threads of their own even one at a time: the main thread is the one that a
-    Ctrl-C reaches, and nbclient would swallow it there.
+    Ctrl-C reaches, and nbclient would swallow it there. What was running then is an outcome too.
     """
-    outcomes: dict[int, Outcome] = {}
-    _write_results([], reports, total=len(runs))
+    book.write()
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        order = {pool.submit(run.outcome): index for index, run in enumerate(runs)}
+        order = {pool.submit(run.outcome): place for place, run in enumerate(book.runs)}
         try:
             for future in as_completed(order):
-                outcomes[order[future]] = future.result()
-                finished = [outcomes[index] for index in sorted(outcomes)]
-                _write_results(finished, reports, total=len(runs))
+                outcome = book.ended[order[future]] = future.result()
+                book.write()
+                on_end(outcome)
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)
+            for future, place in order.items():
+                if not future.cancelled() and future.exception() is None:
+                    book.ended[place] = future.result()
+            book.write()
             raise
-    return [outcomes[index] for index in sorted(outcomes)]
 
 
 def _is_named(path: Path, name: str) -> bool:
@@ -103,44 +194,26 @@ def _is_named(path: Path, name: str) -> bool:
     return Path(name).name in (path.name, path.stem, slug)
 
 
-def _share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """Give each notebook the parameters that it defines; raise if nobody takes one."""
-    known = {path: _read_parameters(path) if parameters else set() for path in paths}
-    everywhere = set().union(*known.values())
-    for name in parameters:
-        if name not in everywhere:
-            there = ", ".join(sorted(everywhere)) or "none"
-            raise AttnLabError(f"parameter must be one that a notebook has ({there}), got {name!r}")
-    return {
-        path: {name: value for name, value in parameters.items() if name in known[path]}
-        for path in paths
-    }
+def _pages(paths: Sequence[Path], reports: Path) -> frozenset[str]:
+    """Return the notebooks that have a page in `reports`, or will have."""
+    there = {page.stem for page in reports.glob("[0-9][0-9]-*.html")}
+    return frozenset(there | {path.stem for path in paths})
 
 
-def _read_parameters(path: Path) -> set[str]:
-    """Return what the notebook's `parameters` cell defines; nothing where it cannot be read.
-
-    Such a notebook gets its outcome when it runs.
-    """
-    from papermill.inspection import inspect_notebook
-
+def _make_folder(executed: Path, paths: Sequence[Path]) -> None:
+    """Make the folder of the executed notebooks, and see that each of the files can be written there."""
     try:
-        return set(inspect_notebook(str(path)))
-    except Exception:
-        return set()
-
-
-def _write_results(outcomes: Sequence[Outcome], reports: Path, *, total: int) -> None:
-    write_index(outcomes, reports / "index.html", total=total)
-    write_verdicts(outcomes, reports / "verdicts.json", total=total)
-    write_junit(outcomes, reports / "junit.xml")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+        executed.mkdir(parents=True, exist_ok=True)
+        for folder in (executed, executed.parent):
+            with TemporaryFile(dir=folder):
+                pass
     except OSError as error:
-        raise AttnLabError(f"{folder} cannot be made: {error.strerror}") from error
+        raise AttnLabError(f"{executed} cannot be made or written: {error.strerror}") from error
+    names = ("index.html", "verdicts.json", "junit.xml", *(f"{path.stem}.html" for path in paths))
+    files = [executed.parent / name for name in names] + [executed / path.name for path in paths]
+    for file in files:
+        if file.is_dir():
+            raise AttnLabError(f"{file} cannot be written: it is a folder")
 
 
 def _check_installed() -> None:

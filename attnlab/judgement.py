@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.breaches import Breach
+from attnlab.breaches import Breach, Breaches
 from attnlab.contracts import contract, unwritten_rows
 from attnlab.defects import Defect
 from attnlab.defects.scene import Scene
@@ -106,7 +106,7 @@ def _facts(evidence: Evidence) -> dict[str, object]:
         "largest": largest,
         "unwritten": evidence.unwritten.tolist(),
         "unwritten_by": evidence.unwritten_by,
-        "breaches": list(evidence.breaches),
+        "breaches": Breaches(evidence.breaches),
     }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 
 from attnlab import __version__
 from attnlab.errors import AttnLabError, VerdictFailed
+from attnlab.parameters import check_injected
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -89,6 +91,11 @@ class Verdicts:
     """Collect a notebook's verdicts; a notebook makes one of these and ends with conclude()."""
 
     def __init__(self) -> None:
+        """Raise InvalidCase where papermill was given a parameter that the notebook does not have.
+
+        It would be ignored, and the verdicts would be taken for those of another run.
+        """
+        check_injected(_cells_run())
         self._verdicts: dict[str, Verdict] = {}
 
     def __iter__(self) -> Iterator[Verdict]:
@@ -182,6 +189,16 @@ def plain(value: object, name: str) -> Json:
 def as_text(value: Json) -> str:
     """Write a JSON value for a person: a string as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cells_run() -> list[str]:
+    """Return the sources of the cells that this notebook has run so far; none outside of one."""
+    if "IPython" not in sys.modules:
+        return []
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return [] if shell is None else [str(source) for source in shell.user_ns.get("In", [])]
 
 
 def _display(thing: object, **options: Any) -> None:

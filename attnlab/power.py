@@ -18,6 +18,7 @@ from attnlab.knobs import refuse
 from attnlab.mutants import MUTANTS
 from attnlab.remedies import changes_text, find_remedies, score, take
 from attnlab.separate import scene_of
+from attnlab.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class Mutant:
         return changes_text(self.remedy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Power:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Power(Shown):
     """What a test would notice.
 
     - ``proposal``: the least set of changes under which every mutant dies that any data can show, or
@@ -109,19 +110,6 @@ class Power:
             "sentences": self.sentences(),
             "seconds": self.seconds,
         }
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        head = (
-            "<tr><th>defect</th><th>outcome</th><th>effect</th><th>margin</th><th>remedy</th></tr>"
-        )
-        rows = "".join(
-            f"<tr><td>{m.name}</td><td>{m.outcome}</td><td>{m.effect:.3g}</td>"
-            f"<td>{m.margin:.3g}</td><td>{m.remedy_text}</td></tr>"
-            for m in self.mutants
-        )
-        lines = "".join(f"<p>{sentence}</p>" for sentence in self.sentences())
-        return f"<table>{head}{rows}</table>{lines}"
 
 
 def power(

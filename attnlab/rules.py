@@ -145,21 +145,35 @@ def _check_lengths(case: "Case") -> None:
 def _check_cache(case: "Case") -> None:
     num_seqs = len(case.lengths.query_lens)
     if case.block_table is None:
-        needed = num_seqs * case.blocks_per_seq
+        needed = case.first_block + num_seqs * case.blocks_per_seq
         if case.total_blocks < needed:
             refuse(
                 "num_blocks",
-                f"at least {needed} ({num_seqs} sequences of {case.blocks_per_seq} blocks)",
+                f"at least {needed} ({num_seqs} sequences of {case.blocks_per_seq} blocks)"
+                + (f" behind first_block {case.first_block}" if case.first_block else ""),
                 case.num_blocks,
             )
     else:
         _check_block_table(case, case.block_table, num_seqs)
     if case.freed != "kept" and (case.op in PARTS_UNKNOWN or not case.sliding_window):
         refuse("freed", f"kept with {case.op} and sliding_window {case.sliding_window}", case.freed)
+    if case.first_block:
+        _check_first_block(case)
     if not case.is_fp8 and case.cache_write == "numeric":
         refuse("cache_write", "scaled unless kv_cache_dtype is fp8", case.cache_write)
     if not case.is_fp8 and case.cache_format is not None:
         refuse("cache_format", "none unless kv_cache_dtype is fp8", case.cache_format)
+
+
+def _check_first_block(case: "Case") -> None:
+    """Refuse untouched blocks where something copies the cache whole, or the table says where to begin."""
+    for name, copies in (
+        ("op", case.op in PARTS_UNKNOWN),
+        ("origin", case.origin not in ("model", "vllm")),
+        ("block_table", case.block_table is not None),
+    ):
+        if copies:
+            refuse("first_block", f"0 with {name} {getattr(case, name)}", case.first_block)
 
 
 def _check_block_table(case: "Case", rows: tuple[tuple[int, ...], ...], num_seqs: int) -> None:

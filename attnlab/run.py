@@ -55,7 +55,9 @@ class Lab:
     device: str | None = None
     on_step: Callable[[str], None] | None = None
     on_notice: Callable[[str], None] = lambda text: None
-    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(default_factory=dict)
+    _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(
+        default_factory=dict, repr=False
+    )
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
@@ -333,10 +335,12 @@ class Lab:
 
 
 def check_memory(case: Case) -> None:
-    """Raise Unavailable where the Case's tensors alone are larger than this machine's memory."""
+    """Raise Unavailable where the Case's tensors alone are larger than this machine's memory; blocks that
+    nobody touches take none."""
     element = DTYPE_BYTES[case.dtype]
     head = case.num_kv_heads * case.head_size
-    cache = 2 * case.total_blocks * case.block_size * head * (1 if case.is_fp8 else element)
+    blocks = case.total_blocks - case.first_block
+    cache = 2 * blocks * case.block_size * head * (1 if case.is_fp8 else element)
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))

@@ -36,6 +36,7 @@ _TABLE_KNOBS = (
     "x",
     "interleave_v",
     "freed",
+    "first_block",
 )
 
 

@@ -5,8 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab.breaches import check
 from attnlab.case import Case
+from attnlab.contracts import contract, unwritten_rows
+from attnlab.dispatch import Setting, decide
 from attnlab.run import Lab
+from attnlab.shown import Shown
 from attnlab.stages import STAGES
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
@@ -37,25 +41,54 @@ class Cell:
     prefill_error: float | None
 
 
+class StageTable(Shown, list[Cell]):
+    """The cells of a table of stages, stage by stage, which show themselves as one."""
+
+    __slots__ = ()
+
+
 def stage_table(
     lab: Lab,
     case: Case,
     platforms: Sequence[str] = PLATFORMS_SHOWN,
     stages: Sequence[str] = tuple(STAGES),
     on_cell: Callable[[int, int], None] | None = None,
-) -> list[Cell]:
+) -> StageTable:
     """Run the Case in each stage on each platform, stage by stage.
 
     ``on_cell`` is called with (cells done, cells in all) before each cell. The Lab builds once what
     the cells share.
     """
     plan = [(stage, platform) for stage in stages for platform in platforms]
-    cells = []
+    cells = StageTable()
     for done, (stage, platform) in enumerate(plan):
         if on_cell is not None:
             on_cell(done, len(plan))
         cells.append(_cell(lab, case.replace(stage=stage, platform=platform)))
     return cells
+
+
+def foretell(lab: Lab, case: Case, platform: str) -> list[int | str]:
+    """Return what the contracts alone say of each stage on a platform: wrong elements, or "rejected".
+
+    Nothing is run. Wrong are the elements of rows that nobody writes; what a slot does that lacks its
+    token depends on the data, and with the test's it stays under the tolerance.
+    """
+    told: list[int | str] = []
+    for stage in STAGES:
+        staged = case.replace(stage=stage, platform=platform)
+        call, kernels, setting = lab.call(staged), decide(staged).kernels, Setting.of(staged)
+        terms = [contract(name, setting, staged.op) for name in kernels]
+        rejected = any(breach.effect == "rejected" for breach in check(call, setting, kernels))
+        wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
+        told.append("rejected" if rejected else wrong)
+    return told
+
+
+def outcomes(cells: Sequence[Cell], platform: str) -> list[int | str]:
+    """Return what came of each stage on a platform, in the words of :func:`foretell`."""
+    own = [cell for cell in cells if cell.platform == platform]
+    return ["rejected" if cell.mismatched is None else cell.mismatched for cell in own]
 
 
 def _cell(lab: Lab, case: Case) -> Cell:

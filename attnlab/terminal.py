@@ -15,7 +15,6 @@ from attnlab.dispatch import Decision
 if TYPE_CHECKING:  # these need torch, which the light commands do without
     from attnlab.breaches import Breach
     from attnlab.compare import Place
-    from attnlab.outcome import Outcome
     from attnlab.result import Result
     from attnlab.stage_table import Cell
 
@@ -25,33 +24,7 @@ _EFFECT = {"rejected": "magenta", "silent": "red", "harmless": "dim"}
 
 def show_result(console: Console, result: "Result") -> None:
     """Print a Result: what ran and why, the breaches, what came of it and where it went wrong."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    grid.add_column(overflow="fold")
-    case, decision = result.case, result.decision
-    grid.add_row("case", escape(describe(case)))
-    grid.add_row("kernels", f"{', '.join(decision.kernels)}  [dim](origin {result.origin})[/]")
-    grid.add_row("why", escape("\n".join(decision.reasons)))
-    grid.add_row("breaches", breach_lines(result.breaches))
-    colour, rejected = _COLOUR[result.status], result.errors is None
-    status = "" if rejected else f"{result.status}: "
-    grid.add_row("verdict", f"[{colour}]{status}{escape(result.verdict)}[/]")
-    if result.errors is not None:
-        greatest, atol = result.errors.greatest_abs, result.errors.atol
-        grid.add_row(
-            "error", f"greatest {greatest.value:.4g} at {greatest.index}, up to {atol:g} allowed"
-        )
-        if places := result.places():
-            grid.add_row("places", "\n".join(place_lines(places)))
-    if result.memory is not None:
-        grid.add_row("memory", escape("\n".join(result.memory.lines())))
-    if result.launches:
-        grid.add_row("launched", escape("\n".join(result.launches)))
-    if seen := (*result.wraps, *result.outside):
-        grid.add_row("seen", f"[yellow]{escape(chr(10).join(seen))}[/]")
-    spent = ", ".join(f"{step} {s:.2f}" for step, s in result.seconds.items())
-    grid.add_row("seconds", f"[dim]{spent}[/]")
-    console.print(grid)
+    console.print(result)
 
 
 def describe(case: Case) -> str:
@@ -124,18 +97,7 @@ def _cell_text(cell: "Cell") -> str:
 
 def show_decision(console: Console, decision: Decision) -> None:
     """Print who runs, the predicate term by term, and why the other kernel does not."""
-    console.print(f"[bold]{' then '.join(decision.kernels)}[/] on {decision.platform}")
-    if decision.terms:
-        table = Table(box=None, padding=(0, 2))
-        for name in ("", "term", "is", "allowed for the ROCm kernel"):
-            table.add_column(name)
-        for term in decision.terms:
-            mark = "[green]yes[/]" if term.holds else "[red]no[/]"
-            table.add_row(mark, term.name, escape(term.value), escape(term.allowed))
-        console.print(table)
-    for reason in decision.reasons:
-        console.print(escape(reason))
-    console.print(f"[dim]{escape(decision.source)}[/]")
+    console.print(decision)
 
 
 def show_decoded(console: Console, decoded: DecodedError) -> None:
@@ -176,39 +138,6 @@ def show_bench(console: Console, figures: dict[str, Any]) -> None:
     table.add_row("table of stages", f"{figures['stage_table']['seconds']:.1f}", "", "")
     console.print(table)
     console.print(f"peak memory {figures['peak_memory_gib']:.2f} GiB")
-
-
-def show_outcomes(console: Console, outcomes: Sequence["Outcome"], reports: Path) -> None:
-    """Print how each notebook ended, with its verdicts, and where the reports are."""
-    table = Table()
-    for name in ("notebook", "verdict", "expected", "found"):
-        table.add_column(name, overflow="fold")
-    for outcome in outcomes:
-        colour = {"passed": "green", "unavailable": "yellow"}.get(outcome.status, "red")
-        table.add_section()
-        head = f"[{colour}]{outcome.status}[/] in {outcome.seconds:.0f} s"
-        table.add_row(f"[bold]{escape(outcome.name)}[/]", head)
-        for verdict in outcome.verdicts:
-            found = escape(str(verdict.found))
-            table.add_row(
-                "",
-                escape(verdict.name),
-                escape(str(verdict.expected)),
-                f"[green]{found}[/]" if verdict.ok else f"[red]{found}[/]",
-            )
-        if outcome.message:
-            table.add_row("", f"[{colour}]{escape(outcome.message)}[/]")
-    console.print(table)
-    verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
-    right = sum(verdict.ok for verdict in verdicts)
-    passed = sum(outcome.status == "passed" for outcome in outcomes)
-    lacking = sum(outcome.status == "unavailable" for outcome in outcomes)
-    unavailable = f", {lacking} cannot run here" if lacking else ""
-    console.print(
-        f"{passed} of {len(outcomes)} notebooks passed{unavailable}, "
-        f"{right} of {len(verdicts)} verdicts as expected"
-    )
-    console.print(f"reports: {reports / 'index.html'}")
 
 
 def show_interpreter(console: Console, figures: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from attnlab.batch import make_batch
 from attnlab.cache import PagedCache, make_cache
@@ -110,3 +112,25 @@ def sdist(version: str) -> Source:
 def rocm(request: pytest.FixtureRequest) -> Source:
     """Give the sdist of one release after the other."""
     return sdist(request.param)
+
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+SMALL = {"num_heads": 8, "draw_max_query_len": 96, "draw_max_ctx_len": 300}
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Run all notebooks as committed but for their size, once for all tests; give the reports' folder.
+
+    Under pytest-xdist the first process that asks runs them, and the others wait.
+    """
+    from attnlab.investigate import find_notebooks, investigate
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    reports = shared / "small_run"
+    with FileLock(shared / "small_run.lock"):
+        if not (reports / "verdicts.json").exists():
+            paths = find_notebooks([], NOTEBOOKS)
+            investigate(paths, parameters=SMALL, reports=reports, timeout_s=600, jobs=2)
+    return reports

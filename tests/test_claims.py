@@ -1,11 +1,24 @@
 """The ledger: every claim is judged by an experiment, and the verdicts are these."""
 
 import json
+import threading
+import time
 import types
 
 import pytest
 
-from attnlab.claims import FAILS, HOLDS, LEDGER, UNDECIDED, Finding, cache, judge_claims, production
+from attnlab.claims import (
+    FAILS,
+    HOLDS,
+    LEDGER,
+    UNDECIDED,
+    Entry,
+    Finding,
+    cache,
+    judge_claims,
+    ledger,
+    production,
+)
 from attnlab.claims.ledger import Claim
 from attnlab.errors import Unavailable
 from attnlab.production import check_available
@@ -126,6 +139,29 @@ def test_progress_is_told(monkeypatch):
     assert steps == [("C9", 0, 2), ("C10", 1, 2)]
     assert [finding.claim for finding in found] == [one.claim for one in entries]
     assert isinstance(found[0].claim, Claim)
+
+
+def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
+    """It has begun before the first claim is done, and is there when its own are judged."""
+    begun, judged = threading.Event(), []
+
+    def ask() -> None:
+        begun.set()
+        time.sleep(0.2)
+        judged.append("the engine")
+
+    def judge(claim: Claim) -> Finding:
+        assert begun.wait(10)
+        judged.append(claim.number)
+        return ledger.found(claim, True, "so it is", "nothing")
+
+    made = {number: Claim(number=number, text="", notes="") for number in ("C1", "C17")}
+    first, own = (Entry(claim=claim, judge=judge) for claim in made.values())
+    monkeypatch.setattr("attnlab.claims.LEDGER", (first, own))
+    monkeypatch.setattr(production, "ENTRIES", (own,))
+    monkeypatch.setattr(production, "ask", ask)
+    assert len(judge_claims()) == 2
+    assert judged == ["C1", "the engine", "C17"]
 
 
 def test_the_engine_itself_decides():

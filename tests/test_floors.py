@@ -9,7 +9,7 @@ import attnlab
 
 ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
-    {"errors", "knobs", "platforms", "stages", "lengths", "case", "rules", "testid"},
+    {"errors", "knobs", "platforms", "stages", "lengths", "shown", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
     {"dispatch", "contracts", "breaches"},
     {"kernels", "hip"},
@@ -22,9 +22,22 @@ FLOORS = [  # from the ground up
     {"sample", "suspects", "diagnosis", "separate", "mutants", "remedies"},
     {"judgement", "diagnose", "planting", "power"},
     {"sanitize"},
-    {"production", "plots_memory", "plots_power", "plots_timeline", "plots", "notebook", "outcome"},
+    {
+        "parameters",
+        "baseline",
+        "production",
+        "plots_memory",
+        "plots_reads",
+        "plots_power",
+        "plots_timeline",
+        "plots_story",
+        "plots",
+        "notebook",
+        "outcome",
+    },
     {"claims"},
     {
+        "offline",
         "report",
         "headless",
         "investigate",
@@ -33,16 +46,21 @@ FLOORS = [  # from the ground up
         "bench_diagnose",
         "bench_interpreter",
         "bench_rocm",
+        "chapters",
         "diagnosing",
+        "display",
         "flags",
         "terminal",
         "terminal_diagnosis",
         "cli",
         "cli_check",
+        "cli_investigate",
+        "terminal_outcomes",
     },
 ]
 PACKAGES = tuple(
-    f"attnlab{name}" for name in ("", ".claims", ".defects", ".hip", ".kernels", ".sanitize")
+    f"attnlab{name}"
+    for name in ("", ".claims", ".defects", ".display", ".hip", ".kernels", ".sanitize")
 )
 GROUND = -1  # the package itself, which imports nothing
 

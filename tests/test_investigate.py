@@ -3,36 +3,23 @@
 import gc
 import io
 import json
+import math
 import os
-import signal
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
-from nbformat import v4, write
+from bs4 import BeautifulSoup
+from planted import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
 from rich.console import Console
 
 from attnlab import investigate as module
 from attnlab.errors import AttnLabError, Unavailable
-from attnlab.headless import _last_words
-from attnlab.investigate import find_notebooks, investigate
-from attnlab.outcome import all_ok, write_verdicts
+from attnlab.headless import _SIGNALS, _last_words
+from attnlab.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
+from attnlab.outcome import Results, all_ok, write_verdicts
 from attnlab.report import write_index
-from attnlab.terminal import show_outcomes
-
-VERDICTS = "from attnlab.notebook import Verdicts\nverdicts = Verdicts()\n"
-
-
-def write_notebook(path, title, *sources, parameters=None):
-    cells = [v4.new_markdown_cell(f"# {title}")]
-    if parameters:
-        cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
-    cells += [v4.new_code_cell(source) for source in sources]
-    spec = {"name": "python3", "language": "python", "display_name": "Python 3"}
-    write(v4.new_notebook(cells=cells, metadata={"kernelspec": spec}), path)
-    return path
+from attnlab.terminal_outcomes import show_outcomes
 
 
 def write_all(root):
@@ -58,8 +45,12 @@ def write_all(root):
         f"{VERDICTS}verdicts.record('kept', expected=1, found=1)",
         "raise ValueError('first line\\nsecond line')",
     )
-    write_notebook(root / "04-slow.ipynb", "Too slow", "import time\ntime.sleep(60)")
-    write_notebook(root / "05-dies.ipynb", "It dies", "import os", "os._exit(1)")
+    write_notebook(
+        root / "04-slow.ipynb", "Too slow", "import time\ntime.sleep(60)", "print('not reached')"
+    )
+    write_notebook(
+        root / "05-dies.ipynb", "It dies", "import os", "os._exit(3)", "print('not reached')"
+    )
     write_notebook(
         root / "06-silent.ipynb",
         "It never concludes",
@@ -81,6 +72,8 @@ def write_all(root):
         f"{VERDICTS}verdicts.record('wrong', expected=1, found=2)",
         needs,
     )
+    write_notebook(root / "10-segfault.ipynb", "It reads what is not there", SEGFAULT)
+    write_notebook(root / "11-killed.ipynb", "It is killed, as for want of memory", OOM_KILL)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +87,7 @@ def run(tmp_path_factory):
         find_notebooks([], root),
         parameters={"seed": 7},
         reports=reports,
-        timeout_s=2.5,
+        timeout_s=6,
         on_progress=lambda *step: progress.append(step),
         jobs=2,
     )
@@ -108,8 +101,18 @@ def run(tmp_path_factory):
         ("pass", "passed", ""),
         ("differs", "failed", "1 verdict differs: wrong: expected 1, found 2"),
         ("raises", "error", "ValueError: first line"),
-        ("slow", "timeout", "longer than 2.5 s: import time"),
-        ("dies", "died", "the kernel died in: os._exit(1)"),
+        ("slow", "timeout", "longer than 6 s, in cell 2 of 3: import time"),
+        ("dies", "died", "the kernel died (exit code 3) in cell 3 of 4: os._exit(3)"),
+        (
+            "segfault",
+            "died",
+            f"the kernel died (SIGSEGV: {_SIGNALS['SIGSEGV']}) in cell 2 of 2: {SEGFAULT}",
+        ),
+        (
+            "killed",
+            "died",
+            f"the kernel died (SIGKILL: {_SIGNALS['SIGKILL']}) in cell 2 of 2: {OOM_KILL}",
+        ),
         ("silent", "failed", "wrong: expected 1, found 2"),
         ("lacks", "unavailable", "needs a package"),
         ("wrong", "failed", "wrong: expected 1, found 2"),
@@ -139,6 +142,8 @@ def test_verdicts_survive_what_comes_after_them(run):
         "broken": [],
         "lacks": ["kept"],
         "wrong": ["wrong"],
+        "segfault": [],
+        "killed": [],
     }
 
 
@@ -162,8 +167,35 @@ def test_each_notebook_has_its_files(run):
         assert outcome.executed == reports / "executed" / f"{outcome.name}.ipynb"
         assert outcome.executed.exists()
         assert outcome.message.split(": ")[0] in outcome.html.read_text()
-    assert "attnlab investigate 01 -p seed=7" in outcomes["pass"].html.read_text()
+    folder = outcomes["pass"].verdicts[0].evidence["folder"]
+    again = f"<code>attnlab investigate 01 --notebooks-folder {folder}"
+    assert f"{again} -p seed=7</code>" in outcomes["pass"].html.read_text()
     assert "-p seed" not in outcomes["differs"].html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("slug", "stopped", "not_run"),
+    [
+        ("pass", "", 0),
+        ("differs", "verdicts.conclude()", 1),
+        ("raises", "raise ValueError", 0),
+        ("slow", "import time", 1),
+        ("dies", "os._exit(3)", 1),
+        ("segfault", SEGFAULT, 0),
+        ("killed", OOM_KILL, 0),
+        ("silent", "", 0),
+        ("lacks", "from attnlab.errors", 0),
+    ],
+)
+def test_a_page_shows_how_far_its_notebook_came(run, slug, stopped, not_run):
+    page = BeautifulSoup(run[0][slug].html.read_text(), "html.parser")
+    (*places,) = page.select("#stopped pre")
+    assert len(places) == bool(stopped)
+    assert not stopped or places[0].get_text().startswith(stopped)
+    assert bool(page.select('.banner a[href="#stopped"]')) is bool(stopped)
+    labels = [label.get_text() for label in page.select("details.code > summary > span")]
+    assert labels.count("not run") == not_run
+    assert labels.count("stopped here") == len(places)
 
 
 def test_the_results_are_written(run):
@@ -174,7 +206,7 @@ def test_the_results_are_written(run):
         one.status for one in outcomes.values()
     ]
     suites = ET.parse(reports / "junit.xml").getroot()
-    assert [len(suite) for suite in suites] == [1, 2, 2, 1, 1, 1, 1, 2, 1]
+    assert [len(suite) for suite in suites] == [1, 2, 2, 1, 1, 1, 1, 2, 1, 1, 1]
     lacks = suites[7]
     assert (lacks.get("failures"), lacks.get("errors"), lacks.get("skipped")) == ("0", "0", "1")
     assert lacks.find("testcase/skipped").get("message") == "needs a package"
@@ -207,14 +239,15 @@ def test_what_cannot_run_here_is_neither_right_nor_wrong(run, tmp_path, slugs, o
     """It does not spoil a run in which others passed; alone it proves nothing."""
     outcomes = [run[0][slug] for slug in slugs]
     assert all_ok(outcomes) is ok
-    write_verdicts(outcomes, run[1] / "some.json", total=len(outcomes))
+    results = Results(outcomes=outcomes)
+    write_verdicts(results, run[1] / "some.json")
     assert json.loads((run[1] / "some.json").read_text())["ok"] is ok
     console = Console(width=120, file=io.StringIO())
-    show_outcomes(console, outcomes, tmp_path)
+    show_outcomes(console, results, tmp_path)
     said = console.file.getvalue()
     assert "needs a package" in said
     assert "1 cannot run here" in said
-    write_index(outcomes, run[1] / "some.html", total=len(outcomes))
+    write_index(results, run[1] / "some.html")
     assert "1 cannot run here" in (run[1] / "some.html").read_text()
     for name in ("some.json", "some.html"):
         (run[1] / name).unlink()
@@ -238,6 +271,36 @@ def test_an_old_run_does_not_speak_for_a_new_one(tmp_path):
         [tmp_path / "01-one.ipynb"], parameters={}, reports=tmp_path / "r", timeout_s=9
     )
     assert (outcome.status, outcome.title) == ("error", "01-one")
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "notebooks", "jobs"),
+    [(2, 23.0, 7, 2), (2, 11.9, 7, 1), (64, 30.0, 7, 5), (64, math.inf, 7, 7), (1, 2.0, 7, 1)],
+)
+def test_as_many_run_at_once_as_cores_and_memory_allow(
+    monkeypatch, cores, free_gib, notebooks, jobs
+):
+    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.setattr(module, "free_memory_gib", lambda: free_gib)
+    assert default_jobs([f"0{number}-x.ipynb" for number in range(notebooks)]) == jobs
+
+
+def test_what_is_free_is_less_than_all_there_is():
+    total = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
+    assert 0 < free_memory_gib() <= total
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "3"), ("7", "7")])
+def test_the_processes_share_the_cores(tmp_path, monkeypatch, given, threads):
+    """Six cores and two notebooks at once are three threads each; what the user sets is kept."""
+    monkeypatch.setattr(module, "cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    record = "import os\nverdicts.record('it', expected=0, found=os.environ['OMP_NUM_THREADS'])"
+    paths = [write_notebook(tmp_path / f"0{n}-x.ipynb", "X", VERDICTS + record) for n in (1, 2)]
+    results = investigate(paths, parameters={}, reports=tmp_path / "r", timeout_s=60, jobs=2)
+    assert [one.verdicts[0].found for one in results] == [threads, threads]
 
 
 @pytest.fixture
@@ -295,7 +358,33 @@ def test_reports_that_cannot_be_written_are_one_line(names):
         investigate(
             find_notebooks(["3"], names), parameters={}, reports=names / "file", timeout_s=9
         )
-    assert str(error.value) == f"{names}/file/executed cannot be made: Not a directory"
+    assert str(error.value) == f"{names}/file/executed cannot be made or written: Not a directory"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can become another")
+def test_reports_that_only_another_may_write_are_one_line(names):
+    """Tests may run as root, whom no permission stops: so become nobody for the moment."""
+    for folder in (names, *names.parents):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    (names / "r" / "executed").mkdir(parents=True)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(AttnLabError, match="cannot be made or written: Permission denied"):
+            investigate(
+                find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9
+            )
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["index.html", "verdicts.json", "03-cast.html", "executed/03-cast.ipynb"]
+)
+def test_a_folder_in_the_way_of_a_report_is_one_line(names, name):
+    (names / "r" / name).mkdir(parents=True)
+    with pytest.raises(AttnLabError) as error:
+        investigate(find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9)
+    assert str(error.value) == f"{names}/r/{name} cannot be written: it is a folder"
 
 
 def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
@@ -312,46 +401,3 @@ def test_a_kernels_last_words_are_its_own(tmp_path):
     words.write_bytes(b"[IPKernelApp] WARNING | x\n")
     with words.open("rb") as file:
         assert _last_words(file) == ""
-
-
-RUN_TWO = """
-import sys
-from pathlib import Path
-from attnlab.investigate import find_notebooks, investigate
-
-root = Path(sys.argv[1])
-investigate(find_notebooks([], root), parameters={}, reports=root / "r", timeout_s=60)
-"""
-
-
-def wait_for(condition, limit_s=30.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
-def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path):
-    write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
-    asleep = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
-    write_notebook(tmp_path / "02-two.ipynb", "Two", asleep)
-    write_notebook(tmp_path / "03-three.ipynb", "Three", "1 + 1")
-    pid = tmp_path / "pid"
-    with subprocess.Popen(
-        [sys.executable, "-c", RUN_TWO, str(tmp_path)], stderr=subprocess.PIPE
-    ) as process:
-        wait_for(lambda: pid.exists() and pid.read_text())
-        process.send_signal(signal.SIGINT)
-        try:
-            _, stderr = process.communicate(timeout=15)
-        finally:
-            process.kill()
-    assert stderr.strip().endswith(b"KeyboardInterrupt")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
-    document = json.loads((tmp_path / "r" / "verdicts.json").read_text())
-    assert [(one["name"], one["status"]) for one in document["notebooks"]] == [("01-one", "passed")]
-    assert document["ok"] is False
-    assert "2 not run yet" in (tmp_path / "r" / "index.html").read_text()
-    assert (tmp_path / "r" / "01-one.html").exists()
-    assert not (tmp_path / "r" / "03-three.html").exists()

@@ -1,5 +1,6 @@
 """The project's own files hold together."""
 
+import ast
 import json
 import re
 import subprocess
@@ -14,17 +15,20 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test import the scripts of tools/."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
 def _project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_environment_yml_is_what_pyproject_says() -> None:
     """The generated text is the committed one, and pip's part names every requirement."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import environment
-    finally:
-        sys.path.pop(0)
+    import environment
+
     text = (ROOT / "environment.yml").read_text()
     assert text == environment.environment(), "run: python tools/environment.py"
     listed = next(d["pip"] for d in yaml.safe_load(text)["dependencies"] if isinstance(d, dict))
@@ -90,14 +94,76 @@ def test_set_up_goes_on_without_vllm_and_says_so(tmp_path, extras, fails, code, 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_committed_clean(path: Path) -> None:
-    """No outputs, no execution counts, one parameters cell, short code cells, at most one function."""
+    """No outputs, no execution counts, one parameters cell, short code cells, a conclusion."""
     cells = json.loads(path.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert sum("parameters" in cell["metadata"].get("tags", []) for cell in code) == 1
     sources = ["".join(cell["source"]) for cell in code]
-    assert max(source.count("\n") + 1 for source in sources) <= 20
+    assert [source for source in sources if not is_short(source)] == []
     assert "verdicts.conclude()" in sources[-1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_nothing_that_another_machine_would_change(path: Path) -> None:
+    """Its text is what nbformat writes of its sources and tags, so that a diff is what a person changed."""
+    import strip
+
+    text = path.read_text(encoding="utf-8")
+    assert text == strip.stripped(text), "run: python tools/strip.py"
+
+
+def test_what_a_run_leaves_in_a_notebook_is_stripped() -> None:
+    """Outputs, counts, widget state, versions and a cell's transient metadata go; tags and ids stay."""
+    import strip
+    from nbformat import v4, writes
+
+    written = v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]}, id="one")
+    clean = strip.stripped(writes(v4.new_notebook(cells=[written])))
+    run = v4.new_code_cell("x = 1", id="one", execution_count=3, outputs=[v4.new_output("stream")])
+    run.metadata = {"tags": ["parameters"], "collapsed": True, "ExecuteTime": {"start": "now"}}
+    metadata = {"language_info": {"name": "python", "version": "3.99"}, "widgets": {"x": {}}}
+    left = writes(v4.new_notebook(cells=[run], metadata=metadata))
+    assert left != clean
+    assert strip.stripped(left) == clean
+
+
+def is_short(source: str) -> bool:
+    """Answer whether a code cell has at most 15 lines and one function: what is longer is the library's."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    count = sum(isinstance(node, functions) for node in ast.walk(ast.parse(source)))
+    return source.count("\n") < 15 and count <= 1
+
+
+@pytest.mark.parametrize(
+    ("source", "short"),
+    [
+        ("\n".join(["x = 1"] * 15), True),
+        ("\n".join(["x = 1"] * 16), False),
+        ("def f():\n    pass", True),
+        ("def f():\n    pass\ndef g():\n    pass", False),
+        ("class A:\n    def f(self):\n        pass", False),
+    ],
+)
+def test_a_long_cell_is_seen(source: str, short: bool) -> None:
+    assert is_short(source) is short
+
+
+def test_the_readme_names_every_notebook_by_a_link_that_is_there() -> None:
+    """Its table has a row for each, and no other."""
+    linked = re.findall(r"\]\(notebooks/([^)]+)\)", (ROOT / "README.md").read_text())
+    assert sorted(linked) == [path.name for path in NOTEBOOKS]
+
+
+def test_links_between_notebooks_lead_somewhere() -> None:
+    """A link to a notebook that is not there would be dead in JupyterLab and in the reports."""
+    links = [
+        (path.name, target)
+        for path in NOTEBOOKS
+        for target in re.findall(r"\]\(([^):]+\.ipynb)\)", path.read_text())
+    ]
+    assert len(links) >= 7
+    assert [link for link in links if not (ROOT / "notebooks" / link[1]).exists()] == []
 
 
 def test_imports_of_a_light_command_stay_light() -> None:

@@ -1,5 +1,6 @@
 """A report stands alone, says what was run, and keeps what a widget or a kernel left behind."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -10,8 +11,8 @@ from nbformat import v4, write
 
 from attnlab.errors import AttnLabError
 from attnlab.notebook import PROVENANCE_MIME, Verdict
-from attnlab.outcome import Outcome, write_junit, write_text, write_verdicts
-from attnlab.report import read_title, read_verdicts, write_index, write_post_mortem
+from attnlab.outcome import Outcome, Results, write_junit, write_text, write_verdicts
+from attnlab.report import read_summary, read_title, read_verdicts, write_index, write_post_mortem
 
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
@@ -170,6 +171,61 @@ def test_a_widget_gives_way_to_what_its_output_also_has(tmp_path):
     assert "IntSlider" not in page
 
 
+def test_no_widget_speaks_for_itself(tmp_path):
+    """Neither its model id nor the state that JupyterLab saved, nor the sign that it is loading."""
+    widget = {"model_id": "0123456789abcdef", "version_major": 2, "version_minor": 0}
+    mime = "application/vnd.jupyter.widget-view+json"
+    data = {mime: widget, "text/plain": "VBox(...)", "text/html": "<p>table</p>", "image/png": PNG}
+    state = {"state": {"0123456789abcdef": {"model_name": "VBoxModel"}}, "version_major": 2}
+    kept = {"widgets": {"application/vnd.jupyter.widget-state+json": state}}
+    page = write_report(
+        tmp_path, code("x", v4.new_output("display_data", data=data)), metadata=kept
+    )
+    assert "<p>table</p>" in page
+    for trace in ("0123456789abcdef", "widget", "Loading", "VBox"):
+        assert trace not in page.split("</style>")[1]
+
+
+@pytest.mark.parametrize(
+    ("link", "becomes"),
+    [
+        ("02-two.ipynb", 'href="02-two.html"'),
+        ("./02-two.ipynb", 'href="02-two.html"'),
+        ("02-two.ipynb#the-size-of-it", 'href="02-two.html#the-size-of-it"'),
+        ("03-three.ipynb", "<a>there</a>"),
+        ("../README.md", "<a>there</a>"),
+        ("scratch.ipynb", "<a>there</a>"),
+        ("file:///etc/hosts", "<a>there</a>"),
+        ("#contract", 'href="#contract"'),
+        ("https://github.com/x", 'href="https://github.com/x"'),
+    ],
+)
+def test_a_link_leads_to_a_page_that_is_there(tmp_path, link, becomes):
+    cell = v4.new_markdown_cell(f"# One\n\nsee [there]({link})")
+    page = write_report(tmp_path, cell, pages={"01-one", "02-two"})
+    assert becomes in page
+    assert ".ipynb" not in page.split("<footer>")[0].split("<main>")[1]
+
+
+def test_the_index_says_what_a_notebook_concludes_as_committed(tmp_path):
+    cells = [v4.new_markdown_cell("# One\n\n**Verdict.** The `row` is\nnot written.\n\nMore.")]
+    summary = read_summary(v4.new_notebook(cells=cells))
+    assert summary == "The row is not written."
+    told = outcome(tmp_path, summary=summary)
+    for changes, shown in (({}, 1), ({"parameters": {"seed": 1}}, 0), ({"status": "failed"}, 0)):
+        one = dataclasses.replace(told, **changes)
+        write_index(Results(outcomes=[one]), tmp_path / "index.html")
+        assert (tmp_path / "index.html").read_text().count(summary) == shown
+
+
+def test_the_footer_has_the_case_as_a_command(tmp_path):
+    shown = v4.new_output("display_data", data={PROVENANCE_MIME: {"case": {"num_heads": 8}}})
+    footer = write_report(tmp_path, code("p()", shown)).split("<footer>")[1]
+    assert "<code>attnlab run --num-heads 8</code>" in footer
+    other = v4.new_output("display_data", data={PROVENANCE_MIME: {"case": {"colour": "red"}}})
+    assert "attnlab run" not in write_report(tmp_path, code("p()", other))
+
+
 def test_an_output_that_is_only_a_script_is_left_out(tmp_path):
     script = v4.new_output("display_data", data={"application/javascript": "alert(1)"})
     page = write_report(tmp_path, code("x", script, html("<p>kept</p>")))
@@ -249,46 +305,49 @@ def test_the_index_has_each_notebook_and_loads_nothing(tmp_path):
         ),
         outcome(tmp_path, name="03-x", status="died", message="<dead>", verdicts=[]),
     ]
-    write_index(outcomes, tmp_path / "index.html", total=4)
+    write_index(Results(outcomes=outcomes, not_run=["04-four"]), tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()
     assert Loads(page).found == []
     assert 'href="02-two%20%26%20more.html">&lt;Two&gt;</a>' in page
     assert "1 of 4 notebooks passed" in page
-    assert "1 not run yet" in page
+    assert "1 not run yet</b>: 04-four" in page
     assert '<span class="badge died">died</span>' in page
     for text in ("One &amp; only", "&lt;rows&gt;", "&lt;i&gt;", "&lt;dead&gt;", "no verdict"):
         assert text in page
 
 
 @pytest.mark.parametrize(
-    ("statuses", "total", "ok"),
+    ("statuses", "not_run", "ok"),
     [
-        (["passed", "passed"], 2, True),
-        (["passed"], 2, False),
-        (["passed", "failed"], 2, False),
-        (["timeout"], 1, False),
+        (["passed", "passed"], [], True),
+        (["passed"], ["02-two"], False),
+        (["passed", "failed"], [], False),
+        (["timeout"], [], False),
     ],
 )
-def test_verdicts_json_is_ok_once_all_have_passed(tmp_path, statuses, total, ok):
+def test_verdicts_json_is_ok_once_all_have_passed(tmp_path, statuses, not_run, ok):
     outcomes = [outcome(tmp_path, status=status) for status in statuses]
-    write_verdicts(outcomes, tmp_path / "verdicts.json", total=total)
+    write_verdicts(Results(outcomes=outcomes, not_run=not_run), tmp_path / "verdicts.json")
     document = json.loads((tmp_path / "verdicts.json").read_text())
     assert document["ok"] is ok
-    assert set(document) == {"notebooks", "unavailable", "versions", "ok"}
+    assert document["not_run"] == not_run
+    assert set(document) == {"notebooks", "not_run", "unavailable", "versions", "ok"}
     assert document["notebooks"][0] == {
         "name": "01-one",
         "title": "One & only",
         "status": statuses[0],
         "message": "",
         "seconds": 1.25,
+        "cells": [0, 0],
+        "parameters": {},
         "html": "01-one.html",
         "verdicts": [{"name": "rows", "expected": 3, "found": 3, "evidence": {}, "ok": True}],
     }
 
 
-def junit(tmp_path, *outcomes):
+def junit(tmp_path, *outcomes, not_run=()):
     """Return (notebook, case, problem, message) for each test case of what is written."""
-    write_junit(outcomes, tmp_path / "junit.xml")
+    write_junit(Results(outcomes=outcomes, not_run=not_run), tmp_path / "junit.xml")
     root = ET.parse(tmp_path / "junit.xml").getroot()
     for suite in root:
         assert int(suite.get("tests")) == len(suite)
@@ -331,6 +390,13 @@ def test_junit_has_a_case_a_verdict(tmp_path):
 )
 def test_junit_has_a_case_for_what_no_verdict_shows(tmp_path, changes, cases):
     assert junit(tmp_path, outcome(**changes)) == [("01-one", *case) for case in cases]
+
+
+def test_junit_names_what_was_not_run(tmp_path):
+    assert junit(tmp_path, outcome(), not_run=["02-two"]) == [
+        ("01-one", "rows"),
+        ("02-two", "notebook", "skipped", "not run"),
+    ]
 
 
 def test_junit_takes_what_xml_cannot_hold(tmp_path):

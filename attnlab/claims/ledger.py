@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.notebook import Json, plain
+from attnlab.shown import Shown
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot be decided"
 
@@ -19,8 +20,8 @@ class Claim:
     notes: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(Shown):
     """What came of a claim.
 
     ``verdict`` is "holds", "fails" or "cannot be decided"; ``reading`` says in a sentence what the
@@ -44,6 +45,12 @@ class Finding:
             "rests_on": self.rests_on,
             "evidence": self.evidence,
         }
+
+
+class Findings(Shown, list[Finding]):
+    """What came of the claims, which shows itself as the ledger."""
+
+    __slots__ = ()
 
 
 Experiment = Callable[[Claim], Finding]

@@ -191,9 +191,11 @@ def _decode(call: KernelCall, setting: Setting) -> Arguments:
 
 
 def _flash(call: KernelCall, setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype."""
+    """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype; of
+    one of more than 2^31 elements the blocks from the first in the block table on."""
     dtype = paged.format_of(call, setting).dtype
-    key, value = to_flash(call.key_cache, call.value_cache)
+    first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
+    key, value = to_flash(call.key_cache, call.value_cache, first)
     return key.view(dtype), value.view(dtype)
 
 

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from attnlab.errors import Unavailable
 from attnlab.kernels.source import cache_folder, check_release
 
@@ -31,11 +33,15 @@ def fetch_sdist(version: str) -> Path:
     found = folder / f"vllm-{version}.tar.gz"
     if not found.is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-            fetched = _download(version, Path(work))
-            whole = shutil.copyfile(fetched, Path(work) / "whole")
-            folder.mkdir(exist_ok=True)
-            os.replace(whole, found)
+        with (
+            FileLock(folder.parent / f"{version}.sdist.lock"),
+            tempfile.TemporaryDirectory(dir=folder.parent) as work,
+        ):
+            if not found.is_file():
+                fetched = _download(version, Path(work))
+                whole = shutil.copyfile(fetched, Path(work) / "whole")
+                folder.mkdir(exist_ok=True)
+                os.replace(whole, found)
     return found
 
 

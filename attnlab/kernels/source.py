@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from attnlab.errors import InvalidCase, Unavailable
 
 OPS_FOLDERS = ("vllm/v1/attention/ops", "vllm/attention/ops")  # since 0.14 or so, and before
@@ -106,10 +108,16 @@ def fetch(version: str) -> Path:
     """
     check_release(version)
     folder = cache_folder() / "releases" / version
-    found = _wheels(folder, version)
-    if found:
-        return found[0]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not _wheels(folder, version):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{version}.lock"):
+            if not _wheels(folder, version):
+                _download(version, folder)
+    return _wheels(folder, version)[0]
+
+
+def _download(version: str, folder: Path) -> None:
+    """Download a wheel with pip into ``folder``, which has it whole or not at all."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", partial]
@@ -120,7 +128,6 @@ def fetch(version: str) -> Path:
         folder.mkdir(exist_ok=True)
         for wheel in _wheels(Path(partial), version):
             os.replace(wheel, folder / wheel.name)
-    return _wheels(folder, version)[0]
 
 
 def check_release(version: str) -> None:
@@ -188,8 +195,11 @@ def _unpack(path: Path, root: Path) -> None:
             raise InvalidCase(
                 f"source must be a vLLM: {path} holds no {' and no '.join(OPS_FOLDERS)}"
             )
-        if not root.is_dir():
+        try:
             os.replace(partial, root)
+        except OSError:
+            if not root.is_dir():  # else another process was first, and its copy is the same
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case import Case
+from attnlab.shown import Shown
 
 KINDS = {
     "wrong_output": "it writes numbers that rounding does not explain",
@@ -29,8 +30,8 @@ OBSERVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(Shown):
     """One thing that goes wrong.
 
     - ``kind``: of KINDS, or of OBSERVATIONS; ``evidence``: what was seen, in a sentence.

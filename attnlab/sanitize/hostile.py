@@ -4,8 +4,8 @@ Shuffled and spare blocks; lengths around the edges of blocks, tiles and partiti
 token, without a context, decodes alone; query heads in groups whose number is not that of the KV heads;
 head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; soft
 caps; FP8 with two scales that are not 1; large scores; the scale left to the op; int64 tables where they
-are allowed; blocks that a sliding window has freed, empty or in use by another sequence. Poison stands only
-in slots that nobody wrote.
+are allowed; blocks that a sliding window has freed, empty or in use by another sequence; blocks whose
+offset is beyond 2^31 elements. Poison stands only in slots that nobody wrote.
 """
 
 import random
@@ -24,6 +24,12 @@ _LENS = (
     ((1, 1), (530, 1)),
     ((40, 1, 16), (0, 47, 48)),
 )
+_FAR = {  # the first block's offset is just beyond 2^31 elements, in caches of 4 GiB that few touch
+    "num_queries_per_kv": 1,
+    "head_size": 256,
+    "block_size": 32,
+    "first_block": 2**31 // (4 * 256 * 32) + 1,
+}
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_heads": 6, "num_queries_per_kv": 3},
@@ -33,6 +39,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
     {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sm_scale": None},
+    _FAR,
+    {"sliding_window": 9, "freed": "empty"},
+    {"sliding_window": 12, "freed": "recycled"},
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
     {"sliding_window": 1, "head_size": 96},
@@ -52,8 +61,6 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"softcap": 2.0, "num_heads": 6, "num_queries_per_kv": 3},
     {"softcap": 0.2, "sm_scale": 1.0},
     {"sinks": True, "alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
-    {"sliding_window": 9, "freed": "empty"},
-    {"sliding_window": 12, "freed": "recycled"},
 )
 
 
@@ -93,6 +100,8 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
         raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if "first_block" in variant and not subject.large_caches:
+        raise InvalidCase("the subject may copy the cache")
     if "freed" in variant and subject.origin == "model":
         raise InvalidCase("the models do not say what is read before a window")
     query_lens, ctx_lens = lens

@@ -21,22 +21,23 @@ from attnlab.sanitize.hostile import hostile_cases
 from attnlab.sanitize.look import look, shrink
 from attnlab.sanitize.reads import Tally
 from attnlab.sanitize.subject import Subject
+from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
 LEFT_OUT = (
-    "block offsets beyond 2^31 elements: they take 9 GiB (tools/releases.py has one)",
     "bfloat16 under Triton's interpreter; races, registers and compiler faults",
     "output scales, quantisation by token and head, bidirectional masks",
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What came of a library.
 
     - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
     - ``reads``: by op how many slots of each kind its kernels read (:mod:`attnlab.memory`), of ops whose
       reads were seen; ``reads_allowed``: the kinds that their contracts let them read.
+    - ``reports``: files that were written for the findings, by path.
     - ``left_out``: what was not looked at, and why, in words.
     """
 
@@ -48,6 +49,7 @@ class Report:
     observations: list[Finding] = field(default_factory=list)
     reads: dict[str, dict[str, int]] = field(default_factory=dict)
     reads_allowed: dict[str, list[str]] = field(default_factory=dict)
+    reports: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +107,11 @@ def check_library(
         observations=[one for one in found if not one.is_fault],
         reads={op: tally.to_dict() for op, tally in tallies.items()},
         reads_allowed={op: sorted(tally.allowed) for op, tally in tallies.items()},
-        left_out=[*(text for part in parts for text in part.left_out), *LEFT_OUT],
+        left_out=[
+            *(text for part in parts for text in part.left_out),
+            *subject.left_out(),
+            *LEFT_OUT,
+        ],
     )
 
 
@@ -161,12 +167,12 @@ def check_op(
     groups: dict[tuple[str, str, str], Finding] = {}
     tally = Tally()
     for case in hostile_cases(subject, op, platform, cases, seed):
-        if is_callers_fault(lab, case):
-            continue
         if time.perf_counter() - began > seconds:
             left_out.append(f"{op}: {cases - ran} of {cases} cases, the time was up")
             break
         try:
+            if is_callers_fault(lab, case):
+                continue
             found = look(lab, subject, case, tally.add)
         except Unavailable as error:
             text = f"{op}: {error}"

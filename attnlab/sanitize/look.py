@@ -74,6 +74,10 @@ def _wrong(
         text = f"rows {kept[:8].tolist()} are as they were"
         return _finding(case, "rows_not_written", text, _name(told))
     told_again = diagnose(zeros, again, lab=lab, propose=False)
+    near = case.replace(first_block=0, num_blocks=None)
+    if case.first_block and told_again.is_wrong and _is_right(lab, subject, near):
+        text = f"{told_again.sentences()[0]}; right where the blocks' numbers are small"
+        return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     if told_again.is_wrong:
         return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
     if case.freed != "kept" and _is_right(lab, subject, case.replace(freed="kept")):
@@ -165,8 +169,8 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
     plain = {"alibi": False, "sinks": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
-    if case.freed != "kept":
-        yield {"freed": "kept"}
+    off = {"freed": "kept", "first_block": 0}
+    yield from ({name: value} for name, value in off.items() if getattr(case, name) != value)
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)
     if case.softcap is not None:
         yield {"softcap": None}

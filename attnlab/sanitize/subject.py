@@ -39,7 +39,8 @@ class Subject:
     - ``origin``: "model", "vllm", or "plugin".
     - ``source``: the vLLM's path, or "FILE.py:FUNCTION" of a plugin; None is the installed vLLM.
     - ``release``: the rules that hold; ``version``: in words.
-    - ``ops``, ``kv_cache_dtypes``: what it is run with.
+    - ``ops``, ``kv_cache_dtypes``: what it is run with; ``large_caches``: whether with caches of 8 GiB of
+      addresses, which nobody must copy.
     """
 
     origin: str
@@ -48,13 +49,19 @@ class Subject:
     version: str
     ops: tuple[str, ...]
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
+    large_caches: bool = True
+
+    def left_out(self) -> list[str]:
+        """Return in words what it is not run with."""
+        text = "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
+        return [] if self.large_caches else [text]
 
     def run(self, lab: Lab, case: Case) -> Ran:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
         it says NotImplementedError."""
         if self.origin == "plugin":
             return self._run_function(lab, case)
-        watched = self.origin == "vllm" and lab.where(case) == "cpu"
+        watched = self.origin == "vllm" and lab.where(case) == "cpu" and not case.first_block
         result = lab.run(case.replace(checked=watched))
         if result.error is not None:
             raise KernelRejected(result.error)
@@ -118,7 +125,8 @@ def plugin(name: str) -> Subject:
 
     It takes a KernelCall and writes ``call.output``. Its attribute ``op`` names the op that it is held to,
     chunked_prefill_paged_decode where it has none; ``kv_cache_dtypes`` those that it knows, all where it
-    has none. Raises InvalidCase for what is no such name.
+    has none; ``large_caches`` that it copies no cache and can be run with a large one. Raises InvalidCase
+    for what is no such name.
     """
     function = _function(name)
     op = getattr(function, "op", OPS[0])
@@ -132,6 +140,7 @@ def plugin(name: str) -> Subject:
         version=name,
         ops=(op,),
         kv_cache_dtypes=known,
+        large_caches=bool(getattr(function, "large_caches", False)),
     )
 
 
