@@ -57,6 +57,7 @@ TURNS = {
     "seqs": [],
     "num_splits": [2],
     "first_block": [5],
+    "padding": [3],
 }
 
 

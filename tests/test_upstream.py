@@ -54,7 +54,7 @@ RIGHT = {  # cases in which 0.33.0 is right
     "sinks": {"op": "unified_attention", "sinks": True},
     "soft cap": {"op": "unified_attention", "softcap": 0.5},
     "window": {"op": "unified_attention", "sliding_window": 9},
-    "soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
+    "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
     "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},
     "fp8": {"op": "unified_attention", "kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
     "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1, 1)},

@@ -160,7 +160,6 @@ def _of_case(case: Case) -> dict[str, Any]:
         "dtype": case.dtype,
         "num_blocks": case.total_blocks - case.first_block,
         "first_block": case.first_block,
-        "softcap": case.softcap,
         "sinks": None if call.sinks is None else call.sinks.tolist(),
         "softcap": call.softcap,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
