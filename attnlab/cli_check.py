@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
-DEFAULT_CASES = 30  # of each op: every variant of the hostile cases once
+DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
 _DOCUMENT = """
 --json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
 case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
@@ -54,6 +54,13 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where a vLLM's kernels run: cpu, under Triton's interpreter, which sees every access, or cuda, "
+        "natively (default: %(default)s)",
     )
     parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
     parser.add_argument(
@@ -140,7 +147,9 @@ def _subject(args: argparse.Namespace) -> "Subject":
     if args.kernel is not None:
         return plugin(args.kernel)
     if args.source is not None or args.installed:
-        return vllm(args.source)
+        return vllm(args.source, args.device)
+    if args.device != "cpu":
+        raise InvalidCase(f"device must be cpu without a vLLM, got {args.device}")
     kind_of("release").check("release", args.release)
     return models(args.release)
 

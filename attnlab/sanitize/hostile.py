@@ -94,6 +94,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"softcap": 2.0, "num_heads": 6, "num_queries_per_kv": 3},
     {"softcap": 0.2, "sm_scale": 1.0},
     {"sinks": True, "alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
+    {"dtype": "bfloat16"},
 )
 
 
@@ -131,12 +132,7 @@ def _case(
     seed: int,
 ) -> Case:
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
-    if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
-        raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
-    if "first_block" in variant and not subject.large_caches:
-        raise InvalidCase("the subject may copy the cache")
-    if "freed" in variant and subject.origin == "model":
-        raise InvalidCase("the models do not say what is read before a window")
+    _check_known(subject, op, variant)
     query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))
     if op == "decode_attention_fwd":
         query_lens = (1,) * len(query_lens)
@@ -162,12 +158,8 @@ def _case(
         "query_lens": query_lens,
         "ctx_lens": ctx_lens,
     }
-    if fields.get("sinks") and fields.get("alibi") and op != "unified_attention":
-        raise InvalidCase("the op refuses attention sinks beside ALiBi")
     if subject.origin == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if op == MERGE and fields["strides"] != "contiguous":
-        raise InvalidCase("strides must be contiguous: the op gets two outputs")
     if op == CACHE_WRITE:
         fields["fill"] = None  # the context alone; the new tokens are what it writes
     splits = ("decode_attention_fwd",) if subject.release == "0.11.2" else CACHE_ONLY_OPS
@@ -175,3 +167,19 @@ def _case(
         fields["num_splits"] = None
     plain = Case(**fields)
     return plain.replace(num_blocks=plain.total_blocks + 3)
+
+
+def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
+    """Raise InvalidCase for a variant that the subject or the op does not know."""
+    if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
+        raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if variant.get("dtype", "float16") not in subject.dtypes:
+        raise InvalidCase("the subject's device does not compute the variant's dtype")
+    if "first_block" in variant and not subject.large_caches:
+        raise InvalidCase("the subject may copy the cache")
+    if "freed" in variant and subject.origin == "model":
+        raise InvalidCase("the models do not say what is read before a window")
+    if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
+        raise InvalidCase("the op refuses attention sinks beside ALiBi")
+    if op == MERGE and variant.get("strides", "contiguous") != "contiguous":
+        raise InvalidCase("strides must be contiguous: the op gets two outputs")

@@ -24,10 +24,7 @@ from attnlab.sanitize.subject import Subject
 from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
-LEFT_OUT = (
-    "bfloat16 under Triton's interpreter; races, registers and compiler faults",
-    "output scales, quantisation by token and head, bidirectional masks",
-)
+LEFT_OUT = ("output scales, quantisation by token and head, bidirectional masks",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
