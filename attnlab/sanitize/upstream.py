@@ -131,6 +131,7 @@ def _setting(case: Case) -> str:
     words += ["ALiBi"] if case.alibi else []
     words += [f"a soft cap of {case.softcap}"] if case.softcap else []
     words += ["sinks"] if case.sinks else []
+    words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
     words += [f"blocks from {case.first_block} on"] if case.first_block else []
     words.append("no scale passed" if case.sm_scale is None else f"a scale of {case.sm_scale:g}")
     return ", ".join(words)
@@ -161,6 +162,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "first_block": case.first_block,
         "softcap": case.softcap,
         "sinks": None if call.sinks is None else call.sinks.tolist(),
+        "softcap": call.softcap,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
         "sliding_window": case.sliding_window,
         "block_table": call.block_table.tolist(),
