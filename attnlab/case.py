@@ -44,6 +44,7 @@ OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 FREED = ("kept", "empty", "recycled")
 DATAS = ("uniform_1e-3", "normal")
+STRIDES = ("contiguous", "fused", "HND")
 
 _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
@@ -97,6 +98,12 @@ class Case(Shown):
         Maybe(Int(0, 256), "as vLLM passes it"),
         "pieces of a sequence that unified_attention (0 is its 2d path) and decode_attention_fwd merge",
     )
+    strides: str = knob(
+        "contiguous",
+        _TEST,
+        OneOf(STRIDES),
+        "how tensors lie in memory: fused as in vLLM's engine, HND with heads before slots besides",
+    )
 
     query_lens: tuple[int, ...] | None = knob(
         None, _LENGTHS, Maybe(Lens(1), "drawn"), "new tokens of each sequence"
@@ -114,6 +121,9 @@ class Case(Shown):
     )
     max_seq_len: int | None = knob(
         None, _LENGTHS, Maybe(Int(1), "as the test passes it"), "max_seq_len, as passed"
+    )
+    padding: int = knob(
+        0, _LENGTHS, Int(0, 4096), "tokens and empty sequences behind, as a CUDA graph pads a batch"
     )
 
     stage: str = knob("sound", _STAGE, OneOf(tuple(STAGES)), "a state that the test went through")

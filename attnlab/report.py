@@ -80,6 +80,21 @@ def write_index(results: Results, path: Path) -> None:
     write_text(path, page)
 
 
+def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: str) -> None:
+    """Write what ``attnlab check`` found as one page, a picture for each finding; `report` is its Report,
+    `pictures` are :class:`attnlab.pictures.Picture`."""
+    page = _render(
+        "findings.html.j2",
+        title=f"attnlab check: {report.version}",
+        report=report,
+        pictures=pictures,
+        command=command,
+        versions=versions(),
+        date=_date(None),
+    )
+    write_text(path, page)
+
+
 def read_title(notebook: Any) -> str:
     """Return the text of the notebook's first H1, or an empty string."""
     for cell in notebook.cells:

@@ -21,7 +21,7 @@ from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
 from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
-from attnlab.errors import KernelRejected, Unavailable
+from attnlab.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.kernels import model
 from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
@@ -116,12 +116,12 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error, observed, memory = None, Observed(), None
+        error, observed, memory, failed = None, Observed(), None, False
         with self._step(seconds, "kernels"):
             try:
                 observed, memory = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
-                error = str(rejection)
+                error, failed = str(rejection), isinstance(rejection, KernelFailed)
         errors = None
         if error is None:
             with self._step(seconds, "reference"):
@@ -145,6 +145,9 @@ class Lab:
             launches=tuple(launch.text() for launch in observed.launches),
             wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
             outside=tuple(stray.text() for stray in observed.outside.values()),
+            lse=observed.lse,
+            padded=observed.padded,
+            failed=failed,
         )
 
     def output(self, case: Case) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """A kernel of one's own, to be checked: attnlab check examples/my_attention.py:my_attention
 
-It is right. Let it forget the newest token (``[begin:seq_len - 1]``), or leave out the scale, and run it
-again.
+It is right. Let it forget the newest token (``[:seq_len - 1]``), or leave out the scale, and run it again.
 """
 
 import torch
@@ -16,11 +15,9 @@ def my_attention(call: KernelCall) -> None:
     starts, group = call.query_start_loc.tolist(), call.num_queries_per_kv
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
         blocks = call.block_table[seq].long()
-        first = max(0, seq_len - int(call.query_lens[seq]) - call.sliding_window + 1)
-        begin = first if call.sliding_window else 0  # what no row may see may be another's by now
         key, value = (
             cache[blocks]
-            .flatten(0, 1)[begin:seq_len]
+            .flatten(0, 1)[:seq_len]
             .float()
             .repeat_interleave(group, 1)
             .transpose(0, 1)
@@ -30,7 +27,7 @@ def my_attention(call: KernelCall) -> None:
         query = call.query[rows].float().transpose(0, 1)  # [heads, rows, head_size]
         scale = call.sm_scale or call.query.shape[2] ** -0.5
         at = torch.arange(seq_len - query.shape[1], seq_len)[:, None]
-        away = torch.arange(begin, seq_len) - at
+        away = torch.arange(seq_len) - at
         scores = query @ key.transpose(1, 2) * scale
         if call.softcap is not None:
             scores = call.softcap * (scores / call.softcap).tanh()
@@ -39,11 +36,12 @@ def my_attention(call: KernelCall) -> None:
         hidden = away > 0
         if call.sliding_window:
             hidden |= away <= -call.sliding_window
+        value[:, hidden.all(0)] = 0.0  # freed by now, and 0 × NaN is NaN
         scores = scores.masked_fill(hidden, -torch.inf)
         if call.sinks is not None:  # one more logit of each row; its column has no value
             sinks = call.sinks[:, None, None].expand_as(scores[..., :1])
             scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., :seq_len]
+        weights = scores.softmax(-1)[..., : key.shape[1]]
         call.output[rows] = (weights @ value).transpose(0, 1).to(call.output.dtype)
 
 

@@ -40,6 +40,7 @@ FLOORS = [  # from the ground up
     {
         "offline",
         "report",
+        "pictures",
         "headless",
         "investigate",
         "engine",

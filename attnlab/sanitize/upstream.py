@@ -49,7 +49,7 @@ _KNOWN = (  # knobs that a script knows, or that say nothing to it
     *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
     *("query_start_loc_dtype", "release", "origin", "checked", "num_blocks", "max_blocks_per_seq"),
     *("block_table", "x", "k_scale", "v_scale", "freed", "empty", "data", "output", "atol", "rtol"),
-    *("oracle", "sinks", "first_block"),
+    *("oracle", "sinks", "softcap", "first_block"),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
@@ -129,7 +129,9 @@ def _setting(case: Case) -> str:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
     words += ["ALiBi"] if case.alibi else []
+    words += [f"a soft cap of {case.softcap}"] if case.softcap else []
     words += ["sinks"] if case.sinks else []
+    words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
     words += [f"blocks from {case.first_block} on"] if case.first_block else []
     words.append("no scale passed" if case.sm_scale is None else f"a scale of {case.sm_scale:g}")
     return ", ".join(words)
@@ -159,6 +161,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "num_blocks": case.total_blocks - case.first_block,
         "first_block": case.first_block,
         "sinks": None if call.sinks is None else call.sinks.tolist(),
+        "softcap": call.softcap,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
         "sliding_window": case.sliding_window,
         "block_table": call.block_table.tolist(),
