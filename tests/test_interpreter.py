@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,3 +181,34 @@ def test_triton_that_compiles_is_told_apart() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
     assert "set TRITON_INTERPRET=1 before it is imported" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot fork here")
+def test_a_launch_that_is_ended_does_not_wait_for_its_children():
+    """on_programs raises once the launch is shared out: the other processes end, too, at once."""
+
+    class Enough(BaseException):
+        pass
+
+    forked = []
+
+    def fork(*args):
+        forked.append(interpreter_fork(*args))
+        return forked[-1]
+
+    def on_programs(done, total):
+        if forked:
+            raise Enough
+
+    interpreter_fork = interpreter._fork
+    plan = interpreter.Plan(processes=2, on_programs=on_programs)
+    programs = [(i, 0, 0) for i in range(2000)]  # 100 s and more of each process
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_fork", fork)
+        with pytest.raises(Enough):
+            interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
+    assert time.monotonic() - start < 30
+    ((child, _),) = forked
+    with pytest.raises(ChildProcessError):  # nobody is left to wait for
+        os.waitpid(child, os.WNOHANG)
