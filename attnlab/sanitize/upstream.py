@@ -129,7 +129,6 @@ def _setting(case: Case) -> str:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
     words += ["ALiBi"] if case.alibi else []
-    words += [f"a soft cap of {case.softcap}"] if case.softcap else []
     words += ["sinks"] if case.sinks else []
     words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
     words += [f"blocks from {case.first_block} on"] if case.first_block else []
@@ -160,7 +159,6 @@ def _of_case(case: Case) -> dict[str, Any]:
         "dtype": case.dtype,
         "num_blocks": case.total_blocks - case.first_block,
         "first_block": case.first_block,
-        "softcap": case.softcap,
         "sinks": None if call.sinks is None else call.sinks.tolist(),
         "softcap": call.softcap,
         "scale": repr(scale) if math.isfinite(scale) else "0.0",
