@@ -36,6 +36,8 @@ class KernelCall(Shown):
     - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale`` None leaves the scale to the op,
       ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
       (:func:`attnlab.cache.interleaved`).
+    - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
+      (:mod:`attnlab.kernels.presented`); here they are contiguous.
 
     Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
     """
@@ -62,6 +64,8 @@ class KernelCall(Shown):
     softcap: float | None = None
     num_splits: int | None = None
     interleave_v: bool = False
+    strides: str = "contiguous"
+    padding: int = 0
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
@@ -196,6 +200,8 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         softcap=case.softcap,
         num_splits=case.num_splits,
         interleave_v=case.interleave_v,
+        strides=case.strides,
+        padding=case.padding,
     )
 
 

@@ -44,9 +44,11 @@ OUTPUTS = ("recycled", "nan", "zeros")
 EMPTIES = ("zeros", "nan", "garbage")
 FREED = ("kept", "empty", "recycled")
 DATAS = ("uniform_1e-3", "normal")
+STRIDES = ("contiguous", "fused", "HND")
 
 _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
+_ORIGIN = "where the kernels come from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -96,6 +98,12 @@ class Case(Shown):
         Maybe(Int(0, 256), "as vLLM passes it"),
         "pieces of a sequence that unified_attention (0 is its 2d path) and decode_attention_fwd merge",
     )
+    strides: str = knob(
+        "contiguous",
+        _TEST,
+        OneOf(STRIDES),
+        "how tensors lie in memory: fused as in vLLM's engine, HND with heads before slots besides",
+    )
 
     query_lens: tuple[int, ...] | None = knob(
         None, _LENGTHS, Maybe(Lens(1), "drawn"), "new tokens of each sequence"
@@ -113,6 +121,9 @@ class Case(Shown):
     )
     max_seq_len: int | None = knob(
         None, _LENGTHS, Maybe(Int(1), "as the test passes it"), "max_seq_len, as passed"
+    )
+    padding: int = knob(
+        0, _LENGTHS, Int(0, 4096), "tokens and empty sequences behind, as a CUDA graph pads a batch"
     )
 
     stage: str = knob("sound", _STAGE, OneOf(tuple(STAGES)), "a state that the test went through")
@@ -137,27 +148,25 @@ class Case(Shown):
 
     platform: str = knob("gfx942", _PLATFORM, OneOf(tuple(PLATFORMS)), "where the op would run")
     release: str = knob("0.33.0", _PLATFORM, OneOf(RELEASES), "the vLLM release whose rules hold")
-    origin: str = knob("model", _PLATFORM, OneOf(ORIGINS), "where the kernels come from")
-    heads: tuple[int, int] | None = knob(
-        None,
-        _PLATFORM,
-        Maybe(Span(), "all"),
-        "KV heads that run, first and behind the last, where a whole call would take minutes",
-    )
-    seqs: tuple[int, int] | None = knob(
-        None, _PLATFORM, Maybe(Span(), "all"), "sequences that run, likewise"
-    )
-    checked: bool = knob(
-        False,
-        _PLATFORM,
-        Flag(),
-        "watch what is read of the cache (origins rocm and vllm, on a CPU)",
-    )
     rocm_custom_paged_attn: bool = knob(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
     )
     aiter_paged_attn: bool = knob(
         False, _PLATFORM, Flag(), "AITER paged attention switched on (0.11.2 asks for it)"
+    )
+
+    origin: str = knob("model", _ORIGIN, OneOf(ORIGINS), "where the kernels come from")
+    heads: tuple[int, int] | None = knob(
+        None,
+        _ORIGIN,
+        Maybe(Span(), "all"),
+        "KV heads that run, first and behind the last, where a whole call would take minutes",
+    )
+    seqs: tuple[int, int] | None = knob(
+        None, _ORIGIN, Maybe(Span(), "all"), "sequences that run, likewise"
+    )
+    checked: bool = knob(
+        False, _ORIGIN, Flag(), "watch what is read of the cache (origins rocm and vllm, on a CPU)"
     )
 
     num_blocks: int | None = knob(
@@ -353,10 +362,7 @@ class Case(Shown):
         """Return the command line that runs this Case."""
         words = ["attnlab", "run"]
         for name, value in self.changes().items():
-            spans = ("heads", "seqs")
-            joint = "," if name.endswith("_lens") else ":" if name in spans else None
-            text = json.dumps(value) if joint is None else joint.join(map(str, value))
-            words += ["--" + name.replace("_", "-"), text.strip('"')]
+            words += ["--" + name.replace("_", "-"), kind_of(name).text(value)]
         return shlex.join(words)
 
     @classmethod

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from attnlab import __version__
 from attnlab.case import Case, kind_of
-from attnlab.cli_check import add_check_flags, run_check, show_report
+from attnlab.cli_check import add_check_flags, draw_findings, run_check, show_report
 from attnlab.cli_investigate import add_investigate_flags, exit_code, run_investigate
 from attnlab.errors import AttnLabError, InvalidCase
 from attnlab.flags import (
@@ -221,10 +221,14 @@ def _progress(text: str) -> Iterator[Callable[..., None]]:
 
 def _check(args: argparse.Namespace) -> int:
     report = run_check(args, _progress)
+    page = draw_findings(args, report, _progress)
     if args.json:
-        _print_json(report.to_dict())
+        drawn = {} if page is None else {"pictures": str(page)}
+        _print_json({**report.to_dict(), **drawn})
     else:
         show_report(_console(), report)
+        if page is not None:
+            print(f"pictures of the findings: {page}")
     return 1 if report.findings else 0
 
 

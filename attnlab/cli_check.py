@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from attnlab.sanitize.library import Report
     from attnlab.sanitize.subject import Subject
 
+DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
 _DOCUMENT = """
 --json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
 case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
@@ -52,12 +55,29 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where a vLLM's kernels run: cpu, under Triton's interpreter, which sees every access, or cuda, "
+        "natively (default: %(default)s)",
+    )
     parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
     parser.add_argument(
-        "--cases", type=int, default=24, metavar="N", help="cases of each op (%(default)s)"
+        "--cases",
+        type=int,
+        default=DEFAULT_CASES,
+        metavar="N",
+        help="cases of each op (%(default)s)",
     )
     parser.add_argument(
         "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help="write a picture of what each finding got wrong, and a page with all of them, to DIR",
     )
     parser.add_argument(
         "--report",
@@ -74,6 +94,10 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     from attnlab.sanitize.library import check_library
 
     subject = _subject(args)
+    if args.pictures is not None:
+        from attnlab.pictures import check_drawable
+
+        check_drawable(args.pictures)  # before minutes are spent
     kind_of("platform").check("platform", args.platform)
     for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
         if getattr(args, name) < least:
@@ -98,9 +122,20 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     if args.report is not None:
         from attnlab.sanitize.upstream import write_reports
 
-        written = write_reports(report.findings, args.report, report.version)
+        written = write_reports(report.findings, args.report, report.version, subject.device)
         report = dataclasses.replace(report, reports=[str(path) for path in written])
     return report
+
+
+def draw_findings(args: argparse.Namespace, report: "Report", progress: Progress) -> Path | None:
+    """Write the pictures that the flags ask for; return their page, or None where they ask for none."""
+    if args.pictures is None:
+        return None
+    from attnlab.pictures import write_pictures
+
+    words = ["attnlab", *sys.argv[1:]]
+    with progress("drawing"):
+        return write_pictures(report, _subject(args), args.pictures, shlex.join(words))
 
 
 def _subject(args: argparse.Namespace) -> "Subject":
@@ -112,7 +147,9 @@ def _subject(args: argparse.Namespace) -> "Subject":
     if args.kernel is not None:
         return plugin(args.kernel)
     if args.source is not None or args.installed:
-        return vllm(args.source)
+        return vllm(args.source, args.device)
+    if args.device != "cpu":
+        raise InvalidCase(f"device must be cpu without a vLLM, got {args.device}")
     kind_of("release").check("release", args.release)
     return models(args.release)
 

@@ -1,7 +1,6 @@
 """ErrorMap: where and by how much an output differs from the reference."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +94,16 @@ class ErrorMap(Shown):
         A row of the result is the maximum over its share of the sequence's tokens (NaN where there is
         one), so that a sequence of one token is as tall in a picture as one of a thousand.
         """
-        bands = []
-        for rows in per_row.split(list(self.lengths.query_lens)):
-            edges = [len(rows) * i // height for i in range(height + 1)]
-            bands += [
-                rows[first : max(last, first + 1)].amax(0)
-                for first, last in itertools.pairwise(edges)
-            ]
-        return torch.stack(bands)
+        bands = range(height * len(self.lengths.query_lens))
+        rows = (self.band_rows(band, height) for band in bands)
+        return torch.stack([per_row[some.start : some.stop].amax(0) for some in rows])
+
+    def band_rows(self, band: int, height: int = 16) -> range:
+        """Return the output rows that row ``band`` of :meth:`bands` stands for."""
+        seq, i = divmod(band, height)
+        start, length = sum(self.lengths.query_lens[:seq]), self.lengths.query_lens[seq]
+        first, last = length * i // height, length * (i + 1) // height
+        return range(start + first, start + max(last, first + 1))
 
     def places(self) -> list[Place]:
         """Return every row with a mismatch, in order."""

@@ -15,7 +15,13 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from attnlab.outcome import Outcome, Status, one_line
-from attnlab.report import read_summary, read_title, read_verdicts, write_post_mortem
+from attnlab.report import (
+    drop_widgets,
+    read_summary,
+    read_title,
+    read_verdicts,
+    write_post_mortem,
+)
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -94,9 +100,11 @@ class Run:
 
         A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
         """
-        from nbformat import read
+        from nbformat import read, write
 
         notebook = read(self.executed, as_version=4)
+        drop_widgets(notebook)
+        write(notebook, self.executed)
         verdicts = read_verdicts(notebook)
         if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
             status = "failed"

@@ -1,8 +1,9 @@
 """Knobs: what a field of a Case may hold, checked and parsed in one place.
 
-Each kind of knob answers two questions: is this value allowed (``check``), and what value does this
-command-line text stand for (``parse``). Both raise :class:`~attnlab.errors.InvalidCase` with one line
-that names the field, what is allowed and what was given.
+Each kind of knob answers three questions: is this value allowed (``check``), what value does this
+command-line text stand for (``parse``), and which text stands for this value (``text``). The first two
+raise :class:`~attnlab.errors.InvalidCase` with one line that names the field, what is allowed and what was
+given.
 """
 
 import dataclasses
@@ -33,6 +34,9 @@ class Kind(Protocol):
     def parse(self, name: str, text: str) -> Any:
         """Return the value that the command-line ``text`` stands for, unchecked."""
 
+    def text(self, value: Any) -> str:
+        """Return the text that :meth:`parse` reads as ``value``."""
+
     @property
     def allowed(self) -> str:
         """Say in words what the knob may hold."""
@@ -55,6 +59,9 @@ class OneOf:
 
     def parse(self, name: str, text: str) -> str:
         return text
+
+    def text(self, value: Any) -> str:
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,9 @@ class Int:
             return int(text)
         except ValueError:
             refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,9 @@ class Number:
         except ValueError:
             refuse(name, self.allowed, text)
 
+    def text(self, value: Any) -> str:
+        return repr(float(value))
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -128,6 +141,9 @@ class Flag:
         if text.lower() not in words:
             refuse(name, self.allowed, text)
         return words[text.lower()]
+
+    def text(self, value: Any) -> str:
+        return str(value).lower()
 
 
 @dataclass(frozen=True)
@@ -153,6 +169,9 @@ class Lens:
         except ValueError:
             refuse(name, self.allowed, text)
 
+    def text(self, value: Any) -> str:
+        return ",".join(map(str, value))
+
 
 @dataclass(frozen=True)
 class Span:
@@ -173,6 +192,9 @@ class Span:
             return [int(n) for n in text.split(":")]
         except ValueError:
             refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return ":".join(map(str, value))
 
 
 @dataclass(frozen=True)
@@ -195,6 +217,9 @@ class Table:
         except ValueError:
             refuse(name, self.allowed, text)
 
+    def text(self, value: Any) -> str:
+        return json.dumps(value)
+
 
 @dataclass(frozen=True)
 class Maybe:
@@ -212,6 +237,9 @@ class Maybe:
 
     def parse(self, name: str, text: str) -> Any:
         return None if text.lower() == "none" else self.kind.parse(name, text)
+
+    def text(self, value: Any) -> str:
+        return "none" if value is None else self.kind.text(value)
 
 
 def knob(default: Any, group: str, kind: Kind, text: str) -> Any:

@@ -19,7 +19,9 @@ most the sum of
   head_size products of float32, off by at most (head_size + 4)·2⁻²⁴ times |q|·|k|·scale and the
   ALiBi bias; keys of an FP8 cache that are rounded to the dtype add u·|q|·|k|·scale. A soft cap c, whose
   slope is at most 1, adds its own c·2⁻²⁰: tanh from an exp that is off by 5e-7 of itself at most, which
-  moves it by 5e-7 · (1 − tanh²), and four roundings.
+  moves it by 5e-7 · (1 − tanh²), and four roundings. decode_attention_fwd multiplies by hand where each
+  query head has keys of its own: its products, and the levels of their sum, which tl.sum leaves in their
+  dtype, are rounded to it: (1 + log2 head_size)·u·|q|·|k|·scale more.
 
 That is the worst case: every rounding in one direction. Where values cancel, o is far below A and so is
 the error. If the errors of different keys are independent with mean 0 (Higham and Mary, "A new approach to
@@ -42,7 +44,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.dispatch import CPU_ATTENTION, MERGE, ROCM_DECODE, Setting
+from attnlab.dispatch import CPU_ATTENTION, DECODE_FWD, MERGE, ROCM_DECODE, Setting
 
 LIKELY = math.sqrt(2 * math.log(2e18))
 WARP = 64  # tokens that ROCm's kernel sums before it rounds
@@ -55,7 +57,8 @@ class Rounding:
     - ``unit``: half the spacing at 1 in the query's dtype; ``step``: its smallest subnormal number.
     - ``terms``: how often each key's share is rounded to that dtype: its weight, and its value where
       that was decoded from FP8; ``parts``: how often partial outputs are.
-    - ``keys``: whether keys are rounded to it too, after they were decoded from FP8.
+    - ``keys``: whether keys are rounded to it too, after they were decoded from FP8; ``products``: how
+      often the products of query and key are.
     """
 
     unit: float
@@ -63,6 +66,7 @@ class Rounding:
     terms: int
     parts: int
     keys: bool
+    products: int = 0
 
     @property
     def times(self) -> int:
@@ -84,9 +88,11 @@ class Rounding:
             parts = 1
         if kernels == (CPU_ATTENTION,):
             terms = 0  # weights and values stay float32
+        by_hand = DECODE_FWD in kernels and call.num_queries_per_kv == 1
+        products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
         step = float(info.smallest_normal * info.eps)
         unit = float(info.eps) / 2
-        return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8)
+        return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8, products=products)
 
     def score_error(
         self,
@@ -101,7 +107,7 @@ class Rounding:
         largest ALiBi bias and the soft cap; 0 is none."""
         size = query * key * abs(scale)
         error = (head_size + 4) * 2.0**-24 * (size + bias) + 2.0**-20 * softcap
-        return error + (self.unit * size if self.keys else 0.0)
+        return error + self.unit * size * (self.keys + self.products)
 
     def relative(self, length: int, score_error: float) -> float:
         """Return the share of A that an output element may be off by; infinity where scores are so

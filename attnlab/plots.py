@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from attnlab.cache import NOBODY, Provenance
 from attnlab.compare import ErrorMap
@@ -65,6 +66,7 @@ def plot_error(
     bar.ax.yaxis.set_ticks_position("left")
     bar.ax.yaxis.set_label_position("left")
     _sequence_ticks(ax, errors.lengths)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="query head", title=title or _finding(errors))
     if handles:
         ax.legend(handles=handles, loc="upper right", framealpha=0.9)

@@ -80,6 +80,21 @@ def write_index(results: Results, path: Path) -> None:
     write_text(path, page)
 
 
+def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: str) -> None:
+    """Write what ``attnlab check`` found as one page, a picture for each finding; `report` is its Report,
+    `pictures` are :class:`attnlab.pictures.Picture`."""
+    page = _render(
+        "findings.html.j2",
+        title=f"attnlab check: {report.version}",
+        report=report,
+        pictures=pictures,
+        command=command,
+        versions=versions(),
+        date=_date(None),
+    )
+    write_text(path, page)
+
+
 def read_title(notebook: Any) -> str:
     """Return the text of the notebook's first H1, or an empty string."""
     for cell in notebook.cells:
@@ -102,6 +117,15 @@ def read_verdicts(notebook: Any) -> list[Verdict]:
     """Return the verdicts that an executed notebook shows, each name once."""
     verdicts = [Verdict.from_json(data) for data in _read_mime(notebook, VERDICT_MIME)]
     return list({verdict.name: verdict for verdict in verdicts}.values())
+
+
+def drop_widgets(notebook: Any) -> None:
+    """Take out of an executed notebook what needs the kernel that it ran in: the state of its widgets, and
+    each view of one that a static output stands beside. Changes ``notebook``."""
+    notebook.metadata.pop("widgets", None)
+    for data in (output.data for output in _outputs(notebook) if "data" in output):
+        if "text/html" in data:
+            data.pop(_WIDGET_MIME, None)
 
 
 def _outputs(notebook: Any) -> list[Any]:

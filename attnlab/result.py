@@ -45,6 +45,8 @@ class Result(Shown):
     - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
       ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
       tensors; in words.
+    - ``lse``, ``padded``: what the op gave beside the output (:class:`attnlab.kernels.observed.Observed`).
+    - ``failed``: of a rejected call, that the kernel broke, and did not state a limit of its own.
     """
 
     case: Case
@@ -62,6 +64,9 @@ class Result(Shown):
     launches: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
+    failed: bool = False
 
     def places(self) -> list[Place]:
         """Return the rows with mismatches; none where the call was rejected."""

@@ -56,6 +56,7 @@ def _check_origin(case: "Case") -> None:
     _check_cpu(case)
     if case.checked and case.origin not in ("rocm", "vllm"):
         refuse("checked", f"false with origin {case.origin}, which nobody watches", case.checked)
+    _check_memory(case)
     limits = {
         "heads": (case.num_kv_heads, "the KV heads"),
         "seqs": (_num_seqs(case), "the sequences"),
@@ -70,6 +71,15 @@ def _check_origin(case: "Case") -> None:
             refuse(name, f"none with {case.op}, which runs all", span)
         if span[1] > limit:
             refuse(name, f"at most 0:{limit}, {words}", span)
+
+
+def _check_memory(case: "Case") -> None:
+    """Check how tensors lie in memory, which only vLLM's Triton ops are asked to follow."""
+    for name, plain in (("strides", "contiguous"), ("padding", 0)):
+        if case.origin not in ("model", "vllm") and getattr(case, name) != plain:
+            refuse(name, f"{plain} with origin {case.origin}", getattr(case, name))
+    if case.strides == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
+        refuse("strides", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
 
 
 def _check_op(case: "Case") -> None:

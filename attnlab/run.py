@@ -1,6 +1,7 @@
 """Running a Case: from its knobs to a Result, with everything shared that cases have in common."""
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from attnlab.case import CACHE_WRITE, DTYPE_BYTES, Case
 from attnlab.compare import ErrorMap, compare
 from attnlab.contracts import contract, written_rows
 from attnlab.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
-from attnlab.errors import KernelRejected, Unavailable
+from attnlab.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.kernels import model
 from attnlab.kernels.observed import Observed
 from attnlab.kernels.source import Source, find_source
@@ -58,6 +59,8 @@ class Lab:
     _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(
         default_factory=dict, repr=False
     )
+    # Panels share what a Lab holds, and ask from threads of their own.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch; not to be changed."""
@@ -113,12 +116,12 @@ class Lab:
         call = self.call(case)
         decision, setting = decide(case), Setting.of(case)
         breaches = check(call, setting, decision.kernels, cache.provenance)
-        error, observed, memory = None, Observed(), None
+        error, observed, memory, failed = None, Observed(), None, False
         with self._step(seconds, "kernels"):
             try:
                 observed, memory = self._run_kernels(case, call, setting, decision)
             except KernelRejected as rejection:
-                error = str(rejection)
+                error, failed = str(rejection), isinstance(rejection, KernelFailed)
         errors = None
         if error is None:
             with self._step(seconds, "reference"):
@@ -142,6 +145,9 @@ class Lab:
             launches=tuple(launch.text() for launch in observed.launches),
             wraps=tuple(wrap.text() for wrap in observed.wraps.values()),
             outside=tuple(stray.text() for stray in observed.outside.values()),
+            lse=observed.lse,
+            padded=observed.padded,
+            failed=failed,
         )
 
     def output(self, case: Case) -> torch.Tensor:
@@ -324,14 +330,16 @@ class Lab:
         self, kind: str, key: Case, make: Callable[[], T], where: str = "cpu"
     ) -> tuple[T, bool]:
         """Return what ``make`` makes, kept under ``key`` and where it lies, and whether it was there."""
-        store, at = self._stores.setdefault(kind, OrderedDict()), (key, where)
-        if at in store:
-            store.move_to_end(at)
-            return store[at], True
-        while len(store) >= self.keep:
-            store.popitem(last=False)
-        store[at] = make()
-        return store[at], False
+        at = (key, where)
+        with self._lock:
+            store = self._stores.setdefault(kind, OrderedDict())
+            if at in store:
+                store.move_to_end(at)
+                return store[at], True
+            while len(store) >= self.keep:
+                store.popitem(last=False)
+            store[at] = make()
+            return store[at], False
 
 
 def check_memory(case: Case) -> None:

@@ -1,9 +1,13 @@
 """A vLLM pytest id and the Case that it stands for."""
 
+import dataclasses
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnlab.errors import InvalidCase
+
+if TYPE_CHECKING:
+    from attnlab.case import Case
 
 _PLAIN = (
     "op",
@@ -80,3 +84,19 @@ def _dtype(word: str, test: str, test_id: str) -> str:
     if word != "dtype0":
         raise InvalidCase(f"dtype must be dtype0, got {word!r} in test_id {test_id!r}")
     return "float32" if test.endswith("_f32") else "float16"
+
+
+def nearest_id(case: "Case") -> tuple[str, dict[str, Any]]:
+    """Return the test id that is nearest to a Case, and the fields in which the Case differs from it.
+
+    ``Case.from_test_id(test_id, **changes)`` is the Case again. With no changes the Case is the test's
+    own, and pytest runs it by this id.
+    """
+    name = "test_contexted_kv_attention" + ("_alibi" if case.alibi else "")
+    name += "_f32" if case.dtype == "float32" else ""
+    words = {"device": "cuda:0", "dtype": "dtype0"}
+    parts = [words.get(field) or str(getattr(case, field)) for field in _PARAMETERS[name]]
+    test_id = f"{name}[{'True-' if case.interleave_v else ''}{'-'.join(parts)}]"
+    there = {field.name: field.default for field in dataclasses.fields(case)} | fields_of(test_id)
+    changes = {name: getattr(case, name) for name in there if getattr(case, name) != there[name]}
+    return test_id, changes

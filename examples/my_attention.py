@@ -41,7 +41,7 @@ def my_attention(call: KernelCall) -> None:
         if call.sinks is not None:  # one more logit of each row; its column has no value
             sinks = call.sinks[:, None, None].expand_as(scores[..., :1])
             scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., :seq_len]
+        weights = scores.softmax(-1)[..., : key.shape[1]]
         call.output[rows] = (weights @ value).transpose(0, 1).to(call.output.dtype)
 
 

@@ -204,6 +204,10 @@ def _what_the_op_knows(fields):
         ones = (1,) * len(fields["query_lens"])
         changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}
     others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
+    if fields["origin"] not in ("model", "vllm"):
+        changes |= {"strides": "contiguous", "padding": 0}
+    if fields["op"] not in ("unified_attention", "reshape_and_cache_flash"):
+        changes |= {"strides": "contiguous"}
     if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
         changes["kv_cache_dtype"] = "fp8"
     if fields["op"] not in SINK_OPS:

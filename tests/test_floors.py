@@ -11,7 +11,7 @@ ROOT = Path(attnlab.__file__).parent
 FLOORS = [  # from the ground up
     {"errors", "knobs", "platforms", "stages", "lengths", "shown", "case", "rules", "testid"},
     {"formats", "batch", "fill", "cache", "call"},
-    {"dispatch", "contracts", "breaches"},
+    {"dispatch", "contracts", "breaches", "slot_use"},
     {"kernels", "hip"},
     {"reference", "compare", "memory", "cache_write", "noise"},
     {"defects"},
@@ -26,6 +26,7 @@ FLOORS = [  # from the ground up
         "parameters",
         "baseline",
         "production",
+        "plots_cache",
         "plots_memory",
         "plots_reads",
         "plots_power",
@@ -39,6 +40,7 @@ FLOORS = [  # from the ground up
     {
         "offline",
         "report",
+        "pictures",
         "headless",
         "investigate",
         "engine",
@@ -54,13 +56,14 @@ FLOORS = [  # from the ground up
         "terminal_diagnosis",
         "cli",
         "cli_check",
+        "widgets",
         "cli_investigate",
         "terminal_outcomes",
     },
 ]
 PACKAGES = tuple(
     f"attnlab{name}"
-    for name in ("", ".claims", ".defects", ".display", ".hip", ".kernels", ".sanitize")
+    for name in ("", ".claims", ".defects", ".display", ".hip", ".kernels", ".sanitize", ".widgets")
 )
 GROUND = -1  # the package itself, which imports nothing
 

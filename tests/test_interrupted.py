@@ -22,7 +22,7 @@ time.sleep(100)
 """
 
 
-def wait_for(condition, limit_s=60.0):
+def wait_for(condition, limit_s=180.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited too long"
@@ -60,7 +60,7 @@ def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path, name, code, sa
         try:
             wait_for(pids.exists)
             process.send_signal(getattr(signal, name))
-            stdout, stderr = process.communicate(timeout=60)
+            stdout, stderr = process.communicate(timeout=120)
         finally:
             process.kill()
     assert (process.returncode, stdout) == (code, "")
@@ -70,7 +70,7 @@ def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path, name, code, sa
         [said, f"attnlab: what had ended, and what had not: {reports}/index.html"]
     )
     kernel, child = pids.read_text().split()
-    wait_for(lambda: not is_running(kernel) and not is_running(child), limit_s=5)
+    wait_for(lambda: not is_running(kernel) and not is_running(child), limit_s=30)
     check_reports(reports)
 
 

@@ -31,7 +31,7 @@ def lab_command() -> list[str]:
     return words
 
 
-def status_of(url: str, limit_s: float = 30.0) -> int:
+def status_of(url: str, limit_s: float = 60.0) -> int:
     """Return the HTTP status of a GET; the server says its address a little before it listens."""
     end = time.monotonic() + limit_s
     while True:

@@ -12,7 +12,14 @@ from nbformat import v4, write
 from attnlab.errors import AttnLabError
 from attnlab.notebook import PROVENANCE_MIME, Verdict
 from attnlab.outcome import Outcome, Results, write_junit, write_text, write_verdicts
-from attnlab.report import read_summary, read_title, read_verdicts, write_index, write_post_mortem
+from attnlab.report import (
+    drop_widgets,
+    read_summary,
+    read_title,
+    read_verdicts,
+    write_index,
+    write_post_mortem,
+)
 
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
@@ -169,6 +176,19 @@ def test_a_widget_gives_way_to_what_its_output_also_has(tmp_path):
     page = write_report(tmp_path, code("only", only), metadata=kept)
     assert "(interactive in JupyterLab)" in page
     assert "IntSlider" not in page
+
+
+def test_an_executed_notebook_keeps_no_dead_widget():
+    """What a static output stands beside goes, the saved state too; a lone view stays to be told of."""
+    mime = "application/vnd.jupyter.widget-view+json"
+    both = v4.new_output("display_data", data={mime: {"model_id": "1"}, "text/html": "<p>x</p>"})
+    only = v4.new_output("display_data", data={mime: {"model_id": "1"}, "text/plain": "x"})
+    notebook = v4.new_notebook(cells=[code("x", both, only)], metadata={"widgets": {"a": 1}})
+    drop_widgets(notebook)
+    assert "widgets" not in notebook.metadata
+    outputs = notebook.cells[0].outputs
+    assert [mime in output.data for output in outputs] == [False, True]
+    assert outputs[0].data == {"text/html": "<p>x</p>"}
 
 
 def test_no_widget_speaks_for_itself(tmp_path):

@@ -33,6 +33,7 @@ TURNS = {
     "block_size": [32, 8],
     "sliding_window": [1, 9],
     "sm_scale": [0.3, 64**-0.5],
+    "softcap": [0.02, 3.0],
     "query_lens": [(1, 17, 3, 2), (17, 1, 1, 3)],
     "ctx_lens": [(21, 0, 16, 31), (20, 1, 16, 31)],
     "seed": [8],
@@ -55,7 +56,8 @@ TURNS = {
     "heads": [],
     "seqs": [],
     "num_splits": [2],
-    "first_block": [3],
+    "first_block": [5],
+    "padding": [3],
 }
 
 

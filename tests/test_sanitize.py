@@ -8,6 +8,7 @@ from test_vllm_agreement import pytestmark, source  # noqa: F401
 
 from attnlab.case import LIBRARY_OPS, Case
 from attnlab.cli import main
+from attnlab.cli_check import DEFAULT_CASES
 from attnlab.errors import InvalidCase
 from attnlab.kernels.source import Source
 from attnlab.run import Lab
@@ -61,10 +62,10 @@ def test_sound_models_give_no_finding(platform: str) -> None:
 def test_the_older_models_faults_are_found() -> None:
     """0.11.2 lets NaN of the last block in and takes the default scale from the heads, and its soft cap
     overflows; nothing else."""
-    report = checked(models("0.11.2"), cases=24)
+    report = checked(models("0.11.2"), cases=DEFAULT_CASES)
     faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}
-    leaks = {one.op for one in report.findings if one.kind == "reads_unwritten_slots"}
-    assert leaks == {"chunked_prefill_paged_decode"}
+    leaks = {one.group for one in report.findings if one.kind == "reads_unwritten_slots"}
+    assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
     by_heads = ("chunked_prefill_paged_decode", "wrong_output", "scale_by_num_heads")
     overflow = ("unified_attention", "wrong_output", "softcap_overflows")
     assert faults.keys() == {by_heads, overflow, ALIBI_AND_SINKS}
@@ -79,7 +80,7 @@ def test_the_older_models_faults_are_found() -> None:
     ("old", "new", "kind", "diagnosis"),
     [
         ("* scale", "* 2 * scale", "wrong_output", "scale_doubled"),
-        ("[:seq_len]", "[: seq_len + 8]", "fails", "rejected"),
+        ("[:seq_len]", "[: seq_len + 8]", "fails", "RuntimeError: The"),
         ("hidden |= away <= -call", "hidden |= away < -call", "wrong_output", "window_plus_one"),
         ("call.output[rows] = (", "x = (", "rows_not_written", "rows_never_written"),
         ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "wrong_output", "kv_head_modulo"),
@@ -108,7 +109,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
     assert kind in {one.kind for one in report.findings}
     assert all(one.case.num_kv_heads <= 2 for one in report.findings)
     names = {one.diagnosis for one in report.findings}
-    assert diagnosis in names or "ambiguous" in names, names
+    assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
 
 
 def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
@@ -160,8 +161,8 @@ def test_hostile_cases_keep_every_contract() -> None:
     """No case breaks a contract but by a scale that is left to the op; features are all there."""
     lab, seen = Lab(), set[str]()
     for op in LIBRARY_OPS:
-        cases = list(hostile_cases(models("0.33.0"), op, "sm_90", 24, 0))
-        assert len(cases) == 24
+        cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
+        assert len(cases) == DEFAULT_CASES
         for case in cases:
             assert not is_callers_fault(lab, case)
             seen |= set(case.changes())

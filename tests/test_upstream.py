@@ -54,6 +54,8 @@ RIGHT = {  # cases in which 0.33.0 is right
     "sinks": {"op": "unified_attention", "sinks": True},
     "soft cap": {"op": "unified_attention", "softcap": 0.5},
     "window": {"op": "unified_attention", "sliding_window": 9},
+    "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
+    "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},
     "fp8": {"op": "unified_attention", "kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
     "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1, 1)},
     "paged fp8": {
@@ -102,6 +104,26 @@ def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None
     assert "sequence 0, new token 0: 128 of 128 elements are off" in text
     code, text = outcome(script, of_release("0.33.0"))
     assert (code, "every row is right" in text) == (0, True), text
+
+
+def test_a_script_of_an_overflow(tmp_path: Path) -> None:
+    """0.11.2's soft cap: NaN where a score is beyond 88 times the cap; 0.33.0's is right."""
+    case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
+    script = written(tmp_path, case.replace(empty="zeros"), "wrong_output")
+    for version, code in (("0.11.2", 1), ("0.33.0", 0)):
+        got, text = outcome(script, of_release(version))
+        assert got == code, text
+
+
+@pytest.mark.parametrize("version", ["0.11.2", "0.33.0"])
+def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
+    """unified_attention counts ALiBi from the first new token: wrong in a prefill, right in decodes."""
+    fields = {"op": "unified_attention", "alibi": True, "sinks": True, "empty": "zeros"}
+    for query_lens, code in (((4, 1), 1), ((1, 1), 0)):
+        lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
+        case = CASE.replace(fill="all_rows", **fields, **lens)
+        got, text = outcome(written(tmp_path, case, "wrong_output"), of_release(version))
+        assert got == code, text
 
 
 def test_freed_blocks_in_a_script(tmp_path: Path) -> None:

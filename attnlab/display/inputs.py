@@ -156,6 +156,7 @@ def call(one: "KernelCall") -> Sheet:
 
 def _scalar(name: str, value: object) -> str:
     left = {"sm_scale": "None: left to the op", "alibi_slopes": "None: no ALiBi"}
+    left |= {"sinks": "None: no sinks", "softcap": "None: no soft cap"}
     return left.get(name, "None") if value is None else str(value)
 
 

@@ -21,6 +21,7 @@ import itertools
 import mmap
 import os
 import pickle
+import signal
 import sys
 import time
 import warnings
@@ -212,6 +213,10 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan
         for i, program in enumerate(mine, 1):
             run(program)
             plan.on_programs(done + i * len(rest) // len(mine), len(programs))
+    except BaseException:  # on_programs may end the launch; nobody waits for the rest
+        for child, _ in children:
+            os.kill(child, signal.SIGKILL)
+        raise
     finally:
         errors = [_join(*child, plan.observed) for child in children]
     error = next((error for error in errors if error is not None), None)

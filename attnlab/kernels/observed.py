@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnlab.kernels.trace import Key
 
@@ -67,12 +68,16 @@ class Outside:
 class Observed:
     """What was seen; changed while a call runs. Of wraps and strays each line's first is kept.
 
+    - ``lse``: [rows, num_heads] float32, logarithms of sums that the op gives beside its output, or None.
+    - ``padded``: the output's rows behind the last token, where the call was padded; else None.
     ``reads``: of traced launches alone, the slots that programs loaded (:mod:`attnlab.kernels.trace`).
     """
 
     launches: list[Launch] = field(default_factory=list)
     wraps: dict[tuple[str, int], Wrap] = field(default_factory=dict)
     outside: dict[tuple[str, int], Outside] = field(default_factory=dict)
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
     reads: dict[Key, set[int]] = field(default_factory=dict)
 
     def multiply(self, left: Any, right: Any) -> Any:

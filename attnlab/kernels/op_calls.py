@@ -18,6 +18,7 @@ from attnlab.errors import Unavailable
 from attnlab.kernels import paged
 from attnlab.kernels.cache_write import slot_mapping, written_cache
 from attnlab.kernels.partial import partials
+from attnlab.kernels.presented import flash
 
 Arguments = dict[str, Any]
 _WRAPPER_NAMES = (
@@ -43,13 +44,15 @@ _MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
 class OpCall:
     """An op: its module and function, and what turns a call into arguments by name.
 
-    ``finish`` puts what the op left into ``call.output`` where that was no argument of it.
+    ``finish`` puts what the op left into ``call.output`` where that was no argument of it; ``lse`` takes
+    what it left as logarithms of sums, [rows, num_heads], from the arguments, None where it gives none.
     """
 
     module: str
     function: str
     arguments: Callable[[KernelCall, Setting], Arguments]
     finish: Callable[[KernelCall, Arguments], None] = lambda call, arguments: None
+    lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
 
 
 def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> Arguments:
@@ -195,18 +198,25 @@ def _flash(call: KernelCall, setting: Setting) -> tuple[torch.Tensor, torch.Tens
     one of more than 2^31 elements the blocks from the first in the block table on."""
     dtype = paged.format_of(call, setting).dtype
     first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
-    key, value = to_flash(call.key_cache, call.value_cache, first)
+    key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
     return key.view(dtype), value.view(dtype)
 
 
 def _merge(call: KernelCall, setting: Setting) -> Arguments:
+    """Return the parts, and where a part is empty, -inf for its logarithm as FlashAttention 3 has it; in
+    a call that is padded +inf in every second row, as FlashAttention 2 has it."""
     parts = partials(call, setting)
+    logs = [parts.prefix_lse, parts.suffix_lse]
+    if call.padding:
+        for log in logs:
+            log[:, ::2] = log[:, ::2].masked_fill(log[:, ::2] == -torch.inf, torch.inf)
     return {
         "output": call.output,
         "prefix_output": parts.prefix_output,
-        "prefix_lse": parts.prefix_lse,
+        "prefix_lse": logs[0],
         "suffix_output": parts.suffix_output,
-        "suffix_lse": parts.suffix_lse,
+        "suffix_lse": logs[1],
+        "output_lse": torch.full_like(parts.prefix_lse, float("nan")),
     }
 
 
@@ -217,10 +227,15 @@ def _write(call: KernelCall, setting: Setting) -> Arguments:
         "value": call.value,
         "key_cache": key,
         "value_cache": value,
-        "slot_mapping": slot_mapping(call),
+        "slot_mapping": _with_padding(slot_mapping(call), call.padding),
         "kv_cache_dtype": call.kv_cache_dtype,
         **_scales(call),
     }
+
+
+def _with_padding(slots: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return the slots with -1 for half of the padded tokens; for the others there is none at all."""
+    return torch.cat([slots, slots.new_full((padding // 2,), -1)])
 
 
 def _finish_write(call: KernelCall, arguments: Arguments) -> None:
@@ -231,8 +246,18 @@ OP_CALLS = {
     WRAPPER: OpCall(module=WRAPPER, function=WRAPPER, arguments=_wrapper),
     PREFILL: OpCall(module="prefix_prefill", function=PREFILL, arguments=_prefill),
     UNIFIED: OpCall(module="triton_unified_attention", function=UNIFIED, arguments=_unified),
-    DECODE_FWD: OpCall(module="triton_decode_attention", function=DECODE_FWD, arguments=_decode),
-    MERGE: OpCall(module="triton_merge_attn_states", function=MERGE, arguments=_merge),
+    DECODE_FWD: OpCall(
+        module="triton_decode_attention",
+        function=DECODE_FWD,
+        arguments=_decode,
+        lse=lambda given: given.get("lse"),
+    ),
+    MERGE: OpCall(
+        module="triton_merge_attn_states",
+        function=MERGE,
+        arguments=_merge,
+        lse=lambda given: given["output_lse"].T,
+    ),
     WRITE: OpCall(
         module="triton_reshape_and_cache_flash",
         function="triton_reshape_and_cache_flash",

@@ -10,18 +10,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlab.call import KernelCall
 from attnlab.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Setting
-from attnlab.errors import AttnLabError, KernelRejected, Unavailable
+from attnlab.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
 from attnlab.kernels import interpreter, rocm_source
 from attnlab.kernels.loader import Loader
 from attnlab.kernels.needed import Share, needed
 from attnlab.kernels.observed import Observed
 from attnlab.kernels.op_calls import OP_CALLS, bind
+from attnlab.kernels.presented import presented
 from attnlab.kernels.rocm_decode import paged_attention_rocm
 from attnlab.kernels.source import Source
 from attnlab.kernels.stand_ins import Dispatch, stand_ins
@@ -83,7 +85,9 @@ def run(
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, setting, where), "output": output}
-    moved = dataclasses.replace(call, **tensors)
+    moved = presented(dataclasses.replace(call, **tensors))
+    if is_cpu and moved.output is not output:
+        moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
     arguments = bind(loaded.function(call.op), moved, setting)
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
@@ -99,13 +103,15 @@ def run(
         with interpreter.launching(plan):
             loaded.function(call.op)(**arguments)
         OP_CALLS[call.op].finish(moved, arguments)
+        plan.observed.lse = OP_CALLS[call.op].lse(arguments)
     except AttnLabError:
         raise
     except Exception as error:
         raise _explained(error, call, source) from error
     finally:
         loaded.dispatch.use_custom = False
-        call.output.copy_(output)
+        call.output.copy_(moved.output[: len(call.output)])
+    plan.observed.padded = moved.output[len(call.output) :] if call.padding else None
     return plan.observed
 
 
@@ -201,8 +207,20 @@ def _rocm_decode(
 
 
 def _explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:
-    """Return what an op raised as the lab's error: a refusal of the op's own, or a failure to run."""
+    """Return what an op raised as the lab's error: a refusal of the op's own, what Triton or Python
+    makes of its code, or a failure of this machine to run it."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ValueError | AssertionError | NotImplementedError):
+    stated = isinstance(error, ValueError | AssertionError | NotImplementedError)
+    if stated and _raised_in(error).is_relative_to(source.root):
         return KernelRejected(text)
+    if stated or isinstance(error, ArithmeticError):  # Triton's, or of the op's own arithmetic
+        return KernelFailed(text)
     return Unavailable(f"{call.op} of {source.text()} cannot run here: {text}")
+
+
+def _raised_in(error: Exception) -> Path:
+    """Return the file that raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename if trace is not None else "")

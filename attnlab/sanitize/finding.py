@@ -14,6 +14,7 @@ from attnlab.shown import Shown
 KINDS = {
     "wrong_output": "it writes numbers that rounding does not explain",
     "wrong_bytes": "it leaves other bytes in the cache",
+    "wrong_lse": "the logarithms of sums beside its output are wrong",
     "rows_not_written": "it leaves rows of the output as they were",
     "reads_unwritten_slots": "its output depends on slots that nobody wrote",
     "reads_freed_blocks": "its output depends on blocks that the sliding window has freed",
@@ -36,6 +37,7 @@ class Finding(Shown):
 
     - ``kind``: of KINDS, or of OBSERVATIONS; ``evidence``: what was seen, in a sentence.
     - ``diagnosis``: the defect that explains it, or what the diagnosis says instead.
+    - ``case``: the smallest; ``first``: where it was first seen, None where that is the same.
     - ``seen``: how many of the cases that were run show the same.
     """
 
@@ -45,6 +47,7 @@ class Finding(Shown):
     evidence: str
     diagnosis: str
     seen: int = 1
+    first: Case | None = None
 
     @property
     def is_fault(self) -> bool:
@@ -59,4 +62,5 @@ class Finding(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as JSON-able values."""
         fields = dataclasses.asdict(self)
-        return {**fields, "case": dataclasses.asdict(self.case), "run": self.case.to_cli()}
+        first = None if self.first is None else self.first.to_cli()
+        return {**fields, "run": self.case.to_cli(), "first": first}

@@ -5,17 +5,20 @@ token, without a context, decodes alone; query heads in groups whose number is n
 head sizes and block sizes that are no powers of two; windows, ALiBi, a sink of each head's own; soft
 caps; FP8 with two scales that are not 1; large scores; the scale left to the op; int64 tables where they
 are allowed; blocks that a sliding window has freed, empty or in use by another sequence; blocks whose
-offset is beyond 2^31 elements. Poison stands only in slots that nobody wrote.
+offset is beyond 2^31 elements; tensors that are slices of larger ones; a batch padded for a CUDA graph.
+Poison stands only in slots that nobody wrote.
 """
 
 import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case import CACHE_ONLY_OPS, Case
+from attnlab.case import CACHE_ONLY_OPS, CACHE_WRITE, Case
+from attnlab.dispatch import MERGE
 from attnlab.errors import InvalidCase
 from attnlab.sanitize.subject import Subject
 
+_LENGTHS = ("query_lens", "ctx_lens")
 _LENS = (
     ((1, 1, 1, 1), (0, 15, 16, 255)),
     ((1, 17, 3, 1), (16, 0, 31, 256)),
@@ -39,9 +42,39 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
     {"sinks": True, "num_heads": 6, "num_queries_per_kv": 3},
     {"sm_scale": None},
+    # No sequence ends within a block, where a read of its tail would hide that of a freed block.
+    {
+        "sliding_window": 20,
+        "freed": "empty",
+        "query_lens": (1, 34, 2),
+        "ctx_lens": (79, 62, 126),
+    },
+    {
+        "sliding_window": 12,
+        "freed": "recycled",
+        "query_lens": (1, 34, 2),
+        "ctx_lens": (63, 94, 126),
+    },
+    # Rows that see nothing of their first tile, and then only scores far below 0.
+    {
+        "sliding_window": 3,
+        "sm_scale": 60.0,
+        "num_queries_per_kv": 1,
+        "query_lens": (40, 9, 1),
+        "ctx_lens": (21, 60, 47),
+    },
+    {"strides": "fused"},
+    {"padding": 5, "max_blocks_per_seq": 40},
+    {
+        "num_heads": 40,
+        "num_queries_per_kv": 20,
+        "head_size": 32,
+        "query_lens": (1, 3),
+        "ctx_lens": (40, 5),
+    },
+    {"block_size": 48, "query_lens": (1, 3), "ctx_lens": (120, 95)},
+    {"strides": "HND", "num_heads": 6, "num_queries_per_kv": 3},
     _FAR,
-    {"sliding_window": 9, "freed": "empty"},
-    {"sliding_window": 12, "freed": "recycled"},
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
     {"sliding_window": 1, "head_size": 96},
@@ -61,6 +94,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"softcap": 2.0, "num_heads": 6, "num_queries_per_kv": 3},
     {"softcap": 0.2, "sm_scale": 1.0},
     {"sinks": True, "alibi": True, "num_heads": 6, "num_queries_per_kv": 2},
+    {"dtype": "bfloat16"},
 )
 
 
@@ -98,13 +132,8 @@ def _case(
     seed: int,
 ) -> Case:
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
-    if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
-        raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
-    if "first_block" in variant and not subject.large_caches:
-        raise InvalidCase("the subject may copy the cache")
-    if "freed" in variant and subject.origin == "model":
-        raise InvalidCase("the models do not say what is read before a window")
-    query_lens, ctx_lens = lens
+    _check_known(subject, op, variant)
+    query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))
     if op == "decode_attention_fwd":
         query_lens = (1,) * len(query_lens)
     fields: dict[str, Any] = {
@@ -117,23 +146,40 @@ def _case(
         "head_size": 64,
         "block_size": 16,
         "sm_scale": 0.125,
-        "query_lens": query_lens,
-        "ctx_lens": ctx_lens,
         "stage": "sound",
+        "fill": "all_rows",
+        "strides": "contiguous",
         "data": "normal",
         "empty": "nan",
         "output": "nan",
         "oracle": "float64",
         "seed": seed,
         **variant,
+        "query_lens": query_lens,
+        "ctx_lens": ctx_lens,
     }
-    if fields.get("sinks") and fields.get("alibi") and op != "unified_attention":
-        raise InvalidCase("the op refuses attention sinks beside ALiBi")
     if subject.origin == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    fields["fill"] = None if op == "reshape_and_cache_flash" else "all_rows"
+    if op == CACHE_WRITE:
+        fields["fill"] = None  # the context alone; the new tokens are what it writes
     splits = ("decode_attention_fwd",) if subject.release == "0.11.2" else CACHE_ONLY_OPS
     if op not in splits:
         fields["num_splits"] = None
     plain = Case(**fields)
     return plain.replace(num_blocks=plain.total_blocks + 3)
+
+
+def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
+    """Raise InvalidCase for a variant that the subject or the op does not know."""
+    if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
+        raise InvalidCase("the subject does not know the variant's kv_cache_dtype")
+    if variant.get("dtype", "float16") not in subject.dtypes:
+        raise InvalidCase("the subject's device does not compute the variant's dtype")
+    if "first_block" in variant and not subject.large_caches:
+        raise InvalidCase("the subject may copy the cache")
+    if "freed" in variant and subject.origin == "model":
+        raise InvalidCase("the models do not say what is read before a window")
+    if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
+        raise InvalidCase("the op refuses attention sinks beside ALiBi")
+    if op == MERGE and variant.get("strides", "contiguous") != "contiguous":
+        raise InvalidCase("strides must be contiguous: the op gets two outputs")

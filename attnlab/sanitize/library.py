@@ -24,10 +24,7 @@ from attnlab.sanitize.subject import Subject
 from attnlab.shown import Shown
 
 OnCase = Callable[[int, int], None]
-LEFT_OUT = (
-    "bfloat16 under Triton's interpreter; races, registers and compiler faults",
-    "output scales, quantisation by token and head, bidirectional masks",
-)
+LEFT_OUT = ("output scales, quantisation by token and head, bidirectional masks",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -189,7 +186,8 @@ def check_op(
                 groups[finding.group] = dataclasses.replace(first, seen=first.seen + 1)
     small = []
     for finding in groups.values():
-        seen = finding.seen
-        small.append(dataclasses.replace(shrink(lab, subject, finding), seen=seen))
+        least = shrink(lab, subject, finding)
+        seen_first = None if least.case == finding.case else finding.case
+        small.append(dataclasses.replace(least, seen=finding.seen, first=seen_first))
     left_out += tally.left_out(op)
     return _Part(op=op, cases_run=ran, findings=small, left_out=left_out, tally=tally)

@@ -1,11 +1,13 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from attnlab.case import CACHE_WRITE, Case
+from attnlab.compare import ErrorMap
 from attnlab.diagnose import diagnose
 from attnlab.diagnosis import Diagnosis
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
@@ -14,8 +16,13 @@ from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
 from attnlab.sanitize.reads import TOLD, observations
 from attnlab.sanitize.subject import Ran, Subject
+from attnlab.sanitize.sums import wrong_padding, wrong_sums
 
 _MOST_SHRINKS = 24
+_LAYOUTS = (
+    ("strides", "contiguous", "strides ignored"),
+    ("padding", 0, "padding not left out"),
+)
 
 
 def look(
@@ -33,7 +40,7 @@ def look(
     try:
         ran = subject.run(lab, case)
     except (KernelRejected, KernelFailed) as error:
-        return [_finding(case, "fails", str(error), "rejected")]
+        return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     on_ran(case, ran)
     found = [*observations(case, ran.memory)]
     if ran.outside:
@@ -41,13 +48,25 @@ def look(
     if ran.wraps:
         found.append(_finding(case, "int32_wrap", ran.wraps[0], "int32_wrap"))
     wrong = _of_output(lab, subject, case, ran)
-    return [*found, wrong] if wrong is not None else found
+    return [*found, *([wrong] if wrong is not None else _beside_output(lab, case, ran))]
+
+
+def _beside_output(lab: Lab, case: Case, ran: Ran) -> list[Finding]:
+    """Return what is wrong with the logarithms of sums, and with rows that pad a batch."""
+    found = []
+    text = "" if ran.lse is None else wrong_sums(lab, case, ran.lse)
+    if text:
+        found.append(_finding(case, "wrong_lse", text, "logarithm of the sum"))
+    text = "" if ran.padded is None else wrong_padding(case, ran.padded, ran.lse)
+    if text:
+        found.append(_finding(case, "wrong_output", text, "both parts empty"))
+    return found
 
 
 def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
     """Return what is wrong with an output, or an observation of what it depends on, or None."""
     if case.op == CACHE_WRITE:
-        return _of_cache(lab, case, ran)
+        return _of_cache(lab, subject, case, ran)
     told = diagnose(case, ran.output, lab=lab, propose=False)
     if told.is_wrong:
         return _wrong(lab, subject, case, ran.output, told)
@@ -55,7 +74,7 @@ def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | No
     other = subject.run(lab, garbage).output
     told = diagnose(garbage, other, lab=lab, propose=False)
     if told.is_wrong:
-        return _finding(garbage, "reads_unwritten_slots", told.sentences()[0], _name(told))
+        return _leak(lab, subject, garbage, told)
     rows = torch.nonzero(~rows_equal(ran.output, other)).flatten().tolist()
     if not rows:
         return None
@@ -69,8 +88,9 @@ def _wrong(
     """Return what is wrong with an output that is, by a second run on zeros: in slots and buffer."""
     zeros = case.replace(empty="zeros", output="zeros")
     again = subject.run(lab, zeros).output
+    layout = _by_layout(lab, subject, zeros)
     kept = torch.nonzero((output.isnan() & (again == 0)).flatten(1).all(1)).flatten()
-    if len(kept) and not (lab.reference(zeros)[kept] == 0).all():
+    if not layout and len(kept) and not (lab.reference(zeros)[kept] == 0).all():
         text = f"rows {kept[:8].tolist()} are as they were"
         return _finding(case, "rows_not_written", text, _name(told))
     told_again = diagnose(zeros, again, lab=lab, propose=False)
@@ -79,31 +99,54 @@ def _wrong(
         text = f"{told_again.sentences()[0]}; right where the blocks' numbers are small"
         return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     if told_again.is_wrong:
-        return _finding(zeros, "wrong_output", told_again.sentences()[0], _name(told_again))
+        return _finding(
+            zeros, "wrong_output", told_again.sentences()[0], layout or _name(told_again)
+        )
+    return _leak(lab, subject, case, told)
+
+
+def _by_layout(lab: Lab, subject: Subject, case: Case) -> str:
+    """Return which knob of how tensors lie in memory makes the output wrong, in words; or ""."""
+    for name, plain, words in _LAYOUTS:
+        if getattr(case, name) != plain and _is_right(lab, subject, case.replace(**{name: plain})):
+            return words
+    return ""
+
+
+def _leak(lab: Lab, subject: Subject, case: Case, told: Diagnosis) -> Finding:
+    """Return the finding of an output that depends on what it should not read: blocks that the window has
+    freed, where it is right with these kept, or slots that nobody wrote."""
     if case.freed != "kept" and _is_right(lab, subject, case.replace(freed="kept")):
         text = f"{told.sentences()[0]}; right where these blocks hold what they held"
         return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
-    return _finding(case, "reads_unwritten_slots", told.sentences()[0], _name(told))
+    return _finding(case, "reads_unwritten_slots", told.sentences()[0], "empty slots")
 
 
 def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
     """Answer whether a Case's output is off by rounding at most."""
-    output = subject.run(lab, case).output
-    return not diagnose(case, output, lab=lab, propose=False).is_wrong
+    ran = subject.run(lab, case)
+    if case.op == CACHE_WRITE:
+        return not _cache_errors(lab, case, ran).mismatched
+    return not diagnose(case, ran.output, lab=lab, propose=False).is_wrong
 
 
-def _of_cache(lab: Lab, case: Case, ran: Ran) -> Finding | None:
-    """Return what is wrong with a cache, or None."""
+def _cache_errors(lab: Lab, case: Case, ran: Ran) -> ErrorMap:
     call = lab.call(case)
     call.output.copy_(ran.output)
-    errors = lab.errors(case, call, lab.reference(case))
+    return lab.errors(case, call, lab.reference(case))
+
+
+def _of_cache(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
+    """Return what is wrong with a cache, or None."""
+    errors = _cache_errors(lab, case, ran)
     if not errors.mismatched:
         return None
     place = errors.places()[0]
     nobody = place.seq == len(case.lengths.query_lens)
     where = "nobody's slot" if nobody else f"sequence {place.seq}, position {place.token}"
     text = f"{errors.mismatched} elements differ, first in {where}"
-    return _finding(case, "wrong_bytes", text, "nobody's slot" if nobody else "own slot")
+    name = _by_layout(lab, subject, case) or ("nobody's slot" if nobody else "own slot")
+    return _finding(case, "wrong_bytes", text, name)
 
 
 def _name(told: Diagnosis) -> str:
@@ -168,7 +211,17 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
 
 def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     """Yield steps that turn off what may not matter."""
-    plain = {"alibi": False, "sinks": False, "sliding_window": 0, "k_scale": 1.0, "v_scale": 1.0}
+    plain = {
+        "alibi": False,
+        "sinks": False,
+        "sliding_window": 0,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "strides": "contiguous",
+        "padding": 0,
+        "block_size": 16,
+        "max_blocks_per_seq": None,
+    }
     off = {"freed": "kept", "first_block": 0}
     yield from ({name: value} for name, value in off.items() if getattr(case, name) != value)
     yield from ({name: off} for name, off in plain.items() if getattr(case, name) != off)

@@ -4,15 +4,17 @@ import builtins
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnlab.call import KernelCall
-from attnlab.case import KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
+from attnlab.case import DTYPE_BYTES, KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
 from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
 from attnlab.kernels.interpreter import Plan, interpreted_triton, launching
+from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
 from attnlab.kernels.trace import Watched
 from attnlab.memory import MemoryReport, traced
@@ -21,14 +23,17 @@ from attnlab.run import Lab
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
-    """What a run left: the output, and what the interpreter saw of it.
+    """What a run left: the output, what the interpreter saw of it, and what the op gave beside it.
 
     ``memory``: the slots that were read; None where no kernel ran under the lab's interpreter.
+    ``lse``, ``padded``: as :class:`attnlab.result.Result` has them.
     """
 
     output: torch.Tensor
     outside: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
+    lse: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
     memory: MemoryReport | None = None
 
 
@@ -41,6 +46,7 @@ class Subject:
     - ``release``: the rules that hold; ``version``: in words.
     - ``ops``, ``kv_cache_dtypes``: what it is run with; ``large_caches``: whether with caches of 8 GiB of
       addresses, which nobody must copy.
+    - ``device``: where a vLLM's kernels run, "cpu" (Triton's interpreter) or "cuda".
     """
 
     origin: str
@@ -50,31 +56,52 @@ class Subject:
     ops: tuple[str, ...]
     kv_cache_dtypes: tuple[str, ...] = KV_CACHE_DTYPES
     large_caches: bool = True
+    device: str = "cpu"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the dtypes that it is run with: those that its device computes as they are meant."""
+        if self.origin != "vllm":
+            return tuple(DTYPE_BYTES)
+        return ("float16", "bfloat16") if self.device == "cuda" else ("float16", "float32")
 
     def left_out(self) -> list[str]:
         """Return in words what it is not run with."""
-        text = "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
-        return [] if self.large_caches else [text]
+        far = "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
+        native = (
+            "float32 on a GPU, whose dot products take TF32",
+            "which slots are read, and accesses outside tensors, which only the interpreter sees",
+        )
+        interpreted = ("bfloat16 under Triton's interpreter; races, registers and compiler faults",)
+        texts = [] if self.large_caches else [far]
+        if self.origin == "vllm":
+            texts += native if self.device == "cuda" else interpreted
+        return texts
 
     def run(self, lab: Lab, case: Case) -> Ran:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
         it says NotImplementedError."""
         if self.origin == "plugin":
             return self._run_function(lab, case)
-        watched = self.origin == "vllm" and lab.where(case) == "cpu" and not case.first_block
-        result = lab.run(case.replace(checked=watched))
+        runner = _on_gpu(self.source) if self.device == "cuda" else lab
+        watched = self.origin == "vllm" and runner.where(case) == "cpu" and not case.first_block
+        result = runner.run(case.replace(checked=watched))
+        if result.error is not None and self.origin == "vllm" and not result.failed:
+            raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
         return Ran(
-            output=result.call.output,
+            output=result.call.output.cpu(),
             outside=result.outside,
             wraps=result.wraps,
+            lse=None if result.lse is None else result.lse.cpu(),
+            padded=None if result.padded is None else result.padded.cpu(),
             memory=result.memory,
         )
 
     def _run_function(self, lab: Lab, case: Case) -> Ran:
         """Run somebody's function; its Triton kernels, on a CPU, under the lab's interpreter."""
-        call, function = lab.call(case), _function(str(self.source))
+        call, function = strided(lab.call(case)), _function(str(self.source))
         plan = Plan(watched=Watched.of(call))
         try:
             with launching(plan):
@@ -108,15 +135,23 @@ def models(release: str) -> Subject:
     )
 
 
-def vllm(path: Path | None) -> Subject:
-    """Return the vLLM at ``path``, or the installed one; its ops are those that it has."""
+def vllm(path: Path | None, device: str = "cpu") -> Subject:
+    """Return the vLLM at ``path``, or the installed one; its ops are those that it has.
+
+    Raises Unavailable for ``device`` cuda where torch sees no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
     found = find_source(path)
     return Subject(
         origin="vllm",
         source=None if path is None else str(path),
         release=found.rules or "0.33.0",
-        version=found.text(),
+        version=found.text()
+        if device == "cpu"
+        else f"{found.text()} on {torch.cuda.get_device_name()}",
         ops=LIBRARY_OPS,
+        device=device,
     )
 
 
@@ -142,6 +177,12 @@ def plugin(name: str) -> Subject:
         kv_cache_dtypes=known,
         large_caches=bool(getattr(function, "large_caches", False)),
     )
+
+
+@cache
+def _on_gpu(source: str | None) -> Lab:
+    """Return the Lab that runs a vLLM on the GPU; what comes of it is judged by one on the CPU."""
+    return Lab(source=None if source is None else Path(source), device="cuda", keep=3)
 
 
 _LOADED: dict[str, Callable[[KernelCall], Any]] = {}

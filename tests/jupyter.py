@@ -1,0 +1,73 @@
+"""A real JupyterLab and a real browser, for the tests of the panels."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NAMES = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
+START_S = 60.0
+
+
+def find_chromium() -> str | None:
+    """Return the path of a Chromium: $ATTNLAB_CHROMIUM, or the first on PATH; None where there is none."""
+    if given := os.environ.get("ATTNLAB_CHROMIUM"):
+        return given
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def running_lab(folder: Path, log: Path) -> Iterator[str]:
+    """Run JupyterLab in ``folder`` and yield its address with the token; its settings are its own."""
+    port, token = _free_port(), secrets.token_hex(16)
+    address = f"http://127.0.0.1:{port}"
+    home = log.parent / "jupyter"
+    folders = {
+        f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")
+    }
+    labs = {
+        f"JUPYTERLAB_{name}_DIR": str(home / name.lower()) for name in ("SETTINGS", "WORKSPACES")
+    }
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+    command += ["--ip=127.0.0.1", f"--IdentityProvider.token={token}", f"--notebook-dir={folder}"]
+    command += ["--expose-app-in-browser", "--ServerApp.port_retries=0"]
+    with log.open("w") as said:
+        server = subprocess.Popen(
+            command, stdout=said, stderr=said, env={**os.environ, **folders, **labs}
+        )
+        try:
+            _wait_for(f"{address}/api?token={token}", server, log)
+            yield f"{address}/lab/tree/{{}}?token={token}&reset"
+        finally:
+            server.terminate()
+            try:
+                server.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until the server answers; raise with its last words where it ends or takes too long."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab did not start: {log.read_text()[-2000:]}")

@@ -1,0 +1,99 @@
+"""Measure the explorer: seconds from a toggle to its pictures, as JSON.
+
+python tools/panels.py             in this process: from a control's new value to each picture
+python tools/panels.py --browser   in JupyterLab: from the toggle on the page to the picture drawn there
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from attnlab.case import Case
+from attnlab.widgets import explorer
+
+ROOT = Path(__file__).parent.parent
+CASE = Case(num_heads=8, draw_max_query_len=128, draw_max_ctx_len=128, x=8)
+STAGES = ("cast_after_cumsum", "int32_before_cumsum", "fill_all", "sound", "fill_decode")
+TURNS = [("stage", name) for name in STAGES] + [
+    ("platform", "sm_90"),
+    ("empty", "nan"),
+    ("data", "normal"),
+    ("seed", 1),
+]
+TOGGLE = """async ([name, value]) => {
+  const panel = document.querySelector('.attnlab-panel');
+  const input = panel.querySelector(`.attnlab-knob-${name} select, .attnlab-knob-${name} input`);
+  const image = panel.querySelector('.attnlab-picture img');
+  const drawn = new Promise((done) => image.addEventListener('load', done, { once: true }));
+  const start = performance.now();
+  input.value = value;
+  input.dispatchEvent(new Event(input.tagName === 'SELECT' ? 'input' : 'change', { bubbles: true }));
+  input.dispatchEvent(new Event('change', { bubbles: true }));
+  await drawn;
+  return (performance.now() - start) / 1000;
+}"""
+
+
+def in_this_process() -> dict[str, Any]:
+    """Return seconds from a control's change to the picture of errors, to all pictures, and the
+    processor's seconds that all of it took."""
+    view = explorer(CASE)
+    view.wait()
+    first: list[float] = []
+    view.pictures["error"].observe(lambda change: first.append(time.perf_counter()), "version")
+    figures: dict[str, Any] = {}
+    for name, value in TURNS:
+        start, cpu = time.perf_counter(), time.process_time()
+        first.clear()
+        view.controls[name].show(value)
+        view.wait()
+        figures[f"{name} {value}"] = {
+            "error_picture_s": round(first[0] - start, 3),
+            "all_pictures_s": round(time.perf_counter() - start, 3),
+            "processor_s": round(time.process_time() - cpu, 3),
+        }
+    return figures
+
+
+def in_jupyterlab() -> dict[str, float]:
+    """Return seconds from a toggle on the page to the picture of errors drawn on it."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from jupyter import find_chromium, running_lab
+    from playwright.sync_api import sync_playwright
+    from test_browser import Browser
+
+    figures = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_lab(ROOT / "notebooks", Path(folder) / "log") as url,
+        sync_playwright() as one,
+    ):
+        chromium = one.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 1500, "height": 1000})
+        browser = Browser(page=page, url=url)
+        browser.open("05-explorer.ipynb")
+        browser.run("view = explorer(")
+        panel = browser.panel("view = explorer(")
+        for name, value in TURNS:
+            panel.locator("[data-state=idle]").wait_for(state="attached")
+            figures[f"{name} {value}"] = round(page.evaluate(TOGGLE, [name, str(value)]), 3)
+            page.wait_for_timeout(500)
+        chromium.close()
+    return figures
+
+
+def main() -> int:
+    """Print the figures."""
+    figures = in_jupyterlab() if "--browser" in sys.argv[1:] else in_this_process()
+    times = [one if isinstance(one, float) else one["error_picture_s"] for one in figures.values()]
+    summary = {"median_s": statistics.median(times), "most_s": max(times)}
+    print(json.dumps({"error_picture": summary, "toggles": figures}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
