@@ -122,7 +122,7 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     if args.report is not None:
         from attnlab.sanitize.upstream import write_reports
 
-        written = write_reports(report.findings, args.report, report.version)
+        written = write_reports(report.findings, args.report, report.version, subject.device)
         report = dataclasses.replace(report, reports=[str(path) for path in written])
     return report
 

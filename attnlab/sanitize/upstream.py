@@ -56,10 +56,13 @@ _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and 
 _BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
 
 
-def write_reports(findings: list[Finding], folder: Path, version: str) -> list[Path]:
+def write_reports(
+    findings: list[Finding], folder: Path, version: str, device: str = "cpu"
+) -> list[Path]:
     """Write a text and a script for each finding to ``folder``, made where it is missing; return them.
 
-    ``version``: the vLLM that showed them under Triton's interpreter, in words. Of a finding that
+    ``version``: the vLLM that showed them, in words; ``device``: where, "cuda" or, under Triton's
+    interpreter, "cpu". Of a finding that
     :func:`has_script` denies only the text is written. Raises InvalidCase for a folder that cannot be
     made or written.
     """
@@ -69,6 +72,7 @@ def write_reports(findings: list[Finding], folder: Path, version: str) -> list[P
         for number, finding in enumerate(findings, 1):
             name = f"{number:02}_{finding.op}_{finding.kind}"
             facts = {**_facts(finding, version), "name": name}
+            facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
             facts["script"] = _render("repro.py.j2", facts) if has_script(finding.case) else ""
             for suffix, text in (("py", facts["script"]), ("md", _render("upstream.md.j2", facts))):
                 if text:
@@ -96,7 +100,6 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "evidence": finding.evidence.rstrip("."),
         "diagnosis": finding.diagnosis.replace("_", " "),
         "version": version,
-        "how": "under Triton's interpreter on a CPU",
         "seen": finding.seen,
         "op": finding.op,
         "module": OP_CALLS[finding.op].module,
@@ -129,7 +132,6 @@ def _setting(case: Case) -> str:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
     words += ["ALiBi"] if case.alibi else []
-    words += [f"a soft cap of {case.softcap}"] if case.softcap else []
     words += ["sinks"] if case.sinks else []
     words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
     words += [f"blocks from {case.first_block} on"] if case.first_block else []
