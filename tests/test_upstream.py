@@ -52,7 +52,6 @@ RIGHT = {  # cases in which 0.33.0 is right
         "query_lens": (1, 1, 1),
     },
     "sinks": {"op": "unified_attention", "sinks": True},
-    "soft cap": {"op": "unified_attention", "softcap": 0.5},
     "window": {"op": "unified_attention", "sliding_window": 9},
     "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
     "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},

@@ -21,8 +21,8 @@ from attnlab.testid import nearest_id
 from attnlab.widgets import explorer, panel
 from attnlab.widgets.controls import Control, groups
 from attnlab.widgets.exchange import case_texts, read_case
-from attnlab.widgets.latest import Latest
-from attnlab.widgets.progress import share_done
+from attnlab.widgets.latest import Latest, Outdated, Turn
+from attnlab.widgets.progress import Progress, share_done
 from attnlab.widgets.seen import band_of, look, select, select_band
 from attnlab.widgets.state import Draft, blamed
 
@@ -125,16 +125,17 @@ def answers(latest_of: list[int], quiet_s: float = 0.02) -> tuple[Latest[int], l
 
 
 def test_a_series_computes_only_the_last() -> None:
-    """Of twenty questions in a row the last alone is worked on."""
+    """Of ten questions, each soon after the one before, the last alone is worked on."""
     computed: list[int] = []
-    latest, given_out = answers(computed, quiet_s=0.2)
-    for question in range(20):
+    latest, given_out = answers(computed, quiet_s=0.5)
+    for question in range(10):
         latest.ask(question)
+        time.sleep(0.02)
     assert latest.wait(10)
-    assert (computed, given_out) == ([19], [19])
-    latest.ask(20)
+    assert (computed, given_out) == ([9], [9])
+    latest.ask(10)
     assert latest.wait(10)
-    assert given_out == [19, 20]
+    assert given_out == [9, 10]
 
 
 def test_work_that_is_under_way_is_dropped_for_the_next() -> None:
@@ -403,6 +404,16 @@ def test_a_long_first_step_shows_itself() -> None:
     time.sleep(0.5)  # longer than the timer of a turn that has ended
     assert view.progress._button.layout.display == "none"
     assert not view.is_stale
+
+
+def test_a_step_of_an_outdated_turn_ends_it() -> None:
+    """At once, not when progress is next shown."""
+    latest: Latest[int] = Latest(lambda question, turn: None, lambda question, error: None)
+    step = Progress(latest.cancel).steps(Turn(generation=latest.generation, latest=latest))
+    step("batch")
+    latest.cancel()
+    with pytest.raises(Outdated):
+        step("cache")
 
 
 def test_progress_goes_forward() -> None:

@@ -103,7 +103,8 @@ def run(
         with interpreter.launching(plan):
             loaded.function(call.op)(**arguments)
         OP_CALLS[call.op].finish(moved, arguments)
-        plan.observed.lse = OP_CALLS[call.op].lse(arguments)
+        lse = OP_CALLS[call.op].lse(arguments)
+        plan.observed.lse = None if lse is None else lse.cpu()
     except AttnLabError:
         raise
     except Exception as error:
@@ -111,7 +112,7 @@ def run(
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(moved.output[: len(call.output)])
-    plan.observed.padded = moved.output[len(call.output) :] if call.padding else None
+    plan.observed.padded = moved.output[len(call.output) :].cpu() if call.padding else None
     return plan.observed
 
 

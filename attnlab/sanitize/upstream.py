@@ -132,7 +132,6 @@ def _setting(case: Case) -> str:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
     words += ["ALiBi"] if case.alibi else []
-    words += [f"a soft cap of {case.softcap}"] if case.softcap else []
     words += ["sinks"] if case.sinks else []
     words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
     words += [f"blocks from {case.first_block} on"] if case.first_block else []
