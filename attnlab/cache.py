@@ -75,9 +75,14 @@ def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
     return value.view(*blocks, *shape).transpose(-3, -2).reshape(value.shape)
 
 
-def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def untouched(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Return zeros that take memory page by page, as they are written: NumPy asks the system for pages
-    that are zero, torch writes zeros itself. Raises Unavailable where not even the addresses are had."""
+    that are zero, torch writes zeros itself. A GPU's take all of theirs. Raises Unavailable where not even
+    the addresses are had."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     try:
         zeros = np.zeros(size, dtype=np.uint8)
@@ -95,7 +100,7 @@ def to_flash(
     copied: they are :func:`untouched` zeros."""
     if first_block:
         near = to_flash(key[first_block:], value[first_block:])
-        copies = tuple(untouched((len(key), *one.shape[1:]), one.dtype) for one in near)
+        copies = tuple(untouched((len(key), *one.shape[1:]), one.dtype, one.device) for one in near)
         for copy, one in zip(copies, near, strict=True):
             copy[first_block:] = one
         return copies[0], copies[1]
@@ -224,7 +229,7 @@ def _empty(
     """Return a cache tensor that holds zeros, NaN or finite garbage everywhere; before ``first_block``
     untouched zeros."""
     if case.first_block:
-        cache = untouched(shape, format.storage).to(device)
+        cache = untouched(shape, format.storage, device)
         used = (shape[0] - case.first_block, *shape[1:])
         cache[case.first_block :] = _empty(used, format, case.replace(**_NEAR), salt, device)
         return cache

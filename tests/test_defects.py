@@ -32,6 +32,7 @@ VARIANTS = {
     "fp8 fn": hostile(kv_cache_dtype="fp8", platform="gfx950", x=8, empty="zeros"),
     "Triton": hostile(platform="sm_90", empty="garbage"),
     "prefill op": hostile(op="context_attention_fwd"),
+    "ratio": hostile(num_heads=40, num_queries_per_kv=20),
     "sinks": hostile(sinks=True, empty="garbage"),
     "sinks, segments": hostile(
         sinks=True,

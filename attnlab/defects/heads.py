@@ -34,6 +34,16 @@ def _kv_head(
     )
 
 
+def _by_tile(scene: Scene, spot: Spot) -> torch.Tensor:
+    """Return the KV heads of tiles of 16 query heads, where a KV head has more and its last tile is not
+    full: the tile takes the next KV head's query heads along.
+
+    Of 20 query heads a KV head, heads 20 to 31 are computed with KV head 0.
+    """
+    group = scene.call.num_queries_per_kv
+    return spot.heads // min(16, group) // -(-group // 16)
+
+
 def _next_head(scene: Scene, spot: Spot) -> Mixed:
     heads = (spot.heads + 1) % scene.num_heads
     return scene.right(dataclasses.replace(spot, heads=heads))
@@ -57,6 +67,13 @@ HEADS = (
         "every query head reads the KV head behind its own",
         ("fla #1029",),
         lambda scene, spot: (scene.kv_of(spot.heads) + 1) % scene.call.key.shape[1],
+    ),
+    _kv_head(
+        "kv_head_by_tile",
+        "query heads are taken in tiles of 16, and of more than 16 a KV head the last tile reaches into "
+        "the next KV head's",
+        ("vllm #40792",),
+        _by_tile,
     ),
     Defect(
         name="output_of_next_head",
