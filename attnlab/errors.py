@@ -28,6 +28,10 @@ class KernelFailed(KernelRejected):
     """The kernel broke while it ran: it left its memory, stood still, or would have ended the process."""
 
 
+class DeviceLost(AttnLabError, RuntimeError):
+    """A kernel broke the GPU's context: this process can run nothing on it any more."""
+
+
 class Unavailable(OneLine, AttnLabError, RuntimeError):
     """What was asked for cannot run here; the text says why and what would help."""
 

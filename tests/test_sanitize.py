@@ -127,6 +127,26 @@ def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
+def test_a_kernel_that_breaks_the_gpus_context_is_a_finding_and_the_rest_is_run(
+    tmp_path: Path,
+) -> None:
+    """Its process can run nothing any more: another goes on with the case behind it."""
+    broken = RIGHT.replace(
+        "    key_cache, value_cache = to_flash",
+        "    if call.sliding_window:\n"
+        "        raise torch.AcceleratorError('CUDA error: an illegal memory access')\n"
+        "    key_cache, value_cache = to_flash",
+    )
+    whole = checked(planted(tmp_path, RIGHT), cases=6)
+    (tmp_path / "broken").mkdir()
+    subject = planted(tmp_path / "broken", broken)
+    report = check_library(subject, subject.ops, "sm_90", 6, 600.0, processes=2)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+    assert report.findings[0].case.sliding_window
+    assert "illegal memory access" in report.findings[0].evidence
+    assert report.cases_run == whole.cases_run
+
+
 @pytest.mark.parametrize(
     ("fault", "diagnosis"),
     [

@@ -1,6 +1,7 @@
 """Running a whole library: every op over its hostile cases, equal findings in one, in several processes."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from attnlab.breaches import check
 from attnlab.case import Case
 from attnlab.dispatch import Setting, decide
-from attnlab.errors import AttnLabError, Unavailable
+from attnlab.errors import AttnLabError, DeviceLost
 from attnlab.run import Lab
 from attnlab.sanitize.finding import Finding
 from attnlab.sanitize.hostile import hostile_cases
@@ -61,13 +62,17 @@ class Report(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What came of one op."""
+    """What came of one op, or of its first cases.
+
+    ``resume``: the case that another process has to go on with, where one has broken the GPU's context.
+    """
 
     cases_run: int
     op: str
     findings: list[Finding]
     left_out: list[str]
     tally: Tally = field(default_factory=Tally)
+    resume: int | None = None
 
 
 def check_library(
@@ -127,11 +132,33 @@ def _parts(
 
 
 def _in_a_process(subject: Subject, op: str, how: tuple[str, int, float, int]) -> _Part:
-    """Return what came of an op in a process of its own; one that dies is a finding."""
+    """Return what came of an op in processes of its own: one that dies, or breaks the GPU's context, is a
+    finding, and in the latter case another goes on behind it."""
+    parts = [_in_one_process(subject, op, how, 0)]
+    while (resume := parts[-1].resume) is not None:
+        parts.append(_in_one_process(subject, op, how, resume))
+    groups: dict[tuple[str, str, str], Finding] = {}
+    for finding in (one for part in parts for one in part.findings):
+        first = groups.get(finding.group)
+        seen = finding.seen + (first.seen if first else 0)
+        groups[finding.group] = dataclasses.replace(first or finding, seen=seen)
+    return _Part(
+        op=op,
+        cases_run=sum(part.cases_run for part in parts),
+        findings=list(groups.values()),
+        left_out=list(dict.fromkeys(text for part in parts for text in part.left_out)),
+        tally=parts[0].tally,
+    )
+
+
+def _in_one_process(
+    subject: Subject, op: str, how: tuple[str, int, float, int], begin: int
+) -> _Part:
+    """Return what came of an op's cases from ``begin`` on."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_alone) as pool:
         try:
-            return pool.submit(check_op, subject, op, *how).result()
+            return pool.submit(check_op, subject, op, *how, begin).result()
         except BrokenProcessPool:
             platform, cases, _, seed = how
             first = next(hostile_cases(subject, op, platform, cases, seed))
@@ -156,26 +183,26 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
 
 
 def check_op(
-    subject: Subject, op: str, platform: str, cases: int, seconds: float, seed: int
+    subject: Subject, op: str, platform: str, cases: int, seconds: float, seed: int, begin: int = 0
 ) -> _Part:
-    """Run one op over its hostile Cases until the time is up; shrink one finding of each group."""
+    """Run one op over its hostile Cases, from ``begin`` on, until the time is up; shrink one finding of
+    each group."""
     began, ran, left_out = time.perf_counter(), 0, list[str]()
     lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
     groups: dict[tuple[str, str, str], Finding] = {}
-    tally = Tally()
-    for case in hostile_cases(subject, op, platform, cases, seed):
+    tally, resume = Tally(), None
+    hostile = enumerate(hostile_cases(subject, op, platform, cases, seed))
+    for i, case in itertools.islice(hostile, begin, None):
         if time.perf_counter() - began > seconds:
-            left_out.append(f"{op}: {cases - ran} of {cases} cases, the time was up")
+            left_out.append(f"{op}: {cases - i} of {cases} cases, the time was up")
             break
         try:
             if is_callers_fault(lab, case):
                 continue
             found = look(lab, subject, case, tally.add)
-        except Unavailable as error:
-            text = f"{op}: {error}"
-            if text not in left_out:
-                left_out.append(text)
-            continue
+        except DeviceLost as error:
+            text, resume = str(error), i + 1
+            found = [Finding(op=op, kind="fails", case=case, evidence=text, diagnosis="crash")]
         except AttnLabError as error:
             left_out.append(f"{op}: {error}")
             continue
@@ -184,10 +211,23 @@ def check_op(
             first = groups.setdefault(finding.group, finding)
             if first is not finding:
                 groups[finding.group] = dataclasses.replace(first, seen=first.seen + 1)
-    small = []
-    for finding in groups.values():
-        least = shrink(lab, subject, finding)
-        seen_first = None if least.case == finding.case else finding.case
-        small.append(dataclasses.replace(least, seen=finding.seen, first=seen_first))
-    left_out += tally.left_out(op)
-    return _Part(op=op, cases_run=ran, findings=small, left_out=left_out, tally=tally)
+        if resume is not None:
+            break
+    small = list(groups.values())
+    if resume is None:  # a broken GPU shrinks nothing
+        small = [_shrunk(lab, subject, finding) for finding in small]
+    return _Part(
+        op=op,
+        cases_run=ran,
+        findings=small,
+        left_out=[*dict.fromkeys(left_out), *tally.left_out(op)],
+        tally=tally,
+        resume=resume,
+    )
+
+
+def _shrunk(lab: Lab, subject: Subject, finding: Finding) -> Finding:
+    """Return the finding at its smallest Case, with the one where it was seen first."""
+    least = shrink(lab, subject, finding)
+    first = None if least.case == finding.case else finding.case
+    return dataclasses.replace(least, seen=finding.seen, first=first)

@@ -12,7 +12,14 @@ import torch
 
 from attnlab.call import KernelCall
 from attnlab.case import DTYPE_BYTES, KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
-from attnlab.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected, Unavailable
+from attnlab.errors import (
+    AttnLabError,
+    DeviceLost,
+    InvalidCase,
+    KernelFailed,
+    KernelRejected,
+    Unavailable,
+)
 from attnlab.kernels.interpreter import Plan, interpreted_triton, launching
 from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
@@ -80,18 +87,24 @@ class Subject:
 
     def run(self, lab: Lab, case: Case) -> Ran:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
-        it says NotImplementedError."""
+        it says NotImplementedError, DeviceLost where it broke the GPU's context."""
         if self.origin == "plugin":
             return self._run_function(lab, case)
         runner = _on_gpu(self.source) if self.device == "cuda" else lab
         watched = self.origin == "vllm" and runner.where(case) == "cpu" and not case.first_block
-        result = runner.run(case.replace(checked=watched))
+        try:
+            result = runner.run(case.replace(checked=watched))
+            output = result.call.output.cpu()  # waits for the kernels
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error).splitlines()[0]) from error
+        if result.failed and "AcceleratorError" in str(result.error):
+            raise DeviceLost(str(result.error).splitlines()[0])
         if result.error is not None and self.origin == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
         return Ran(
-            output=result.call.output.cpu(),
+            output=output,
             outside=result.outside,
             wraps=result.wraps,
             lse=None if result.lse is None else result.lse.cpu(),
@@ -108,6 +121,8 @@ class Subject:
                 function(call)
         except AttnLabError:
             raise
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error).splitlines()[0]) from error
         except NotImplementedError as error:
             raise Unavailable(f"{self.version} does not know it: {error}") from error
         except Exception as error:
