@@ -185,8 +185,8 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
 def check_op(
     subject: Subject, op: str, platform: str, cases: int, seconds: float, seed: int, begin: int = 0
 ) -> _Part:
-    """Run one op over its hostile Cases, from ``begin`` on, until the time is up; shrink one finding of
-    each group."""
+    """Run one op over its hostile Cases, from ``begin`` on, and shrink one finding of each group, until the
+    time is up."""
     began, ran, left_out = time.perf_counter(), 0, list[str]()
     lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
     groups: dict[tuple[str, str, str], Finding] = {}
@@ -215,7 +215,7 @@ def check_op(
             break
     small = list(groups.values())
     if resume is None:  # a broken GPU shrinks nothing
-        small = [_shrunk(lab, subject, finding) for finding in small]
+        small = _shrunk(lab, subject, small, began + seconds)
     return _Part(
         op=op,
         cases_run=ran,
@@ -226,8 +226,14 @@ def check_op(
     )
 
 
-def _shrunk(lab: Lab, subject: Subject, finding: Finding) -> Finding:
-    """Return the finding at its smallest Case, with the one where it was seen first."""
-    least = shrink(lab, subject, finding)
-    first = None if least.case == finding.case else finding.case
-    return dataclasses.replace(least, seen=finding.seen, first=first)
+def _shrunk(lab: Lab, subject: Subject, findings: list[Finding], until: float) -> list[Finding]:
+    """Return each finding at its smallest Case, with the one where it was seen first: faults before what
+    is told beside, each with an equal part of the time that is left."""
+    small = []
+    findings = sorted(findings, key=lambda one: not one.is_fault)
+    for i, finding in enumerate(findings):
+        left = (until - time.perf_counter()) / (len(findings) - i)
+        least = shrink(lab, subject, finding, left)
+        first = None if least.case == finding.case else finding.case
+        small.append(dataclasses.replace(least, seen=finding.seen, first=first))
+    return small

@@ -1,6 +1,8 @@
 """Looking at one Case: what a kernel does wrong there, and the smallest Case that shows it."""
 
+import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,15 +160,17 @@ def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:
     return Finding(op=case.op, kind=kind, case=case, evidence=evidence, diagnosis=diagnosis)
 
 
-def shrink(lab: Lab, subject: Subject, finding: Finding) -> Finding:
-    """Return the finding at a smaller Case that shows the same, as small as a few steps make it."""
+def shrink(lab: Lab, subject: Subject, finding: Finding, seconds: float = math.inf) -> Finding:
+    """Return the finding at a smaller Case that shows the same, as small as a few steps make it, or as
+    many as ``seconds`` allow."""
+    until = time.perf_counter() + seconds
     tries = 0
     smaller = True
     while smaller and tries < _MOST_SHRINKS:
         smaller = False
         for case in _smaller(finding.case):
             tries += 1
-            if tries > _MOST_SHRINKS:
+            if tries > _MOST_SHRINKS or time.perf_counter() > until:
                 break
             same = _same(lab, subject, finding, case)
             if same is not None:
