@@ -80,7 +80,7 @@ def _hatch(ax: Axes, mask: Any, hatch: str) -> None:
     hidden = np.ma.masked_where(~mask, np.zeros(mask.shape))
     if hatch == "///":
         cover = ListedColormap([_UNWRITTEN])
-        ax.pcolormesh(edges_x, edges_y, hidden, cmap=cover, alpha=0.55)
+        ax.pcolormesh(edges_x, edges_y, hidden, cmap=cover)
     for first, last in _runs(mask.any(1)):
         ax.fill_between(
             [-0.5, mask.shape[1] - 0.5],

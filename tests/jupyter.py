@@ -1,8 +1,7 @@
-"""A real JupyterLab and a real browser, for the tests of the panels."""
+"""A real JupyterLab, for the tests of the panels."""
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,15 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NAMES = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
 START_S = 60.0
-
-
-def find_chromium() -> str | None:
-    """Return the path of a Chromium: $ATTNLAB_CHROMIUM, or the first on PATH; None where there is none."""
-    if given := os.environ.get("ATTNLAB_CHROMIUM"):
-        return given
-    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
