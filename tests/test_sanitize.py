@@ -34,9 +34,6 @@ write.kv_cache_dtypes = ("auto",)
 """
 
 
-ALIBI_AND_SINKS = ("unified_attention", "wrong_output", "sink_beside_alibi")
-
-
 def planted(folder: Path, text: str, name: str = "my_attention") -> Subject:
     """Return the plugin of a file's text."""
     file = folder / "kernel.py"
@@ -51,12 +48,12 @@ def checked(subject: Subject, cases: int = 8, platform: str = "sm_90", seed: int
 
 @pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
 def test_sound_models_give_no_finding(platform: str) -> None:
-    """More than 500 runs in all, each with two contents of empty slots; not one finding, but what vLLM's
-    own unified_attention does with ALiBi beside sinks."""
+    """More than 500 runs in all, each with two contents of empty slots; not one finding. Where a model does
+    what vLLM does wrong, it is not sound, and is left out."""
     report = checked(models("0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
-    assert [one.group for one in report.findings] == [ALIBI_AND_SINKS]
-    assert report.observations == []
+    assert report.findings == report.observations == []
+    assert any("ALiBi beside sinks" in text for text in report.left_out)
 
 
 def test_the_older_models_faults_are_found() -> None:
@@ -68,7 +65,7 @@ def test_the_older_models_faults_are_found() -> None:
     assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
     by_heads = ("chunked_prefill_paged_decode", "wrong_output", "scale_by_num_heads")
     overflow = ("unified_attention", "wrong_output", "softcap_overflows")
-    assert faults.keys() == {by_heads, overflow, ALIBI_AND_SINKS}
+    assert faults.keys() == {by_heads, overflow}
     by_scale = faults[by_heads]
     assert len(by_scale.case.lengths.query_lens) == 1
     result = Lab().run(by_scale.case)

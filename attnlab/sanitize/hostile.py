@@ -179,6 +179,8 @@ def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
         raise InvalidCase("the subject may copy the cache")
     if "freed" in variant and subject.origin == "model":
         raise InvalidCase("the models do not say what is read before a window")
+    if subject.origin == "model" and variant.get("sinks") and variant.get("alibi"):
+        raise InvalidCase("the models do what vLLM's op does there, which is wrong")
     if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
         raise InvalidCase("the op refuses attention sinks beside ALiBi")
     if op == MERGE and variant.get("strides", "contiguous") != "contiguous":

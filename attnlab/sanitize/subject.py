@@ -27,6 +27,19 @@ from attnlab.kernels.trace import Watched
 from attnlab.memory import MemoryReport, traced
 from attnlab.run import Lab
 
+_NO_LARGE_CACHES = (
+    "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
+)
+_MODELLED = (
+    "blocks that a sliding window freed: the models do not say what is read before a window",
+    "ALiBi beside sinks: the models do what vLLM's unified_attention does there, which is wrong",
+)
+_INTERPRETED = ("bfloat16 under Triton's interpreter; races, registers and compiler faults",)
+_NATIVE = (
+    "float32 on a GPU, whose dot products take TF32",
+    "which slots are read, and accesses outside tensors, which only the interpreter sees",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
@@ -74,16 +87,10 @@ class Subject:
 
     def left_out(self) -> list[str]:
         """Return in words what it is not run with."""
-        far = "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
-        native = (
-            "float32 on a GPU, whose dot products take TF32",
-            "which slots are read, and accesses outside tensors, which only the interpreter sees",
-        )
-        interpreted = ("bfloat16 under Triton's interpreter; races, registers and compiler faults",)
-        texts = [] if self.large_caches else [far]
+        texts = [] if self.large_caches else [_NO_LARGE_CACHES]
         if self.origin == "vllm":
-            texts += native if self.device == "cuda" else interpreted
-        return texts
+            texts += _NATIVE if self.device == "cuda" else _INTERPRETED
+        return texts + list(_MODELLED if self.origin == "model" else ())
 
     def run(self, lab: Lab, case: Case) -> Ran:
         """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
