@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +26,10 @@ from attnlab.kernels.presented import strided
 from attnlab.kernels.source import find_source
 from attnlab.kernels.trace import Watched
 from attnlab.memory import MemoryReport, traced
+from attnlab.result import Result
 from attnlab.run import Lab
 
+_BROKEN = re.compile(r"illegal|misaligned|launch failure|device-side assert")  # CUDA's words
 _NO_LARGE_CACHES = (
     "block offsets beyond 2^31 elements: give the kernel large_caches = True if it copies no cache"
 )
@@ -97,21 +100,17 @@ class Subject:
         it says NotImplementedError, DeviceLost where it broke the GPU's context."""
         if self.origin == "plugin":
             return self._run_function(lab, case)
-        runner = _on_gpu(self.source) if self.device == "cuda" else lab
-        watched = self.origin == "vllm" and runner.where(case) == "cpu" and not case.first_block
-        try:
-            result = runner.run(case.replace(checked=watched))
-            output = result.call.output.cpu()  # waits for the kernels
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error).splitlines()[0]) from error
-        if result.failed and "AcceleratorError" in str(result.error):
-            raise DeviceLost(str(result.error).splitlines()[0])
+        if self.device == "cuda":
+            result = _run_native(_on_gpu(self.source), case)
+        else:
+            watched = self.origin == "vllm" and not case.first_block
+            result = lab.run(case.replace(checked=watched))
         if result.error is not None and self.origin == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
         return Ran(
-            output=output,
+            output=result.call.output.cpu(),
             outside=result.outside,
             wraps=result.wraps,
             lse=None if result.lse is None else result.lse.cpu(),
@@ -199,6 +198,21 @@ def plugin(name: str) -> Subject:
         kv_cache_dtypes=known,
         large_caches=bool(getattr(function, "large_caches", False)),
     )
+
+
+def _run_native(lab: Lab, case: Case) -> Result:
+    """Run a Case on the GPU; raise DeviceLost where its kernel broke the GPU's context, whoever ran into
+    that: the op, the lab's own work behind it, or Triton, which launched the next kernel."""
+    try:
+        result = lab.run(case)
+        result.call.output.cpu()  # waits for the kernels
+    except (torch.AcceleratorError, Unavailable) as error:
+        if isinstance(error, Unavailable) and not _BROKEN.search(str(error)):
+            raise
+        raise DeviceLost(str(error).splitlines()[0]) from error
+    if _BROKEN.search(str(result.error)):
+        raise DeviceLost(str(result.error).splitlines()[0])
+    return result
 
 
 @cache
