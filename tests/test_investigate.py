@@ -367,6 +367,8 @@ def test_reports_that_only_another_may_write_are_one_line(names):
     for folder in (names, *names.parents):
         folder.chmod(folder.stat().st_mode | 0o055)
     (names / "r" / "executed").mkdir(parents=True)
+    for folder in (names / "r", names / "r" / "executed"):
+        folder.chmod(0o755)  # whatever umask another library has left
     os.seteuid(65534)
     try:
         with pytest.raises(AttnLabError, match="cannot be made or written: Permission denied"):
