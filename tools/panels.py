@@ -62,7 +62,8 @@ def in_this_process() -> dict[str, Any]:
 def in_jupyterlab() -> dict[str, float]:
     """Return seconds from a toggle on the page to the picture of errors drawn on it."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from jupyter import find_chromium, running_lab
+    from browser import find_chromium
+    from jupyter import running_lab
     from playwright.sync_api import sync_playwright
     from test_browser import Browser
 
