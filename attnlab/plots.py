@@ -236,6 +236,12 @@ def plot_slots(
     ax.set_xticks(range(0, block_size, 4))
     ax.set(xlabel="slot of the block", title=title)
     handles = [Patch(color=colours[i], label=names[i]) for i in np.unique(state)]
+    legend_beside(ax, handles)
+    return ax
+
+
+def legend_beside(ax: Axes, handles: Sequence[Any]) -> None:
+    """Put a legend at the right of a picture, outside it."""
     ax.legend(
         handles=handles,
         fontsize="small",
@@ -243,7 +249,6 @@ def plot_slots(
         bbox_to_anchor=(1.0, 1.0),
         frameon=False,
     )
-    return ax
 
 
 def plot_sizes(

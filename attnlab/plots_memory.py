@@ -10,6 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 from attnlab.memory import KINDS
+from attnlab.plots import legend_beside
 
 _COLOURS = ("#4e79a7", "#9c755f", "#76b7b2", "#e15759", "#f1ce63", "#b07aa1", "#f28e2b")
 _READ, _UNREAD, _OUTSIDE = "#4e79a7", "#f2f2f2", "#e15759"
@@ -38,7 +39,7 @@ def plot_reads(
     ax.set_xticks(range(0, shown.shape[1], 4))
     ax.set(xlabel="slot of the block", title=title)
     handles = [Patch(color=_COLOURS[i], label=KINDS[i]) for i in np.unique(shown)]
-    _legend(ax, handles)
+    legend_beside(ax, handles)
     return ax
 
 
@@ -58,7 +59,7 @@ def plot_merge(reads: Any, own: Any, *, title: str = "", ax: Axes | None = None)
     ax.set(xlabel="entry of exp_sums: head × partition", ylabel="head that merges", title=title)
     names = ["not read", "its own partition", "another head's"]
     colours = [_UNREAD, _READ, _OUTSIDE]
-    _legend(ax, [Patch(color=colours[i], label=names[i]) for i in np.unique(state)])
+    legend_beside(ax, [Patch(color=colours[i], label=names[i]) for i in np.unique(state)])
     return ax
 
 
@@ -74,13 +75,3 @@ def plot_fits(errors: Mapping[str, float], *, title: str = "", ax: Axes | None =
     ax.invert_yaxis()
     ax.set(xlabel="largest absolute difference", title=title)
     return ax
-
-
-def _legend(ax: Axes, handles: list[Patch]) -> None:
-    ax.legend(
-        handles=handles,
-        fontsize="small",
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 
 from attnlab.cache import NOBODY, Provenance
 from attnlab.memory import MemoryReport
+from attnlab.plots import legend_beside
 
 _NOBODY = "#f2f2f2"
 _OWN, _STRANGE = "black", "#c00000"
@@ -60,13 +61,7 @@ def plot_cache_map(
             handles.append(Line2D([], [], marker=marker, color=colour, linestyle="", label=label))
     ax.set_yticks(range(len(rows)), [f"block {block}" for block in rows])
     ax.set(xlabel="slot of the block", title=title)
-    ax.legend(
-        handles=handles,
-        fontsize="small",
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )
+    legend_beside(ax, handles)
     return ax
 
 
