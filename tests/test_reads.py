@@ -111,7 +111,7 @@ def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
     """A right kernel reads every key that a row may see, and not one other."""
     lab, subject = Lab(), planted(tmp_path, "", "")
     case = CASE.replace(sliding_window=9)
-    memory = subject.run(lab, case).memory
+    memory = subject.run(lab, case, watch=True).memory
     assert memory is not None
     provenance = lab.cache(case).provenance
     for seq, (query_len, ctx_len) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):

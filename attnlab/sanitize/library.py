@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -137,15 +137,10 @@ def _in_a_process(subject: Subject, op: str, how: tuple[str, int, float, int]) -
     parts = [_in_one_process(subject, op, how, 0)]
     while (resume := parts[-1].resume) is not None:
         parts.append(_in_one_process(subject, op, how, resume))
-    groups: dict[tuple[str, str, str], Finding] = {}
-    for finding in (one for part in parts for one in part.findings):
-        first = groups.get(finding.group)
-        seen = finding.seen + (first.seen if first else 0)
-        groups[finding.group] = dataclasses.replace(first or finding, seen=seen)
     return _Part(
         op=op,
         cases_run=sum(part.cases_run for part in parts),
-        findings=list(groups.values()),
+        findings=_grouped(one for part in parts for one in part.findings),
         left_out=list(dict.fromkeys(text for part in parts for text in part.left_out)),
         tally=parts[0].tally,
     )
@@ -189,7 +184,7 @@ def check_op(
     time is up."""
     began, ran, left_out = time.perf_counter(), 0, list[str]()
     lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
-    groups: dict[tuple[str, str, str], Finding] = {}
+    every = list[Finding]()
     tally, resume = Tally(), None
     hostile = enumerate(hostile_cases(subject, op, platform, cases, seed))
     for i, case in itertools.islice(hostile, begin, None):
@@ -207,13 +202,10 @@ def check_op(
             left_out.append(f"{op}: {error}")
             continue
         ran += 1
-        for finding in found:
-            first = groups.setdefault(finding.group, finding)
-            if first is not finding:
-                groups[finding.group] = dataclasses.replace(first, seen=first.seen + 1)
+        every += found
         if resume is not None:
             break
-    small = list(groups.values())
+    small = _grouped(every)
     if resume is None:  # a broken GPU shrinks nothing
         small = _shrunk(lab, subject, small, began + seconds)
     return _Part(
@@ -224,6 +216,16 @@ def check_op(
         tally=tally,
         resume=resume,
     )
+
+
+def _grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the first of each group of equal findings, which tells how many Cases show it."""
+    groups: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        first = groups.get(finding.group)
+        seen = finding.seen + (first.seen if first else 0)
+        groups[finding.group] = dataclasses.replace(first or finding, seen=seen)
+    return list(groups.values())
 
 
 def _shrunk(lab: Lab, subject: Subject, findings: list[Finding], until: float) -> list[Finding]:

@@ -40,7 +40,7 @@ def look(
     subject has no op for.
     """
     try:
-        ran = subject.run(lab, case)
+        ran = subject.run(lab, case, watch=True)
     except (KernelRejected, KernelFailed) as error:
         return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     on_ran(case, ran)
@@ -183,7 +183,7 @@ def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding |
     """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
         if finding.kind in TOLD:
-            found = [*observations(case, subject.run(lab, case).memory)]
+            found = [*observations(case, subject.run(lab, case, watch=True).memory)]
         else:
             found = look(lab, subject, case)
     except AttnLabError:

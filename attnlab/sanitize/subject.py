@@ -48,7 +48,8 @@ _NATIVE = (
 class Ran:
     """What a run left: the output, what the interpreter saw of it, and what the op gave beside it.
 
-    ``memory``: the slots that were read; None where no kernel ran under the lab's interpreter.
+    ``memory``: the slots that were read; None where nobody watched, or no kernel ran under the lab's
+    interpreter.
     ``lse``, ``padded``: as :class:`attnlab.result.Result` has them.
     """
 
@@ -95,15 +96,18 @@ class Subject:
             texts += _NATIVE if self.device == "cuda" else _INTERPRETED
         return texts + list(_MODELLED if self.origin == "model" else ())
 
-    def run(self, lab: Lab, case: Case) -> Ran:
-        """Run a Case; raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where
-        it says NotImplementedError, DeviceLost where it broke the GPU's context."""
+    def run(self, lab: Lab, case: Case, watch: bool = False) -> Ran:
+        """Run a Case; ``watch`` notes which slots are read, where that can be seen.
+
+        Raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where it says
+        NotImplementedError, DeviceLost where it broke the GPU's context.
+        """
         if self.origin == "plugin":
-            return self._run_function(lab, case)
+            return self._run_function(lab, case, watch)
         if self.device == "cuda":
             result = _run_native(_on_gpu(self.source), case)
         else:
-            watched = self.origin == "vllm" and not case.first_block
+            watched = watch and self.origin == "vllm" and not case.first_block
             result = lab.run(case.replace(checked=watched))
         if result.error is not None and self.origin == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
@@ -118,10 +122,10 @@ class Subject:
             memory=result.memory,
         )
 
-    def _run_function(self, lab: Lab, case: Case) -> Ran:
+    def _run_function(self, lab: Lab, case: Case, watch: bool) -> Ran:
         """Run somebody's function; its Triton kernels, on a CPU, under the lab's interpreter."""
         call, function = strided(lab.call(case)), _function(str(self.source))
-        plan = Plan(watched=Watched.of(call))
+        plan = Plan(watched=Watched.of(call) if watch else None)
         try:
             with launching(plan):
                 function(call)
@@ -134,7 +138,7 @@ class Subject:
         except Exception as error:
             raise KernelFailed(f"{type(error).__name__}: {error}") from error
         seen, memory = plan.observed, None
-        if seen.launches:
+        if watch and seen.launches:
             provenance = lab.cache(case).provenance
             memory = traced(seen.reads, provenance, case.lengths, case.sliding_window)
         return Ran(
