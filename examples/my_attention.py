@@ -5,8 +5,8 @@ It is right. Let it forget the newest token (``[:seq_len - 1]``), or leave out t
 
 import torch
 
-from attnlab.cache import to_flash
-from attnlab.call import KernelCall
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
 
 
 def my_attention(call: KernelCall) -> None:

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attnlab.cache import to_flash
-from attnlab.call import KernelCall
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
 
 
 @triton.jit

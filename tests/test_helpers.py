@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import decode_rows, hostile, same_bits
+from helpers.cases import decode_rows, hostile, same_bits
 
-from attnlab.batch import make_batch
-from attnlab.cache import NOBODY, make_cache
+from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import NOBODY, make_cache
 
 
 def test_same_bits_tells_nan_from_nan_and_zero_from_minus_zero():

@@ -169,7 +169,7 @@ def test_links_between_notebooks_lead_somewhere() -> None:
 def test_imports_of_a_light_command_stay_light() -> None:
     """--help and explain need no torch: they answer at once."""
     code = (
-        "import sys; from attnlab.cli import main; main(['explain', '--json']);"
+        "import sys; from attnlab.cli.main import main; main(['explain', '--json']);"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -166,8 +166,8 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
     """Run ids through one Lab on the GPU; return seconds of each, by step, and the outcomes."""
     import torch
 
-    from attnlab.case import Case
-    from attnlab.run import Lab
+    from attnlab.case.case import Case
+    from attnlab.lab.lab import Lab
 
     lab = Lab(source=source, device="cuda", keep=4)
     start = time.perf_counter()

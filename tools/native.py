@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from attnlab.case import DATAS, EMPTIES, Case
-from attnlab.run import Lab
-from attnlab.stage_table import stage_table, to_json
-from attnlab.stages import FILLS
+from attnlab.case.case import DATAS, EMPTIES, Case
+from attnlab.case.stages import FILLS
+from attnlab.lab.lab import Lab
+from attnlab.lab.stage_table import stage_table, to_json
 
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
 

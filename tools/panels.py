@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attnlab.case import Case
-from attnlab.widgets import explorer
+from attnlab.case.case import Case
+from attnlab.show.panels import explorer
 
 ROOT = Path(__file__).parent.parent
 CASE = Case(num_heads=8, draw_max_query_len=128, draw_max_ctx_len=128, x=8)

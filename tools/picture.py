@@ -4,10 +4,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from attnlab.case import Case
-from attnlab.plots import plot_error, plot_stages
-from attnlab.run import Lab
-from attnlab.stage_table import stage_table
+from attnlab.case.case import Case
+from attnlab.lab.lab import Lab
+from attnlab.lab.stage_table import stage_table
+from attnlab.show.plots.errors import plot_error, plot_stages
 
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from attnlab.case import Case
-from attnlab.cli_check import DEFAULT_CASES
-from attnlab.errors import Unavailable
-from attnlab.kernels.source import OPS_FOLDERS
-from attnlab.run import Lab
-from attnlab.sanitize.hostile import hostile_cases
-from attnlab.sanitize.library import is_callers_fault
-from attnlab.sanitize.look import look
-from attnlab.sanitize.subject import Subject, vllm
+from attnlab.case.case import Case
+from attnlab.case.errors import Unavailable
+from attnlab.checker.check_case import look
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.library import is_callers_fault
+from attnlab.checker.subject import Subject, vllm
+from attnlab.cli.check import DEFAULT_CASES
+from attnlab.kernels.vllm.source import OPS_FOLDERS
+from attnlab.lab.lab import Lab
 
 CHUNKED, PREFILL, UNIFIED = (
     "chunked_prefill_paged_decode",

@@ -11,12 +11,21 @@ elements; its caches have 8 GiB of addresses, of which little is touched.
 
 import sys
 
-from attnlab.case import Case
-from attnlab.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Setting, decide
-from attnlab.errors import AttnLabError
-from attnlab.kernels import vllm_ops
-from attnlab.kernels.source import Source, fetch, find_source
-from attnlab.run import Lab
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
+from attnlab.contracts.dispatch import (
+    DECODE_FWD,
+    MERGE,
+    PREFILL,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+    Setting,
+    decide,
+)
+from attnlab.kernels.vllm import backend as vllm_ops
+from attnlab.kernels.vllm.source import Source, fetch, find_source
+from attnlab.lab.lab import Lab
 
 RELEASES = ("0.9.2", "0.11.2", "0.16.0", "0.20.2", "0.25.1", "0.29.0", "0.33.0")
 CASE = Case(

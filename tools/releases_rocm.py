@@ -7,15 +7,15 @@ import sys
 
 import torch
 
-from attnlab.case import Case
-from attnlab.dispatch import Setting
-from attnlab.errors import AttnLabError
-from attnlab.hip.adapt import has_source
-from attnlab.hip.op import PLAIN, How
-from attnlab.kernels import rocm_source
-from attnlab.kernels.sdist import fetch_sdist
-from attnlab.kernels.source import Source, find_source
-from attnlab.run import Lab
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
+from attnlab.contracts.dispatch import Setting
+from attnlab.kernels.rocm import backend as rocm_source
+from attnlab.kernels.rocm.adapt import has_source
+from attnlab.kernels.rocm.op import PLAIN, How
+from attnlab.kernels.vllm.sdist import fetch_sdist
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.lab.lab import Lab
 
 CASE = Case(
     query_lens=(1, 1, 1),

@@ -1,7 +1,7 @@
 """The catalogue of defects: each one way for a kernel, or what feeds it, to be wrong.
 
-Used in two directions: forwards it scores a test (:mod:`attnlab.power`), backwards it diagnoses an output
-(:mod:`attnlab.diagnose`). What it leaves out, and why: races, compiler faults and reduced-precision products,
+Used in two directions: forwards it scores a test (:mod:`attnlab.mutation.power`), backwards it diagnoses an output
+(:mod:`attnlab.diagnosis.diagnose`). What it leaves out, and why: races, compiler faults and reduced-precision products,
 which no transformation of the reference shows.
 """
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attnlab.defects.reading import Reading
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Mixed, Sight
+from attnlab.defects.attention_inputs import Mixed, Sight
+from attnlab.defects.cache_read import Reading
+from attnlab.defects.problem import Scene, Spot
 
 Compute = Callable[[Scene, Spot], Mixed]
 Applies = Callable[[Scene], bool]

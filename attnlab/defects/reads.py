@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
+from attnlab.defects.attention_inputs import Sight
+from attnlab.defects.cache_read import Reading
 from attnlab.defects.defect import Defect, by_reading, by_sight
-from attnlab.defects.reading import Reading
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Sight
-from attnlab.formats import FORMATS
+from attnlab.defects.problem import Scene, Spot
+from attnlab.tensors.formats import FORMATS
 
 Change = Callable[[Scene, int, Reading], Reading]
 

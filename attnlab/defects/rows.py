@@ -5,9 +5,9 @@ import itertools
 
 import torch
 
+from attnlab.defects.attention_inputs import Mixed
 from attnlab.defects.defect import Defect, always
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Mixed
+from attnlab.defects.problem import Scene, Spot
 
 
 def _constant(scene: Scene, spot: Spot, output: torch.Tensor) -> Mixed:

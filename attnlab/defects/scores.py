@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from attnlab.defects.attention_inputs import Sight
 from attnlab.defects.defect import Defect, always, by_sight
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Sight
+from attnlab.defects.problem import Scene, Spot
 
 
 def _scale(

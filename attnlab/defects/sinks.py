@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.contracts import PARTITION_SIZE
+from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.contracts.dispatch import UNIFIED
+from attnlab.defects.attention_inputs import Sight
 from attnlab.defects.defect import Defect, by_sight
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Sight
-from attnlab.dispatch import UNIFIED
+from attnlab.defects.problem import Scene, Spot
 
 _SEGMENTS, _TILE = 16, 16  # of the 3d path of unified_attention, as vLLM calls it (0.11.2, 0.33.0)
 

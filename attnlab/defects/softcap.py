@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from attnlab.contracts.dispatch import CPU_ATTENTION
+from attnlab.defects.attention_inputs import Sight
 from attnlab.defects.defect import Defect, by_sight
-from attnlab.defects.scene import Scene, Spot
-from attnlab.defects.sight import Sight
-from attnlab.dispatch import CPU_ATTENTION
+from attnlab.defects.problem import Scene, Spot
 
 EXP_LIMIT = 88.72283  # above it exp(x) is more than the largest float32
 # Below it the exp of the CPU's op is 0 (csrc/cpu/cpu_arch_macros.h, vLLM 0.32.0), and 1 / exp infinite.

@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
-from attnlab.contracts import PARTITION_SIZE
+from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.defects.attention_inputs import Mixed, Sight, score_error, scores_of
 from attnlab.defects.defect import Defect, always, by_sight
-from attnlab.defects.scene import Scene, Spot, visible
-from attnlab.defects.sight import Mixed, Sight, score_error, scores_of
+from attnlab.defects.problem import Scene, Spot, visible
 
 
 def _hide(sight: Sight, hidden: torch.Tensor) -> Sight:

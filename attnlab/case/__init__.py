@@ -1,0 +1,1 @@
+"""Case, and everything that describes one without tensors."""

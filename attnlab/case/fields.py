@@ -1,0 +1,247 @@
+"""Knobs: what a field of a Case may hold, checked and parsed in one place.
+
+Each kind of knob answers three questions: is this value allowed (``check``), what value does this
+command-line text stand for (``parse``), and which text stands for this value (``text``). The first two
+raise :class:`~attnlab.case.errors.InvalidCase` with one line that names the field, what is allowed and what was
+given.
+"""
+
+import dataclasses
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from attnlab.case.errors import InvalidCase
+
+
+def refuse(name: str, allowed: str, value: object) -> NoReturn:
+    """Raise InvalidCase: "name must be ``allowed``, got ``value``", in one line."""
+    try:
+        shown = " ".join(reprlib.repr(value).split())
+    except ValueError:  # an integer of more digits than Python will write
+        shown = "a very large integer"
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}")
+
+
+class Kind(Protocol):
+    """What a knob may hold."""
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return ``value`` in its canonical form, or raise InvalidCase."""
+
+    def parse(self, name: str, text: str) -> Any:
+        """Return the value that the command-line ``text`` stands for, unchecked."""
+
+    def text(self, value: Any) -> str:
+        """Return the text that :meth:`parse` reads as ``value``."""
+
+    @property
+    def allowed(self) -> str:
+        """Say in words what the knob may hold."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few names."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return "one of " + ", ".join(self.choices)
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.choices:
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> str:
+        return text
+
+    def text(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Int:
+    """An integer of at least ``least`` and at most ``most``."""
+
+    least: int
+    most: int = 2**31 - 1
+
+    @property
+    def allowed(self) -> str:
+        if self.most == 2**31 - 1:
+            return f"an integer of at least {self.least}"
+        return f"an integer from {self.least} to {self.most}"
+
+    def check(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(name, self.allowed, value)
+        if not self.least <= value <= self.most:
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number, above zero or, with ``zero``, at least zero."""
+
+    zero: bool = False
+
+    @property
+    def allowed(self) -> str:
+        return "a finite number of at least 0" if self.zero else "a finite number above 0"
+
+    def check(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(name, self.allowed, value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond the largest float
+            refuse(name, self.allowed, value)
+        if not math.isfinite(number) or number < 0 or (number == 0 and not self.zero):
+            refuse(name, self.allowed, value)
+        return number
+
+    def parse(self, name: str, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return repr(float(value))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    allowed: str = "true or false"
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            refuse(name, self.allowed, value)
+        return value
+
+    def parse(self, name: str, text: str) -> bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() not in words:
+            refuse(name, self.allowed, text)
+        return words[text.lower()]
+
+    def text(self, value: Any) -> str:
+        return str(value).lower()
+
+
+@dataclass(frozen=True)
+class Lens:
+    """A non-empty tuple of token counts, each of at least ``least``; "880,410,1" on a command line."""
+
+    least: int
+
+    @property
+    def allowed(self) -> str:
+        return f"a non-empty list of integers of at least {self.least}"
+
+    def check(self, name: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple) or not value:
+            refuse(name, self.allowed, value)
+        for i, n in enumerate(value):
+            Int(self.least).check(f"{name}[{i}]", n)
+        return tuple(value)
+
+    def parse(self, name: str, text: str) -> list[int]:
+        try:
+            return [int(n) for n in text.split(",")]
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return ",".join(map(str, value))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A non-empty range of indices, first and behind the last; "0:2" on a command line."""
+
+    allowed: str = "a range A:B with 0 <= A < B"
+
+    def check(self, name: str, value: Any) -> tuple[int, int]:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            refuse(name, self.allowed, value)
+        first, last = (Int(0).check(f"{name}[{i}]", n) for i, n in enumerate(value))
+        if first >= last:
+            refuse(name, self.allowed, value)
+        return first, last
+
+    def parse(self, name: str, text: str) -> list[int]:
+        try:
+            return [int(n) for n in text.split(":")]
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return ":".join(map(str, value))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of block numbers, one row a sequence; JSON on a command line: "[[3,1],[0,2]]"."""
+
+    allowed: str = "a list of rows of equal length, each of block numbers of at least 0"
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        if not isinstance(value, list | tuple) or not value:
+            refuse(name, self.allowed, value)
+        rows = tuple(Lens(0).check(f"{name}[{i}]", row) for i, row in enumerate(value))
+        if len({len(row) for row in rows}) != 1:
+            refuse(name, self.allowed, value)
+        return rows
+
+    def parse(self, name: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            refuse(name, self.allowed, text)
+
+    def text(self, value: Any) -> str:
+        return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """Another kind, or None, which stands for ``meaning``."""
+
+    kind: Kind
+    meaning: str
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.kind.allowed}, or none ({self.meaning})"
+
+    def check(self, name: str, value: Any) -> Any:
+        return None if value is None else self.kind.check(name, value)
+
+    def parse(self, name: str, text: str) -> Any:
+        return None if text.lower() == "none" else self.kind.parse(name, text)
+
+    def text(self, value: Any) -> str:
+        return "none" if value is None else self.kind.text(value)
+
+
+def knob(default: Any, group: str, kind: Kind, text: str) -> Any:
+    """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
+    return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})

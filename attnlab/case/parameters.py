@@ -1,0 +1,134 @@
+"""What a notebook can be told from outside: its parameters, their types, and how they are handed out."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlab.case.case import KNOBS, Case, kind_of
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import Flag, Int, Kind, Number, refuse
+
+_INJECTED = "# Parameters\n"  # how the cell begins that papermill puts behind the parameters cell
+
+
+@dataclass(frozen=True)
+class _Whole(Int):
+    """Any integer of 32 bits."""
+
+    @property
+    def allowed(self) -> str:
+        return "an integer"
+
+
+_KINDS: dict[type, Kind] = {bool: Flag(), int: _Whole(-(2**31)), float: Number(zero=True)}
+
+
+def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """Give each notebook the parameters that it has, checked.
+
+    Raises InvalidCase where no notebook has a parameter, where a value is not of its type, and where
+    the values that a notebook would run with contradict each other.
+    """
+    known = {path: read_parameters(path) for path in paths}
+    everywhere = set().union(*known.values())
+    for name in parameters:
+        if name not in everywhere:
+            there = ", ".join(sorted(everywhere)) or "none"
+            raise InvalidCase(f"parameter must be one that a notebook has ({there}), got {name!r}")
+    shared = {
+        path: {
+            name: typed(name, value, defaults[name])
+            for name, value in parameters.items()
+            if name in defaults
+        }
+        for path, defaults in known.items()
+    }
+    for path, given in shared.items():
+        if given:
+            _check_together(path, {**known[path], **given})
+    return shared
+
+
+def read_parameters(path: Path) -> dict[str, Any]:
+    """Return what a notebook's `parameters` cell defines, with its defaults.
+
+    Nothing where the file cannot be read: such a notebook gets its outcome when it runs. A default
+    that is no literal is taken for None.
+    """
+    import nbformat
+
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception:
+        return {}
+    tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    return _assigned(tagged[0]) if tagged else {}
+
+
+def check_injected(cells: Sequence[str]) -> None:
+    """Raise InvalidCase where papermill was given a parameter that the notebook does not have.
+
+    `cells` are the sources that ran so far. papermill defines such a parameter all the same, and
+    nothing reads it.
+    """
+    for place, source in enumerate(cells[1:], 1):
+        if source.startswith(_INJECTED):
+            known = _assigned(cells[place - 1])
+            for name in _assigned(source):
+                if name not in known:
+                    raise InvalidCase(f"parameter must be one of {', '.join(known)}, got {name!r}")
+            return
+
+
+def _assigned(source: str) -> dict[str, Any]:
+    """Return the names that a cell assigns, with their values where these are literals."""
+    found: dict[str, Any] = {}
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:
+        return found
+    for one in statements:
+        targets = one.targets if isinstance(one, ast.Assign) else []
+        if isinstance(one, ast.AnnAssign):
+            targets = [one.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(one, ast.Assign | ast.AnnAssign):
+                found[target.id] = _literal(one.value)
+    return found
+
+
+def _literal(value: ast.expr | None) -> Any:
+    try:
+        return None if value is None else ast.literal_eval(value)
+    except ValueError:
+        return None
+
+
+def typed(name: str, value: Any, default: Any) -> Any:
+    """Return a value, text of a command line too, as the type of a parameter's default.
+
+    A Case's field is checked as one, and `source` is a path, made absolute since notebooks run in a
+    folder of their own. Raises InvalidCase.
+    """
+    kind = _KINDS.get(type(default))
+    if name in KNOBS:
+        return kind_of(name).check(name, value)
+    if name == "source" and value:
+        if not Path(value).exists():
+            refuse(name, "a path that exists", value)
+        return str(Path(value).absolute())
+    if isinstance(default, str):
+        return str(value)
+    if kind is None:
+        return value
+    return kind.check(name, kind.parse(name, str(value)))
+
+
+def _check_together(path: Path, values: Mapping[str, Any]) -> None:
+    """Build the Case of a notebook's parameters, so that what contradicts is told before it runs."""
+    try:
+        Case.from_dict({name: value for name, value in values.items() if name in KNOBS})
+    except InvalidCase as error:
+        raise InvalidCase(f"{path.stem}: {error}") from None

@@ -1,0 +1,65 @@
+"""Measuring the interpreter: the real decode kernel at seed size, before and after what the lab saves."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnlab.case.case import Case
+from attnlab.cli.bench.lab import SEED_CASE, _seconds
+from attnlab.contracts.dispatch import TRITON_DECODE, Setting
+from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.program_filter import Share, needed
+from attnlab.kernels.vllm import backend as vllm_ops
+from attnlab.kernels.vllm.op_calls import bind
+from attnlab.kernels.vllm.source import find_source
+from attnlab.lab.error_map import compare
+from attnlab.lab.reference import reference
+from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import make_cache
+from attnlab.tensors.call import KernelCall, make_call, make_output
+
+OP = "chunked_prefill_paged_decode"
+DECODE = SEED_CASE.replace(  # max_query_len 1: the wrapper launches its decode kernel alone
+    platform="sm_90", stage="sound", max_query_len=1, sm_scale=1 / math.sqrt(128)
+)
+
+
+def bench_interpreter(
+    path: Path | None, case: Case = DECODE, on_step: Callable[[str], None] = lambda step: None
+) -> dict[str, Any]:
+    """Run the decode kernel of the vLLM at ``path`` three ways and return the figures.
+
+    - ``seconds``: as the lab launches it; ``one_process_seconds``: the same in one process.
+    - ``stock_seconds``: with Triton's own launch of every program, in the same run, on the same call.
+    - ``greatest_error``: of the decode rows, against the reference.
+    """
+    source = find_source(path)
+    case = case.replace(release=source.rules or case.release)
+    batch = make_batch(case)
+    output = interpreter.shared_copy(make_output(case))
+    call = make_call(case, batch, make_cache(case, batch), output)
+    figures: dict[str, Any] = {"source": source.text(), "processes": interpreter.cores()}
+    op = vllm_ops.load(source, case.machine, "cpu").function(OP)
+    for name, processes in (("seconds", interpreter.cores()), ("one_process_seconds", 1)):
+        on_step(f"decode kernel, {processes} processes")
+        plan = interpreter.Plan(
+            needed=lambda kernel, args, at: needed(kernel, args, at, Share()), processes=processes
+        )
+        with interpreter.launching(plan):
+            figures[name] = _seconds(lambda: _run(op, call, case), repeat=1)
+    rows = call.query_lens.repeat_interleave(call.query_lens) == 1
+    expected = reference(case, batch)
+    errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
+    figures["greatest_error"] = float(errors.token_error[rows].max())
+    on_step(f"{TRITON_DECODE}, Triton's own launch")
+    stock = vllm_ops.load_stock(source, case.machine).function(OP)
+    with np.errstate(all="ignore"):
+        figures["stock_seconds"] = _seconds(lambda: _run(stock, call, case), repeat=1)
+    return figures
+
+
+def _run(op: Callable[..., None], call: KernelCall, case: Case) -> None:
+    op(**bind(op, call, Setting.of(case)))

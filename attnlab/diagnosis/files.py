@@ -1,0 +1,69 @@
+"""Diagnosing what lies in files: an output beside a Case, or a saved call."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall
+from attnlab.contracts.dispatch import Setting, decide
+from attnlab.diagnosis.diagnose import diagnose, diagnose_call
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+
+
+def diagnose_files(case: Case, lab: Lab, output: Path | None, call: Path | None) -> Diagnosis:
+    """Return what explains the output in a file, or of a saved call, or else of the Case's own run.
+
+    Raises InvalidCall for a file that does not hold what it should.
+    """
+    if call is not None:
+        loaded = KernelCall.load(call)
+        return diagnose_call(loaded, Setting.of(case), kernels_of(case, loaded))
+    if output is not None:
+        return diagnose(case, load_output(output), lab=lab)
+    return diagnose(case, lab=lab)
+
+
+def load_output(path: Path) -> torch.Tensor:
+    """Return the tensor "output" of a safetensors file, as a saved call has one too."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            output: torch.Tensor = file.get_tensor("output")
+    except (OSError, SafetensorError) as error:
+        raise InvalidCall(f"{path} must be a safetensors file with an output: {error}") from error
+    return output
+
+
+def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
+    """Return the kernels that would take a saved call on the Case's platform and release.
+
+    The knobs that dispatch looks at are taken from the call's own tensors.
+    """
+    _, num_heads, head_size = call.query.shape
+    own = case.replace(
+        op=call.op,
+        num_heads=num_heads,
+        num_queries_per_kv=call.num_queries_per_kv,
+        head_size=head_size,
+        block_size=call.block_size,
+        dtype=str(call.query.dtype).removeprefix("torch."),
+        kv_cache_dtype=call.kv_cache_dtype,
+        sliding_window=call.sliding_window,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sinks is not None,
+        softcap=call.softcap,
+        x=call.key_cache.shape[4],
+        query_lens=(1,),
+        ctx_lens=(0,),
+        heads=None,
+        seqs=None,
+        max_seq_len=call.max_seq_len,
+        max_query_len=call.max_query_len,
+        block_table=None,
+        num_blocks=None,
+        max_blocks_per_seq=None,
+    )
+    return decide(own).kernels

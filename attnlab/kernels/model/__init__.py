@@ -1,0 +1,1 @@
+"""The contracts' kernels in torch, on any machine."""

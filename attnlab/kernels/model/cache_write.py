@@ -1,0 +1,47 @@
+"""The cache write, reshape_and_cache_flash: its model, and what it left in the cache as an output.
+
+The output of a cache write is the cache: a row for each slot (block × block_size + offset), and in it
+for each KV head its key, then its value, in the elements' dtype.
+"""
+
+import torch
+
+from attnlab.contracts.dispatch import Setting
+from attnlab.kernels.model import cache_reads as paged
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
+
+
+def slot_mapping(call: KernelCall) -> torch.Tensor:
+    """Return the slot of each new token, [num_tokens] int64, as vLLM's scheduler works it out."""
+    query_lens = call.query_lens
+    seq = torch.repeat_interleave(
+        torch.arange(len(query_lens), device=query_lens.device), query_lens
+    )
+    rows = torch.arange(len(seq), device=seq.device)
+    pos = rows - call.query_start_loc.long()[seq] + (call.seq_lens.long() - query_lens)[seq]
+    blocks = call.block_table.long()[seq, pos // call.block_size]
+    return blocks * call.block_size + pos % call.block_size
+
+
+def written_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a cache as the output of its write, [num_slots, num_kv_heads, 2 × head_size].
+
+    ``key``, ``value``: [num_blocks, block_size, num_kv_heads, head_size].
+    """
+    return torch.cat([key.flatten(0, 1), value.flatten(0, 1)], dim=2)
+
+
+def as_output(call: KernelCall, setting: Setting) -> torch.Tensor:
+    """Return the cache of a call as the output of a write."""
+    dtype = paged.format_of(call, setting).dtype
+    return written_cache(*(t.view(dtype) for t in to_flash(call.key_cache, call.value_cache)))
+
+
+def reshape_and_cache_flash(call: KernelCall, setting: Setting) -> None:
+    """Write the cache with every new token in its slot to ``call.output``."""
+    format = paged.format_of(call, setting)
+    call.output.copy_(as_output(call, setting))
+    key = format.encode(call.key, call.k_scale).view(format.dtype)
+    value = format.encode(call.value, call.v_scale).view(format.dtype)
+    call.output[slot_mapping(call)] = torch.cat([key, value], dim=2)

@@ -1,0 +1,146 @@
+"""Models of the Triton ops that work through a sequence's rows in tiles: context_attention_fwd
+(prefix_prefill.py), unified_attention (triton_unified_attention.py) and decode_attention_fwd
+(triton_decode_attention.py), vLLM 0.11.2 and 0.33.0.
+
+They differ in where the keys and values of new tokens come from. The latter two may cut a sequence into
+pieces and merge them in float32. That changes which largest score a weight is relative to when it is
+rounded, and nothing else, so the models keep a sequence whole.
+"""
+
+import torch
+
+from attnlab.case.errors import KernelRejected
+from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, Setting
+from attnlab.kernels.model import cache_reads as paged
+from attnlab.tensors.call import KernelCall
+
+_SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
+
+
+def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
+    """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
+
+    Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
+    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written. Raises
+    KernelRejected for sinks beside ALiBi, as the op's assertion does.
+    """
+    if call.sinks is not None and call.alibi_slopes is not None:
+        raise KernelRejected("Sinks arg is not supported with alibi")
+    grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
+    _attend(PREFILL, call, setting, grid)
+
+
+def unified_attention(call: KernelCall, setting: Setting) -> None:
+    """Write every row of every sequence to ``call.output``; no slot behind seq_len is read."""
+    _attend(UNIFIED, call, setting, call.query.shape[0])
+
+
+def decode_attention_fwd(call: KernelCall, setting: Setting) -> None:
+    """Write the one row of every sequence to ``call.output``; no slot behind seq_len is read."""
+    _attend(DECODE_FWD, call, setting, call.query.shape[0])
+
+
+def _attend(name: str, call: KernelCall, setting: Setting, grid: int) -> None:
+    """Write the rows of every sequence that a kernel serves, up to ``grid`` of each.
+
+    Scores and sums are float32, the weights are rounded to the dtype of the values, the output to that
+    of the query.
+    """
+    terms = contract(name, setting, call.op)
+    starts = as_read(terms, call, "query_start_loc").tolist()
+    seq_lens = as_read(terms, call, "seq_lens").tolist()
+    cached = cached_lens(terms, call).tolist()
+    for seq in torch.nonzero(served(terms, call)).flatten().tolist():
+        start, stop = starts[seq], starts[seq + 1]
+        _sequence(call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid)
+
+
+def _sequence(
+    call: KernelCall,
+    setting: Setting,
+    seq: int,
+    start: int,
+    stop: int,
+    seq_len: int,
+    cached: int,
+    grid: int,
+) -> None:
+    """Write one sequence's rows, some KV heads at a time; its first ``cached`` tokens are in the cache."""
+    ctx_len = seq_len - (stop - start)
+    num_kv_heads, group = call.key.shape[1], call.num_queries_per_kv
+    blocks = call.block_table[seq, : -(-cached // call.block_size)].long()
+    rows_at_once = max(1, 2 * PREFILL_TILE // group)
+    heads_at_once = max(1, _SCORES // (group * min(rows_at_once, stop - start) * seq_len))
+    for first in range(0, num_kv_heads, heads_at_once):
+        kv = slice(first, first + heads_at_once)
+        heads = slice(first * group, (first + heads_at_once) * group)
+        key, value = _keys_and_values(
+            call, setting, blocks, kv, cached, stop - (seq_len - cached), stop
+        )
+        query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
+        for row in range(0, min(stop - start, grid), rows_at_once):
+            last = min(row + rows_at_once, stop - start, grid)
+            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len, row, heads)
+            call.output[start + row : start + last, heads] = (
+                out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
+            )
+
+
+def _keys_and_values(
+    call: KernelCall,
+    setting: Setting,
+    blocks: torch.Tensor,
+    kv: slice,
+    cached: int,
+    start: int,
+    stop: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cached tokens of some KV heads, then those of rows ``start`` to ``stop`` of the
+    arguments, each [heads, seq_len, head_size] float32."""
+    format, dtype = paged.format_of(call, setting), call.query.dtype
+    old_key = paged.keys(call.key_cache, blocks, kv)[:, :cached]
+    old_value = paged.values(call, blocks, kv)[:, :cached]
+    key = paged.dequantised(old_key, format, call.k_scale, dtype)
+    value = paged.dequantised(old_value, format, call.v_scale, dtype)
+    new_key, new_value = (new[start:stop, kv].transpose(0, 1) for new in (call.key, call.value))
+    return torch.cat([key, new_key.float()], 1), torch.cat([value, new_value.float()], 1)
+
+
+def _tile(
+    call: KernelCall,
+    setting: Setting,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ctx_len: int,
+    row: int,
+    heads: slice,
+) -> torch.Tensor:
+    """Return attention of new tokens ``row``, row + 1, … of a sequence.
+
+    ``query``, and the result: [kv heads, group, rows, head_size].
+    """
+    rows, window = query.shape[2], call.sliding_window
+    terms, position = contract(call.op, setting, call.op), ctx_len + row
+    begin, end = max(0, position - window + 1) if window else 0, position + rows
+    scores = query.flatten(1, 2) @ key[:, begin:end].transpose(1, 2)
+    scores = scores.mul_(paged.scale_of(call, setting)).view(*query.shape[:3], end - begin)
+    scores = paged.capped(scores, call.softcap, terms.softcap == "overflows")
+    away = torch.arange(begin, end) - torch.arange(position, end)[:, None]  # key minus query
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes[heads].view(*query.shape[:2], 1, 1)
+        by_query = terms.alibi_from == "query"
+        scores += slopes * (away if by_query else torch.arange(begin, end) - ctx_len).float()
+    hidden = away > 0
+    if window:
+        hidden |= away <= -window
+        scores.masked_fill_(hidden, float("-inf"))
+    else:
+        scores[..., -rows:].masked_fill_(hidden[:, -rows:], float("-inf"))
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks[heads].float().view(*query.shape[:2], 1, 1)
+    weights, sums = paged.weighed(scores, sinks)
+    weights = paged.rounded(weights, call.value.dtype).flatten(1, 2)
+    return (weights @ value[:, begin:end]).view(query.shape) / sums

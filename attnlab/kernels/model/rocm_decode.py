@@ -1,0 +1,202 @@
+"""Model of ROCm's custom paged attention (csrc/rocm/attention.cu, vLLM 0.11.2 and 0.33.0).
+
+Two kernels: the first cuts a sequence into partitions of 256 tokens and writes each one's largest
+score, sum of weights and output to scratch memory; the second merges them. How much scratch there is
+follows from max_seq_len, a number that the caller passes and nobody checks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.errors import KernelRejected
+from attnlab.contracts.contract import PARTITION_SIZE, Contract, as_read, contract, served
+from attnlab.contracts.dispatch import ROCM_DECODE, Setting
+from attnlab.kernels.model import cache_reads as paged
+from attnlab.tensors.cache import garbage
+from attnlab.tensors.call import KernelCall
+
+_WARP = 64
+_EPSILON = 1e-6  # both kernels add it to a sum before they divide by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scratch:
+    """What the partitions leave for the merge, as flat memory.
+
+    ``largest``, ``sums``: [num_seqs × num_heads × partitions] float32; ``outputs``: the same times
+    head_size, in the query's dtype. Allocated with ``torch.empty``, so what nobody writes is garbage;
+    some more of it lies behind the end, for a merge that reads too far.
+    """
+
+    partitions: int
+    largest: torch.Tensor
+    sums: torch.Tensor
+    outputs: torch.Tensor
+
+
+def paged_attention_rocm(call: KernelCall, setting: Setting) -> None:
+    """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
+
+    Raises KernelRejected, with the text of the real op, where its host code refuses the call.
+    """
+    terms = contract(ROCM_DECODE, setting, call.op)
+    check_host(terms, call)
+    starts = as_read(terms, call, "query_start_loc").tolist()
+    seq_lens = as_read(terms, call, "seq_lens").tolist()
+    seqs = torch.nonzero(served(terms, call)).flatten().tolist()
+    scratch = allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
+    for seq in seqs:
+        _write_partitions(call, setting, terms, scratch, seq, starts[seq], seq_lens[seq])
+    for seq in seqs:
+        call.output[starts[seq]] = _merge(call, scratch, seq, seq_lens[seq])
+
+
+def check_host(terms: Contract, call: KernelCall) -> None:
+    """Raise KernelRejected as the op's host code does, in its order and with its texts."""
+    dtype = str(call.query.dtype).removeprefix("torch.")
+    if call.kv_cache_dtype not in terms.kv_cache_dtypes:
+        raise KernelRejected(f"Unsupported KV cache dtype: {call.kv_cache_dtype}")
+    if dtype not in terms.dtypes:
+        raise KernelRejected(f"Unsupported data type: {'float' if dtype == 'float32' else dtype}")
+    if call.query.shape[2] not in terms.head_sizes:
+        raise KernelRejected(f"Unsupported head size: {call.query.shape[2]}")
+    if call.block_size not in terms.block_sizes:
+        raise KernelRejected(f"Unsupported block size: {call.block_size}")
+    for name in ("block_table", "seq_lens"):
+        if getattr(call, name).dtype == torch.int64 and terms.on_int64[name] == "reject":
+            raise KernelRejected("expected scalar type Int but found Long")
+    if not 1 <= call.num_queries_per_kv <= 16:
+        raise KernelRejected(f"Unsupported gqa ratio: {call.num_queries_per_kv}")
+
+
+def allocate(call: KernelCall, longest: int) -> Scratch:
+    """Return scratch for ceil(max_seq_len / 256) partitions of each sequence and head."""
+    partitions = -(-call.max_seq_len // PARTITION_SIZE)
+    behind = -(-longest // PARTITION_SIZE)
+    head_size = call.query.shape[2]
+    count = call.block_table.shape[0] * call.query.shape[1] * partitions + behind
+    return Scratch(
+        partitions=partitions,
+        largest=garbage((count,), seed=5).float(),
+        sums=garbage((count,), seed=6).float(),
+        outputs=garbage((count, head_size), seed=7).to(call.query.dtype),
+    )
+
+
+def _write_partitions(
+    call: KernelCall,
+    setting: Setting,
+    terms: Contract,
+    scratch: Scratch,
+    seq: int,
+    row: int,
+    seq_len: int,
+) -> None:
+    """Compute one sequence's partitions, those that the grid covers, and put them in the scratch."""
+    format, dtype = paged.format_of(call, setting), call.query.dtype
+    blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
+    every = slice(None)
+    key = format.decode(paged.keys(_as_taken(terms, call.key_cache), blocks, every))
+    value = format.decode(paged.values(call, blocks, every))
+    partitions = min(-(-seq_len // PARTITION_SIZE), scratch.partitions)
+    positions = torch.arange(partitions * PARTITION_SIZE)
+    key, value = (_fitted(tensor, len(positions)) for tensor in (key, value))
+    if terms.reads_tail == "nothing":
+        value = value.masked_fill((positions >= seq_len)[:, None], 0.0)
+    scores = _scores(call, setting, key, row, seq_len)
+    scores = scores.masked_fill(positions >= seq_len, -torch.inf)
+    scores = scores.unflatten(2, (partitions, PARTITION_SIZE))
+    largest = scores.amax(-1)
+    weights = (scores - largest[..., None]).exp()
+    sums = weights.sum(-1)
+    weights = paged.rounded(weights / (sums[..., None] + _EPSILON), dtype)
+    value = value.unflatten(1, (partitions, PARTITION_SIZE))
+    by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
+    outputs = _weighted(weights, value, by_warp, _scale_of_cache(call, call.v_scale), dtype)
+    here = _places(call, scratch, seq, partitions)
+    scratch.largest[here] = largest.flatten(0, 1)
+    scratch.sums[here] = sums.flatten(0, 1)
+    scratch.outputs[here] = outputs.flatten(0, 1)
+
+
+def _as_taken(terms: Contract, key_cache: torch.Tensor) -> torch.Tensor:
+    """Return the key cache in the layout that the kernel takes it for: x of 16 bytes."""
+    blocks, heads, chunks, block_size, x = key_cache.shape
+    taken = (terms.key_x_bytes or 0) // key_cache.element_size()
+    return key_cache.view(blocks, heads, chunks * x // taken, block_size, taken)
+
+
+def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Return [heads, n, head_size] cut or filled up with zeros to ``length`` positions.
+
+    The real kernel reads its last block again for positions behind it; times 0 that adds nothing that
+    the block's own tail does not.
+    """
+    short = max(0, length - tensor.shape[1])
+    return torch.nn.functional.pad(tensor[:, :length], (0, 0, 0, short))
+
+
+def _scores(
+    call: KernelCall, setting: Setting, key: torch.Tensor, row: int, seq_len: int
+) -> torch.Tensor:
+    """Return the scores of one row, [num_kv_heads, group, positions] float32."""
+    query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
+    scale = paged.scale_of(call, setting) * _scale_of_cache(call, call.k_scale)
+    scores: torch.Tensor = query @ key.transpose(1, 2) * scale
+    if call.alibi_slopes is not None:
+        away = torch.arange(key.shape[1]) - (seq_len - 1)
+        scores += call.alibi_slopes.view(*scores.shape[:2], 1) * away.float()
+    return scores
+
+
+def _scale_of_cache(call: KernelCall, scale: float) -> float:
+    """Return k_scale or v_scale as the kernel uses it: not at all unless the cache is FP8."""
+    return 1.0 if call.kv_cache_dtype == "auto" else scale
+
+
+def _weighted(
+    weights: torch.Tensor, value: torch.Tensor, by_warp: bool, v_scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the output of each partition in ``dtype``, [num_kv_heads, group, partitions, head_size].
+
+    Up to 4 query heads a KV head, gfx9's kernel rounds each warp's 64 tokens and adds the warps up in
+    ``dtype``, bfloat16 by cutting off what does not fit (``addx4``); otherwise the whole partition is
+    summed in float32.
+    """
+    if not by_warp:
+        return (weights.transpose(1, 2) @ value * v_scale).to(dtype).transpose(1, 2)
+    parts = weights.unflatten(3, (-1, _WARP)).permute(0, 2, 3, 1, 4)
+    warps = (parts @ value.unflatten(2, (-1, _WARP)) * v_scale).to(dtype)
+    total = torch.zeros_like(warps[:, :, 0])
+    for warp in range(warps.shape[2]):
+        total = _sum(total, warps[:, :, warp])
+    return total.transpose(1, 2)
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two tensors in their dtype: float16 rounded, bfloat16 cut off."""
+    if one.dtype != torch.bfloat16:
+        return one + other
+    bits = (one.float() + other.float()).view(torch.int32)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def _places(call: KernelCall, scratch: Scratch, seq: int, partitions: int) -> torch.Tensor:
+    """Return where a sequence's partitions lie in the flat scratch, [num_heads, partitions].
+
+    With more partitions than the scratch has room for, a head's places run into the next head's, and
+    those of the last head of the last sequence behind the end: nothing checks it.
+    """
+    num_heads = call.query.shape[1]
+    heads = (seq * num_heads + torch.arange(num_heads)) * scratch.partitions
+    return heads[:, None] + torch.arange(partitions)
+
+
+def _merge(call: KernelCall, scratch: Scratch, seq: int, seq_len: int) -> torch.Tensor:
+    """Return one row, [num_heads, head_size] in the output's dtype, merged from its partitions."""
+    here = _places(call, scratch, seq, -(-seq_len // PARTITION_SIZE))
+    largest = scratch.largest[here]
+    shares = scratch.sums[here] * (largest - largest.amax(-1, keepdim=True)).exp()
+    mixed = (shares[..., None] * scratch.outputs[here].float()).sum(1)
+    return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.output.dtype)

@@ -1,0 +1,126 @@
+"""Building shared libraries from C++ text, once for each text, compiler and processor."""
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.vllm.source import cache_folder
+
+DEVICE = Path(__file__).parent / "cpp"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = (
+    "-std=c++20",
+    "-march=native",
+    "-ffp-contract=off",  # no fused multiply-add where the source has none
+    "-fno-strict-aliasing",  # the source reads numbers through pointers to vectors
+    "-fwrapv",  # integers wrap, as a GPU's do
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-w",
+)
+# Every access to memory becomes a call that cpp/kernel.h answers; no red zones, no library.
+CHECKED_FLAGS = (
+    "-O1",
+    "-g1",
+    "-DATTNLAB_CHECKED",
+    "-fsanitize=kernel-address",
+    "--param=asan-instrumentation-with-call-threshold=0",
+    "--param=asan-stack=0",
+    "--param=asan-globals=0",
+)
+OnStep = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """A C++ compiler: its command and what it says its version is."""
+
+    command: str
+    version: str
+
+    @property
+    def is_gcc(self) -> bool:
+        """Answer whether it is GCC, whose flags the checked build needs."""
+        return "Free Software Foundation" in self.version
+
+
+@functools.cache
+def find_compiler(asked: str | None) -> Compiler:
+    """Return the compiler ``asked`` for ($CXX), or the first of g++, clang++ and c++ that is there.
+
+    Raises Unavailable where there is none.
+    """
+    for name in (asked,) if asked else _COMPILERS:
+        if shutil.which(name) is not None:
+            done = subprocess.run([name, "--version"], capture_output=True, text=True)
+            if done.returncode == 0:
+                return Compiler(command=name, version=done.stdout)
+    if asked:
+        raise Unavailable(f"CXX must name a C++ compiler, got {asked!r}")
+    raise Unavailable(
+        "origin rocm compiles vLLM's own source and there is no C++ compiler here: install g++ "
+        "(Debian, Ubuntu: apt-get install g++; conda: conda install gxx)"
+    )
+
+
+def build(
+    name: str, text: str, flags: Sequence[str] = (), on_step: OnStep = lambda text: None
+) -> Path:
+    """Return the shared library that ``text`` compiles to, built at most once and kept in the cache.
+
+    Raises Unavailable with the compiler's first error where it fails.
+    """
+    compiler = find_compiler(os.environ.get("CXX"))
+    key = hashlib.sha256(
+        "\0".join([compiler.version, _processor(), headers(), *_FLAGS, *flags, text]).encode()
+    ).hexdigest()[:24]
+    folder = cache_folder() / "hip"
+    library = folder / f"{name}-{key}.so"
+    if library.is_file():
+        return library
+    on_step(f"compiling {name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        source, made = Path(work) / f"{name}.cpp", Path(work) / "made.so"
+        source.write_text(text)
+        command = [compiler.command, *_FLAGS, *flags, f"-I{DEVICE}", str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(
+                f"{compiler.command} cannot compile {name}: {_first_error(done.stderr)}"
+            )
+        os.replace(made, library)
+    return library
+
+
+@functools.cache
+def headers() -> str:
+    """Return the text of the emulation, which every build depends on."""
+    return "".join(path.read_text() for path in sorted(DEVICE.glob("*.h")))
+
+
+@functools.cache
+def _processor() -> str:
+    """Return what tells this processor's instructions from another's: -march=native builds for them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = (
+        re.search(r"(?m)^(flags|Features)\s*:.*$", cpuinfo.read_text())
+        if cpuinfo.is_file()
+        else None
+    )
+    return platform.machine() + (found[0] if found else platform.processor())
+
+
+def _first_error(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines()
+    return lines[0] if lines else "it says nothing"

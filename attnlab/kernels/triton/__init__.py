@@ -1,0 +1,1 @@
+"""Triton's interpreter: patches, tracing and checks."""

@@ -1,0 +1,262 @@
+"""Triton's interpreter, launched with its known faults mended and its speed where it can be had.
+
+Nothing of Triton is changed for others: op modules get a ``triton`` whose ``jit`` makes the functions
+here. What differs from Triton's own launch, and why the result is the same:
+
+- arguments that a kernel annotates ``tl.int64`` are int64. The stock interpreter leaves them int32, and
+  strides wrap where a GPU's do not.
+- no copy of every storage onto itself after a launch: on a CPU that is all the stock one does there.
+- a full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler took that
+  when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 refuses it.
+- FP8 is converted by torch; the interpreter's own conversion loses NaN, and carries of rounding.
+- the language is patched once for a launch, not again at every call of a device function.
+- what a launch reads or writes outside its own tensors is masked off and told; the stock interpreter
+  stops the process there, or reads what happens to lie there. int32 products that wrap are told, too.
+- programs that write nothing need not run, and the others can be shared out among processes. The tests
+  compare the bits with those of the whole grid in one process.
+"""
+
+import inspect
+import itertools
+import mmap
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.memory import Memory
+from attnlab.kernels.triton.patches import language
+from attnlab.kernels.triton.run_log import Launch, Observed
+from attnlab.kernels.triton.trace import Trace, Watched
+
+VARIABLE = "TRITON_INTERPRET"
+_ALONE_S = 0.3  # a launch that takes longer is shared out among processes
+
+Program = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which programs of a launch run, where, and who hears of it.
+
+    - ``needed(kernel, arguments, program)``: whether a program is run.
+    - ``processes``: how many share a launch; more than 1 asks that every tensor that a kernel writes is
+      a :func:`shared_copy`.
+    - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
+    - ``observed``: takes what is seen.
+    - ``watched``: the shapes of a call whose cache reads are noted, or None: nothing is.
+    """
+
+    needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
+    processes: int = 1
+    on_programs: Callable[[int, int], None] = lambda done, total: None
+    observed: Observed = field(default_factory=Observed)
+    watched: Watched | None = None
+
+
+_PLAN: ContextVar[Plan | None] = ContextVar("plan", default=None)
+
+
+@contextmanager
+def launching(plan: Plan) -> Iterator[None]:
+    """Launch by ``plan`` within the block."""
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
+
+
+def cores() -> int:
+    """Return how many processes a launch may use here; 1 where a process cannot fork."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that processes made later share; not in /dev/shm, which may be small."""
+    memory = mmap.mmap(-1, tensor.nbytes)
+    shared = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return shared.copy_(tensor)
+
+
+def interpreted_triton() -> ModuleType:
+    """Return a ``triton`` whose ``jit`` interprets; everything else is Triton's own.
+
+    Raises Unavailable where Triton is missing, or was imported to compile.
+    """
+    triton = load_triton(interpret=True)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class Launched(InterpretedFunction):  # type: ignore[misc]
+        """An interpreted function that is launched by :func:`launch`."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            if not warmup:
+                launch(self, args, kwargs, grid)
+
+    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return Launched(fn) if fn is not None else lambda fn: Launched(fn)
+
+    module = ModuleType("triton")
+    module.__getattr__ = lambda name: getattr(triton, name)  # type: ignore[method-assign]
+    module.jit = jit  # type: ignore[attr-defined]
+    return module
+
+
+def load_triton(interpret: bool) -> Any:
+    """Return Triton, imported to interpret or to compile; raise Unavailable where it cannot be."""
+    if interpret and "triton" not in sys.modules:
+        os.environ[VARIABLE] = "1"
+    try:
+        import triton
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError as error:
+        raise Unavailable(
+            f"vLLM's kernels need Triton: pip install 'attnlab[triton]' ({error})"
+        ) from error
+    if interpret != isinstance(triton.language.standard.cdiv, InterpretedFunction):
+        done, wanted = ("compile", "1") if interpret else ("interpret", "0")
+        raise Unavailable(
+            f"Triton was imported to {done} in this process: set {VARIABLE}={wanted} before it is "
+            "imported, or start a new process"
+        )
+    return triton
+
+
+def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any) -> None:
+    """Run a kernel's programs one after the other, or in several processes, by the plan in force."""
+    from triton.runtime import interpreter
+
+    kernel = function.rewrite()
+    names = inspect.signature(kernel).parameters
+    arguments = inspect.getcallargs(
+        kernel, *args, **{k: v for k, v in kwargs.items() if k in names}
+    )
+    converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
+    sizes = tuple(grid(arguments) if callable(grid) else grid)
+    sizes += (1,) * (3 - len(sizes))
+    plan = _PLAN.get() or Plan()
+    name = kernel.__name__
+    plan.observed.launches.append(Launch(kernel=name, grid=sizes))
+    programs = [
+        (x, y, z)
+        for x, y, z in itertools.product(*map(range, sizes))
+        if plan.needed(name, arguments, (x, y, z))
+    ]
+
+    trace = None
+    if plan.watched is not None:
+        trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+
+    def run(program: Program) -> None:
+        interpreter.interpreter_builder.set_grid_idx(*program)
+        kernel(**converted)
+        if trace is not None:
+            trace.end()
+
+    memory = Memory(arguments, trace)
+    with (
+        language(interpreter, kernel, plan.observed, memory),
+        warnings.catch_warnings(),
+        np.errstate(all="ignore"),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # a slice that is all NaN
+        interpreter.interpreter_builder.set_grid_dim(*sizes)
+        _run_all(run, programs, plan)
+
+
+def _converted(kernel: Any, name: str, value: Any) -> Any:
+    """Return an argument as the kernel gets it; its annotation may ask for constexpr or int64."""
+    from triton.runtime import interpreter
+    from triton.runtime.jit import _normalize_ty
+
+    annotation = inspect.get_annotations(kernel).get(name)
+    asked = "" if annotation is None else _normalize_ty(annotation)
+    if asked == "constexpr":
+        return value
+    if asked == "i64" and isinstance(value, int):
+        int64 = interpreter.tl.int64
+        handle = interpreter.TensorHandle(np.array([value], dtype=np.int64), int64)
+        return interpreter.tl.tensor(handle, int64)
+    return interpreter._implicit_cvt(value)
+
+
+def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan) -> None:
+    """Run programs here until it is clear that they take long; share out the rest."""
+    start, done = time.perf_counter(), 0
+    while programs[done:] and (plan.processes == 1 or time.perf_counter() - start < _ALONE_S):
+        run(programs[done])
+        done += 1
+        plan.on_programs(done, len(programs))
+    rest = programs[done:]
+    if not rest:
+        return
+    children = [
+        _fork(run, rest[i :: plan.processes], plan.observed) for i in range(1, plan.processes)
+    ]
+    mine = rest[:: plan.processes]
+    try:
+        for i, program in enumerate(mine, 1):
+            run(program)
+            plan.on_programs(done + i * len(rest) // len(mine), len(programs))
+    except BaseException:  # on_programs may end the launch; nobody waits for the rest
+        for child, _ in children:
+            os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        errors = [_join(*child, plan.observed) for child in children]
+    error = next((error for error in errors if error is not None), None)
+    if error is not None:
+        raise error
+
+
+def _fork(
+    run: Callable[[Program], None], programs: list[Program], observed: Observed
+) -> tuple[int, int]:
+    """Run programs in a child process; return its id and the end of a pipe that tells how it went.
+
+    The child runs Python, NumPy and torch on one thread and leaves by os._exit, so that threads of the
+    parent, which do not exist in it, are not missed.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    problem = ""
+    torch.set_num_threads(1)
+    try:
+        for program in programs:
+            run(program)
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {error}"
+    os.write(writer, pickle.dumps((problem[:10000], observed)))
+    os._exit(0)
+
+
+def _join(child: int, reader: int, observed: Observed) -> Exception | None:
+    """Wait for a child, take over what it observed, and return what it raised, or None."""
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        return RuntimeError(f"a process of the interpreter ended with status {status}")
+    problem, seen = pickle.loads(answer)
+    observed.take(seen)
+    return RuntimeError(problem) if problem else None

@@ -1,0 +1,83 @@
+"""Triton's language, patched for the interpreter: mended, quicker and watched while a launch lasts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from attnlab.kernels.triton.fp8 import converter
+from attnlab.kernels.triton.memory import Memory
+from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.type_cache import remember
+
+
+@contextmanager
+def language(interpreter: Any, kernel: Any, observed: Observed, memory: Memory) -> Iterator[None]:
+    """Patch the language, once for each part of it that a function of the kernel sees.
+
+    ``memory`` is what the launch may touch; ``observed`` hears of wraps and of accesses beside it, the
+    memory's trace, where it has one, of every load and store.
+    """
+    scope = interpreter._patch_lang(kernel)
+    scopes = {id(kernel.__globals__): scope}
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        module = id(function.fn.__globals__)
+        if module not in scopes:
+            scopes[module] = interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    try:
+        remember(interpreter, scope)
+        _mend(interpreter, scope)
+        _watch(interpreter, scope, observed, memory)
+        scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
+        yield
+    finally:
+        for scope in reversed(scopes.values()):
+            scope.restore()
+
+
+def _mend(interpreter: Any, scope: Any) -> None:
+    """Convert FP8 rightly, and let a full slice of a rank-0 tensor add no dimension."""
+    tl = interpreter.tl
+    getitem = tl.tensor.__getitem__
+
+    def indexed(tensor: Any, slices: Any) -> Any:
+        if not tensor.shape and isinstance(slices, tuple | tl.tuple):
+            slices = tuple(one for one in slices if one != slice(None))
+        return getitem(tensor, slices)
+
+    scope.set_attr(tl.tensor, "__getitem__", indexed)
+    scope.set_attr(interpreter, "_convert_float", converter(interpreter._convert_float))
+
+
+def _watch(interpreter: Any, scope: Any, observed: Observed, memory: Memory) -> None:
+    """Note int32 products that wrap, and mask off accesses outside the launch's tensors."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def checked(verb: str, pointers: Any, mask: Any) -> Any:
+        inside, stray = memory.inside(pointers.data, mask.data)
+        if not stray:
+            return mask
+        observed.stray(verb, stray)
+        return interpreter.TensorHandle(inside, mask.dtype)
+
+    def multiplied(self: Any, left: Any, right: Any) -> Any:
+        return self.binary_op(left, right, observed.multiply)
+
+    def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        mask = checked("reads", pointers, mask)
+        if memory.trace is not None:
+            memory.trace.loaded(pointers.data, mask.data)
+        return load(self, pointers, mask, *rest)
+
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask = checked("writes", pointers, mask)
+        if memory.trace is not None:
+            memory.trace.stored(pointers.data, mask.data)
+        return store(self, pointers, value, mask, *rest)
+
+    scope.set_attr(builder, "create_mul", multiplied)
+    scope.set_attr(builder, "create_masked_load", loaded)
+    scope.set_attr(builder, "create_masked_store", stored)

@@ -1,0 +1,128 @@
+"""Which programs of a launch write anything that is asked for: the rest need not run under the
+interpreter."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED
+from attnlab.tensors.call import KernelCall
+
+Program = tuple[int, int, int]
+
+# Seconds that one step of a kernel's loop over keys takes on a slow core.
+_DECODE_STEP_S = 0.0025
+_PREFILL_STEP_S = 0.009
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a call that runs: some KV heads, some sequences; None is all of them.
+
+    ``group`` is the number of query heads of a KV head.
+    """
+
+    group: int = 1
+    kv_heads: range | None = None
+    seqs: range | None = None
+
+    def has(self, seq: int, kv_head: int) -> bool:
+        """Answer whether a sequence's KV head runs."""
+        in_heads = self.kv_heads is None or kv_head in self.kv_heads
+        return in_heads and (self.seqs is None or seq in self.seqs)
+
+
+def needed(kernel: str, args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Answer whether a program writes a row, and is in the share that is asked for.
+
+    ``args`` are the kernel's arguments by name. A kernel that is not known here runs whole.
+    """
+    answer = _KERNELS.get(kernel)
+    return True if answer is None else answer(args, program, share)
+
+
+def _decode(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: sequence, KV head. It returns at once where query_len > 1."""
+    seq, head, _ = program
+    if not share.has(seq, head):
+        return False
+    return not args["filter_by_query_len"] or _query_len(args["query_start_len_ptr"], seq) <= 1
+
+
+def _prefill(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: sequence, query head, tile of BLOCK_M rows. It returns at once where it skips a decode; of a
+    tile behind the last row every store is masked off."""
+    seq, head, tile = program
+    if not share.has(seq, head // args["num_queries_per_kv"]):
+        return False
+    query_len = _query_len(args["B_Start_Loc"], seq)
+    skipped = args["SKIP_DECODE"] and query_len == 1
+    return not skipped and bool(tile * args["BLOCK_M"] < query_len)
+
+
+def _unified(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: block of BLOCK_Q rows, KV head, piece. Sequence i begins with block start / BLOCK_Q + i; of a
+    sequence's blocks the last may be empty, and returns at once."""
+    block, head, _ = program
+    starts, block_q = args["query_start_len_ptr"].tolist(), args["BLOCK_Q"]
+    firsts = [start // block_q + i for i, start in enumerate(starts[:-1])]
+    seq = bisect_right(firsts, block) - 1
+    empty = (block - firsts[seq]) * block_q >= starts[seq + 1] - starts[seq]
+    return share.has(seq, head) and not empty
+
+
+def _reduce(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: token, query head."""
+    token, head, _ = program
+    seq = bisect_right(args["query_start_len_ptr"].tolist(), token) - 1
+    return share.has(seq, head // share.group)
+
+
+def _by_query_head(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: sequence, query head, piece."""
+    return share.has(program[0], program[1] // share.group)
+
+
+def _by_head_block(args: dict[str, Any], program: Program, share: Share) -> bool:
+    """Grid: sequence, block of BLOCK_H query heads of one KV head, piece."""
+    blocks = -(-share.group // args["BLOCK_H"])
+    return share.has(program[0], program[1] // blocks)
+
+
+_KERNELS: dict[str, Callable[[dict[str, Any], Program, Share], bool]] = {
+    TRITON_DECODE: _decode,
+    "_fwd_kernel": _prefill,
+    "_fwd_kernel_alibi": _prefill,
+    "kernel_unified_attention": _unified,
+    "kernel_unified_attention_2d": _unified,
+    "kernel_unified_attention_3d": _unified,
+    "reduce_segments": _reduce,
+    "_fwd_kernel_stage1": _by_query_head,
+    "_fwd_kernel_stage2": _by_query_head,
+    "_fwd_grouped_kernel_stage1": _by_head_block,
+}
+
+
+def estimated_s(call: KernelCall, kernels: tuple[str, ...], share: Share) -> float:
+    """Return roughly how long the Triton kernels of a call take under the interpreter on one core."""
+    kv_heads = len(share.kv_heads) if share.kv_heads is not None else call.key.shape[1]
+    query_lens, seq_lens = call.query_lens.tolist(), call.seq_lens.tolist()
+    seqs, seconds = share.seqs or range(len(seq_lens)), 0.0
+    for query_len, seq_len in ((query_lens[seq], seq_lens[seq]) for seq in seqs):
+        if PREFILL in kernels and (query_len != 1 or call.op == PREFILL):
+            tiles = -(-query_len // 128)
+            steps = tiles * ((seq_len - query_len) / 32 + tiles + 1)
+            seconds += steps * kv_heads * call.num_queries_per_kv * _PREFILL_STEP_S
+        elif UNIFIED in kernels:
+            blocks = -(-query_len * call.num_queries_per_kv // 16)
+            seconds += blocks * (seq_len / 32) * kv_heads * _DECODE_STEP_S
+        elif TRITON_DECODE in kernels and query_len == 1:
+            seconds += -(-seq_len // call.block_size) * kv_heads * _DECODE_STEP_S
+        elif DECODE_FWD in kernels:
+            seconds += -(-seq_len // 32) * kv_heads * _DECODE_STEP_S
+    return seconds
+
+
+def _query_len(starts: Any, seq: int) -> int:
+    return int(starts[seq + 1]) - int(starts[seq])

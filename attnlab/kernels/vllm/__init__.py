@@ -1,0 +1,1 @@
+"""vLLM's own Triton ops, from an installed package, a wheel, an sdist or a clone."""

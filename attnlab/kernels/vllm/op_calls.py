@@ -1,0 +1,267 @@
+"""How each op of vLLM is called: where it lives, and its arguments from a KernelCall.
+
+Every argument that some release of the op has is named here; a release is given those that its function
+asks for. The names are vLLM's own.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import Unavailable
+from attnlab.contracts.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Setting
+from attnlab.kernels.model import cache_reads as paged
+from attnlab.kernels.model.cache_write import slot_mapping, written_cache
+from attnlab.kernels.model.merge import partials
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.layout import flash
+
+Arguments = dict[str, Any]
+_WRAPPER_NAMES = (
+    *(
+        "query",
+        "key",
+        "value",
+        "output",
+        "kv_cache_dtype",
+        "key_cache",
+        "value_cache",
+        "block_table",
+    ),
+    *("query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "alibi_slopes"),
+    *("sliding_window", "sm_scale", "sinks"),
+)
+_SPLITS = 16  # pieces that vLLM's Triton backend asks for (NUM_PAR_SOFTMAX_SEGMENTS, 0.33.0)
+_PROGRAMS = 128  # programs below which it does (MIN_LAUNCH_GRID_SIZE_2D, 0.33.0)
+_MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """An op: its module and function, and what turns a call into arguments by name.
+
+    ``finish`` puts what the op left into ``call.output`` where that was no argument of it; ``lse`` takes
+    what it left as logarithms of sums, [rows, num_heads], from the arguments, None where it gives none.
+    """
+
+    module: str
+    function: str
+    arguments: Callable[[KernelCall, Setting], Arguments]
+    finish: Callable[[KernelCall, Arguments], None] = lambda call, arguments: None
+    lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
+
+
+def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> Arguments:
+    """Return the arguments of an op, by the names that the function has in its release.
+
+    Raises Unavailable for a required parameter that the lab has no value for, and for a value that the
+    call asks for and this release has no parameter for.
+    """
+    known = OP_CALLS[call.op].arguments(call, setting)
+    given: Arguments = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in known:
+            given[name] = known[name]
+        elif parameter.default is inspect.Parameter.empty:
+            raise Unavailable(f"{call.op} asks for {name}, which the lab does not know")
+    scaled = {"k_scale", "k_descale"} & set(given) or call.op == MERGE  # merges what the lab read
+    if call.kv_cache_dtype != "auto" and not scaled:
+        raise Unavailable(
+            f"kv_cache_dtype must be auto: {call.op} of this vLLM knows no FP8 scales"
+        )
+    if call.sinks is not None and "sinks" not in given:
+        raise Unavailable(f"sinks must be false: {call.op} of this vLLM takes none")
+    if call.softcap is not None and not {"softcap", "logit_cap"} & set(given):
+        raise Unavailable(f"softcap must be none: {call.op} of this vLLM takes none")
+    if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
+        given
+    ):
+        raise Unavailable(f"num_splits must be none: {call.op} of this vLLM chooses by itself")
+    return given
+
+
+def _wrapper(call: KernelCall, setting: Setting) -> Arguments:
+    named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
+    return {**named, "use_interleaved_v_cache": call.interleave_v, **_scales(call)}
+
+
+def _prefill(call: KernelCall, setting: Setting) -> Arguments:
+    return {
+        "q": call.query,
+        "k": call.key,
+        "v": call.value,
+        "o": call.output,
+        "kv_cache_dtype": call.kv_cache_dtype,
+        "k_cache": call.key_cache,
+        "v_cache": call.value_cache,
+        "b_loc": call.block_table,
+        "b_start_loc": call.query_start_loc,
+        "b_seq_len": call.seq_lens,
+        "max_seq_len": call.max_seq_len,
+        "max_input_len": call.max_query_len,
+        "alibi_slopes": call.alibi_slopes,
+        "sliding_window": call.sliding_window,
+        "sm_scale": call.sm_scale,
+        "sinks": call.sinks,
+        "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
+        **_scales(call),
+    }
+
+
+def _scales(call: KernelCall) -> Arguments:
+    """Return k_scale and v_scale, each a tensor of one float32."""
+    return {
+        name: torch.tensor([getattr(call, name)], device=call.query.device)
+        for name in ("k_scale", "v_scale")
+    }
+
+
+def _unified(call: KernelCall, setting: Setting) -> Arguments:
+    """Return what the Triton backend passes (vllm/v1/attention/backends/triton_attn.py, 0.33.0)."""
+    key, value = _flash(call, setting)
+    scales = _scales(call)
+    window = call.sliding_window - 1 if call.sliding_window else -1
+    return {
+        "q": call.query,
+        "k": key,
+        "v": value,
+        "out": call.output,
+        "cu_seqlens_q": call.query_start_loc,
+        "max_seqlen_q": call.max_query_len,
+        "seqused_k": call.seq_lens,
+        "max_seqlen_k": call.max_seq_len,
+        "softmax_scale": paged.scale_of(call, setting),
+        "causal": True,
+        "window_size": (window, 0 if call.sliding_window else -1),
+        "block_table": call.block_table,
+        "softcap": call.softcap or 0,
+        "q_descale": None,
+        "k_descale": scales["k_scale"],
+        "v_descale": scales["v_scale"],
+        "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
+        "kv_quant_mode": int(paged.format_of(call, setting).is_fp8),
+        **_segments(call),
+    }
+
+
+def _segments(call: KernelCall) -> Arguments:
+    """Return the buffers of the 3d path, and when to take it: as vLLM, always if the op can, or never."""
+    tokens, heads, head_size = call.query.shape
+    splits = _SPLITS if call.num_splits is None else call.num_splits
+    most = _PROGRAMS // call.key.shape[1] if call.num_splits is None else tokens
+    if not splits:
+        most, splits = 0, 1
+    padded = 1 << (head_size - 1).bit_length()
+    return {
+        "seq_threshold_3D": most,
+        "num_par_softmax_segments": splits,
+        "softmax_segm_output": _scratch(call, (tokens, heads, splits, padded)),
+        "softmax_segm_max": _scratch(call, (tokens, heads, splits)),
+        "softmax_segm_expsum": _scratch(call, (tokens, heads, splits)),
+    }
+
+
+def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return float32 scratch that holds NaN: nothing of it may be read before it is written."""
+    return torch.full(shape, float("nan"), device=call.query.device)
+
+
+def _decode(call: KernelCall, setting: Setting) -> Arguments:
+    """Return what the Triton MLA backend passes, for heads that have keys and values of their own."""
+    key, value = _flash(call, setting)
+    seqs, heads, head_size = call.query.shape
+    splits = _MLA_SPLITS if call.num_splits is None else call.num_splits
+    return {
+        "q": call.query,
+        "k_buffer": key,
+        "v_buffer": value,
+        "o": call.output,
+        "lse": _scratch(call, (seqs, heads)),
+        "req_to_token": call.block_table,
+        "b_seq_len": call.seq_lens,
+        "attn_logits": _scratch(call, (seqs, heads, splits, head_size + 1)),
+        "num_kv_splits": splits,
+        "sm_scale": paged.scale_of(call, setting),
+        "page_size": call.block_size,
+        "logit_cap": call.softcap or 0.0,
+        **_scales(call),
+    }
+
+
+def _flash(call: KernelCall, setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype; of
+    one of more than 2^31 elements the blocks from the first in the block table on."""
+    dtype = paged.format_of(call, setting).dtype
+    first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
+    key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
+    return key.view(dtype), value.view(dtype)
+
+
+def _merge(call: KernelCall, setting: Setting) -> Arguments:
+    """Return the parts, and where a part is empty, -inf for its logarithm as FlashAttention 3 has it; in
+    a call that is padded +inf in every second row, as FlashAttention 2 has it."""
+    parts = partials(call, setting)
+    logs = [parts.prefix_lse, parts.suffix_lse]
+    if call.padding:
+        for log in logs:
+            log[:, ::2] = log[:, ::2].masked_fill(log[:, ::2] == -torch.inf, torch.inf)
+    return {
+        "output": call.output,
+        "prefix_output": parts.prefix_output,
+        "prefix_lse": logs[0],
+        "suffix_output": parts.suffix_output,
+        "suffix_lse": logs[1],
+        "output_lse": torch.full_like(parts.prefix_lse, float("nan")),
+    }
+
+
+def _write(call: KernelCall, setting: Setting) -> Arguments:
+    key, value = _flash(call, setting)
+    return {
+        "key": call.key,
+        "value": call.value,
+        "key_cache": key,
+        "value_cache": value,
+        "slot_mapping": _with_padding(slot_mapping(call), call.padding),
+        "kv_cache_dtype": call.kv_cache_dtype,
+        **_scales(call),
+    }
+
+
+def _with_padding(slots: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return the slots with -1 for half of the padded tokens; for the others there is none at all."""
+    return torch.cat([slots, slots.new_full((padding // 2,), -1)])
+
+
+def _finish_write(call: KernelCall, arguments: Arguments) -> None:
+    call.output.copy_(written_cache(arguments["key_cache"], arguments["value_cache"]))
+
+
+OP_CALLS = {
+    WRAPPER: OpCall(module=WRAPPER, function=WRAPPER, arguments=_wrapper),
+    PREFILL: OpCall(module="prefix_prefill", function=PREFILL, arguments=_prefill),
+    UNIFIED: OpCall(module="triton_unified_attention", function=UNIFIED, arguments=_unified),
+    DECODE_FWD: OpCall(
+        module="triton_decode_attention",
+        function=DECODE_FWD,
+        arguments=_decode,
+        lse=lambda given: given.get("lse"),
+    ),
+    MERGE: OpCall(
+        module="triton_merge_attn_states",
+        function=MERGE,
+        arguments=_merge,
+        lse=lambda given: given["output_lse"].T,
+    ),
+    WRITE: OpCall(
+        module="triton_reshape_and_cache_flash",
+        function="triton_reshape_and_cache_flash",
+        arguments=_write,
+        finish=_finish_write,
+    ),
+}

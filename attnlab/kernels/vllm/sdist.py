@@ -1,0 +1,93 @@
+"""Fetching the sdist of a vLLM release from the package index that pip is set up for.
+
+pip itself cannot: ``pip download`` of an sdist runs its build to read the metadata, and vLLM's build
+asks for a GPU's tool chain. So pip is asked where it looks, and unearth fetches the file.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock
+
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.vllm.source import cache_folder, check_release
+
+_SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
+_SECTIONS = (":env:", "download", "global")  # the first that has a setting wins, as in pip
+_DEFAULT = re.compile(r"\(default\s+(https?://[^\s)]+)\)")
+
+
+def fetch_sdist(version: str) -> Path:
+    """Download the sdist of a vLLM release into the cache folder, once, and return it.
+
+    Raises InvalidCase for what is no version, Unavailable where it cannot be had. An sdist has 10 to
+    50 MB.
+    """
+    check_release(version)
+    folder = cache_folder() / "releases" / version
+    found = folder / f"vllm-{version}.tar.gz"
+    if not found.is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            FileLock(folder.parent / f"{version}.sdist.lock"),
+            tempfile.TemporaryDirectory(dir=folder.parent) as work,
+        ):
+            if not found.is_file():
+                fetched = _download(version, Path(work))
+                whole = shutil.copyfile(fetched, Path(work) / "whole")
+                folder.mkdir(exist_ok=True)
+                os.replace(whole, found)
+    return found
+
+
+def _download(version: str, folder: Path) -> Path:
+    try:
+        from unearth import PackageFinder
+    except ImportError as error:
+        raise Unavailable(
+            f"fetching an sdist needs unearth: pip install unearth ({error})"
+        ) from error
+    settings = pip_settings()
+    finder = PackageFinder(
+        index_urls=settings["index-url"] + settings["extra-index-url"],
+        find_links=settings["find-links"],
+        trusted_hosts=settings["trusted-host"],
+        no_binary=["vllm"],
+        ignore_compatibility=True,
+    )
+    try:
+        best = finder.find_best_match(f"vllm=={version}", allow_prereleases=True).best
+        if best is None:
+            raise Unavailable(f"the package index has no sdist of vllm {version}")
+        hashes = {name: [digest] for name, digest in (best.link.hashes or {}).items()}
+        finder.download_and_unpack(best.link, folder / "unpacked", folder, hashes)
+    except Unavailable:
+        raise
+    except Exception as error:  # unearth and its HTTP client raise what they like
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise Unavailable(f"the sdist of vllm {version} cannot be fetched: {why}") from error
+    return best.link.file_path if best.link.is_file else folder / best.link.filename
+
+
+def pip_settings() -> dict[str, list[str]]:
+    """Return where pip looks for packages, by pip's own names; its default index where none is set."""
+    listed = _pip("config", "list")
+    found: dict[str, list[str]] = {}
+    for name in ("index-url", "extra-index-url", "find-links", "trusted-host"):
+        by_section = {s: v for s, n, v in _SETTING.findall(listed) if n == name}
+        value = next((by_section[s] for s in _SECTIONS if s in by_section), "")
+        found[name] = value.replace("\\n", " ").split()
+    if not found["index-url"]:
+        default = _DEFAULT.search(" ".join(_pip("download", "--help").split()))
+        found["index-url"] = [default[1]] if default else []
+    return found
+
+
+def _pip(*words: str) -> str:
+    command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
+    return subprocess.run(command, capture_output=True, text=True).stdout

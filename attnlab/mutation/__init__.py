@@ -1,0 +1,1 @@
+"""Which defects a test would notice."""

@@ -1,0 +1,148 @@
+"""Pictures of what a check found: for each finding where its kernel is wrong, and one page with all."""
+
+import base64
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.defects.problem import Scene
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.lengths import Lengths
+from attnlab.lab.lab import Lab
+from attnlab.checker.finding import KINDS, Finding
+from attnlab.checker.library import Report
+from attnlab.checker.subject import Ran, Subject
+from attnlab.checker.sums import expected_sums
+from attnlab.diagnosis.locate import survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A finding, and the file of its picture; ``path`` None and ``why`` where there is nothing to draw.
+
+    ``data`` is the file's bytes in base64, ``told`` the kind of finding in words.
+    """
+
+    finding: Finding
+    told: str
+    path: Path | None = None
+    data: str = ""
+    why: str = ""
+
+
+def check_drawable(folder: Path) -> None:
+    """Make the folder; raise Unavailable without matplotlib or the packages of the reports, InvalidCase
+    for a folder that cannot be made."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import pygments  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(
+            f"pictures need the lab extra: pip install 'attnlab[lab]' ({error})"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidCase(f"pictures must be a folder that can be made: {error}") from error
+
+
+def write_pictures(report: Report, subject: Subject, folder: Path, command: str) -> Path:
+    """Write a PNG of each finding and a page with all of them to ``folder``; return the page.
+
+    The Cases are run once more. Raises as :func:`check_drawable` does.
+    """
+    check_drawable(folder)
+    from attnlab.reports.pages import write_findings
+
+    lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu")
+    pictures = [
+        _picture(lab, subject, finding, folder / f"{i:02d}-{finding.op}-{finding.kind}.png")
+        for i, finding in enumerate(report.findings, 1)
+    ]
+    page = folder / "index.html"
+    write_findings(page, report, pictures, command)
+    return page
+
+
+def _picture(lab: Lab, subject: Subject, finding: Finding, path: Path) -> Picture:
+    """Draw a finding where it was first seen, and at its smallest Case, and write it to ``path``."""
+    told = KINDS[finding.kind]
+    if finding.kind == "fails":
+        return Picture(finding=finding, told=told, why="it raised, so there is no output to draw")
+    cases = {"where it was first seen": finding.first, "the smallest case": finding.case}
+    try:
+        maps = {
+            words: errors_of(lab, subject, case, finding)
+            for words, case in cases.items()
+            if case is not None
+        }
+    except AttnLabError as error:
+        return Picture(finding=finding, told=told, why=f"run again, it raised: {error}")
+    data = _drawn(maps, f"{finding.op}: {told} ({finding.diagnosis})")
+    path.write_bytes(data)
+    return Picture(finding=finding, told=told, path=path, data=base64.b64encode(data).decode())
+
+
+def _drawn(maps: dict[str, ErrorMap], title: str) -> bytes:
+    """Return a PNG with an error map beside the other."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from attnlab.show.plots.errors import plot_error
+
+    figure = Figure(figsize=(7.5 * len(maps), 5.2), layout="constrained")
+    panels = figure.subplots(1, len(maps), squeeze=False)[0]
+    for panel, (words, errors) in zip(panels, maps.items(), strict=True):
+        plot_error(errors, title=f"{words}: {_place(errors)}", ax=panel)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title, fontweight="bold")
+    room = io.BytesIO()
+    figure.savefig(room, format="png", dpi=110)
+    return room.getvalue()
+
+
+def _place(errors: ErrorMap) -> str:
+    """Return where the error is, in words."""
+    places = errors.places()
+    if not places:
+        return "nothing beyond rounding"
+    worst = max(
+        places, key=lambda place: float(errors.error[place.row].nan_to_num(torch.inf).max())
+    )
+    head = int(errors.error[worst.row].nan_to_num(torch.inf).argmax())
+    return (
+        f"{len(places)} of {len(errors.error)} rows,\nthe worst sequence {worst.seq}, "
+        f"token {worst.token}, head {head}"
+    )
+
+
+def errors_of(lab: Lab, subject: Subject, case: Case, finding: Finding) -> ErrorMap:
+    """Run a Case and return the errors that its finding is about, held to the bound of rounding."""
+    ran = subject.run(lab, case)
+    if finding.kind == "wrong_lse" and ran.lse is not None:
+        expected, bound = expected_sums(lab, case)
+        given = ran.lse[: len(expected), :, None]
+        return compare(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
+    if finding.diagnosis == "both parts empty" and ran.padded is not None:
+        rows = Lengths(query_lens=(len(ran.padded),), ctx_lens=(0,))
+        return compare(ran.padded, torch.zeros_like(ran.padded), rows, 0.0, 0.0)
+    call = lab.call(case)
+    call.output.copy_(ran.output)
+    if case.op != CACHE_WRITE:
+        case = case.replace(atol=_bound(lab, case, ran))
+    return lab.errors(case, call, lab.reference(case))
+
+
+def _bound(lab: Lab, case: Case, ran: Ran) -> float:
+    """Return the most that rounding explains of any element, by the survey's own bounds."""
+    scene = Scene.of_case(case, lab.batch(case), lab.call(case))
+    found = survey(scene, ran.output, expected=lab.reference(case))
+    known = found.ratio.isfinite() & (found.ratio > 0) & found.error.isfinite()
+    bounds: Any = (found.error / found.ratio)[known]
+    return float(bounds.max()) if len(bounds) else case.tolerance

@@ -1,0 +1,279 @@
+"""Run one notebook without a person, and tell how that ended."""
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from attnlab.reports.notebook_result import Outcome, Status, one_line
+from attnlab.reports.pages import (
+    drop_widgets,
+    read_summary,
+    read_title,
+    read_verdicts,
+    write_post_mortem,
+)
+
+OnProgress = Callable[[str, int, int], None]
+
+_SIGNALS = {
+    "SIGKILL": "ended from outside, by want of memory perhaps",
+    "SIGSEGV": "segmentation fault",
+    "SIGABRT": "it aborted",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Run one notebook; the fields that change are what nbclient's hooks tell on the way.
+
+    `timeout_s` bounds the whole notebook, `threads` each of its processes. `pages` names the notebooks
+    whose pages this one's may link to.
+    """
+
+    source: Path
+    parameters: Mapping[str, Any]
+    reports: Path
+    timeout_s: float
+    on_progress: OnProgress
+    stop: threading.Event
+    threads: int
+    pages: frozenset[str] = frozenset()
+    folder_flag: bool = False
+    cell: str = ""
+    cell_index: int = 0
+    total: int = 0
+    deadline: float = math.inf
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+    @property
+    def executed(self) -> Path:
+        return self.reports / "executed" / self.source.name
+
+    @property
+    def html(self) -> Path:
+        return self.reports / f"{self.name}.html"
+
+    def outcome(self) -> Outcome:
+        """Execute the notebook, write its report and say how it ended.
+
+        Raises AttnLabError where the report cannot be written; all else is in the Outcome.
+        """
+        started = time.perf_counter()
+        self.executed.unlink(missing_ok=True)
+        status, message = self._execute()
+        seconds = time.perf_counter() - started
+        try:
+            status, message, told = self._report(status, message)
+        except Exception as error:  # whatever is in this notebook, the others go on
+            message = message or _in_one_line(error)
+            self._replace_executed()
+            status, message, told = self._report("error", message)
+        return Outcome(
+            name=self.name,
+            title=read_title(told) or self.name,
+            status=status,
+            message=message,
+            verdicts=read_verdicts(told),
+            summary=read_summary(told),
+            seconds=seconds,
+            executed=self.executed,
+            html=self.html,
+            cells=(self.total if status == "passed" else self.cell_index, self.total),
+            parameters=self.parameters,
+        )
+
+    def _report(self, status: Status, message: str) -> tuple[Status, str, Any]:
+        """Write the report; return status and message as the notebook has them, and the notebook.
+
+        A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
+        """
+        from nbformat import read, write
+
+        notebook = read(self.executed, as_version=4)
+        drop_widgets(notebook)
+        write(notebook, self.executed)
+        verdicts = read_verdicts(notebook)
+        if status in ("passed", "unavailable") and not all(verdict.ok for verdict in verdicts):
+            status = "failed"
+            message = "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
+        write_post_mortem(
+            self.executed,
+            self.html,
+            command=self._command(),
+            failure=message,
+            status=status,
+            pages=self.pages,
+        )
+        return status, message, notebook
+
+    def _command(self) -> str:
+        """Return the command line that makes this notebook's report again."""
+        words = ["attnlab", "investigate", self.name.split("-", 1)[0]]
+        if self.folder_flag:
+            words += ["--notebooks-folder", str(self.source.parent)]
+        for name, value in self.parameters.items():
+            words += ["-p", f"{name}={as_flag(value)}"]
+        return shlex.join(words)
+
+    def _execute(self) -> tuple[Status, str]:
+        """Run papermill; return the status and one line on what went wrong."""
+        from nbclient.exceptions import CellTimeoutError, DeadKernelError
+        from papermill.exceptions import PapermillExecutionError
+
+        ended = Ended()
+        with TemporaryFile() as words:
+            try:
+                self._run_papermill(words, ended)
+            except PapermillExecutionError as error:
+                said = one_line(error.evalue)
+                if error.ename == "VerdictFailed":
+                    return "failed", said
+                if error.ename == "Unavailable":
+                    return "unavailable", said
+                if error.ename == "InvalidCase" and self.parameters:
+                    return "refused", said
+                return "error", f"{error.ename}: {said}"
+            except CellTimeoutError:
+                return "timeout", f"longer than {self.timeout_s:g} s, {self._place()}"
+            except DeadKernelError:
+                if self.stop.is_set():
+                    return "interrupted", f"interrupted {self._place()}"
+                return "died", f"the kernel died{ended.text} {self._place()}{_last_words(words)}"
+            except Exception as error:  # no kernel, or a file that is no notebook
+                if self.stop.is_set():
+                    return "interrupted", "interrupted before its first cell"
+                return "error", _in_one_line(error)
+            finally:
+                _close_event_loop()
+        return "passed", ""
+
+    def _place(self) -> str:
+        return f"in cell {self.cell_index} of {self.total}: {one_line(self.cell)}"
+
+    def _run_papermill(self, words: IO[bytes], ended: "Ended") -> None:
+        """Execute `source` into `executed`, the kernel starting in the notebook's own folder."""
+        from papermill.execute import execute_notebook
+
+        self.deadline = time.monotonic() + self.timeout_s
+        execute_notebook(
+            self.source,
+            self.executed,
+            parameters=dict(self.parameters),
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            # papermill's own cwd would move this whole process, and so every other thread
+            resources={"metadata": {"path": str(self.source.parent)}},
+            kernel_manager_class=_kernel_class(self.stop, words, ended, self.threads),
+            shutdown_kernel="immediate",
+            coalesce_streams=True,
+            # nbclient takes 0 for no limit
+            timeout_func=lambda cell: max(1e-3, self.deadline - time.monotonic()),
+            on_notebook_start=self._on_start,
+            on_cell_execute=self._on_execute,
+            on_cell_executed=self._on_executed,
+        )
+        self.on_progress(self.name, self.total, self.total)
+
+    def _on_start(self, notebook: Any) -> None:
+        self.total = len(notebook.cells)
+
+    def _on_execute(self, cell: Any, cell_index: int) -> None:
+        self.cell, self.cell_index = cell.source, cell_index + 1
+
+    def _on_executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
+        self.on_progress(self.name, cell_index + 1, self.total)
+
+    def _replace_executed(self) -> None:
+        """Put a notebook that says so where the executed one is missing or broken."""
+        from nbformat import v4, write
+
+        cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
+        write(v4.new_notebook(cells=[cell]), self.executed)
+
+
+@dataclass(slots=True)
+class Ended:
+    """Hold how a kernel's process ended: `code` is its exit code, or a signal's number below zero."""
+
+    code: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Say it in brackets, or nothing where it is not known."""
+        if self.code is None:
+            return ""
+        if self.code >= 0:
+            return f" (exit code {self.code})"
+        name = signal.Signals(-self.code).name
+        return f" ({name}: {_SIGNALS[name]})" if name in _SIGNALS else f" ({name})"
+
+
+def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads: int) -> type[Any]:
+    """Return a kernel manager whose kernel ends soon after `stop` and speaks to `words` only.
+
+    Its processes use `threads` threads each, unless the environment says otherwise; how it ends is
+    left in `ended`.
+    """
+    from jupyter_client.manager import AsyncKernelManager
+
+    class Kernel(AsyncKernelManager):
+        async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+            options["env"] = {"OMP_NUM_THREADS": str(threads), **options.get("env", os.environ)}
+            await super().start_kernel(stdout=words, stderr=words, **options)
+
+        async def _async_is_alive(self) -> bool:
+            # nbclient asks this once a second, also before the kernel is ready
+            if stop.is_set() and self.provisioner is not None:
+                await self.provisioner.kill()
+            alive = await super()._async_is_alive()
+            if not alive and self.provisioner is not None:
+                ended.code = await self.provisioner.poll()
+            return alive
+
+        is_alive = _async_is_alive
+
+    return Kernel
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(str(error))}"
+
+
+def _last_words(words: IO[bytes]) -> str:
+    """Return the last line that a kernel wrote past Jupyter, such as a fatal error of C++."""
+    words.seek(0)
+    lines = [line.strip() for line in words.read().decode(errors="replace").splitlines()]
+    own = [line for line in lines if line and not line.startswith("[IPKernelApp]")]
+    return f" ({own[-1]})" if own else ""
+
+
+def _close_event_loop() -> None:
+    """Cancel what nbclient leaves behind after a timeout, or it complains when collected."""
+    from jupyter_core.utils import ensure_event_loop
+
+    loop = ensure_event_loop()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def as_flag(value: Any) -> str:
+    """Write a parameter as the text of NAME=VALUE that stands for it; a tuple as "1,2"."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,226 @@
+"""A finding for the people upstream: a script that shows it without the lab, and a text for an issue.
+
+The script draws the case's numbers anew, the same bits, fills a cache, calls the op of whatever vLLM is
+installed and compares with float64. It imports torch, Triton and vLLM alone.
+"""
+
+import math
+import platform
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnlab
+from attnlab.tensors.cache import freed_blocks
+from attnlab.tensors.call import KernelCall
+from attnlab.case.case import Case
+from attnlab.contracts.contract import cached_lens, contract
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Setting
+from attnlab.case.errors import InvalidCase
+from attnlab.tensors.formats import written_format
+from attnlab.kernels.vllm.op_calls import OP_CALLS
+from attnlab.lab.lab import Lab
+from attnlab.checker.finding import KINDS, Finding
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_PAGED, _FLASH = (WRAPPER, PREFILL), (UNIFIED, DECODE_FWD)  # by the layout of their caches
+_KNOWN = (  # knobs that a script knows, or that say nothing to it
+    *(
+        "op",
+        "num_heads",
+        "num_queries_per_kv",
+        "head_size",
+        "block_size",
+        "dtype",
+        "kv_cache_dtype",
+    ),
+    *(
+        "sliding_window",
+        "alibi",
+        "sm_scale",
+        "num_splits",
+        "query_lens",
+        "ctx_lens",
+        "seed",
+        "stage",
+    ),
+    *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
+    *("query_start_loc_dtype", "release", "origin", "checked", "num_blocks", "max_blocks_per_seq"),
+    *("block_table", "x", "k_scale", "v_scale", "freed", "empty", "data", "output", "atol", "rtol"),
+    *("oracle", "sinks", "softcap", "first_block"),
+)
+_FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
+_EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
+_BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
+
+
+def write_reports(
+    findings: list[Finding], folder: Path, version: str, device: str = "cpu"
+) -> list[Path]:
+    """Write a text and a script for each finding to ``folder``, made where it is missing; return them.
+
+    ``version``: the vLLM that showed them, in words; ``device``: where, "cuda" or, under Triton's
+    interpreter, "cpu". Of a finding that
+    :func:`has_script` denies only the text is written. Raises InvalidCase for a folder that cannot be
+    made or written.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, finding in enumerate(findings, 1):
+            name = f"{number:02}_{finding.op}_{finding.kind}"
+            facts = {**_facts(finding, version), "name": name}
+            facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
+            facts["script"] = _render("repro.py.j2", facts) if has_script(finding.case) else ""
+            for suffix, text in (("py", facts["script"]), ("md", _render("upstream.md.j2", facts))):
+                if text:
+                    (folder / f"{name}.{suffix}").write_text(text)
+                    written.append(folder / f"{name}.{suffix}")
+    except OSError as error:
+        raise InvalidCase(f"report must be a folder to write to, got {folder}: {error}") from error
+    return written
+
+
+def has_script(case: Case) -> bool:
+    """Answer whether a script can stand for a Case: an attention op over a cache that production fills,
+    and no knob that the script does not know."""
+    known = case.op in _PAGED + _FLASH and case.data == "normal" and case.staging.fill == "all_rows"
+    return known and set(case.changes()) <= set(_KNOWN)
+
+
+def _facts(finding: Finding, version: str) -> dict[str, Any]:
+    """Return what the templates say of a finding."""
+    case = finding.case
+    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    facts = {
+        "title": f"{finding.op}: {_of_it(finding)}",
+        "what": f"`{finding.op}`: {KINDS[finding.kind]}",
+        "evidence": finding.evidence.rstrip("."),
+        "diagnosis": finding.diagnosis.replace("_", " "),
+        "version": version,
+        "seen": finding.seen,
+        "op": finding.op,
+        "module": OP_CALLS[finding.op].module,
+        "setting": _setting(case),
+        "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
+        "empty": _EMPTY[case.empty],
+        "packages": {name: version_of(name) for name in ("torch", "triton")},
+        "python": platform.python_version(),
+    }
+    return {**facts, **_of_case(case)} if has_script(case) else facts
+
+
+def _of_it(finding: Finding) -> str:
+    """Return a finding's kind as a title has it."""
+    return KINDS[finding.kind].removeprefix("it ").replace("its output", "output")
+
+
+def _setting(case: Case) -> str:
+    """Return a Case's features in words."""
+    words = [
+        f"{case.num_heads} query heads on {case.num_kv_heads} KV heads of {case.head_size}",
+        f"blocks of {case.block_size}",
+        case.dtype,
+    ]
+    if case.is_fp8:
+        words.append(
+            f"kv_cache_dtype {case.kv_cache_dtype}, scales {case.k_scale} and {case.v_scale}"
+        )
+    if case.sliding_window:
+        freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
+        words.append(f"a sliding window of {case.sliding_window}{freed}")
+    words += ["ALiBi"] if case.alibi else []
+    words += ["sinks"] if case.sinks else []
+    words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
+    words += [f"blocks from {case.first_block} on"] if case.first_block else []
+    words.append("no scale passed" if case.sm_scale is None else f"a scale of {case.sm_scale:g}")
+    return ", ".join(words)
+
+
+def _of_case(case: Case) -> dict[str, Any]:
+    """Return what the script needs to build a Case's call."""
+    lab, plain = Lab(), case.replace(origin="model", checked=False)
+    call, setting = lab.call(plain), Setting.of(plain)
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    kept = [count * case.block_size for count in freed_blocks(case)]
+    given = OP_CALLS[case.op].arguments(call, setting)
+    arguments = {name: _expression(name, value, call) for name, value in given.items()}
+    cached = cached_lens(contract(case.op, setting, case.op), call)
+    if (
+        case.op == WRAPPER
+    ):  # a decode takes its new token from the cache, a prefill from the arguments
+        cached = call.seq_lens - torch.where(call.query_lens == 1, 0, call.query_lens)
+    return {
+        "query_lens": list(case.lengths.query_lens),
+        "ctx_lens": list(case.lengths.ctx_lens),
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_size": case.head_size,
+        "block_size": case.block_size,
+        "dtype": case.dtype,
+        "num_blocks": case.total_blocks - case.first_block,
+        "first_block": case.first_block,
+        "sinks": None if call.sinks is None else call.sinks.tolist(),
+        "softcap": call.softcap,
+        "scale": repr(scale) if math.isfinite(scale) else "0.0",
+        "sliding_window": case.sliding_window,
+        "block_table": call.block_table.tolist(),
+        "block_table_dtype": str(call.block_table.dtype).removeprefix("torch."),
+        "seeds": [(case.seed << 24) + (salt << 20) for salt in range(3)],  # as attnlab.tensors.batch draws
+        "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
+        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
+        "first_kept": kept if any(kept) else None,
+        "fill": _FILL[case.empty],
+        "buffer": _BUFFER[case.output],
+        "flash": case.op in _FLASH,
+        "x": case.key_x,
+        "cached": cached.tolist(),
+        "arguments": arguments,
+        "output": next(name for name, text in arguments.items() if text == "output"),
+    }
+
+
+def _expression(name: str, value: Any, call: KernelCall) -> str:
+    """Return an argument of an op as the script writes it."""
+    names = {"key": "new_keys", "value": "new_values"}
+    for field in (
+        "query",
+        "key",
+        "value",
+        "output",
+        "key_cache",
+        "value_cache",
+        "alibi_slopes",
+        "sinks",
+    ):
+        if value is not None and value is getattr(call, field):
+            return names.get(field, field)
+    if value is call.block_table:
+        return "block_table"
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    if value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
+        return "key_cache" if name.startswith("k") else "value_cache"
+    if value.is_floating_point() and value.isnan().all():
+        return f'torch.full({tuple(value.shape)}, float("nan"))'
+    kind = "" if value.is_floating_point() else f", dtype={value.dtype}"
+    return f"torch.tensor({value.tolist()}{kind})"
+
+
+def _render(template: str, facts: dict[str, Any]) -> str:
+    """Fill a template of plain text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    texts = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # plain text, of the lab's own making
+    )
+    return texts.get_template(template).render(**facts)

@@ -1,0 +1,54 @@
+"""A Case as text, to take out of a panel and to put into one."""
+
+import json
+import shlex
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import Parser, add_case_flags, case_of
+from attnlab.case.test_id import nearest_id
+
+
+def case_texts(case: Case) -> dict[str, str]:
+    """Return the Case as JSON, as a command line, and as a test id with what the id cannot say; each
+    gives the same Case again by :func:`read_case`, of the last the Python expression does."""
+    test_id, changes = nearest_id(case)
+    words = "".join(f", {name}={value!r}" for name, value in changes.items())
+    return {
+        "JSON": json.dumps(case.changes()),
+        "command line": case.to_cli(),
+        "from a test id": f'Case.from_test_id("{test_id}"{words})',
+        "test id": test_id if not changes else "",
+    }
+
+
+def read_case(text: str) -> Case:
+    """Return the Case of a text: JSON, a command line of ``attnlab run``, or a vLLM test id.
+
+    Raises InvalidCase.
+    """
+    text = text.strip()
+    if text.startswith("{"):
+        return Case.from_json(text)
+    if text.startswith("attnlab "):
+        return _read_command(text)
+    return Case.from_test_id(text)
+
+
+class _Reader(Parser):
+    """Reads the flags of a Case; a wrong command line is an InvalidCase."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise InvalidCase(f"command line must be that of attnlab run: {message}")
+
+
+def _read_command(text: str) -> Case:
+    reader = _Reader(prog="attnlab run", add_help=False)
+    add_case_flags(reader)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InvalidCase(f"command line must be well quoted: {error}") from error
+    if words[1:2] != ["run"]:
+        raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
+    return case_of(reader.parse_args(words[2:]))

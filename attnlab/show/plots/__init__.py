@@ -1,0 +1,1 @@
+"""Plot functions: each draws given data on an Axes and returns it."""

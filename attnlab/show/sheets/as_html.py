@@ -1,0 +1,145 @@
+"""A Sheet as HTML: no script, nothing to load; all text is escaped.
+
+Colours are mid-tones with a contrast of 4 or more on white and on a dark page alike, everything else
+inherits the page's. Where a page drops the style sheet the tables are the page's own. Bars are inline SVG.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from urllib.parse import quote
+
+from attnlab.show.sheets.sheet import (
+    Bar,
+    Cell,
+    Facts,
+    Grid,
+    Hidden,
+    Lines,
+    Link,
+    Part,
+    Row,
+    Sheet,
+    Value,
+    Words,
+)
+
+_COLOUR = {"good": "#1f883d", "bad": "#d9403f", "warn": "#9a6b00", "odd": "#8f5fd6"}
+_FIRST, _THEN = "#56a0d3", "#d98200"  # of a bar
+_BAR_WIDTH = 180
+_MOST = 200  # rows that a fold holds
+# The doubled class outweighs what a page says of its tables.
+_STYLE = """<style>
+.attnlab-sheet.attnlab-sheet { margin: .3em 0 }
+.attnlab-sheet.attnlab-sheet div { margin: .3em 0 }
+.attnlab-sheet.attnlab-sheet table { border: 0; border-collapse: collapse; margin: .3em 0; font-size: .92em }
+.attnlab-sheet.attnlab-sheet :is(th, td) { text-align: left; vertical-align: top; border: 0;
+  padding: .2em .9em .2em .3em; max-width: 44em; white-space: normal; overflow-wrap: break-word }
+.attnlab-sheet.attnlab-sheet tbody th { font-weight: normal; opacity: .8; white-space: nowrap }
+.attnlab-sheet.attnlab-sheet .n { text-align: right; font-variant-numeric: tabular-nums }
+.attnlab-sheet.attnlab-sheet .c { font-family: var(--jp-code-font-family, ui-monospace, monospace);
+  font-size: .95em; overflow-wrap: anywhere }
+.attnlab-sheet.attnlab-sheet summary { cursor: pointer; opacity: .8 }
+.attnlab-sheet.attnlab-sheet svg { height: 12px; max-width: none }
+</style>"""
+
+
+def render(sheet: Sheet) -> str:
+    """Return the sheet as one block of HTML."""
+    head = f"<div><b>{escape(sheet.kind)}</b>&ensp;{_cell(sheet.head)}</div>"
+    return f'<div class="attnlab-sheet">{_STYLE}{head}{_parts(sheet.parts)}</div>'
+
+
+def _parts(parts: Sequence[Part]) -> str:
+    return "".join(_part(part) for part in parts)
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Facts):
+        return _facts(part)
+    if isinstance(part, Grid):
+        return _grid(part)
+    if isinstance(part, Lines):
+        return "".join(f"<div>{_cell(one)}</div>" for one in part.lines)
+    return _folded(part.summary, _parts(part.parts))
+
+
+def _folded(summary: str, inner: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+
+
+def _facts(facts: Facts) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{_value(value)}</td></tr>" for name, value in facts.rows
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def _grid(grid: Grid) -> str:
+    """Return a table; rows behind the first ``most`` are folded under it, up to a number."""
+    title = f"<div>{escape(grid.title)}</div>" if grid.title else ""
+    if len(grid.rows) <= grid.most + 2:  # a fold for one or two rows takes more room than they
+        return title + _table(grid.columns, grid.rows)
+    rest = grid.rows[grid.most :]
+    left = len(rest) - _MOST
+    inner = _table(grid.columns, rest[:_MOST]) + (
+        f"<div>… and {left} more</div>" if left > 0 else ""
+    )
+    return (
+        title
+        + _table(grid.columns, grid.rows[: grid.most])
+        + _folded(f"{len(rest)} more rows", inner)
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    number = [all(isinstance(row[i], int) for row in rows) for i in range(len(columns))]
+    classes = [' class="n"' if is_number else "" for is_number in number]
+    head = "".join(
+        f"<th{own}>{escape(name)}</th>" for name, own in zip(columns, classes, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{own}>{_value(one)}</td>" for one, own in zip(row, classes, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _value(value: Value) -> str:
+    if isinstance(value, str | int | Words | Bar | Link | Hidden):
+        return _cell(value)
+    return "<br>".join(_cell(one) for one in value)
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Bar):
+        return _bar(cell)
+    if isinstance(cell, Hidden):
+        return _folded(cell.summary, "<br>".join(map(escape, cell.lines)))
+    if isinstance(cell, Link):
+        return f'<a href="{escape(quote(cell.path))}">{escape(cell.text)}</a>'
+    if not isinstance(cell, Words):
+        return escape(str(cell))
+    own = ' class="c"' if cell.code else ""
+    if cell.tone in _COLOUR:
+        own += f' style="color:{_COLOUR[cell.tone]};font-weight:600"'
+    elif cell.tone == "quiet":
+        own += ' style="opacity:.75"'
+    return f"<span{own}>{escape(cell.text)}</span>" if own else escape(cell.text)
+
+
+def _bar(bar: Bar) -> str:
+    """Return a bar as inline SVG; a part that is there is at least a pixel wide."""
+    scale = _BAR_WIDTH / max(1, bar.full)
+    first = max(bar.first * scale, float(bar.first > 0))
+    then = max(bar.then * scale, 2.0 * (bar.then > 0))
+    rects = "".join(
+        f'<rect x="{x:.1f}" y="1" width="{width:.1f}" height="10" fill="{colour}"></rect>'
+        for x, width, colour in ((0, first, _FIRST), (first, then, _THEN))
+        if width
+    )
+    return (
+        f'<svg role="img" width="{_BAR_WIDTH + 4}" height="12">'
+        f"<title>{escape(bar.label)}</title>{rects}</svg>"
+    )

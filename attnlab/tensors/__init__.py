@@ -1,0 +1,1 @@
+"""Batch, PagedCache and KernelCall: the tensors of one attention call."""

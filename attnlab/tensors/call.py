@@ -1,0 +1,216 @@
+"""KernelCall: the exact arguments that an attention op receives."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.errors import InvalidCall
+from attnlab.case.shown import Shown
+from attnlab.tensors.batch import Batch
+from attnlab.tensors.cache import PagedCache, garbage
+from attnlab.tensors.formats import FORMATS, read_format
+
+_INDEX = {"int32": torch.int32, "int64": torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class KernelCall(Shown):
+    """Arguments of an attention op, under the names that chunked_prefill_paged_decode has for them.
+
+    - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes. The
+      output of reshape_and_cache_flash is the cache: [num_blocks × block_size, num_kv_heads,
+      2 × head_size], a slot's key, then its value.
+    - ``key``, ``value``: [num_tokens, num_kv_heads, head_size], the new tokens.
+    - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
+      [num_blocks, num_kv_heads, head_size, block_size]; uint8 where kv_cache_dtype is FP8.
+    - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
+      [num_seqs]: integers of the dtype that the caller chose, right or wrong.
+    - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads], of any floating dtype: a
+      logit that each row of the head counts once in its sum and that has no value, or None.
+    - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale`` None leaves the scale to the op,
+      ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
+      (:func:`attnlab.tensors.cache.interleaved`).
+    - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
+      (:mod:`attnlab.tensors.layout`); here they are contiguous.
+
+    Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
+    """
+
+    op: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    kv_cache_dtype: str
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    max_query_len: int
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    sliding_window: int = 0
+    sm_scale: float | None = None
+    softcap: float | None = None
+    num_splits: int | None = None
+    interleave_v: bool = False
+    strides: str = "contiguous"
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the shapes fit together."""
+        tokens, heads, head_size = _shape("query", self.query, 3)
+        _, kv_heads, _ = _shape("key", self.key, 3)
+        _same("key", self.key, (tokens, kv_heads, head_size))
+        _same("value", self.value, (tokens, kv_heads, head_size))
+        blocks, _, chunks, block_size, x = _shape("key_cache", self.key_cache, 5)
+        _same("key_cache", self.key_cache, (blocks, kv_heads, chunks, block_size, x))
+        if chunks * x != head_size:
+            raise InvalidCall(f"key_cache must hold heads of {head_size}, got {chunks} × {x}")
+        _same("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
+        outputs = (tokens, heads, head_size)
+        if self.op == CACHE_WRITE:
+            outputs = (blocks * block_size, kv_heads, 2 * head_size)
+        _same("output", self.output, outputs)
+        num_seqs, _ = _shape("block_table", self.block_table, 2)
+        _same("seq_lens", self.seq_lens, (num_seqs,))
+        _same("query_start_loc", self.query_start_loc, (num_seqs + 1,))
+        for name in ("block_table", "seq_lens", "query_start_loc"):
+            if getattr(self, name).dtype not in _INDEX.values():
+                raise InvalidCall(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
+        if self.sinks is not None:
+            _same("sinks", self.sinks, (heads,))
+            if not self.sinks.is_floating_point():
+                raise InvalidCall(f"sinks must be of a floating dtype, got {self.sinks.dtype}")
+        if kv_heads == 0 or heads % kv_heads:
+            raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        """Return the GQA ratio."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """Return tokens of a cache block."""
+        return self.value_cache.shape[3]
+
+    @property
+    def query_lens(self) -> torch.Tensor:
+        """Return the new tokens of each sequence, [num_seqs] int64, as the caller meant them."""
+        return self.query_start_loc.long().diff()
+
+    def save(self, path: Path) -> None:
+        """Write the call to a safetensors file: tensors as they are, the rest as metadata.
+
+        Raises InvalidCall where the file cannot be written.
+        """
+        tensors, scalars = {}, {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                tensors[field.name] = value.contiguous()
+            elif value is not None:
+                scalars[field.name] = value
+        try:
+            save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
+        except (OSError, SafetensorError) as error:
+            raise InvalidCall(f"{path} must be a file that can be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> "KernelCall":
+        """Read a call that :meth:`save` or a capture wrote; raise InvalidCall if it holds none."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                scalars = json.loads((file.metadata() or {})["attnlab_call"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise InvalidCall(f"{path} must be a saved KernelCall: {error}") from error
+        try:
+            return cls(**scalars, **tensors)
+        except TypeError as error:
+            raise InvalidCall(f"{path} must hold the arguments of a KernelCall: {error}") from error
+
+
+def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
+    """Return the prefix sums of ``query_lens``, [num_seqs + 1], made as a stage of the test made them.
+
+    ``torch.cumsum`` of int32 gives int64, since integer sums promote. So "int32_before_cumsum", the
+    first fix, is int64 again: nothing sets that here, the tensor is built as the test built it.
+    """
+    lens = [0, *query_lens]
+    if how == "int64":
+        return torch.cumsum(torch.tensor(lens, dtype=torch.long), dim=0)
+    if how == "int32_before_cumsum":
+        return torch.cumsum(torch.tensor(lens, dtype=torch.int), dim=0)
+    return torch.cumsum(torch.tensor(lens), dim=0).to(torch.int32)
+
+
+def make_output(case: Case) -> torch.Tensor:
+    """Return the output buffer before the call: recycled memory, NaN or zeros.
+
+    The test allocates it with ``torch.empty``; what that finds there is modelled by
+    :func:`attnlab.tensors.cache.garbage`, so that a row that nobody writes never passes by luck.
+    """
+    shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
+    dtype = FORMATS[case.dtype].dtype
+    if case.op == CACHE_WRITE:
+        shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
+        dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
+    if case.output == "recycled":
+        return garbage(shape, seed=case.seed + 4).to(dtype)
+    fill = float("nan") if case.output == "nan" else 0.0
+    return torch.full(shape, fill, dtype=dtype)
+
+
+def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
+    """Return the Case's call on tensors that were made for it; ``output`` is what will be written."""
+    staging = case.staging
+    new = batch.new_rows()
+    return KernelCall(
+        op=case.op,
+        query=batch.query,
+        key=batch.key[new],
+        value=batch.value[new],
+        output=output,
+        kv_cache_dtype=case.kv_cache_dtype,
+        key_cache=cache.key,
+        value_cache=cache.value,
+        block_table=cache.provenance.block_table.to(_INDEX[staging.block_table]),
+        query_start_loc=make_query_start_loc(case.lengths.query_lens, staging.query_start_loc),
+        seq_lens=torch.tensor(case.lengths.seq_lens, dtype=_INDEX[staging.seq_lens]),
+        max_seq_len=case.passed_max_seq_len,
+        max_query_len=case.passed_max_query_len,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        alibi_slopes=batch.alibi_slopes,
+        sinks=batch.sinks,
+        sliding_window=case.sliding_window,
+        sm_scale=case.sm_scale,
+        softcap=case.softcap,
+        num_splits=case.num_splits,
+        interleave_v=case.interleave_v,
+        strides=case.strides,
+        padding=case.padding,
+    )
+
+
+def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
+    if tensor.dim() != dims:
+        raise InvalidCall(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    return tuple(tensor.shape)
+
+
+def _same(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InvalidCall(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

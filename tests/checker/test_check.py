@@ -1,0 +1,239 @@
+"""The sanitizer: quiet where nothing is wrong, and every planted fault found, named and made small."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.plugins import EXAMPLES, RIGHT, checked, planted
+from helpers.sources import needs_triton
+
+from attnlab.case.case import LIBRARY_OPS, Case
+from attnlab.case.errors import InvalidCase
+from attnlab.checker.check_case import look
+from attnlab.checker.finding import KINDS, OBSERVATIONS
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.library import check_library, is_callers_fault
+from attnlab.checker.subject import models, plugin, vllm
+from attnlab.cli.check import DEFAULT_CASES
+from attnlab.cli.main import main
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+
+pytestmark = needs_triton
+
+WRITE = """
+import torch
+from attnlab.kernels.model.cache_write import reshape_and_cache_flash, slot_mapping
+from attnlab.contracts.dispatch import Setting
+
+def write(call):
+    reshape_and_cache_flash(call, Setting())
+    {fault}
+
+write.op = "reshape_and_cache_flash"
+write.kv_cache_dtypes = ("auto",)
+"""
+
+
+@pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
+def test_sound_models_give_no_finding(platform: str) -> None:
+    """More than 500 runs in all, each with two contents of empty slots; not one finding. Where a model does
+    what vLLM does wrong, it is not sound, and is left out."""
+    report = checked(models("0.33.0"), cases=30, platform=platform, seed=11)
+    assert report.cases_run > 170
+    assert report.findings == report.observations == []
+    assert any("ALiBi beside sinks" in text for text in report.left_out)
+
+
+def test_the_older_models_faults_are_found() -> None:
+    """0.11.2 lets NaN of the last block in and takes the default scale from the heads, and its soft cap
+    overflows; nothing else."""
+    report = checked(models("0.11.2"), cases=DEFAULT_CASES)
+    faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}
+    leaks = {one.group for one in report.findings if one.kind == "reads_unwritten_slots"}
+    assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
+    by_heads = ("chunked_prefill_paged_decode", "wrong_output", "scale_by_num_heads")
+    overflow = ("unified_attention", "wrong_output", "softcap_overflows")
+    assert faults.keys() == {by_heads, overflow}
+    by_scale = faults[by_heads]
+    assert len(by_scale.case.lengths.query_lens) == 1
+    result = Lab().run(by_scale.case)
+    assert result.errors is not None
+    assert result.errors.greatest_abs.value > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "diagnosis"),
+    [
+        ("* scale", "* 2 * scale", "wrong_output", "scale_doubled"),
+        ("[:seq_len]", "[: seq_len + 8]", "fails", "RuntimeError: The"),
+        ("hidden |= away <= -call", "hidden |= away < -call", "wrong_output", "window_plus_one"),
+        ("call.output[rows] = (", "x = (", "rows_not_written", "rows_never_written"),
+        ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "wrong_output", "kv_head_modulo"),
+        ("weights @ value)", "weights @ value + 0 * value[:, -1:])", None, None),
+        ("if call.sinks is not None", "if False", "wrong_output", "sink_ignored"),
+        (
+            "torch.cat([scores, sinks], -1)",
+            "torch.cat([scores, sinks, sinks], -1)",
+            "wrong_output",
+            "sink_counted_twice",
+        ),
+        ("call.sinks[:, None", "call.sinks.roll(-1)[:, None", "wrong_output", "sink_next_head"),
+    ],
+    ids=[
+        *("scale", "raises", "window", "unwritten", "heads", "harmless"),
+        *("sink ignored", "sink twice", "sink of another"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
+    """Each fault under its kind; a change that changes nothing is no finding."""
+    assert old in RIGHT
+    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=12)
+    if kind is None:
+        assert report.findings == []
+        return
+    assert kind in {one.kind for one in report.findings}
+    assert all(one.case.num_kv_heads <= 2 for one in report.findings)
+    names = {one.diagnosis for one in report.findings}
+    assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
+
+
+def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
+    """0 × NaN of a slot that nobody wrote."""
+    place = "call.output[rows] = (weights @ value"
+    leak = f"{place} + 0.0 * value_cache[blocks].flatten(0, 1)[-1].float().mean()"
+    report = checked(planted(tmp_path, RIGHT.replace(place, leak)), cases=4)
+    assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
+
+
+def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
+    """A kernel that stops its process stops neither the check nor Python."""
+    subject = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
+    report = check_library(subject, subject.ops, "sm_90", 3, 60.0, processes=2)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+
+
+def test_a_kernel_that_breaks_the_gpus_context_is_a_finding_and_the_rest_is_run(
+    tmp_path: Path,
+) -> None:
+    """Its process can run nothing any more: another goes on with the case behind it."""
+    broken = RIGHT.replace(
+        "    key_cache, value_cache = to_flash",
+        "    if call.sliding_window:\n"
+        "        raise torch.AcceleratorError('CUDA error: an illegal memory access')\n"
+        "    key_cache, value_cache = to_flash",
+    )
+    whole = checked(planted(tmp_path, RIGHT), cases=6)
+    (tmp_path / "broken").mkdir()
+    subject = planted(tmp_path / "broken", broken)
+    report = check_library(subject, subject.ops, "sm_90", 6, 600.0, processes=2)
+    assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
+    assert report.findings[0].case.sliding_window
+    assert "illegal memory access" in report.findings[0].evidence
+    assert report.cases_run == whole.cases_run
+
+
+@pytest.mark.parametrize(
+    ("fault", "diagnosis"),
+    [
+        ("pass", None),
+        ("call.output[slot_mapping(call)[0]] = 0", "own slot"),
+        ("call.output[slot_mapping(call)[-1]] = call.output[slot_mapping(call)[0]]", "own slot"),
+        ("call.output[-1] = 1; call.output[0] = 1; call.output[40] = 1", None),
+    ],
+    ids=["right", "erased", "wrong token", "strays"],
+)
+def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str | None) -> None:
+    """A token that is missing or another's, and bytes where nobody may write."""
+    report = checked(planted(tmp_path, WRITE.format(fault=fault), "write"), cases=4)
+    kinds = {one.kind for one in report.findings}
+    assert kinds == (set() if fault == "pass" else {"wrong_bytes"})
+    if diagnosis is not None:
+        assert diagnosis in {one.diagnosis for one in report.findings}
+
+
+def test_a_release(source: Source) -> None:
+    """0.33.0 has no finding; 0.11.2 has the two that are known, on its real kernels."""
+    report = check_library(vllm(source.path), LIBRARY_OPS, "sm_90", 5, 600.0)
+    assert report.cases_run >= 25
+    if source.rules == "0.33.0":
+        assert report.findings == []
+    else:
+        assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
+    assert {one.kind for one in report.observations} <= set(OBSERVATIONS)
+
+
+def test_hostile_cases_keep_every_contract() -> None:
+    """No case breaks a contract but by a scale that is left to the op; features are all there."""
+    lab, seen = Lab(), set[str]()
+    for op in LIBRARY_OPS:
+        cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
+        assert len(cases) == DEFAULT_CASES
+        for case in cases:
+            assert not is_callers_fault(lab, case)
+            seen |= set(case.changes())
+    assert {"alibi", "sliding_window", "kv_cache_dtype", "k_scale", "num_splits"} <= seen
+    assert {"sinks", "softcap"} <= seen
+
+
+def test_a_callers_fault_is_no_finding() -> None:
+    """A context-only cache is the caller's fault, not the kernel's."""
+    case = Case(fill="context_only", stage="sound", query_lens=(1,), ctx_lens=(9,))
+    assert is_callers_fault(Lab(), case)
+    assert not is_callers_fault(Lab(), case.replace(fill="all_rows"))
+
+
+def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """0 without findings, 1 with; the document has what a machine asks for."""
+    assert main(["check", "--op", "unified_attention", "--cases", "3", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["version"], document["findings"]) == ("models of 0.33.0", [])
+    (tmp_path / "k.py").write_text(RIGHT.replace("* scale", "* 2 * scale"))
+    assert main(["check", f"{tmp_path}/k.py:my_attention", "--cases", "3", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) >= {"source", "version", "cases_run", "seconds", "findings", "left_out"}
+    (finding, *_) = document["findings"]
+    assert set(finding) >= {"op", "kind", "case", "evidence", "diagnosis"}
+    assert finding["kind"] in KINDS
+    assert Case.from_dict(finding["case"]).to_cli() == finding["run"]
+    assert main(["check", f"{tmp_path}/k.py:my_attention", "--cases", "3"]) == 1
+    assert "wrong_output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.py:f"], "FILE.py:FUNCTION of a file that exists"),
+        (["--cases", "0"], "cases must be at least 1"),
+        (["--platform", "gfx1"], "platform must be one of"),
+        (["--release", "1.0"], "release must be one of"),
+        (["--source", "a", "--installed"], "must not be given together"),
+    ],
+)
+def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names what is wrong, exit 2."""
+    assert main(["check", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def other(call): pass", "must have a function"),
+        ("raise ValueError('no')", "cannot run: ValueError: no"),
+        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "its op must be one of"),
+    ],
+)
+def test_a_plugin_that_is_none(tmp_path: Path, text: str, words: str) -> None:
+    """A file without the function, one that does not run, an op that is none."""
+    with pytest.raises(InvalidCase, match=words):
+        planted(tmp_path, text)
+
+
+def test_the_triton_example(tmp_path: Path) -> None:
+    """It is right where it says that it knows, under the interpreter."""
+    subject = plugin(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
+    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
+    assert look(Lab(), subject, case) == []

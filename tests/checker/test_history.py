@@ -1,0 +1,299 @@
+"""What vLLM's history got wrong: each kind of hostile case finds the defect that it was made for."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.plugins import RIGHT, checked, planted
+from helpers.sources import needs_triton
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.checker.check_case import look
+from attnlab.checker.finding import Finding
+from attnlab.checker.subject import vllm
+from attnlab.checker.sums import expected_sums, wrong_padding, wrong_sums
+from attnlab.cli.main import main
+from attnlab.contracts.dispatch import Setting, decide
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.lab.rounding import Rounding
+from attnlab.tensors.layout import flash, presented, strided
+
+pytestmark = needs_triton
+
+SMALL = Case(
+    op="unified_attention",
+    platform="sm_90",
+    num_heads=4,
+    num_queries_per_kv=2,
+    head_size=32,
+    block_size=16,
+    sm_scale=0.125,
+    query_lens=(1, 34, 2),
+    ctx_lens=(79, 62, 126),
+    fill="all_rows",
+    data="normal",
+    empty="nan",
+    output="nan",
+    oracle="float64",
+)
+WINDOW = SMALL.replace(sliding_window=20, freed="empty")  # no tail within a block
+LOW = SMALL.replace(
+    sliding_window=3,
+    sm_scale=60.0,
+    num_queries_per_kv=1,
+    query_lens=(40, 9, 1),
+    ctx_lens=(21, 60, 47),
+)
+
+
+@pytest.mark.parametrize("strides", ["fused", "HND"])
+def test_strides_change_no_number(strides: str) -> None:
+    """The same values at other addresses, the cache's blocks with room between them."""
+    call = Lab().call(SMALL.replace(strides=strides))
+    other = strided(call)
+    for name in ("query", "key", "value", "key_cache", "value_cache"):
+        one, two = getattr(call, name), getattr(other, name)
+        assert one.is_contiguous()
+        assert not two.is_contiguous()
+        assert torch.equal(one.view(torch.int16), two.contiguous().view(torch.int16))
+    key = torch.arange(2 * 16 * 3 * 8.0).view(2, 16, 3, 8)
+    laid = flash(key, key + 1, strides)
+    assert torch.equal(laid[0], key)
+    assert torch.equal(laid[1], key + 1)
+    assert laid[0].stride(0) == 2 * key.stride(0)
+    assert (laid[0].stride(1) < laid[0].stride(2)) == (strides == "HND")
+
+
+def test_padding_is_behind_the_batch() -> None:
+    """NaN tokens, sequences of no token and no key, and nothing of the batch's own is changed."""
+    call = Lab().call(SMALL.replace(padding=3))
+    padded = presented(call)
+    assert len(padded.query) == len(padded.output) == len(call.query) + 3
+    assert padded.query[len(call.query) :].isnan().all()
+    assert torch.equal(padded.query[: len(call.query)], call.query)
+    assert padded.query_start_loc.tolist() == [*call.query_start_loc.tolist(), 37, 37, 37]
+    assert padded.seq_lens.tolist()[-3:] == [0, 0, 0]
+    assert len(padded.block_table) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strides": "HND", "op": "context_attention_fwd"}, "strides must be contiguous or fused"),
+        ({"strides": "wide"}, "strides must be one of contiguous, fused, HND"),
+        ({"padding": -1}, "padding must be an integer from 0"),
+        (
+            {
+                "padding": 1,
+                "origin": "rocm",
+                "op": "chunked_prefill_paged_decode",
+                "platform": "gfx942",
+            },
+            "padding must be 0 with origin rocm",
+        ),
+    ],
+)
+def test_bad_layouts(changes: dict[str, object], words: str) -> None:
+    """One line that names the field."""
+    with pytest.raises(InvalidCase, match=words):
+        SMALL.replace(**changes)
+
+
+def test_sums_are_held_to_float64() -> None:
+    """An error of rounding passes, one beyond it and a NaN do not, nor a padded row that is not empty."""
+    lab, case = Lab(), SMALL.replace(op="merge_attn_states", padding=2)
+    expected, bound = expected_sums(lab, case)
+    near = (expected + 0.9 * bound).float()
+    assert float(bound.max()) < 1e-3
+    assert wrong_sums(lab, case, near) == ""
+    off = expected.float().clone()
+    off[5, 2] += 1.0
+    assert "row 5, head 2" in wrong_sums(lab, case, off)
+    off[5, 2] = torch.nan
+    assert "is nan" in wrong_sums(lab, case, off)
+    rows, empty = torch.zeros(2, 4, 32), torch.full((2, 4), -torch.inf)
+    assert wrong_padding(case, rows, empty) == ""
+    assert "not -inf" in wrong_padding(case, rows, empty.nan_to_num(0, 0, 0))
+    rows[1] = torch.nan
+    assert "is nan, not 0" in wrong_padding(case, rows, empty)
+    assert wrong_padding(case.replace(op="unified_attention"), rows, empty) == ""
+
+
+def test_products_by_hand_are_rounded() -> None:
+    """decode_attention_fwd multiplies by hand where each head has keys of its own, and only there."""
+    case = SMALL.replace(op="decode_attention_fwd", query_lens=(1, 1, 1))
+    told = {}
+    for group in (1, 2):
+        one = case.replace(num_queries_per_kv=group)
+        told[group] = Rounding.of(Lab().call(one), Setting.of(one), decide(one).kernels)
+    assert (told[1].products, told[2].products) == (1 + 5, 0)
+    sizes = (1.0, 1.0, 32, 1.0, 0.0)
+    grown = told[1].score_error(*sizes) - told[2].score_error(*sizes)
+    assert grown == pytest.approx(6 * told[1].unit)
+
+
+STRIDES = "query = call.query[rows]"
+PLANTED = {
+    "strides ignored": (
+        STRIDES,
+        "query = call.query.as_strided(call.query.shape, "
+        "(call.query[0].numel(), call.query.shape[2], 1))[rows]",
+    ),
+    "empty blocks": ("value[:, hidden.all(0)] = 0.0", "pass"),
+    "unexplained": (
+        "scores.masked_fill(hidden, -torch.inf)",
+        "scores.masked_fill(hidden, -50.0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_a_fault_of_history_is_found_in_a_plugin(tmp_path: Path, name: str) -> None:
+    """Each by the variant that was made for it, and named."""
+    old, new = PLANTED[name]
+    assert old in RIGHT
+    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=14)
+    assert name in {one.diagnosis for one in report.findings}
+
+
+def found(source: Source, case: Case) -> list[Finding]:
+    """Return the findings of a Case on a release."""
+    subject = vllm(source.path)
+    case = case.replace(origin="vllm", release=subject.release)
+    lab = Lab(source=source.path, device="cpu")
+    return [one for one in look(lab, subject, case) if one.is_fault]
+
+
+def told(source: Source, case: Case) -> set[tuple[str, str]]:
+    """Return kind and diagnosis of the findings of a Case on a release."""
+    return {(one.kind, one.diagnosis) for one in found(source, case)}
+
+
+LEAK = ("reads_freed_blocks", "empty blocks")
+
+
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        (WINDOW, {LEAK}, set()),
+        (WINDOW.replace(op="context_attention_fwd"), {LEAK}, {LEAK}),
+        (LOW, {("wrong_output", "unexplained")}, set()),
+        (
+            SMALL.replace(op="merge_attn_states", padding=4),
+            {("wrong_output", "both parts empty")},
+            set(),
+        ),
+        (
+            SMALL.replace(op="decode_attention_fwd", query_lens=(1, 1, 1), strides="fused"),
+            {("wrong_output", "strides ignored")},
+            set(),
+        ),
+        (SMALL.replace(num_heads=40, num_queries_per_kv=20), set(), set()),
+        (
+            SMALL.replace(
+                op="decode_attention_fwd",
+                num_heads=40,
+                num_queries_per_kv=20,
+                query_lens=(1, 1),
+                ctx_lens=(40, 5),
+            ),
+            {("wrong_output", "kv_head_by_tile")},
+            {("wrong_output", "kv_head_by_tile")},
+        ),
+        (SMALL.replace(op="reshape_and_cache_flash", fill=None, padding=4), set(), set()),
+        (SMALL.replace(strides="HND"), set(), set()),
+    ],
+    ids=[
+        "window",
+        "prefill window",
+        "low scores",
+        "merge",
+        "decode",
+        "ratio",
+        "decode ratio",
+        "write",
+        "HND",
+    ],
+)
+def test_releases(source: Source, case: Case, old, new) -> None:
+    """What 0.11.2 and 0.33.0 do with each, as their sources say."""
+    assert told(source, case) == (new if source.rules == "0.33.0" else old)
+
+
+def test_a_limit_that_an_op_states_is_no_finding(source: Source) -> None:
+    """0.11.2's cache write asserts contiguous heads; 0.33.0 takes others."""
+    case = SMALL.replace(op="reshape_and_cache_flash", fill=None, strides="HND")
+    if source.rules == "0.33.0":
+        assert told(source, case) == set()
+        return
+    with pytest.raises(Unavailable, match="refuses a case by itself: only continous heads"):
+        told(source, case)
+
+
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A PNG and a page that holds it; the failing head is named; without findings the page says so."""
+    wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
+    (tmp_path / "mine.py").write_text(wrong)
+    drawn = tmp_path / "drawn"
+    command = [
+        "check",
+        f"{tmp_path}/mine.py:my_attention",
+        "--cases",
+        "3",
+        "--pictures",
+        str(drawn),
+    ]
+    assert main(command) == 1
+    assert f"pictures of the findings: {drawn}/index.html" in capsys.readouterr().out
+    (png,) = drawn.glob("*.png")
+    data = png.read_bytes()
+    assert png.name == "01-unified_attention-wrong_output.png"
+    assert data.startswith(b"\x89PNG")
+    page = (drawn / "index.html").read_text()
+    assert base64.b64encode(data).decode() in page
+    for words in ("kv_head_modulo", "attnlab run --op unified_attention", "Left out"):
+        assert words in page
+    assert "<script" not in page
+    (tmp_path / "mine.py").write_text(RIGHT)
+    right = [
+        "check",
+        "--op",
+        "merge_attn_states",
+        "--cases",
+        "2",
+        "--pictures",
+        str(drawn),
+        "--json",
+    ]
+    assert main(right) == 0
+    assert json.loads(capsys.readouterr().out)["pictures"] == f"{drawn}/index.html"
+    assert "Nothing to draw" in (drawn / "index.html").read_text()
+
+
+def test_a_picture_shows_where(tmp_path: Path) -> None:
+    """The map that is drawn has its errors in the heads that the fault is in, and nowhere else."""
+    from attnlab.reports.findings_page import errors_of
+
+    wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
+    subject = planted(tmp_path, wrong)
+    (finding,) = checked(subject, cases=1).findings
+    assert finding.first is not None
+    errors = errors_of(Lab(), subject, finding.first, finding)
+    assert {place.heads for place in errors.places()} == {(1, 2)}  # of 4, on 2 KV heads
+
+
+def test_no_pictures_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says what to install, before anything is run; likewise for a folder that is none."""
+    (tmp_path / "file").write_text("")
+    assert main(["check", "--pictures", str(tmp_path / "file")]) == 2
+    assert "pictures must be a folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["check", "--pictures", str(tmp_path / "drawn")]) == 2
+    assert "pip install 'attnlab[lab]'" in capsys.readouterr().err

@@ -1,0 +1,21 @@
+"""The measurement of the emulated device, on a case of its own small size."""
+
+from helpers.sources import sdist
+
+from attnlab.cli.bench.rocm import DECODE, bench_rocm
+
+
+def test_figures_are_those_of_a_right_run() -> None:
+    """Every figure is there and positive, the output right, the threads as before."""
+    source = sdist("0.33.0")
+    steps: list[str] = []
+    small = DECODE.replace(num_heads=8, ctx_lens=(20,))
+    figures = bench_rocm(source.path, small, on_step=steps.append)
+    assert figures["source"] == "vllm 0.33.0"
+    parts = ("first call", "", "checked")
+    assert steps == [f"gqa {n}, {part}".removesuffix(", ") for n in (1, 8) for part in parts]
+    for found in figures["by_gqa"].values():
+        assert all(value > 0 for value in found.values())
+        assert (
+            found["greatest_error"] < 5e-3
+        )  # N(0, 1) in float16; a wrong kernel is off by 0.1 and more

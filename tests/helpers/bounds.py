@@ -1,0 +1,35 @@
+"""The worst-case bound of :mod:`attnlab.lab.rounding` for a whole Case, whichever of its kernels wrote a row."""
+
+import dataclasses
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.contracts.dispatch import Setting, decide
+from attnlab.lab.reference import reference
+from attnlab.lab.rounding import Rounding
+from attnlab.tensors.batch import Batch
+from attnlab.tensors.cache import make_cache
+from attnlab.tensors.call import make_call, make_output
+
+
+def bound(case: Case, batch: Batch) -> torch.Tensor:
+    """Return the largest error that each output element may have, of the output's shape, float64."""
+    call = make_call(case, batch, make_cache(case, batch), make_output(case))
+    rounding = Rounding.of(call, Setting.of(case), decide(case).kernels)
+    magnitudes = dataclasses.replace(batch, value=batch.value.abs())
+    mixed = reference(case.replace(oracle="float64"), magnitudes)
+    longest = max(case.lengths.seq_lens)
+    share = rounding.relative(longest, score_error(case, batch, rounding))
+    return mixed * share + rounding.fixed(longest, float(batch.value.abs().max()))
+
+
+def score_error(case: Case, batch: Batch, rounding: Rounding) -> float:
+    """Return by how much a score may be off."""
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    query, key = (float(one.double().norm(dim=2).max()) for one in (batch.query, batch.key))
+    key *= 1 + 2.0**-3 * case.is_fp8  # a stored key may be larger than the key by an FP8 rounding
+    bias = 0.0
+    if batch.alibi_slopes is not None:
+        bias = float(batch.alibi_slopes.max()) * max(case.lengths.seq_lens)
+    return rounding.score_error(query, key, case.head_size, scale, bias, case.softcap or 0.0)

@@ -1,0 +1,75 @@
+"""Small hostile cases, and helpers to look at their tensors."""
+
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.tensors.batch import make_batch
+from attnlab.tensors.cache import PagedCache, make_cache
+from attnlab.tensors.call import KernelCall, make_call, make_output
+
+# Block size 16, partitions of 256: (query_len, ctx_len) around the edges of both, without a context,
+# with a query longer than the context, and decode rows before, between and behind the prefills.
+HOSTILE_LENS = (
+    (1, 1),
+    (15, 0),
+    (15, 1),
+    (1, 15),
+    (17, 16),
+    (1, 16),
+    (40, 3),
+    (1, 255),
+    (1, 256),
+    (3, 254),
+    (1, 300),
+    (2, 15),
+)
+
+
+def hostile(**changes: Any) -> Case:
+    """Return a small Case that leaves nothing to luck, with ``changes``.
+
+    Shuffled blocks, of which some are spare; ragged lengths; two query heads a KV head, which is not
+    the number of KV heads; NaN in every slot and output row that nobody writes; data of N(0, 1), so
+    that a wrong scale or mask shows.
+    """
+    fields: dict[str, Any] = {
+        "num_heads": 6,
+        "num_queries_per_kv": 2,
+        "head_size": 64,
+        "block_size": 16,
+        "query_lens": tuple(query_len for query_len, _ in HOSTILE_LENS),
+        "ctx_lens": tuple(ctx_len for _, ctx_len in HOSTILE_LENS),
+        "data": "normal",
+        "empty": "nan",
+        "output": "nan",
+        "oracle": "float64",
+        "seed": 7,
+    }
+    fields |= changes
+    if "num_blocks" not in changes and "block_table" not in changes:
+        fields["num_blocks"] = Case(**fields).total_blocks + 5
+    return Case(**fields)
+
+
+def call_of(case: Case) -> tuple[KernelCall, PagedCache]:
+    """Return the Case's call and the cache it reads, made for it alone."""
+    batch = make_batch(case)
+    cache = make_cache(case, batch)
+    return make_call(case, batch, cache, make_output(case)), cache
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Answer whether two tensors hold the same bytes, NaN included."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def decode_rows(case: Case) -> torch.Tensor:
+    """Return which output rows are those of decode sequences, [num_tokens] bool."""
+    query_lens = torch.tensor(case.lengths.query_lens)
+    return torch.repeat_interleave(query_lens == 1, query_lens)

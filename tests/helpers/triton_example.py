@@ -1,0 +1,28 @@
+"""The Triton kernel of examples/ and a small Case for it."""
+
+from pathlib import Path
+
+from attnlab.case.case import Case
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "my_triton_attention.py"
+
+
+TRITON = EXAMPLE.read_text()
+
+
+CASE = Case(
+    op="unified_attention",
+    platform="sm_90",
+    num_heads=4,
+    num_queries_per_kv=2,
+    head_size=32,
+    block_size=16,
+    sm_scale=0.2,
+    query_lens=(1, 3, 1),
+    ctx_lens=(20, 14, 40),
+    data="normal",
+    empty="nan",
+    output="nan",
+    oracle="float64",
+    num_blocks=12,
+)

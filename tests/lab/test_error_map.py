@@ -1,0 +1,171 @@
+"""ErrorMap: the figures of torch.testing.assert_close, and where they are."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnlab.case.lengths import Lengths
+from attnlab.lab import error_map as compare_module
+from attnlab.lab.error_map import compare
+
+INF, NAN = math.inf, math.nan
+
+
+def said_by_torch(output, expected, atol, rtol):
+    """Return the text of assert_close's AssertionError; "" where it raises none."""
+    try:
+        torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def lengths_of(tokens):
+    """Return lengths of two sequences, or one, with so many new tokens."""
+    query_lens = (tokens - 1, 1) if tokens > 1 else (1,)
+    return Lengths(query_lens=query_lens, ctx_lens=(0,) * len(query_lens))
+
+
+@st.composite
+def pairs(draw):
+    """Return an output and what was expected: near, far, NaN and infinite in places."""
+    tokens, heads, size = draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    expected = torch.randn(tokens, heads, size, generator=generator).to(dtype)
+    output = expected + draw(st.sampled_from([0, 1e-5, 1e-3])) * torch.randn(
+        expected.shape, generator=generator
+    ).to(dtype)
+    special = st.sampled_from([0.0, 5.0, NAN, INF, -INF])
+    for tensor in (output, expected):
+        for _ in range(draw(st.integers(0, 3))):
+            tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = draw(special)
+    if draw(st.booleans()):
+        at = draw(st.integers(0, output.numel() - 1))
+        output.view(-1)[at] = expected.view(-1)[at] = draw(special)
+    return output, expected
+
+
+@given(pairs(), st.sampled_from([0.0, 1e-4]), st.sampled_from([0.0, 1e-3]), st.integers(1, 5))
+@settings(max_examples=300, deadline=None)
+def test_the_message_is_torchs_own(pair, atol, rtol, rows_at_a_time):
+    """Same count, share, greatest differences and indices, in the same words, however rows are cut."""
+    output, expected = pair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "_ROWS_AT_A_TIME", {"cpu": rows_at_a_time})
+        errors = compare(output, expected, lengths_of(len(output)), atol, rtol)
+    assert errors.message() == said_by_torch(output, expected, atol, rtol)
+
+
+@given(pairs(), st.sampled_from([0.0, 1e-3]))
+@settings(max_examples=60, deadline=None)
+def test_figures_by_counting(pair, rtol):
+    """Counts, first index, NaN count and rows with mismatches, each found by looking at elements."""
+    output, expected = pair
+    errors = compare(output, expected, lengths_of(len(output)), 1e-4, rtol)
+    close = torch.isclose(output, expected, atol=1e-4, rtol=rtol)
+    wrong = torch.nonzero(~close)
+    assert errors.mismatched == len(wrong)
+    assert errors.total == output.numel()
+    assert errors.first_index == (tuple(wrong[0].tolist()) if len(wrong) else None)
+    assert torch.equal(errors.mismatches, (~close).sum(2, dtype=torch.int32))
+    assert errors.nan_elements == int(output.isnan().sum())
+    rows = sorted({row for row, _, _ in wrong.tolist()})
+    assert [place.row for place in errors.places()] == rows
+    for place in errors.places():
+        here = wrong[wrong[:, 0] == place.row]
+        assert place.elements == len(here)
+        assert place.heads == tuple(sorted(set(here[:, 1].tolist())))
+
+
+def test_many_rows_in_chunks():
+    """Over several chunks the greatest is the greatest of all, and the first the first."""
+    expected = torch.zeros(600, 2, 3)
+    output = expected.clone()
+    output[130, 1, 2], output[400, 0, 1], output[599, 0, 0] = 1.0, -3.0, 2.0
+    errors = compare(output, expected, Lengths(query_lens=(500, 100), ctx_lens=(0, 0)), 1e-4, 0.0)
+    assert errors.first_index == (130, 1, 2)
+    assert (errors.greatest_abs.value, errors.greatest_abs.index) == (3.0, (400, 0, 1))
+    assert errors.message() == said_by_torch(output, expected, 1e-4, 0.0)
+    assert [(p.seq, p.token) for p in errors.places()] == [(0, 130), (0, 400), (1, 99)]
+    assert errors.seq_error() == [3.0, 2.0]
+    assert errors.token_error[599] == 2.0
+    assert errors.error[130].tolist() == [0.0, 1.0]
+
+
+def test_nan_is_the_greatest():
+    """A NaN outweighs every number, in the map too; it is no infinity."""
+    expected = torch.ones(3, 1, 2)
+    output = expected.clone()
+    output[0, 0, 1], output[2, 0, 0] = 1e30, NAN
+    errors = compare(output, expected, lengths_of(3), 1e-4, 0.0)
+    assert math.isnan(errors.greatest_abs.value)
+    assert errors.greatest_abs.index == (2, 0, 0)
+    assert math.isnan(errors.seq_error()[1])
+    assert errors.to_dict()["max_abs_error"] is None
+    assert errors.nan_elements == 1
+
+
+def test_nothing_mismatched():
+    """A match has no first index, no places and no message, but still its greatest error."""
+    expected = torch.ones(4, 2, 2)
+    output = expected.clone()
+    output[2, 1, 0] += 2**-14
+    errors = compare(output, expected, lengths_of(4), 1e-4, 0.0)
+    assert (errors.mismatched, errors.first_index) == (0, None)
+    assert errors.places() == []
+    assert errors.message() == ""
+    assert (errors.greatest_abs.value, errors.greatest_abs.index) == (2**-14, (2, 1, 0))
+    assert errors.to_dict()["first_index"] is None
+
+
+def test_the_tolerance_itself_is_inside():
+    """An error of exactly atol passes, the next larger number does not."""
+    expected = torch.zeros(2, 1, 1)
+    for value, count in ((0.5, 0), (math.nextafter(0.5, 1.0), 1)):
+        output = torch.full((2, 1, 1), value, dtype=torch.float64)
+        output[1] = 0
+        assert compare(output, expected.double(), lengths_of(2), 0.5, 0.0).mismatched == count
+
+
+def test_the_output_is_read_in_the_references_dtype():
+    """A float16 output is compared in float64 where the reference is: nothing is rounded away."""
+    expected = torch.full((1, 1, 1), 1.00001, dtype=torch.float64)
+    errors = compare(torch.ones(1, 1, 1).half(), expected, lengths_of(1), 1e-9, 0.0)
+    assert errors.mismatched == 1
+    assert errors.greatest_abs.value == pytest.approx(1e-5)
+
+
+def test_equal_infinities_hide_no_other_error():
+    """Where an infinity is met as expected, the error of its neighbours stays in the map."""
+    expected = torch.zeros(2, 2, 1)
+    expected[0, 0] = INF
+    output = expected.clone()
+    output[0, 1] = 2**-20
+    errors = compare(output, expected, lengths_of(2), 1e-4, 1e-3)
+    assert errors.mismatched == 0
+    assert errors.error[0].tolist() == [0.0, 2**-20]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_locate_inverts_the_flat_index(query_lens):
+    """Every row is found in the sequence and at the token that it is."""
+    lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=(0,) * len(query_lens))
+    rows = [(seq, token) for seq, n in enumerate(query_lens) for token in range(n)]
+    assert [lengths.locate(row) for row in range(len(rows))] == rows
+
+
+def test_the_text_of_torch_is_read_right():
+    """The comparison of texts can fail: another count or index is another text."""
+    expected = torch.zeros(3, 1, 2)
+    output = expected.clone()
+    output[1] = 7.0
+    text = compare(output, expected, lengths_of(3), 1e-4, 0.0).message()
+    assert re.search(r"Mismatched elements: 2 / 6 \(33\.3%\)", text)
+    assert re.search(r"7\.0 at index \(1, 0, 0\) \(up to 0\.0001 allowed\)", text)
+    output[2] = 9.0
+    assert text != said_by_torch(output, expected, 1e-4, 0.0)

@@ -1,0 +1,268 @@
+"""Slots that were read: whose they are, told program by program; each planted stray read shows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.sources import needs_triton
+from helpers.triton_example import CASE, EXAMPLE, TRITON
+
+from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, LIBRARY_OPS
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.checker.check_case import look
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.library import check_library, is_callers_fault
+from attnlab.checker.slot_reads import Tally, slots_by_kind
+from attnlab.checker.subject import Ran, plugin, vllm
+from attnlab.contracts.dispatch import Setting
+from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.trace import Trace, Watched
+from attnlab.kernels.vllm import backend as vllm_ops
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.lab import Lab
+from attnlab.lab.reads import traced
+from attnlab.tensors.cache import NOBODY, freed_blocks
+
+pytestmark = needs_triton
+
+LOADS = "k = tl.load(key + at, mask=both, other=0.0)"
+STRAYS = {  # (old, new, kind of what is read, what comes of the output, changes of the Case)
+    "own": ("", "", None, None, {}),
+    "a neighbour's block, unused": (
+        LOADS,
+        "tl.load(key + tl.load(table + table_stride).to(tl.int64) * BLOCK * KV * DIM); " + LOADS,
+        "other sequence",
+        None,
+        {},
+    ),
+    "a neighbour's block, used": (
+        "tl.load(seq + row) * table_stride",
+        "0 * tl.load(seq + row)",
+        "other sequence",
+        "wrong_output",
+        {},
+    ),
+    "a block that is nobody's": (
+        LOADS,
+        "tl.load(key + 11 * BLOCK * KV * DIM); " + LOADS,
+        "never mapped",
+        None,
+        {"block_table": ((0, 1, 2), (3, 4, 5), (6, 7, 8))},
+    ),
+    "one slot past, used": (
+        "both = seen",
+        "both = (pos <= end + 1)",
+        "unwritten tail",
+        "reads_unwritten_slots",
+        {"query_lens": (1,), "ctx_lens": (20,)},
+    ),
+    "the next row's key, unused": (
+        "both = seen",
+        "both = (pos <= end + 1)",
+        "own future",
+        None,
+        {"query_lens": (12,), "ctx_lens": (4,)},
+    ),
+    "the window ignored by the loads": (
+        "both = seen",
+        "both = (pos <= end)",
+        "outside window",
+        None,
+        {"sliding_window": 5},
+    ),
+}
+
+
+def planted(folder: Path, old: str, new: str):
+    """Return the example with a change, as a plugin."""
+    assert old in TRITON
+    file = folder / "kernel.py"
+    file.write_text(TRITON.replace(old, new) if old else TRITON)
+    return plugin(f"{file}:my_attention")
+
+
+@pytest.mark.parametrize(("old", "new", "kind", "fault", "changes"), STRAYS.values(), ids=STRAYS)
+def test_a_stray_read_is_told(tmp_path: Path, old, new, kind, fault, changes) -> None:
+    """Its kind, whatever comes of the output; of a kernel that reads its own nothing is told."""
+    found = look(Lab(), planted(tmp_path, old, new), CASE.replace(**changes))
+    assert {one.kind for one in found if one.is_fault} == ({fault} if fault else set())
+    assert {
+        one.diagnosis for one in found if one.kind.startswith("reads_") and not one.is_fault
+    } == ({kind} if kind else set())
+
+
+def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
+    """A right kernel reads every key that a row may see, and not one other."""
+    lab, subject = Lab(), planted(tmp_path, "", "")
+    case = CASE.replace(sliding_window=9)
+    memory = subject.run(lab, case, watch=True).memory
+    assert memory is not None
+    provenance = lab.cache(case).provenance
+    for seq, (query_len, ctx_len) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
+        positions = range(max(0, ctx_len - 8), ctx_len + query_len)
+        wanted = {provenance.slot(seq, position) for position in positions}
+        for one in memory.slots:
+            if one.seq == seq:
+                assert set(one.slots["own"]) == wanted, one
+                assert sum(one.counts.values()) == len(wanted)
+    assert {(one.tensor, one.seq) for one in memory.slots} == {
+        (name, seq) for name in ("key", "value") for seq in range(3)
+    }
+
+
+def test_what_vllm_reads(source: Source) -> None:
+    """By every op: all that its contract takes from the cache and nothing that is another's; 0.11.2's
+    decode kernel reads its last block's tail, 0.33.0's does not."""
+    lab = Lab(source=source.path, device="cpu")
+    for op in LIBRARY_OPS:
+        lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
+        if op != "decode_attention_fwd":
+            lens = {"query_lens": (1, 5, 1), "ctx_lens": (20, 30, 37)}
+        fields = {"op": op, "release": source.rules, "origin": "vllm", "checked": True, **lens}
+        case = CASE.replace(**fields, fill="context_only" if op == CACHE_WRITE else "all_rows")
+        memory = lab.run(case).memory
+        assert memory is not None
+        own = {seq: 0 for seq in range(len(case.query_lens))}
+        for (seq, kind), slots in slots_by_kind(memory).items():
+            if kind == "own":
+                own[seq] = len(slots)
+            else:
+                assert kind == "unwritten tail", (op, seq, kind)
+                assert source.rules == "0.11.2", (op, seq)
+                assert op == "chunked_prefill_paged_decode", op
+        if op in CACHE_ONLY_OPS:
+            assert tuple(own.values()) == case.lengths.seq_lens
+        elif op == "chunked_prefill_paged_decode":
+            assert tuple(own.values()) == (21, 30, 38)
+        elif op == "context_attention_fwd":
+            assert tuple(own.values()) == case.ctx_lens
+        else:
+            assert set(own.values()) == {0}
+
+
+def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
+    """Shared out among two processes from the first program on, a launch tells the same reads."""
+    case = CASE.replace(
+        op="chunked_prefill_paged_decode", origin="vllm", checked=True, release=source.rules
+    )
+    one = Lab(source=source.path, device="cpu").run(case).memory
+    monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
+    monkeypatch.setattr(interpreter, "cores", lambda: 2)
+    assert Lab(source=source.path, device="cpu").run(case).memory == one
+    assert one is not None
+    assert one.slots
+
+
+def test_without_a_trace_nothing_is_noted(source: Source) -> None:
+    """Off by default."""
+    case = CASE.replace(origin="vllm", release=source.rules)
+    assert Lab(source=source.path, device="cpu").run(case).memory is None
+
+
+def test_reads_of_two_processes_are_put_together() -> None:
+    """Slots of the same tensor and rows are united."""
+    one, two = Observed(), Observed()
+    one.reads[("key", (0,))] = {1}
+    two.reads.update({("key", (0,)): {2}, ("key", (1,)): {3}})
+    one.take(two)
+    assert one.reads == {("key", (0,)): {1, 2}, ("key", (1,)): {3}}
+
+
+def test_rows_of_two_sequences_and_of_none() -> None:
+    """A slot counts for the sequence to which it is least strange; without rows for nobody."""
+    provenance = Lab().cache(CASE).provenance
+    flat = {pos: provenance.slot(0, pos)[0] * 16 + provenance.slot(0, pos)[1] for pos in (2, 3)}
+    both = traced({("key", (0, 1)): {flat[2]}}, provenance, CASE.lengths, 0)
+    assert [(one.seq, one.counts["own"]) for one in both.slots] == [(0, 1), (1, 0)]
+    assert sum(sum(one.counts.values()) for one in both.slots) == 1
+    none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
+    assert [(one.seq, one.counts["other sequence"]) for one in none.slots] == [(NOBODY, 1)]
+    assert "a program without rows" in none.lines()[0]
+    tally = Tally()
+    tally.add(CASE, Ran(output=torch.empty(0), memory=none))
+    assert tally.to_dict()["by_nobody"] == 1
+
+
+def test_strided_caches_and_masked_loads() -> None:
+    """Key and value in one storage, block by block, are told apart; new keys are no rows."""
+    call = Lab().call(CASE)
+    blocks, heads, size, slots = call.value_cache.shape
+    both = torch.zeros(blocks, 2, slots, heads, size)
+    reads: dict = {}
+    trace = Trace.of(Watched.of(call), {"k": both[:, 0], "v": both[:, 1], "new": call.key}, reads)
+    address = both[3, 1, 5, 1, 7].data_ptr()
+    trace.loaded(np.array([address, address + 64], dtype=np.uint64), np.array([True, False]))
+    trace.loaded(np.uint64(call.key.data_ptr()), np.bool_(True))
+    trace.end()
+    assert reads == {("v", ()): {3 * 16 + 5}}
+
+
+def test_checked_is_refused_where_nobody_can_watch(source: Source, monkeypatch) -> None:
+    """Of a model, and on a GPU."""
+    with pytest.raises(InvalidCase, match="checked must be false with origin model"):
+        CASE.replace(checked=True)
+    call = Lab().call(CASE)
+    with pytest.raises(Unavailable, match="checked must be false on a GPU"):
+        vllm_ops.run(call, Setting(), (), source, where="cuda", watch=True)
+
+
+def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
+    """Of a Triton plugin counts by kind and what is allowed; of a torch plugin a line that says why not."""
+    subject = planted(tmp_path, "both = seen", "both = (pos <= end)")
+    report = check_library(subject, subject.ops, "sm_90", 4, 600.0)
+    counts = report.to_dict()["reads"]["unified_attention"]
+    assert counts["own"] > 300
+    assert counts["outside_window"] > 100
+    assert report.reads_allowed["unified_attention"] == ["own"]
+    assert {one.kind for one in report.observations} == {"reads_outside_window"}
+    text = EXAMPLE.with_name("my_attention.py")
+    report = check_library(plugin(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0)
+    assert report.reads == {}
+    assert any("which slots are read" in line for line in report.left_out)
+
+
+def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
+    """A Triton kernel of one's own is watched at its tensors' ends, too."""
+    old = "q = tl.load(query"
+    subject = planted(tmp_path, old, "tl.load(out - 1); " + old)
+    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
+    assert "out_of_bounds" in {one.kind for one in look(Lab(), subject, case)}
+
+
+@pytest.mark.parametrize("freed", ["empty", "recycled"])
+@pytest.mark.parametrize(
+    "op", ["chunked_prefill_paged_decode", "context_attention_fwd", "unified_attention"]
+)
+def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None:
+    """unified_attention of 0.33.0 keeps them out; 0.11.2's does not, nor does either release's prefill."""
+    lens = {"query_lens": (3, 20, 2), "ctx_lens": (75, 50, 40)}
+    fields = {"op": op, "origin": "vllm", "release": source.rules, "sliding_window": 16, **lens}
+    case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
+    lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
+    assert not is_callers_fault(lab, case)
+    found = {one.kind for one in look(lab, subject, case) if one.kind != "out_of_bounds"}
+    keeps_out = op == "unified_attention" and source.rules == "0.33.0"
+    assert ("reads_freed_blocks" in found) == (not keeps_out), found
+    assert ("reads_foreign_slots" in found) == (freed == "recycled")
+    assert "reads_outside_window" in found
+    plain = {one.kind for one in look(lab, subject, case.replace(freed="kept")) if one.is_fault}
+    assert plain == set()
+
+
+def test_freed_blocks_are_as_vllm_leaves_them() -> None:
+    """vLLM's own example: of 8 tokens with a window of 4 the first 4 are no longer needed by the 8th."""
+    case = CASE.replace(block_size=2, sliding_window=4, query_lens=(1, 2), ctx_lens=(7, 1))
+    case = case.replace(num_blocks=None, freed="empty", x=1)
+    assert freed_blocks(case) == [2, 0]
+    kept = Lab().cache(case.replace(freed="kept")).provenance
+    empty, recycled = (Lab().cache(case.replace(freed=f)).provenance for f in ("empty", "recycled"))
+    assert torch.equal(kept.block_table, empty.block_table)
+    assert (empty.seq[kept.block_table[0, :2]] == NOBODY).all()
+    assert (empty.seq[kept.block_table[0, 2:]] == 0).all()
+    last = int(kept.block_table[1, 1])
+    assert recycled.block_table[0].tolist() == [last, last, *kept.block_table[0, 2:].tolist()]
+    assert int(recycled.seq[last, 0]) == 1
+    with pytest.raises(InvalidCase, match="freed must be kept"):
+        case.replace(sliding_window=0)

@@ -1,0 +1,66 @@
+"""The rounding bound holds for every kernel model, and is not so wide that nothing would break it."""
+
+import random
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.errors import KernelRejected
+from attnlab.diagnosis.fault_injection import random_case, sound_scene
+from attnlab.diagnosis.locate import survey
+from attnlab.lab.lab import Lab
+
+
+def worst(case) -> float:
+    """Return the largest error of a sound run in units of the bound."""
+    lab = Lab()
+    scene, output = sound_scene(lab, case)
+    return float(survey(scene, output).ratio.max())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("platform", ["gfx942", "gfx1100", "sm_90"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_sound_runs_stay_within_it(dtype, platform, kv):
+    """No element of a sound run is off by more than the bound, the likely one included."""
+    assert worst(hostile(dtype=dtype, platform=platform, kv_cache_dtype=kv, empty="zeros")) <= 1
+
+
+def test_random_sound_runs_stay_within_it():
+    """The same on random cases."""
+    rng, ran = random.Random(5), 0
+    while ran < 25:
+        try:
+            assert worst(random_case(rng)) <= 1
+        except KernelRejected:
+            continue
+        ran += 1
+
+
+def test_it_is_within_a_factor_of_what_kernels_do():
+    """A tenth of the bound would not do: float16 reaches a fifth of it."""
+    assert worst(hostile(platform="sm_90", empty="zeros")) > 0.2
+
+
+def test_an_error_just_above_it_is_seen():
+    """One element moved by twice its bound is a wrong row, and only that."""
+    case = hostile()
+    scene, output = sound_scene(Lab(), case)
+    spot = scene.spot_of_row(20, torch.tensor([3]))
+    noise = scene.right(spot).noise[0, 0, 7]
+    output[20, 3, 7] = (scene.right(spot).output[0, 0, 7] + 2 * noise).to(output.dtype)
+    found = survey(scene, output)
+    assert torch.nonzero(found.touched).tolist() == [[20, 3]]
+
+
+def test_long_contexts_have_a_sharper_bound():
+    """Where values cancel, the likely bound is far below the worst case, and holds."""
+    case = hostile(query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", data="uniform_1e-3")
+    scene, output = sound_scene(Lab(), case)
+    spot = scene.spot_of_row(1, torch.arange(6))
+    sight = scene.sight(spot)
+    share = sight.rounding.relative(1501, 0.0)
+    worst_case = share * 5e-4  # the mean magnitude of ±1e-3
+    assert float(scene.right(spot).noise.max()) < worst_case / 2
+    assert float(survey(scene, output).ratio.max()) <= 1

@@ -1,0 +1,95 @@
+"""A run that is interrupted keeps what had ended, names what had not, and leaves no process behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+from helpers.notebooks import write_notebook
+
+INVESTIGATE = "import sys; from attnlab.cli.main import main; sys.exit(main())"
+# A kernel with a child of its own, as the engine's notebook has one; both say who they are.
+ASLEEP = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+with open("pids.part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.replace("pids.part", "pids")
+time.sleep(100)
+"""
+
+
+def wait_for(condition, limit_s=180.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    """Answer whether a process runs; one that ended and was not yet collected does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("SIGINT", 130, "attnlab: interrupted"),
+        ("SIGTERM", 143, "attnlab: ended by SIGTERM"),
+    ],
+)
+def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path, name, code, said):
+    write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
+    write_notebook(tmp_path / "02-two.ipynb", "Two", "before = 1", ASLEEP, "after = 1")
+    write_notebook(tmp_path / "03-three.ipynb", "Three", "1 + 1")
+    reports, pids = tmp_path / "r", tmp_path / "pids"
+    words = ("--jobs", "1", "--notebooks-folder", str(tmp_path), "--reports", str(reports))
+    with subprocess.Popen(
+        [sys.executable, "-c", INVESTIGATE, "investigate", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            wait_for(pids.exists)
+            process.send_signal(getattr(signal, name))
+            stdout, stderr = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, stdout) == (code, "")
+    lines = stderr.splitlines()
+    assert lines[0].startswith("attnlab: 1 of 3: 01-one passed in ")
+    assert sorted(lines[1:]) == sorted(
+        [said, f"attnlab: what had ended, and what had not: {reports}/index.html"]
+    )
+    kernel, child = pids.read_text().split()
+    wait_for(lambda: not is_running(kernel) and not is_running(child), limit_s=30)
+    check_reports(reports)
+
+
+def check_reports(reports):
+    """Assert that each of the three files tells of all three notebooks."""
+    document = json.loads((reports / "verdicts.json").read_text())
+    place = f"interrupted in cell 3 of 4: {ASLEEP.strip().splitlines()[0]}"
+    assert [(one["name"], one["status"], one["message"]) for one in document["notebooks"]] == [
+        ("01-one", "passed", ""),
+        ("02-two", "interrupted", place),
+    ]
+    assert (document["not_run"], document["ok"]) == (["03-three"], False)
+    suites = {suite.get("name"): suite[0] for suite in ET.parse(reports / "junit.xml").getroot()}
+    assert suites["02-two"].find("error").get("message") == place
+    assert suites["03-three"].find("skipped").get("message") == "not run"
+    index = (reports / "index.html").read_text()
+    assert "1 not run yet</b>: 03-three" in index
+    assert (reports / "01-one.html").exists()
+    assert not (reports / "03-three.html").exists()
+    two = (reports / "02-two.html").read_text()
+    assert '<p class="banner interrupted">' in two
+    assert "<span>not run</span><code>after = 1</code>" in two

@@ -1,0 +1,198 @@
+"""What is written for upstream: a script that fails where the bug is, passes where it is not, and imports
+nothing of the lab."""
+
+from helpers.upstream import RUNNER, written
+
+from helpers.sources import of_release
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.triton_example import CASE
+from helpers.sources import release
+from helpers.sources import needs_triton
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.checker.finding import Finding
+from attnlab.cli.main import main
+from attnlab.kernels.vllm.source import Source
+from attnlab.reports.upstream import has_script, write_reports
+
+pytestmark = needs_triton
+
+DECODE = {
+    "op": "chunked_prefill_paged_decode",
+    "query_lens": (1,),
+    "ctx_lens": (20,),
+    "num_blocks": 3,
+}
+RIGHT = {  # cases in which 0.33.0 is right
+    "gqa": {"op": "unified_attention"},
+    "alibi, float32, pieces": {
+        "op": "unified_attention",
+        "alibi": True,
+        "dtype": "float32",
+        "query_lens": (1, 1, 1),
+    },
+    "sinks": {"op": "unified_attention", "sinks": True},
+    "window": {"op": "unified_attention", "sliding_window": 9},
+    "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
+    "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},
+    "fp8": {"op": "unified_attention", "kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
+    "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1, 1)},
+    "paged fp8": {
+        **DECODE,
+        "kv_cache_dtype": "fp8",
+        "k_scale": 0.25,
+        "v_scale": 2.0,
+        "ctx_lens": (31,),
+    },
+    "int64": {**DECODE, "ctx_lens": (31,), "stage": "int64"},
+}
+
+
+
+
+def outcome(script: Path, source: Source) -> tuple[int, str]:
+    """Run a script on the ops of a source; return its exit code and what it prints."""
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER, str(script), str(source.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [DECODE, {**DECODE, "sm_scale": None, "ctx_lens": (31,)}],
+    ids=["unwritten slots", "default scale"],
+)
+def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None:
+    """Of 0.11.2's two faults each script exits with 1 there, says where, and with 0 on 0.33.0."""
+    script = written(tmp_path, CASE.replace(fill="all_rows", release="0.11.2", **changes))
+    code, text = outcome(script, of_release("0.11.2"))
+    assert (code, "1 of 1 rows are wrong" in text) == (1, True), text
+    assert "sequence 0, new token 0: 128 of 128 elements are off" in text
+    code, text = outcome(script, of_release("0.33.0"))
+    assert (code, "every row is right" in text) == (0, True), text
+
+
+def test_a_script_of_an_overflow(tmp_path: Path) -> None:
+    """0.11.2's soft cap: NaN where a score is beyond 88 times the cap; 0.33.0's is right."""
+    case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
+    script = written(tmp_path, case.replace(empty="zeros"), "wrong_output")
+    for version, code in (("0.11.2", 1), ("0.33.0", 0)):
+        got, text = outcome(script, of_release(version))
+        assert got == code, text
+
+
+@pytest.mark.parametrize("version", ["0.11.2", "0.33.0"])
+def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
+    """unified_attention counts ALiBi from the first new token: wrong in a prefill, right in decodes."""
+    fields = {"op": "unified_attention", "alibi": True, "sinks": True, "empty": "zeros"}
+    for query_lens, code in (((4, 1), 1), ((1, 1), 0)):
+        lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
+        case = CASE.replace(fill="all_rows", **fields, **lens)
+        got, text = outcome(written(tmp_path, case, "wrong_output"), of_release(version))
+        assert got == code, text
+
+
+def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
+    """0.33.0's context_attention_fwd multiplies a freed block's NaN by 0; its unified_attention does not."""
+    fields = {
+        "sliding_window": 16,
+        "freed": "recycled",
+        "query_lens": (3, 20),
+        "ctx_lens": (75, 50),
+    }
+    newest = of_release("0.33.0")
+    for op, code in (("context_attention_fwd", 1), ("unified_attention", 0)):
+        case = CASE.replace(op=op, num_blocks=30, fill="all_rows", **fields)
+        got, text = outcome(written(tmp_path, case, "reads_freed_blocks"), newest)
+        assert got == code, text
+
+
+@pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
+def test_a_script_passes_where_nothing_is_wrong(tmp_path: Path, changes) -> None:
+    """The script's own reference and bound hold for every feature that it knows."""
+    case = CASE.replace(**{"fill": "all_rows", "empty": "zeros", **changes})
+    code, text = outcome(written(tmp_path, case), of_release("0.33.0"))
+    assert code == 0, text
+
+
+def test_a_script_sees_what_rounding_does_not_explain(tmp_path: Path) -> None:
+    """With a scale that is 1 % off in the call, not in the reference, it exits with 1."""
+    script = written(tmp_path, CASE.replace(fill="all_rows"))
+    text = script.read_text()
+    assert '"softmax_scale": 0.2' in text
+    script.write_text(text.replace('"softmax_scale": 0.2', '"softmax_scale": 0.202'))
+    assert outcome(script, of_release("0.33.0"))[0] == 1
+
+
+def test_a_script_that_cannot_run_says_so(tmp_path: Path) -> None:
+    """Without a vLLM, exit 2 and a line; it imports nothing of the lab and is Python of its own."""
+    script = written(tmp_path, CASE.replace(fill="all_rows"))
+    tree = ast.parse(script.read_text())
+    names = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert names <= {"torch", "triton", "vllm", "inspect", "os", "sys", "types"}
+    command = [sys.executable, "-c", "import sys; sys.modules['vllm'] = None; import runpy;"]
+    command[-1] += f" runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "cannot run here: " in done.stdout
+
+
+def test_what_has_no_script_has_a_text(tmp_path: Path) -> None:
+    """A merge, a cache write, a cache that the test fills: told in words alone."""
+    for changes in (
+        {"op": "merge_attn_states"},
+        {"op": "reshape_and_cache_flash"},
+        {"fill": "context_only"},
+    ):
+        case = CASE.replace(**changes)
+        assert not has_script(case)
+        found = Finding(op=case.op, kind="wrong_bytes", case=case, evidence="e", diagnosis="d")
+        (file,) = write_reports([found], tmp_path / case.op, "vllm 0")
+        assert "There is none for this op or case" in file.read_text()
+
+
+def test_the_command_writes_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """attnlab check --report: a script and a text for each finding, named in the document."""
+    old = of_release("0.11.2")
+    words = [
+        "check",
+        "--source",
+        str(old.path),
+        "--op",
+        "chunked_prefill_paged_decode",
+        "--cases",
+        "2",
+    ]
+    assert main([*words, "--json", "--report", str(tmp_path / "reports")]) == 1
+    document = json.loads(capsys.readouterr().out)
+    (finding,) = document["findings"]
+    assert [Path(file).suffix for file in document["reports"]] == [".py", ".md"]
+    text = Path(document["reports"][1]).read_text()
+    assert finding["evidence"].rstrip(".") in text
+    assert "| vLLM | vllm 0.11.2" in text
+    assert Path(document["reports"][0]).read_text() in text
+    assert document["reads"]["chunked_prefill_paged_decode"]["unwritten_tail"] > 0
+
+
+def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file for a folder, a report of the models."""
+    (tmp_path / "file").write_text("")
+    found = Finding(op=CASE.op, kind="fails", case=CASE, evidence="e", diagnosis="d")
+    with pytest.raises(InvalidCase, match="report must be a folder to write to"):
+        write_reports([found], tmp_path / "file", "vllm 0")
+    assert main(["check", "--report", str(tmp_path)]) == 2
+    assert "report must be given with a vLLM" in capsys.readouterr().err

@@ -1,0 +1,227 @@
+"""The panels in a real JupyterLab, driven by a real browser."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.browser import find_chromium
+from helpers.jupyter import running_lab
+
+from attnlab.case.case import Case
+from attnlab.lab.lab import Lab
+
+NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
+LONG_MS = 120_000  # a shared machine may be slow; every wait ends by a state, not by this
+
+# JupyterLab's own words on the console, none of them about a panel.
+NOISE = ()
+
+READY = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+RUN = """async ([parameters, text]) => {
+  const { content } = window.jupyterapp.shell.currentWidget;
+  const cells = [...content.model.cells];
+  for (const cell of cells) {
+    if ((cell.getMetadata('tags') || []).includes('parameters'))
+      cell.sharedModel.setSource(cell.sharedModel.getSource() + '\\n' + parameters);
+  }
+  const last = cells.findIndex((cell) => text && cell.sharedModel.getSource().includes(text));
+  content.activeCellIndex = last + 1;
+  const command = text ? 'run-all-above' : 'run-all-cells';
+  await window.jupyterapp.commands.execute('notebook:' + command);
+  return cells.flatMap((cell) => cell.type !== 'code' ? []
+    : cell.outputs.toJSON().filter((o) => o.output_type === 'error').map((o) => o.evalue));
+}"""
+PNG = "async (image) => [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]"
+SHOW_CELL = """(text) => {
+  const { content } = window.jupyterapp.shell.currentWidget;
+  const sources = [...content.model.cells].map((cell) => cell.sharedModel.getSource());
+  content.scrollToItem(sources.findIndex((source) => source.includes(text)), 'start');
+  return document.querySelector('.attnlab-panel')?.offsetParent != null;
+}"""
+
+
+@dataclass
+class Browser:
+    """A page in JupyterLab, and what its console said."""
+
+    page: Any
+    url: str
+    said: list[str] = field(default_factory=list)
+
+    def open(self, notebook: str) -> None:
+        """Open a notebook and wait for its kernel."""
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self.said.append(f"page error: {error}"))
+        self.page.goto(self.url.format(notebook))
+        self.page.wait_for_function(READY)
+
+    def _hear(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.said.append(f"{message.type}: {message.text} {message.location.get('url', '')}")
+
+    def run(self, upto: str = "", **parameters: object) -> None:
+        """Run every cell, or those to the one with a text, with parameters; fail where one raises."""
+        text = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
+        assert self.page.evaluate(RUN, [text, upto]) == []
+
+    def panel(self, source: str) -> Any:
+        """Return the panel of the cell whose source has this text, scrolled into view."""
+        self.page.wait_for_function(SHOW_CELL, arg=source, polling=200)
+        return self.page.locator(".attnlab-panel")
+
+    def unexpected(self) -> list[str]:
+        """Return what the console said beyond JupyterLab's own noise."""
+        return [line for line in self.said if not any(re.search(one, line) for one in NOISE)]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Start the browser; skip where there is none."""
+    path = find_chromium()
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as one:
+        browser = one.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run JupyterLab on a copy of the notebooks."""
+    folder = tmp_path_factory.mktemp("lab")
+    shutil.copytree(NOTEBOOKS, folder / "notebooks")
+    with running_lab(folder / "notebooks", folder / "jupyter.log") as url:
+        yield url
+
+
+@pytest.fixture
+def browser(chromium: Any, lab_url: str) -> Iterator[Browser]:
+    """Give a page of its own to each test; its console must stay silent."""
+    context = chromium.new_context(viewport={"width": 1500, "height": 1000})
+    context.set_default_timeout(LONG_MS)
+    one = Browser(page=context.new_page(), url=lab_url)
+    yield one
+    heard = one.unexpected()
+    context.close()
+    assert heard == []
+
+
+def small_case(**changes: Any) -> Case:
+    """Return the Case that both notebooks begin with, at the size that the tests give them."""
+    fields = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60, "x": 8}
+    return Case(**{**fields, **changes})
+
+
+SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
+
+
+def expect(panel: Any, case: Case, status: str) -> bytes:
+    """Wait until a panel says what a Lab says of the Case, and return its picture of errors."""
+    told = Lab().run(case)
+    assert told.status == status
+    words = told.verdict if status == "rejected" else f"{status}: {told.verdict}"
+    line = panel.locator(".attnlab-verdict-line").filter(has_text=words)
+    line.filter(has_text=f"on {case.platform},").wait_for()
+    panel.locator("[data-state=idle]").wait_for(state="attached")
+    if status == "rejected":
+        panel.locator(".attnlab-picture").first.wait_for(state="hidden")
+        return b""
+    panel.locator(".attnlab-stale").first.wait_for(state="detached")
+    return bytes(panel.locator(".attnlab-picture img").first.evaluate(PNG))
+
+
+def choose(panel: Any, knob: str, value: str) -> None:
+    """Choose a value of a knob, as a person does."""
+    panel.locator(f".attnlab-knob-{knob} select").select_option(value)
+
+
+def enter(panel: Any, knob: str, value: str) -> None:
+    """Type a value of a knob."""
+    box = panel.locator(f".attnlab-knob-{knob} input")
+    box.fill(value)
+    box.press("Enter")
+
+
+def test_the_explorer(browser: Browser) -> None:
+    """Run notebook 05, toggle stage and platform, click, go wrong, cancel, paste."""
+    browser.open("05-explorer.ipynb")
+    browser.run(**SIZE)
+    panel = browser.panel("view = explorer(")
+    case = small_case(stage="int32_before_cumsum")
+    pictures = [expect(panel, case, "mismatch")]
+
+    choose(panel, "stage", "cast_after_cumsum")
+    case = case.replace(stage="cast_after_cumsum")
+    pictures.append(expect(panel, case, "match"))
+    choose(panel, "stage", "int64")
+    case = case.replace(stage="int64")
+    expect(panel, case, "rejected")
+    choose(panel, "platform", "sm_90")
+    case = case.replace(platform="sm_90")
+    pictures.append(expect(panel, case, "match"))
+    assert pictures[0] != pictures[1]
+    assert "not paged_attention_rocm: platform is sm_90" in panel.inner_text()
+
+    image = panel.locator(".attnlab-picture img").first
+    box = image.bounding_box()
+    image.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.78})
+    selection = panel.locator(".attnlab-selection")
+    selection.wait_for()
+    assert re.search(r"sequence \d+, token \d+ of \d+ \(row \d+\), head 0", selection.inner_text())
+    assert re.search(r"error .*; element \d+: got .*, expected", selection.inner_text())
+    assert re.search(r"block \d+, slot \d+: sequence", selection.inner_text())
+    assert panel.locator(".attnlab-mark").first.is_visible()
+    image.press("ArrowRight")
+    selection.filter(has_text="head 1").wait_for()
+
+    enter(panel, "num_queries_per_kv", "3")
+    wrong = panel.locator(".attnlab-knob-num_queries_per_kv .attnlab-wrong")
+    wrong.filter(has_text="must be a divisor of num_heads (2), got 3").wait_for()
+    panel.locator(".attnlab-stale").first.wait_for()
+    enter(panel, "num_queries_per_kv", "1")
+    expect(panel, case, "match")
+    wrong.wait_for(state="detached")
+
+
+def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
+    """At the test's own size: progress shows, the button ends it, the old verdict stays as stale."""
+    browser.open("05-explorer.ipynb")
+    browser.run("view = explorer(", **SIZE)
+    panel = browser.panel("view = explorer(")
+    small = small_case(stage="int32_before_cumsum")
+    expect(panel, small, "mismatch")
+    panel.get_by_text("copy this case out, or paste one").click()
+    pasted = panel.get_by_placeholder("a test id, JSON or a command line")
+    pasted.fill(Case(seed=3, platform="sm_90").to_cli())
+    pasted.press("Enter")
+    panel.get_by_role("button", name="Cancel").click()
+    panel.get_by_text("cancelled; what is shown is of an earlier case").wait_for()
+    panel.locator(".attnlab-stale").first.wait_for()
+    assert Lab().run(small).verdict in panel.inner_text()
+    pasted.fill(small.to_cli())
+    pasted.press("Enter")
+    expect(panel, small, "mismatch")
+
+
+def test_a_panel_in_a_notebook(browser: Browser) -> None:
+    """Run notebook 03, toggle its panel: what the slot holds, what is written, who decodes."""
+    browser.open("03-missing-decode-token.ipynb")
+    browser.run(**SIZE)
+    panel = browser.panel('panel(case.replace(empty="nan")')
+    case = small_case(stage="cast_after_cumsum", empty="nan")
+    before = expect(panel, case, "mismatch")
+    choose(panel, "fill", "decode_rows")
+    after = expect(panel, case.replace(fill="decode_rows"), "match")
+    assert before != after
+    choose(panel, "platform", "sm_90")
+    expect(panel, case.replace(fill="decode_rows", platform="sm_90"), "match")
+    choose(panel, "stage", "int64")
+    choose(panel, "platform", "gfx942")
+    expect(panel, small_case(stage="int64", fill="decode_rows", empty="nan"), "rejected")
+    choose(panel, "stage", "sound")
+    choose(panel, "fill", "context_only")
+    expect(panel, small_case(stage="sound", fill="context_only", empty="nan"), "mismatch")

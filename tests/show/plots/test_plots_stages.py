@@ -1,0 +1,82 @@
+"""The picture of the stages: what is drawn is what the cells say."""
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import pytest
+
+from attnlab.lab.stage_table import Cell
+from attnlab.show.plots.stages import plot_story
+
+
+def cell(stage, platform, status, mismatched):
+    return Cell(
+        stage=stage,
+        platform=platform,
+        status=status,
+        verdict="",
+        mismatched=mismatched,
+        total=9,
+        first_index=None,
+        decode_kernel="kernel_paged_attention_2d",
+        decode_error=None,
+        prefill_error=None,
+    )
+
+
+CELLS = [
+    cell("int64", "gfx942", "rejected", None),
+    cell("int64", "sm_90", "match", 0),
+    cell("fill_all", "gfx942", "mismatch", 8192),
+    cell("fill_all", "sm_90", "match", 0),
+]
+STORIES = {"int64": "the first form", "fill_all": "the first cache fix, on top of the others"}
+
+
+@pytest.fixture
+def ax():
+    axes = plot_story(CELLS, STORIES, title="two of four")
+    yield axes
+    plt.close(axes.figure)
+
+
+def test_each_cell_is_drawn_where_its_stage_and_platform_are(ax):
+    boxes = {(round(p.get_x() - 0.03, 6), round(p.get_y() - 0.09, 6)): p for p in ax.patches}
+    looks = {at: (box.get_hatch() or "", box.get_facecolor()) for at, box in boxes.items()}
+    assert [looks[at][0] for at in ((0, 0), (0, 1), (1, 0), (1, 1))] == ["xx", "", "///", ""]
+    assert looks[0, 1][1] == looks[1, 1][1]
+    assert len({look[1] for look in looks.values()}) == 3
+
+
+def test_each_cell_says_what_came_of_it(ax):
+    said = {text.get_position(): text.get_text() for text in ax.texts}
+    found = [said[at] for at in ((0.5, 0.5), (0.5, 1.5), (1.5, 0.5), (1.5, 1.5))]
+    assert found == ["rejected", "0 wrong", "8192 wrong", "0 wrong"]
+
+
+def test_stages_are_named_and_told_in_their_order(ax):
+    texts = [text.get_text() for text in ax.texts]
+    assert [text for text in texts if text in ("1", "2", "int64", "fill_all")] == [
+        "1",
+        "int64",
+        "2",
+        "fill_all",
+    ]
+    assert "the first cache fix,\non top of the others" in texts
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == [f"{name}\nkernel_paged_\nattention_2d" for name in ("gfx942", "sm_90")]
+    assert ax.get_title() == "two of four"
+
+
+def test_the_legend_has_what_is_there_and_no_more():
+    axes = plot_story(CELLS[1:2], STORIES)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["match"]
+    plt.close(axes.figure)
+
+
+def test_it_draws_on_the_axes_that_it_is_given():
+    figure, given = plt.subplots()
+    assert plot_story(CELLS, STORIES, ax=given) is given
+    plt.close(figure)
