@@ -171,14 +171,14 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
 
     lab = Lab(source=source, device="cuda", keep=4)
     start = time.perf_counter()
-    lab.vllm(Case(origin="vllm"))
+    lab.vllm(Case(backend="vllm"))
     torch.zeros(1, device="cuda")
     setup = time.perf_counter() - start
     cases, steps, outcomes = {}, dict[str, float](), dict[str, int]()
     for name in sorted(
         ids, key=lambda name: name.split("-")[::-1]
     ):  # those that share a batch together
-        case = Case.from_test_id(name, origin="vllm", platform="sm_90", stage="sound", empty="nan")
+        case = Case.from_test_id(name, backend="vllm", platform="sm_90", stage="sound", empty="nan")
         if case.is_fp8:
             case = case.replace(cache_write="scaled")
         start = time.perf_counter()

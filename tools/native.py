@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import DATAS, EMPTIES, Case
+from attnlab.case.case import DISTRIBUTIONS, EMPTY_SLOTS, Case
 from attnlab.case.stages import FILLS
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table, to_json
@@ -37,7 +37,7 @@ def main() -> int:
     import triton
 
     lab = Lab(source=args.source)
-    case = Case.from_test_id(SEED_ID, origin="vllm", platform="sm_90")
+    case = Case.from_test_id(SEED_ID, backend="vllm", platform="sm_90")
     document = {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
@@ -57,7 +57,7 @@ def main() -> int:
 def _fills(lab: Lab, case: Case) -> list[dict[str, Any]]:
     """Return a row for each data, content of empty slots and fill; NaN is None."""
     rows = []
-    for data, empty, fill in itertools.product(DATAS, EMPTIES, FILLS):
+    for data, empty, fill in itertools.product(DISTRIBUTIONS, EMPTY_SLOTS, FILLS):
         result = lab.run(case.replace(data=data, empty=empty, fill=fill))
         assert result.errors is not None
         *prefill, decode = result.errors.seq_error()
@@ -69,7 +69,7 @@ def _fills(lab: Lab, case: Case) -> list[dict[str, Any]]:
                 "decode_error": None if decode != decode else decode,
                 "prefill_error": max(prefill),
                 "mismatched": result.errors.mismatched,
-                "origin": result.origin,
+                "backend": result.backend,
             }
         )
         print(rows[-1], flush=True)

@@ -20,7 +20,7 @@ from attnlab.contracts.dispatch import (
     UNIFIED,
     WRAPPER,
     WRITE,
-    Setting,
+    Target,
     decide,
 )
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -40,7 +40,7 @@ CASE = Case(
     output="nan",
     sm_scale=0.125,
     atol=2e-3,
-    origin="vllm",
+    backend="vllm",
 )
 DECODES = CASE.replace(query_lens=(1,) * 6)
 OPS = {
@@ -110,7 +110,7 @@ def leaks(lab: Lab, source: Source, release: str) -> list[str]:
     for case in (OPS[WRAPPER], OPS[f"{UNIFIED}, 2d"], OPS[DECODE_FWD]):
         asked = case.replace(release=release, empty="nan")
         call = lab.call(asked)
-        vllm_ops.run(call, Setting.of(asked), decide(asked).kernels, source)
+        vllm_ops.run(call, Target.of(asked), decide(asked).kernels, source)
         if call.output.isnan().any():
             found.append(f"reaches {case.op}")
     return found

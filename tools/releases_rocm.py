@@ -9,10 +9,10 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.adapt import has_source
-from attnlab.kernels.rocm.op import PLAIN, How
+from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.sdist import fetch_sdist
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
@@ -27,10 +27,10 @@ CASE = Case(
 )
 
 
-def output(source: Source, case: Case, how: How = PLAIN) -> torch.Tensor:
+def output(source: Source, case: Case, how: DeviceOptions = PLAIN) -> torch.Tensor:
     """Return what the release's kernel writes."""
     call = Lab().call(case)
-    rocm_source.run(call, Setting.of(case), source, how)
+    rocm_source.run(call, Target.of(case), source, how)
     return call.output
 
 
@@ -48,7 +48,7 @@ def facts(version: str) -> str:
     words.append(f"NaN in the tail of V {'reaches' if nan else 'does not reach'} the output")
     try:
         half = CASE.replace(head_size=64, sm_scale=0.125)
-        output(source, half, How(checked=True))
+        output(source, half, DeviceOptions(checked=True))
         words.append("heads of 64: clean")
     except AttnLabError as error:
         words.append(f"heads of 64: {str(error)[:60]}")

@@ -14,9 +14,9 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
+    FieldType,
     Flag,
     Int,
-    Kind,
     Lens,
     Maybe,
     Number,
@@ -51,16 +51,16 @@ RELEASES = ("0.11.2", "0.33.0")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-ORIGINS = ("model", "vllm", "vllm-cpu", "rocm")
-OUTPUTS = ("recycled", "nan", "zeros")
-EMPTIES = ("zeros", "nan", "garbage")
+BACKENDS = ("model", "vllm", "vllm-cpu", "rocm")
+OUTPUT_INITS = ("recycled", "nan", "zeros")
+EMPTY_SLOTS = ("zeros", "nan", "garbage")
 FREED = ("kept", "empty", "recycled")
-DATAS = ("uniform_1e-3", "normal")
-STRIDES = ("contiguous", "fused", "HND")
+DISTRIBUTIONS = ("uniform_1e-3", "normal")
+KV_LAYOUTS = ("contiguous", "fused", "HND")
 
 _TEST, _LENGTHS, _STAGE = "the test's parameters", "lengths", "the stage"
 _PLATFORM, _CACHE, _DATA = "the platform", "the cache", "data and check"
-_ORIGIN = "where the kernels come from"
+_BACKEND = "where the kernels come from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -113,7 +113,7 @@ class Case(Shown):
     strides: str = knob(
         "contiguous",
         _TEST,
-        OneOf(STRIDES),
+        OneOf(KV_LAYOUTS),
         "how tensors lie in memory: fused as in vLLM's engine, HND with heads before slots besides",
     )
 
@@ -167,18 +167,21 @@ class Case(Shown):
         False, _PLATFORM, Flag(), "AITER paged attention switched on (0.11.2 asks for it)"
     )
 
-    origin: str = knob("model", _ORIGIN, OneOf(ORIGINS), "where the kernels come from")
+    backend: str = knob("model", _BACKEND, OneOf(BACKENDS), "where the kernels come from")
     heads: tuple[int, int] | None = knob(
         None,
-        _ORIGIN,
+        _BACKEND,
         Maybe(Span(), "all"),
         "KV heads that run, first and behind the last, where a whole call would take minutes",
     )
     seqs: tuple[int, int] | None = knob(
-        None, _ORIGIN, Maybe(Span(), "all"), "sequences that run, likewise"
+        None, _BACKEND, Maybe(Span(), "all"), "sequences that run, likewise"
     )
     checked: bool = knob(
-        False, _ORIGIN, Flag(), "watch what is read of the cache (origins rocm and vllm, on a CPU)"
+        False,
+        _BACKEND,
+        Flag(),
+        "watch what is read of the cache (backends rocm and vllm, on a CPU)",
     )
 
     num_blocks: int | None = knob(
@@ -224,11 +227,13 @@ class Case(Shown):
         "blocks wholly before a sliding window, which vLLM frees and leaves in the block table: kept as "
         "they were, empty, or in use by the next sequence",
     )
-    empty: str = knob("zeros", _CACHE, OneOf(EMPTIES), "what slots hold that nobody wrote")
+    empty: str = knob("zeros", _CACHE, OneOf(EMPTY_SLOTS), "what slots hold that nobody wrote")
 
-    data: str = knob("uniform_1e-3", _DATA, OneOf(DATAS), "distribution of query, key and value")
+    data: str = knob(
+        "uniform_1e-3", _DATA, OneOf(DISTRIBUTIONS), "distribution of query, key and value"
+    )
     output: str = knob(
-        "recycled", _DATA, OneOf(OUTPUTS), "what the output buffer holds before the call"
+        "recycled", _DATA, OneOf(OUTPUT_INITS), "what the output buffer holds before the call"
     )
     atol: float | None = knob(
         None, _DATA, Maybe(Number(zero=True), "the test's"), "absolute tolerance"
@@ -374,16 +379,16 @@ class Case(Shown):
         """Return the command line that runs this Case."""
         words = ["attnlab", "run"]
         for name, value in self.changes().items():
-            words += ["--" + name.replace("_", "-"), kind_of(name).text(value)]
+            words += ["--" + name.replace("_", "-"), field_type(name).text(value)]
         return shlex.join(words)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Case":
         """Return the Case of a mapping; raise InvalidCase for a name that is no field."""
         for name in fields:
-            if name not in KNOBS:
+            if name not in FIELDS:
                 shown = " ".join(str(name).split())
-                raise InvalidCase(f"{shown} is not a field of a Case; it has {', '.join(KNOBS)}")
+                raise InvalidCase(f"{shown} is not a field of a Case; it has {', '.join(FIELDS)}")
         return cls(**fields)
 
     @classmethod
@@ -405,12 +410,12 @@ class Case(Shown):
         return cls.from_dict({**fields_of(test_id), **changes})
 
 
-KNOBS: dict[str, "dataclasses.Field[Any]"] = {
+FIELDS: dict[str, "dataclasses.Field[Any]"] = {
     field.name: field for field in dataclasses.fields(Case)
 }
 
 
-def kind_of(name: str) -> Kind:
+def field_type(name: str) -> FieldType:
     """Return what the field ``name`` may hold."""
-    kind: Kind = KNOBS[name].metadata["kind"]
+    kind: FieldType = FIELDS[name].metadata["kind"]
     return kind

@@ -25,7 +25,7 @@ def refuse(name: str, allowed: str, value: object) -> NoReturn:
     raise InvalidCase(f"{name} must be {allowed}, got {shown}")
 
 
-class Kind(Protocol):
+class FieldType(Protocol):
     """What a knob may hold."""
 
     def check(self, name: str, value: Any) -> Any:
@@ -225,7 +225,7 @@ class Table:
 class Maybe:
     """Another kind, or None, which stands for ``meaning``."""
 
-    kind: Kind
+    kind: FieldType
     meaning: str
 
     @property
@@ -242,6 +242,6 @@ class Maybe:
         return "none" if value is None else self.kind.text(value)
 
 
-def knob(default: Any, group: str, kind: Kind, text: str) -> Any:
+def knob(default: Any, group: str, kind: FieldType, text: str) -> Any:
     """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
     return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnlab.case.case import KNOBS, Case, kind_of
+from attnlab.case.case import FIELDS, Case, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe
 
@@ -29,11 +29,11 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
         "--case", type=Path, metavar="FILE", help="a Case as JSON; - is standard input"
     )
     groups: dict[str, Any] = {}
-    for name, field in KNOBS.items():
+    for name, field in FIELDS.items():
         title = field.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        kind = kind_of(name)
+        kind = field_type(name)
         inner = kind.kind if isinstance(kind, Maybe) else kind
         optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
         groups[title].add_argument(
@@ -53,13 +53,13 @@ def add_source_flag(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=Path,
         metavar="PATH",
-        help="vLLM for --origin vllm and rocm: a wheel, an sdist or a checkout (default: the installed "
+        help="vLLM for --backend vllm and rocm: a wheel, an sdist or a checkout (default: the installed "
         "one); rocm needs an sdist or a checkout",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="where --origin vllm runs: on the GPU, or under Triton's interpreter (default: the GPU where "
+        help="where --backend vllm runs: on the GPU, or under Triton's interpreter (default: the GPU where "
         "torch can use one)",
     )
 
@@ -73,9 +73,9 @@ def case_of(args: argparse.Namespace) -> Case:
         case = Case.from_test_id(args.test_id)
     elif args.case:
         case = Case.from_json(read_text(str(args.case)))
-    flags = {name: getattr(args, "knob_" + name) for name in KNOBS}
+    flags = {name: getattr(args, "knob_" + name) for name in FIELDS}
     changes = {
-        name: kind_of(name).parse(name, text) for name, text in flags.items() if text is not None
+        name: field_type(name).parse(name, text) for name, text in flags.items() if text is not None
     }
     return case.replace(**changes)
 
@@ -100,8 +100,8 @@ def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not equals:
             raise InvalidCase(f"parameter must be NAME=VALUE, got {word!r}")
-        if name in KNOBS:
-            kind = kind_of(name)
+        if name in FIELDS:
+            kind = field_type(name)
             parameters[name] = kind.check(name, kind.parse(name, text))
         else:
             parameters[name] = int(text) if re.fullmatch(r"-?\d{1,18}", text) else text

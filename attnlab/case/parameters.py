@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.case import KNOBS, Case, kind_of
+from attnlab.case.case import FIELDS, Case, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Int, Kind, Number, refuse
+from attnlab.case.fields import FieldType, Flag, Int, Number, refuse
 
 _INJECTED = "# Parameters\n"  # how the cell begins that papermill puts behind the parameters cell
 
@@ -22,7 +22,7 @@ class _Whole(Int):
         return "an integer"
 
 
-_KINDS: dict[type, Kind] = {bool: Flag(), int: _Whole(-(2**31)), float: Number(zero=True)}
+_KINDS: dict[type, FieldType] = {bool: Flag(), int: _Whole(-(2**31)), float: Number(zero=True)}
 
 
 def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
@@ -113,8 +113,8 @@ def typed(name: str, value: Any, default: Any) -> Any:
     folder of their own. Raises InvalidCase.
     """
     kind = _KINDS.get(type(default))
-    if name in KNOBS:
-        return kind_of(name).check(name, value)
+    if name in FIELDS:
+        return field_type(name).check(name, value)
     if name == "source" and value:
         if not Path(value).exists():
             refuse(name, "a path that exists", value)
@@ -129,6 +129,6 @@ def typed(name: str, value: Any, default: Any) -> Any:
 def _check_together(path: Path, values: Mapping[str, Any]) -> None:
     """Build the Case of a notebook's parameters, so that what contradicts is told before it runs."""
     try:
-        Case.from_dict({name: value for name, value in values.items() if name in KNOBS})
+        Case.from_dict({name: value for name, value in values.items() if name in FIELDS})
     except InvalidCase as error:
         raise InvalidCase(f"{path.stem}: {error}") from None

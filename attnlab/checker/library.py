@@ -18,9 +18,9 @@ from attnlab.case.shown import Shown
 from attnlab.checker.check_case import look, shrink
 from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.slot_reads import Tally
+from attnlab.checker.slot_reads import ReadCounts
 from attnlab.checker.subject import Subject
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import check
 from attnlab.lab.lab import Lab
 
@@ -71,7 +71,7 @@ class _Part:
     op: str
     findings: list[Finding]
     left_out: list[str]
-    tally: Tally = field(default_factory=Tally)
+    tally: ReadCounts = field(default_factory=ReadCounts)
     resume: int | None = None
 
 
@@ -101,7 +101,7 @@ def check_library(
     parts.sort(key=lambda part: ops.index(part.op))
     tallies = {part.op: part.tally for part in parts if part.tally.watched}
     return Report(
-        source=subject.source or subject.origin,
+        source=subject.source or subject.backend,
         version=subject.version,
         cases_run=sum(part.cases_run for part in parts),
         seconds=time.perf_counter() - began,
@@ -173,8 +173,8 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
     A default scale by the number of heads is the op's own fault.
     """
     provenance = lab.cache(case).provenance
-    breaches = check(lab.call(case), Setting.of(case), decide(case).kernels, provenance)
-    return any(b.effect != "harmless" and b.kind != "default_scale" for b in breaches)
+    violations = check(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    return any(b.effect != "harmless" and b.kind != "default_scale" for b in violations)
 
 
 def check_op(
@@ -183,9 +183,9 @@ def check_op(
     """Run one op over its hostile Cases, from ``begin`` on, and shrink one finding of each group, until the
     time is up."""
     began, ran, left_out = time.perf_counter(), 0, list[str]()
-    lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu", keep=3)
+    lab = Lab(source=subject.source if subject.backend == "vllm" else None, device="cpu", keep=3)
     every = list[Finding]()
-    tally, resume = Tally(), None
+    tally, resume = ReadCounts(), None
     hostile = enumerate(hostile_cases(subject, op, platform, cases, seed))
     for i, case in itertools.islice(hostile, begin, None):
         if time.perf_counter() - began > seconds:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
-from attnlab.checker.subject import Ran
+from attnlab.checker.subject import RunOutput
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.lab.reads import KINDS, MemoryReport
 from attnlab.tensors.cache import NOBODY
 
@@ -22,7 +22,7 @@ TOLD = {
 
 
 @dataclass(slots=True)
-class Tally:
+class ReadCounts:
     """How many slots the cases of an op read, by kind; a slot of key and value counts once for a
     sequence.
 
@@ -34,7 +34,7 @@ class Tally:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*KINDS, "by nobody"), 0))
     allowed: set[str] = field(default_factory=set)
 
-    def add(self, case: Case, ran: Ran) -> None:
+    def add(self, case: Case, ran: RunOutput) -> None:
         """Count what a run of a Case read, where that was seen."""
         if ran.memory is None:
             return
@@ -55,7 +55,7 @@ class Tally:
 
 def allowed(case: Case) -> set[str]:
     """Return the kinds of slots that the contracts of a Case's kernels let them read."""
-    setting = Setting.of(case)
+    setting = Target.of(case)
     terms = [contract(name, setting, case.op) for name in decide(case).kernels]
     tail = {"unwritten tail"} if any(one.reads_tail != "nothing" for one in terms) else set()
     return {"own", *tail}

@@ -20,7 +20,7 @@ from attnlab.case.errors import (
     KernelRejected,
     Unavailable,
 )
-from attnlab.kernels.triton.interpreter import Plan, interpreted_triton, launching
+from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab
@@ -45,7 +45,7 @@ _NATIVE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ran:
+class RunOutput:
     """What a run left: the output, what the interpreter saw of it, and what the op gave beside it.
 
     ``memory``: the slots that were read; None where nobody watched, or no kernel ran under the lab's
@@ -65,7 +65,7 @@ class Ran:
 class Subject:
     """Whose kernels are looked at; it can be sent to another process.
 
-    - ``origin``: "model", "vllm", or "plugin".
+    - ``backend``: "model", "vllm", or "plugin".
     - ``source``: the vLLM's path, or "FILE.py:FUNCTION" of a plugin; None is the installed vLLM.
     - ``release``: the rules that hold; ``version``: in words.
     - ``ops``, ``kv_cache_dtypes``: what it is run with; ``large_caches``: whether with caches of 8 GiB of
@@ -73,7 +73,7 @@ class Subject:
     - ``device``: where a vLLM's kernels run, "cpu" (Triton's interpreter) or "cuda".
     """
 
-    origin: str
+    backend: str
     source: str | None
     release: str
     version: str
@@ -85,35 +85,35 @@ class Subject:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Return the dtypes that it is run with: those that its device computes as they are meant."""
-        if self.origin != "vllm":
+        if self.backend != "vllm":
             return tuple(DTYPE_BYTES)
         return ("float16", "bfloat16") if self.device == "cuda" else ("float16", "float32")
 
     def left_out(self) -> list[str]:
         """Return in words what it is not run with."""
         texts = [] if self.large_caches else [_NO_LARGE_CACHES]
-        if self.origin == "vllm":
+        if self.backend == "vllm":
             texts += _NATIVE if self.device == "cuda" else _INTERPRETED
-        return texts + list(_MODELLED if self.origin == "model" else ())
+        return texts + list(_MODELLED if self.backend == "model" else ())
 
-    def run(self, lab: Lab, case: Case, watch: bool = False) -> Ran:
+    def run(self, lab: Lab, case: Case, watch: bool = False) -> RunOutput:
         """Run a Case; ``watch`` notes which slots are read, where that can be seen.
 
         Raises KernelRejected or KernelFailed with what the kernel raised, Unavailable where it says
         NotImplementedError, DeviceLost where it broke the GPU's context.
         """
-        if self.origin == "plugin":
+        if self.backend == "plugin":
             return self._run_function(lab, case, watch)
         if self.device == "cuda":
             result = _run_native(_on_gpu(self.source), case)
         else:
-            watched = watch and self.origin == "vllm" and not case.first_block
+            watched = watch and self.backend == "vllm" and not case.first_block
             result = lab.run(case.replace(checked=watched))
-        if result.error is not None and self.origin == "vllm" and not result.failed:
+        if result.error is not None and self.backend == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:
             raise KernelRejected(result.error)
-        return Ran(
+        return RunOutput(
             output=result.call.output.cpu(),
             outside=result.outside,
             wraps=result.wraps,
@@ -122,10 +122,10 @@ class Subject:
             memory=result.memory,
         )
 
-    def _run_function(self, lab: Lab, case: Case, watch: bool) -> Ran:
+    def _run_function(self, lab: Lab, case: Case, watch: bool) -> RunOutput:
         """Run somebody's function; its Triton kernels, on a CPU, under the lab's interpreter."""
         call, function = strided(lab.call(case)), _function(str(self.source))
-        plan = Plan(watched=Watched.of(call) if watch else None)
+        plan = LaunchPlan(watched=Watched.of(call) if watch else None)
         try:
             with launching(plan):
                 function(call)
@@ -141,7 +141,7 @@ class Subject:
         if watch and seen.launches:
             provenance = lab.cache(case).provenance
             memory = traced(seen.reads, provenance, case.lengths, case.sliding_window)
-        return Ran(
+        return RunOutput(
             output=call.output,
             outside=tuple(stray.text() for stray in seen.outside.values()),
             wraps=tuple(wrap.text() for wrap in seen.wraps.values()),
@@ -152,7 +152,7 @@ class Subject:
 def models(release: str) -> Subject:
     """Return the lab's own models under a release's rules."""
     return Subject(
-        origin="model",
+        backend="model",
         source=None,
         release=release,
         version=f"models of {release}",
@@ -169,7 +169,7 @@ def vllm(path: Path | None, device: str = "cpu") -> Subject:
         raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
     found = find_source(path)
     return Subject(
-        origin="vllm",
+        backend="vllm",
         source=None if path is None else str(path),
         release=found.rules or "0.33.0",
         version=found.text()
@@ -194,7 +194,7 @@ def plugin(name: str) -> Subject:
         raise InvalidCase(f"{name}: its op must be one of {', '.join(LIBRARY_OPS)}, got {op!r}")
     known = tuple(getattr(function, "kv_cache_dtypes", KV_CACHE_DTYPES))
     return Subject(
-        origin="plugin",
+        backend="plugin",
         source=name,
         release=RELEASES[-1],
         version=name,

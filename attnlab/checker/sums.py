@@ -6,7 +6,7 @@ A later merge weighs an output by its logarithm: one that is wrong, or NaN, spoi
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import MERGE, Setting, decide
+from attnlab.contracts.dispatch import MERGE, Target, decide
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import seen
 from attnlab.lab.rounding import Rounding
@@ -50,7 +50,7 @@ def wrong_padding(case: Case, padded: torch.Tensor, lse: torch.Tensor | None) ->
 def expected_sums(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithms and by how much they may be off, each [num_tokens, num_heads] float64."""
     batch = lab.batch(case)
-    rounding = Rounding.of(lab.call(case), Setting.of(case), decide(case).kernels)
+    rounding = Rounding.of(lab.call(case), Target.of(case), decide(case).kernels)
     group, scale = case.num_queries_per_kv, case.sm_scale or case.head_size**-0.5
     logs, bounds = list[torch.Tensor](), list[torch.Tensor]()
     rows, tokens = batch.token_start_loc, batch.kv_start_loc

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES, kind_of
+from attnlab.case.case import LIBRARY_OPS, RELEASES, field_type
 from attnlab.case.errors import InvalidCase
 
 if TYPE_CHECKING:
@@ -98,16 +98,16 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
         from attnlab.reports.findings_page import check_drawable
 
         check_drawable(args.pictures)  # before minutes are spent
-    kind_of("platform").check("platform", args.platform)
+    field_type("platform").check("platform", args.platform)
     for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
         if getattr(args, name) < least:
             raise InvalidCase(f"{name} must be at least {least}, got {getattr(args, name)}")
     ops = [op for op in args.op or subject.ops if op in subject.ops]
     if not ops:
         raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
-    if args.report is not None and subject.origin != "vllm":
+    if args.report is not None and subject.backend != "vllm":
         raise InvalidCase("report must be given with a vLLM: --source PATH or --installed")
-    processes = 1 if subject.origin == "model" else max(2, os.cpu_count() or 1)
+    processes = 1 if subject.backend == "model" else max(2, os.cpu_count() or 1)
     with progress(f"checking {subject.version}") as show:
         report = check_library(
             subject,
@@ -150,7 +150,7 @@ def _subject(args: argparse.Namespace) -> "Subject":
         return vllm(args.source, args.device)
     if args.device != "cpu":
         raise InvalidCase(f"device must be cpu without a vLLM, got {args.device}")
-    kind_of("release").check("release", args.release)
+    field_type("release").check("release", args.release)
     return models(args.release)
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from attnlab import __version__
-from attnlab.case.case import Case, kind_of
+from attnlab.case.case import Case, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int
 from attnlab.case.flags import (
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"attnlab {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    run = _command(commands, "run", _run, "run one case: dispatch, breaches, comparison, places")
+    run = _command(commands, "run", _run, "run one case: dispatch, violations, comparison, places")
     add_case_flags(run)
     add_source_flag(run)
     run.add_argument("--stages", action="store_true", help="run every stage and print a table")
@@ -233,10 +233,10 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _case_with_source(args: argparse.Namespace) -> Case:
-    """Return the Case of the flags; raise InvalidCase where its origin has no use for --source."""
+    """Return the Case of the flags; raise InvalidCase where its backend has no use for --source."""
     case = case_of(args)
-    if args.source is not None and case.origin == "model":
-        raise InvalidCase("source must not be given with origin model; add --origin vllm or rocm")
+    if args.source is not None and case.backend == "model":
+        raise InvalidCase("source must not be given with backend model; add --backend vllm or rocm")
     return case
 
 
@@ -270,7 +270,7 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
 
     platforms = platforms_shown(case) if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
-        kind_of("platform").check("platforms", platform)
+        field_type("platform").check("platforms", platform)
     with _progress("table of stages") as show:
         lab = Lab(source=args.source, device=args.device, on_step=show, on_notice=_notice)
         cells = stage_table(

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnlab.diagnosis.diagnosis import SUSPECT_COLUMNS, Diagnosis, suspect_cells
+from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, Diagnosis, candidate_cells
 
 if TYPE_CHECKING:
-    from attnlab.mutation.power import Power
+    from attnlab.mutation.power import MutationReport
     from attnlab.study.claims import Finding
 
 _STATUS = {
@@ -25,26 +25,26 @@ _VERDICT = {"holds": "green", "fails": "red", "cannot be decided": "magenta"}
 
 
 def show_diagnosis(console: Console, told: Diagnosis, most: int = 60) -> None:
-    """Print what explains an output, and the suspects with their sizes, the first ``most``."""
+    """Print what explains an output, and the candidates with their sizes, the first ``most``."""
     console.print(f"[{_STATUS[told.status]} bold]{told.status}[/]")
     for sentence in told.sentences():
         console.print(escape(sentence))
-    if told.suspects:
-        title = "suspects at the failing place: sizes are largest absolute errors"
+    if told.candidates:
+        title = "candidates at the failing place: sizes are largest absolute errors"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-        for name in SUSPECT_COLUMNS:
-            table.add_column(name, overflow="fold", no_wrap=name == "suspect")
-        for suspect in told.suspects[:most]:
-            table.add_row(*map(escape, suspect_cells(suspect)))
+        for name in CANDIDATE_COLUMNS:
+            table.add_column(name, overflow="fold", no_wrap=name == "candidate")
+        for candidate in told.candidates[:most]:
+            table.add_row(*map(escape, candidate_cells(candidate)))
         console.print(table)
-        if len(told.suspects) > most:
-            console.print(f"[dim]and {len(told.suspects) - most} more, all excluded[/]")
+        if len(told.candidates) > most:
+            console.print(f"[dim]and {len(told.candidates) - most} more, all excluded[/]")
     console.print(
         f"[dim]looked at {told.looked_at[0]} of {told.looked_at[1]} rows, {told.seconds:.1f} s[/]"
     )
 
 
-def show_power(console: Console, told: "Power") -> None:
+def show_power(console: Console, told: "MutationReport") -> None:
     """Print which defects a test would notice, and what would make it notice the others."""
     table = Table(box=None, padding=(0, 2))
     for name in (

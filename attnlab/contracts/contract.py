@@ -18,7 +18,7 @@ from attnlab.contracts.dispatch import (
     UNIFIED,
     WRAPPER,
     WRITE,
-    Setting,
+    Target,
     ops_source,
 )
 from attnlab.tensors.call import KernelCall
@@ -72,7 +72,7 @@ class Contract(Shown):
     block_sizes: tuple[int, ...] = ()
 
 
-def contract(name: str, setting: Setting, op: str) -> Contract:
+def contract(name: str, setting: Target, op: str) -> Contract:
     """Return the contract of a kernel as ``op`` calls it, or of an op, under a release's rules."""
     return {
         WRAPPER: _wrapper,
@@ -87,13 +87,13 @@ def contract(name: str, setting: Setting, op: str) -> Contract:
     }[name](setting, op)
 
 
-def _triton_formats(setting: Setting) -> tuple[str, ...]:
+def _triton_formats(setting: Target) -> tuple[str, ...]:
     """Return what Triton's kernels read: e4m3 needs compute capability 8.9 on CUDA."""
     e4m3 = ("fp8", "fp8_e4m3") if setting.platform.triton_e4m3 else ()
     return ("auto", *e4m3, "fp8_e5m2")
 
 
-def _wrapper(setting: Setting, op: str) -> Contract:
+def _wrapper(setting: Target, op: str) -> Contract:
     """Return the contract of chunked_prefill_paged_decode, the op around prefill and decode kernel.
 
     Every row is served, by the one or the other. Up to 0.11.2 its default scale comes from
@@ -109,7 +109,7 @@ def _wrapper(setting: Setting, op: str) -> Contract:
     )
 
 
-def _prefill(setting: Setting, op: str) -> Contract:
+def _prefill(setting: Target, op: str) -> Contract:
     """Return the contract of context_attention_fwd: it never reads the cache behind ctx_len."""
     return Contract(
         default_scale="head_size",
@@ -122,7 +122,7 @@ def _prefill(setting: Setting, op: str) -> Contract:
     )
 
 
-def _triton_decode(setting: Setting, op: str) -> Contract:
+def _triton_decode(setting: Target, op: str) -> Contract:
     """Return the contract of Triton's paged decode.
 
     0.11.2 loads the last block whole and adds the mask to the scores (-inf + NaN is NaN), so NaN in
@@ -142,7 +142,7 @@ def _triton_decode(setting: Setting, op: str) -> Contract:
     )
 
 
-def _rocm_decode(setting: Setting, op: str) -> Contract:
+def _rocm_decode(setting: Target, op: str) -> Contract:
     """Return the contract of the ROCm custom kernel.
 
     ``block_tables`` and ``seq_lens`` go through ``data_ptr<int>()``, which checks; query_start_loc
@@ -168,7 +168,7 @@ def _rocm_decode(setting: Setting, op: str) -> Contract:
     )
 
 
-def _cpu_attention(setting: Setting, op: str) -> Contract:
+def _cpu_attention(setting: Target, op: str) -> Contract:
     """Return the contract of vLLM's compiled CPU attention.
 
     It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
@@ -193,7 +193,7 @@ def _cpu_attention(setting: Setting, op: str) -> Contract:
     )
 
 
-def _unified(setting: Setting, op: str) -> Contract:
+def _unified(setting: Target, op: str) -> Contract:
     """Return the contract of unified_attention: new tokens, too, must be in the cache before it.
 
     Its soft cap came from two exponentials, which overflow, until vLLM PR #56579.
@@ -210,7 +210,7 @@ def _unified(setting: Setting, op: str) -> Contract:
     )
 
 
-def _decode_fwd(setting: Setting, op: str) -> Contract:
+def _decode_fwd(setting: Target, op: str) -> Contract:
     """Return the contract of decode_attention_fwd: one row a sequence."""
     return Contract(
         name=DECODE_FWD,
@@ -222,7 +222,7 @@ def _decode_fwd(setting: Setting, op: str) -> Contract:
     )
 
 
-def _merge(setting: Setting, op: str) -> Contract:
+def _merge(setting: Target, op: str) -> Contract:
     """Return the contract of merge_attn_states; of its two parts the lab computes the one over the
     context from the cache."""
     return Contract(
@@ -233,7 +233,7 @@ def _merge(setting: Setting, op: str) -> Contract:
     )
 
 
-def _write(setting: Setting, op: str) -> Contract:
+def _write(setting: Target, op: str) -> Contract:
     """Return the contract of reshape_and_cache_flash, whose output is the cache."""
     return Contract(
         name=WRITE,
@@ -244,12 +244,12 @@ def _write(setting: Setting, op: str) -> Contract:
     )
 
 
-def _e4m3_formats(setting: Setting) -> tuple[str, ...]:
+def _e4m3_formats(setting: Target) -> tuple[str, ...]:
     """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
     return tuple(name for name in _triton_formats(setting) if name != "fp8_e5m2")
 
 
-def default_scale(call: KernelCall, setting: Setting) -> float:
+def default_scale(call: KernelCall, setting: Target) -> float:
     """Return the scale that the op takes where none is passed."""
     _, num_heads, head_size = call.query.shape
     size = (

@@ -28,7 +28,7 @@ _FILES = {  # of the ops that are called directly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Target:
     """Where a call runs and on what rules: everything about it that is no argument of the op."""
 
     platform: Platform = PLATFORMS["gfx942"]
@@ -38,7 +38,7 @@ class Setting:
     aiter_paged_attn: bool = False
 
     @classmethod
-    def of(cls, case: Case) -> "Setting":
+    def of(cls, case: Case) -> "Target":
         """Return the Case's setting."""
         return cls(
             platform=case.machine,

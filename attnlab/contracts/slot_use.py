@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import WRITE, Setting
+from attnlab.contracts.dispatch import WRITE, Target
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 
@@ -82,7 +82,7 @@ class SlotUse:
 
 
 def slot_use(
-    call: KernelCall, setting: Setting, kernels: Sequence[str], provenance: Provenance
+    call: KernelCall, setting: Target, kernels: Sequence[str], provenance: Provenance
 ) -> SlotUse:
     """Return who wrote and who reads each slot; of a slot that two read, the later sequence is kept."""
     reader_seq = torch.full(provenance.seq.shape, NOBODY, dtype=torch.int64)

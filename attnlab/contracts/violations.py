@@ -1,4 +1,4 @@
-"""Breaches: where a call and the contracts of the kernels that will take it disagree.
+"""Violations: where a call and the contracts of the kernels that will take it disagree.
 
 Nothing is run: everything here follows from the call, the contracts and the cache's provenance.
 """
@@ -19,7 +19,7 @@ from attnlab.contracts.contract import (
     default_scale,
     unwritten_rows,
 )
-from attnlab.contracts.dispatch import ROCM_DECODE, Setting
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 
@@ -32,7 +32,7 @@ _EFFECTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
+class Violation:
     """One disagreement between a call and a contract.
 
     - ``kind``: "index_dtype", "unsupported", "unwritten_slot", "foreign_slot", "unwritten_rows",
@@ -51,36 +51,36 @@ class Breach:
     text: str
 
 
-class Breaches(Shown, list[Breach]):
-    """A list of breaches, which shows itself as a table."""
+class Violations(Shown, list[Violation]):
+    """A list of violations, which shows itself as a table."""
 
     __slots__ = ()
 
 
 def check(
-    call: KernelCall, setting: Setting, kernels: Sequence[str], provenance: Provenance | None = None
-) -> Breaches:
-    """Return every breach of the call, in the order in which a person would want to know them.
+    call: KernelCall, setting: Target, kernels: Sequence[str], provenance: Provenance | None = None
+) -> Violations:
+    """Return every violation of the call, in the order in which a person would want to know them.
 
     ``kernels`` are those that the op runs (:func:`attnlab.contracts.dispatch.decide`). Without ``provenance``,
     as for a call that was captured elsewhere, nothing is said of who wrote which slot.
     """
     contracts = [contract(name, setting, call.op) for name in kernels]
-    breaches: list[Breach] = []
+    violations: list[Violation] = []
     for terms in contracts:
-        breaches += _index_dtypes(terms, call)
-        breaches += _unsupported(terms, call)
-        breaches += _layout(terms, call)
-    breaches += _default_scale(call, setting) + _unwritten_rows(contracts, call)
+        violations += _index_dtypes(terms, call)
+        violations += _unsupported(terms, call)
+        violations += _layout(terms, call)
+    violations += _default_scale(call, setting) + _unwritten_rows(contracts, call)
     if provenance is not None:
         for terms in contracts:
-            breaches += _slots(terms, call, provenance)
+            violations += _slots(terms, call, provenance)
     order = ("rejected", "silent", "harmless")
-    return Breaches(sorted(breaches, key=lambda breach: order.index(breach.effect)))
+    return Violations(sorted(violations, key=lambda violation: order.index(violation.effect)))
 
 
-def _index_dtypes(terms: Contract, call: KernelCall) -> list[Breach]:
-    """Return a breach for each int64 index tensor that the kernel does not read as such."""
+def _index_dtypes(terms: Contract, call: KernelCall) -> list[Violation]:
+    """Return a violation for each int64 index tensor that the kernel does not read as such."""
     words = {
         "reject": "rejects it: expected scalar type Int but found Long",
         "convert": "converts it to int32",
@@ -98,7 +98,7 @@ def _index_dtypes(terms: Contract, call: KernelCall) -> list[Breach]:
             text += f"{', '.join(map(str, tensor.flatten()[:3].tolist()))}, … becomes "
             text += f"{', '.join(map(str, seen))}, …"
         found.append(
-            Breach(
+            Violation(
                 kind="index_dtype",
                 effect=_EFFECTS[reaction],
                 kernel=terms.name,
@@ -109,8 +109,8 @@ def _index_dtypes(terms: Contract, call: KernelCall) -> list[Breach]:
     return found
 
 
-def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
-    """Return a breach for each size or dtype that the kernel does not take."""
+def _unsupported(terms: Contract, call: KernelCall) -> list[Violation]:
+    """Return a violation for each size or dtype that the kernel does not take."""
     asked: list[tuple[str, object, tuple[object, ...]]] = [
         ("kv_cache_dtype", call.kv_cache_dtype, terms.kv_cache_dtypes),
         ("dtype", str(call.query.dtype).removeprefix("torch."), terms.dtypes),
@@ -129,7 +129,7 @@ def _unsupported(terms: Contract, call: KernelCall) -> list[Breach]:
     if call.block_size % terms.block_size_multiple:
         found.append(("block_size", call.block_size, f"multiples of {terms.block_size_multiple}"))
     return [
-        Breach(
+        Violation(
             kind="unsupported",
             effect="rejected",
             kernel=terms.name,
@@ -152,13 +152,13 @@ def _sinks(terms: Contract, call: KernelCall, sinks: torch.Tensor) -> list[tuple
     return []
 
 
-def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
-    """Return the breaches of what the ROCm kernel takes for granted: x, and max_seq_len."""
+def _layout(terms: Contract, call: KernelCall) -> list[Violation]:
+    """Return the violations of what the ROCm kernel takes for granted: x, and max_seq_len."""
     found = []
     x = call.key_cache.shape[4]
     if terms.key_x_bytes and x * call.key_cache.element_size() != terms.key_x_bytes:
         found.append(
-            Breach(
+            Violation(
                 kind="key_layout",
                 effect="silent",
                 kernel=terms.name,
@@ -173,7 +173,7 @@ def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
         needed = -(-int(lens.max()) // PARTITION_SIZE)
         if needed > partitions:
             found.append(
-                Breach(
+                Violation(
                     kind="short_scratch",
                     effect="silent",
                     kernel=terms.name,
@@ -185,13 +185,13 @@ def _layout(terms: Contract, call: KernelCall) -> list[Breach]:
     return found
 
 
-def _default_scale(call: KernelCall, setting: Setting) -> list[Breach]:
-    """Return a breach where the scale is left to an op that takes it from the number of heads."""
+def _default_scale(call: KernelCall, setting: Target) -> list[Violation]:
+    """Return a violation where the scale is left to an op that takes it from the number of heads."""
     _, num_heads, head_size = call.query.shape
     if call.sm_scale is not None or default_scale(call, setting) == 1.0 / math.sqrt(head_size):
         return []
     return [
-        Breach(
+        Violation(
             kind="default_scale",
             effect="silent",
             kernel=call.op,
@@ -202,8 +202,8 @@ def _default_scale(call: KernelCall, setting: Setting) -> list[Breach]:
     ]
 
 
-def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]:
-    """Return one breach for each run of output rows that none of the kernels writes."""
+def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Violation]:
+    """Return one violation for each run of output rows that none of the kernels writes."""
     unwritten = unwritten_rows(contracts, call)
     starts = call.query_start_loc.tolist()
     found = []
@@ -213,7 +213,7 @@ def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]
             continue
         span = f"row {int(rows[0])}" if len(rows) == 1 else f"rows {int(rows[0])}–{int(rows[-1])}"
         found.append(
-            Breach(
+            Violation(
                 kind="unwritten_rows",
                 effect="silent",
                 kernel="",
@@ -225,8 +225,8 @@ def _unwritten_rows(contracts: list[Contract], call: KernelCall) -> list[Breach]
     return found
 
 
-def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Breach]:
-    """Return a breach for each sequence of which the kernel needs slots that lack its token; what lies
+def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Violation]:
+    """Return a violation for each sequence of which the kernel needs slots that lack its token; what lies
     before the window of its first new token it does not need."""
     found = []
     first_rows = (call.seq_lens.long() - call.query_lens).tolist()
@@ -248,7 +248,7 @@ def _slots(terms: Contract, call: KernelCall, provenance: Provenance) -> list[Br
             more = int(wrong.sum()) - 1
             holds = "nobody wrote" if kind == "unwritten_slot" else "holds another token"
             found.append(
-                Breach(
+                Violation(
                     kind=kind,
                     effect="silent",
                     kernel=terms.name,

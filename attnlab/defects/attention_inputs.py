@@ -9,7 +9,7 @@ from attnlab.lab.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sight:
+class AttentionInputs:
     """What some rows of one sequence see.
 
     - ``query``: [rows, heads, head_size]; ``position``: [rows] int64.
@@ -42,7 +42,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Mixed:
+class Predicted:
     """What some rows give: ``output`` and ``noise``, the most by which a kernel that computes this may
     be off; both [rows, heads, head_size] float64."""
 
@@ -50,15 +50,15 @@ class Mixed:
     noise: torch.Tensor
 
 
-def join(parts: Sequence[Mixed]) -> Mixed:
+def join(parts: Sequence[Predicted]) -> Predicted:
     """Return the rows of all parts as one."""
-    return Mixed(
+    return Predicted(
         output=torch.cat([part.output for part in parts]),
         noise=torch.cat([part.noise for part in parts]),
     )
 
 
-def scores_of(sight: Sight) -> torch.Tensor:
+def scores_of(sight: AttentionInputs) -> torch.Tensor:
     """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
     scores = sight.query.transpose(0, 1) @ sight.key.permute(1, 2, 0) * sight.scale
     if sight.cap is not None:
@@ -71,7 +71,7 @@ def scores_of(sight: Sight) -> torch.Tensor:
     return scores.masked_fill_(~sight.visible, -torch.inf)
 
 
-def mix(sight: Sight, like: torch.dtype | None = None) -> Mixed:
+def mix(sight: AttentionInputs, like: torch.dtype | None = None) -> Predicted:
     """Return the attention of a sight; a row that sees no key gives NaN.
 
     With ``like`` it is computed as a kernel does: scores and sums in float32, weights and output
@@ -89,7 +89,7 @@ def mix(sight: Sight, like: torch.dtype | None = None) -> Mixed:
         output = (weights @ finite.float()).to(like).double()
     if not bool(sight.value.isfinite().all()):
         output = output.masked_fill(_hit(sight), torch.nan)
-    return Mixed(output=output.double().transpose(0, 1), noise=noise.double().transpose(0, 1))
+    return Predicted(output=output.double().transpose(0, 1), noise=noise.double().transpose(0, 1))
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -101,7 +101,7 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
 
 
-def _hit(sight: Sight) -> torch.Tensor:
+def _hit(sight: AttentionInputs) -> torch.Tensor:
     """Return which elements a value that is not finite reaches, [heads, rows, head_size] bool: those of
     rows that see it, or where it leaks."""
     reach = sight.visible if sight.leak is None else sight.visible | sight.leak
@@ -109,7 +109,7 @@ def _hit(sight: Sight) -> torch.Tensor:
     return reach.to(odd.dtype) @ odd > 0
 
 
-def score_error(sight: Sight) -> float:
+def score_error(sight: AttentionInputs) -> float:
     """Return by how much a score may be off."""
     query = float(sight.query.norm(dim=2).max()) if sight.query.numel() else 0.0
     finite = sight.key.nan_to_num(0.0, 0.0, 0.0)

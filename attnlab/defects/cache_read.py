@@ -10,7 +10,7 @@ from attnlab.tensors.formats import ElementFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class CacheRead:
     """How one sequence's tokens are read from the cache.
 
     - ``key_row``, ``value_row``: rows of the block table.

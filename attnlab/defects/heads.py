@@ -5,23 +5,26 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.defects.attention_inputs import Mixed
+from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect, always
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 
 
 def _kv_head(
-    name: str, text: str, seen_in: tuple[str, ...], kv_of: Callable[[Scene, Spot], torch.Tensor]
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    kv_of: Callable[[Problem, RowSlice], torch.Tensor],
 ) -> Defect:
     """Return the defect of another KV head for each query head."""
 
-    def compute(scene: Scene, spot: Spot) -> Mixed:
-        return scene.mix(scene.sight(spot, kv_of(scene, spot)))
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        return problem.mix(problem.sight(row_slice, kv_of(problem, row_slice)))
 
-    def applies(scene: Scene) -> bool:
-        heads = torch.arange(scene.num_heads)
-        spot = Spot(seq=0, tokens=torch.arange(0), heads=heads)
-        return not kv_of(scene, spot).equal(scene.kv_of(heads))
+    def applies(problem: Problem) -> bool:
+        heads = torch.arange(problem.num_heads)
+        row_slice = RowSlice(seq=0, tokens=torch.arange(0), heads=heads)
+        return not kv_of(problem, row_slice).equal(problem.kv_of(heads))
 
     return Defect(
         name=name,
@@ -34,19 +37,19 @@ def _kv_head(
     )
 
 
-def _by_tile(scene: Scene, spot: Spot) -> torch.Tensor:
+def _by_tile(problem: Problem, row_slice: RowSlice) -> torch.Tensor:
     """Return the KV heads of tiles of 16 query heads, where a KV head has more and its last tile is not
     full: the tile takes the next KV head's query heads along.
 
     Of 20 query heads a KV head, heads 20 to 31 are computed with KV head 0.
     """
-    group = scene.call.num_queries_per_kv
-    return spot.heads // min(16, group) // -(-group // 16)
+    group = problem.call.num_queries_per_kv
+    return row_slice.heads // min(16, group) // -(-group // 16)
 
 
-def _next_head(scene: Scene, spot: Spot) -> Mixed:
-    heads = (spot.heads + 1) % scene.num_heads
-    return scene.right(dataclasses.replace(spot, heads=heads))
+def _next_head(problem: Problem, row_slice: RowSlice) -> Predicted:
+    heads = (row_slice.heads + 1) % problem.num_heads
+    return problem.right(dataclasses.replace(row_slice, heads=heads))
 
 
 HEADS = (
@@ -54,19 +57,19 @@ HEADS = (
         "kv_head_modulo",
         "query head h reads KV head h % num_kv_heads, not h // num_queries_per_kv",
         ("HipKittens #22", "fla #1029"),
-        lambda scene, spot: spot.heads % scene.call.key.shape[1],
+        lambda problem, row_slice: row_slice.heads % problem.call.key.shape[1],
     ),
     _kv_head(
         "kv_head_first",
         "every query head reads KV head 0",
         ("aiter #3062",),
-        lambda scene, spot: torch.zeros_like(spot.heads),
+        lambda problem, row_slice: torch.zeros_like(row_slice.heads),
     ),
     _kv_head(
         "kv_head_next",
         "every query head reads the KV head behind its own",
         ("fla #1029",),
-        lambda scene, spot: (scene.kv_of(spot.heads) + 1) % scene.call.key.shape[1],
+        lambda problem, row_slice: (problem.kv_of(row_slice.heads) + 1) % problem.call.key.shape[1],
     ),
     _kv_head(
         "kv_head_by_tile",
@@ -82,6 +85,6 @@ HEADS = (
         seen_in=("HipKittens #22",),
         touches="all",
         compute=_next_head,
-        applies=lambda scene: scene.num_heads > 1 and always(scene),
+        applies=lambda problem: problem.num_heads > 1 and always(problem),
     ),
 )

@@ -12,9 +12,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import PREFILL, Setting, decide
-from attnlab.defects.attention_inputs import Mixed, Sight, join, mix
-from attnlab.defects.cache_read import Reading
+from attnlab.contracts.dispatch import PREFILL, Target, decide
+from attnlab.defects.attention_inputs import AttentionInputs, Predicted, join, mix
+from attnlab.defects.cache_read import CacheRead
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
@@ -22,7 +22,7 @@ from attnlab.tensors.formats import ElementFormat, read_format, store, written_f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spot:
+class RowSlice:
     """Some rows of one sequence and some query heads.
 
     ``tokens``: [n] int64, which of the sequence's new tokens; ``heads``: [m] int64.
@@ -34,7 +34,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scene:
+class Problem:
     """A call, and what its tensors were meant to hold.
 
     - ``case``, ``batch``: where the call was built from them, the tokens that were meant; without them
@@ -47,7 +47,7 @@ class Scene:
     """
 
     call: KernelCall
-    setting: Setting
+    setting: Target
     kernels: tuple[str, ...]
     written: ElementFormat
     encode: Callable[[torch.Tensor, float], torch.Tensor]
@@ -60,11 +60,11 @@ class Scene:
     @classmethod
     def of_case(
         cls, case: Case, batch: Batch, call: KernelCall, before: torch.Tensor | None = None
-    ) -> "Scene":
+    ) -> "Problem":
         """Return the scene of a Case's call."""
         return cls(
             call=call,
-            setting=Setting.of(case),
+            setting=Target.of(case),
             kernels=decide(case).kernels,
             written=written_format(case),
             encode=lambda tokens, scale: store(case, tokens, scale),
@@ -75,7 +75,7 @@ class Scene:
         )
 
     @classmethod
-    def of_call(cls, call: KernelCall, setting: Setting, kernels: Sequence[str]) -> "Scene":
+    def of_call(cls, call: KernelCall, setting: Target, kernels: Sequence[str]) -> "Problem":
         """Return the scene of a call alone, as one that was captured elsewhere."""
         written = read_format(call.kv_cache_dtype, call.query.dtype, setting.platform.fp8_e4m3)
         return cls(
@@ -143,9 +143,9 @@ class Scene:
 
     # What a row sees.
 
-    def reading(self, seq: int) -> Reading:
+    def reading(self, seq: int) -> CacheRead:
         """Return how a sequence should be read."""
-        return Reading(
+        return CacheRead(
             key_row=seq,
             value_row=seq,
             format=self.written,
@@ -153,40 +153,42 @@ class Scene:
             v_scale=self.call.v_scale,
         )
 
-    def sight(self, spot: Spot, kv_of: torch.Tensor | None = None) -> Sight:
+    def sight(self, row_slice: RowSlice, kv_of: torch.Tensor | None = None) -> AttentionInputs:
         """Return what some rows should see; ``kv_of`` gives other KV heads to the query heads."""
-        kv = self.kv_of(spot.heads) if kv_of is None else kv_of
-        key, value = self.meant(spot.seq, kv)
-        return self._sight(spot, key, value)
+        kv = self.kv_of(row_slice.heads) if kv_of is None else kv_of
+        key, value = self.meant(row_slice.seq, kv)
+        return self._sight(row_slice, key, value)
 
-    def sight_as_read(self, spot: Spot, reading: Reading) -> Sight:
+    def sight_as_read(self, row_slice: RowSlice, reading: CacheRead) -> AttentionInputs:
         """Return what some rows see when the cache is read in another way."""
-        kv = self.kv_of(spot.heads)
-        key, value = self.meant(spot.seq, kv)
-        cached = self.cached_len(spot.seq)
+        kv = self.kv_of(row_slice.heads)
+        key, value = self.meant(row_slice.seq, kv)
+        cached = self.cached_len(row_slice.seq)
         old_key = self.stored_key(reading, torch.arange(cached), kv)
         old_value = self.stored_value(reading, torch.arange(cached), kv)
         return self._sight(
-            spot, torch.cat([old_key, key[cached:]]), torch.cat([old_value, value[cached:]])
+            row_slice, torch.cat([old_key, key[cached:]]), torch.cat([old_value, value[cached:]])
         )
 
-    def _sight(self, spot: Spot, key: torch.Tensor, value: torch.Tensor) -> Sight:
-        seq_len, query_len = self.seq_len(spot.seq), self.query_len(spot.seq)
-        start = self.starts()[spot.seq]
-        position = seq_len - query_len + spot.tokens
+    def _sight(
+        self, row_slice: RowSlice, key: torch.Tensor, value: torch.Tensor
+    ) -> AttentionInputs:
+        seq_len, query_len = self.seq_len(row_slice.seq), self.query_len(row_slice.seq)
+        start = self.starts()[row_slice.seq]
+        position = seq_len - query_len + row_slice.tokens
         slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
-        return Sight(
-            query=self.call.query[start + spot.tokens][:, spot.heads].double(),
+        return AttentionInputs(
+            query=self.call.query[start + row_slice.tokens][:, row_slice.heads].double(),
             position=position,
             key=key,
             value=value,
             visible=visible(position, seq_len, self.call.sliding_window),
             scale=self.scale,
-            slopes=None if slopes is None else slopes[spot.heads].double(),
+            slopes=None if slopes is None else slopes[row_slice.heads].double(),
             cap=None if softcap is None else lambda scores: softcap * (scores / softcap).tanh(),
             softcap=softcap or 0.0,
-            sinks=None if sinks is None else sinks[spot.heads].double(),
-            rounding=self.rounding(spot.seq),
+            sinks=None if sinks is None else sinks[row_slice.heads].double(),
+            rounding=self.rounding(row_slice.seq),
         )
 
     def meant(
@@ -222,50 +224,50 @@ class Scene:
         return torch.cat([stored.to(dtype), tokens[cached:].to(dtype)])
 
     def stored_key(
-        self, reading: Reading, positions: torch.Tensor, kv: torch.Tensor
+        self, reading: CacheRead, positions: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         """Return keys at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
         return reading.keys(self.call, positions, kv)
 
     def stored_value(
-        self, reading: Reading, positions: torch.Tensor, kv: torch.Tensor
+        self, reading: CacheRead, positions: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
         """Return values at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
         return reading.values(self.call, positions, kv)
 
     # What comes out.
 
-    def mix(self, sight: Sight) -> Mixed:
+    def mix(self, sight: AttentionInputs) -> Predicted:
         """Return what rows give that see this, with the noise that a kernel may add to it."""
         like = self.call.query.dtype if self.kernel_like else None
         return mix(sight, like)
 
-    def right(self, spot: Spot) -> Mixed:
+    def right(self, row_slice: RowSlice) -> Predicted:
         """Return the right output of some rows."""
-        return self.mix(self.sight(spot))
+        return self.mix(self.sight(row_slice))
 
-    def right_rows(self, rows: torch.Tensor, heads: torch.Tensor) -> Mixed:
+    def right_rows(self, rows: torch.Tensor, heads: torch.Tensor) -> Predicted:
         """Return the right output of any output rows, in their order."""
         seqs = torch.searchsorted(self.call.query_start_loc.long(), rows, right=True) - 1
         runs, counts = seqs.unique_consecutive(return_counts=True)
         parts, done = [], 0
         for seq, count in zip(runs.tolist(), counts.tolist(), strict=True):
             tokens = rows[done : done + count] - self.starts()[seq]
-            parts.append(self.right(Spot(seq=seq, tokens=tokens, heads=heads)))
+            parts.append(self.right(RowSlice(seq=seq, tokens=tokens, heads=heads)))
             done += count
         return join(parts)
 
-    def spot_of_row(self, row: int, heads: torch.Tensor) -> Spot:
+    def spot_of_row(self, row: int, heads: torch.Tensor) -> RowSlice:
         """Return the spot of one output row."""
         starts = self.call.query_start_loc
         seq = int(torch.searchsorted(starts, row, right=True)) - 1
-        return Spot(seq=seq, tokens=torch.tensor([row - int(starts[seq])]), heads=heads)
+        return RowSlice(seq=seq, tokens=torch.tensor([row - int(starts[seq])]), heads=heads)
 
-    def rows(self, spot: Spot) -> torch.Tensor:
+    def rows(self, row_slice: RowSlice) -> torch.Tensor:
         """Return the output rows of a spot, [n] int64."""
-        return self.starts()[spot.seq] + spot.tokens
+        return self.starts()[row_slice.seq] + row_slice.tokens
 
-    def as_kernel(self) -> "Scene":
+    def as_kernel(self) -> "Problem":
         """Return the same scene, mixed as a kernel does."""
         return dataclasses.replace(self, kernel_like=True)
 

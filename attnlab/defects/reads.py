@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.defects.attention_inputs import Sight
-from attnlab.defects.cache_read import Reading
+from attnlab.defects.attention_inputs import AttentionInputs
+from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.defect import Defect, by_reading, by_sight
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 from attnlab.tensors.formats import FORMATS
 
-Change = Callable[[Scene, int, Reading], Reading]
+Change = Callable[[Problem, int, CacheRead], CacheRead]
 
 
 def _read(
@@ -19,7 +19,7 @@ def _read(
     text: str,
     seen_in: tuple[str, ...],
     change: Change,
-    applies: Callable[[Scene], bool],
+    applies: Callable[[Problem], bool],
     links: tuple[str, ...] = (),
 ) -> Defect:
     return Defect(
@@ -29,13 +29,13 @@ def _read(
         seen_in=seen_in,
         touches="cached",
         compute=by_reading(change),
-        applies=lambda scene: _reads_cache(scene) and applies(scene),
+        applies=lambda problem: _reads_cache(problem) and applies(problem),
         links=links,
     )
 
 
-def _reads_cache(scene: Scene) -> bool:
-    return any(scene.cached_len(seq) > 0 for seq in range(scene.num_seqs))
+def _reads_cache(problem: Problem) -> bool:
+    return any(problem.cached_len(seq) > 0 for seq in range(problem.num_seqs))
 
 
 # Scales and formats of FP8 bytes.
@@ -49,13 +49,13 @@ def _scales(
 ) -> Defect:
     """Return the defect of other scales, given as a function of (k_scale, v_scale)."""
 
-    def change(scene: Scene, seq: int, reading: Reading) -> Reading:
+    def change(problem: Problem, seq: int, reading: CacheRead) -> CacheRead:
         k_scale, v_scale = scales(reading.k_scale, reading.v_scale)
         return dataclasses.replace(reading, k_scale=k_scale, v_scale=v_scale)
 
-    def applies(scene: Scene) -> bool:
-        own = (scene.call.k_scale, scene.call.v_scale)
-        return scene.written.is_fp8 and scales(*own) != own
+    def applies(problem: Problem) -> bool:
+        own = (problem.call.k_scale, problem.call.v_scale)
+        return problem.written.is_fp8 and scales(*own) != own
 
     return _read(name, text, seen_in, change, applies)
 
@@ -66,37 +66,37 @@ def _format(name: str, seen_in: tuple[str, ...]) -> Defect:
         f"read_as_{name}",
         f"the cache's bytes are taken for {name}",
         seen_in,
-        lambda scene, seq, reading: dataclasses.replace(reading, format=FORMATS[name]),
-        lambda scene: scene.written.is_fp8 and scene.written.name != name,
+        lambda problem, seq, reading: dataclasses.replace(reading, format=FORMATS[name]),
+        lambda problem: problem.written.is_fp8 and problem.written.name != name,
     )
 
 
 # Slots.
 
 
-def _row(which: tuple[str, ...], row: Callable[[Scene, int], int]) -> Change:
-    def change(scene: Scene, seq: int, reading: Reading) -> Reading:
-        rows = {f"{name}_row": row(scene, seq) for name in which}
+def _row(which: tuple[str, ...], row: Callable[[Problem, int], int]) -> Change:
+    def change(problem: Problem, seq: int, reading: CacheRead) -> CacheRead:
+        rows = {f"{name}_row": row(problem, seq) for name in which}
         return dataclasses.replace(reading, **rows)  # type: ignore[arg-type]
 
     return change
 
 
-def _next_row(scene: Scene, seq: int) -> int:
-    return (seq + 1) % scene.num_seqs
+def _next_row(problem: Problem, seq: int) -> int:
+    return (seq + 1) % problem.num_seqs
 
 
-def _several(scene: Scene) -> bool:
-    return scene.num_seqs > 1
+def _several(problem: Problem) -> bool:
+    return problem.num_seqs > 1
 
 
 def _blocks(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda scene, seq, reading: dataclasses.replace(reading, block=change)
+    return lambda problem, seq, reading: dataclasses.replace(reading, block=change)
 
 
-def _key_x(scene: Scene) -> int:
+def _key_x(problem: Problem) -> int:
     """Return how many elements of the key cache are 16 bytes."""
-    return 16 // scene.call.key_cache.element_size()
+    return 16 // problem.call.key_cache.element_size()
 
 
 def _newest_slot(
@@ -105,18 +105,18 @@ def _newest_slot(
     """Return the defect of a newest token whose slot holds ``fill``; with None, of new tokens whose
     slots hold what stands there."""
 
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
         last = sight.key.shape[0] - 1
-        if scene.cached_len(spot.seq) <= last:
+        if problem.cached_len(row_slice.seq) <= last:
             return sight  # its kernel takes the newest token from the arguments
         key, value = sight.key.clone(), sight.value.clone()
         if fill is not None:
             key[last], value[last] = fill, fill
         else:
-            reading, kv = scene.reading(spot.seq), scene.kv_of(spot.heads)
-            new = torch.arange(last + 1 - scene.query_len(spot.seq), last + 1)
-            key[new] = scene.stored_key(reading, new, kv)
-            value[new] = scene.stored_value(reading, new, kv)
+            reading, kv = problem.reading(row_slice.seq), problem.kv_of(row_slice.heads)
+            new = torch.arange(last + 1 - problem.query_len(row_slice.seq), last + 1)
+            key[new] = problem.stored_key(reading, new, kv)
+            value[new] = problem.stored_value(reading, new, kv)
         return dataclasses.replace(sight, key=key, value=value)
 
     return Defect(
@@ -126,17 +126,19 @@ def _newest_slot(
         seen_in=seen_in,
         touches="cached",
         compute=by_sight(change),
-        applies=lambda scene: (
-            (fill is not None or _may_be_unwritten(scene))
-            and any(scene.cached_len(seq) == scene.seq_len(seq) for seq in range(scene.num_seqs))
+        applies=lambda problem: (
+            (fill is not None or _may_be_unwritten(problem))
+            and any(
+                problem.cached_len(seq) == problem.seq_len(seq) for seq in range(problem.num_seqs)
+            )
         ),
         links=links,
     )
 
 
-def _may_be_unwritten(scene: Scene) -> bool:
+def _may_be_unwritten(problem: Problem) -> bool:
     """Answer whether a newest token may be missing from the cache, as far as is known."""
-    return scene.case is None or scene.case.staging.fill == "context_only"
+    return problem.case is None or problem.case.staging.fill == "context_only"
 
 
 READS = (
@@ -198,7 +200,7 @@ READS = (
         "table_row_first",
         "every sequence reads the block table's row of sequence 0",
         ("vllm-project/flash-attention #176",),
-        _row(("key", "value"), lambda scene, seq: 0),
+        _row(("key", "value"), lambda problem, seq: 0),
         _several,
     ),
     _read(
@@ -220,30 +222,30 @@ READS = (
         "block b + 1 is read for block b",
         ("vllm #47671", "vllm #52109"),
         _blocks(lambda blocks: blocks + 1),
-        lambda scene: scene.call.key_cache.shape[0] > 1,
+        lambda problem: problem.call.key_cache.shape[0] > 1,
     ),
     _read(
         "block_16_bit",
         "only the low 16 bits of a block's number are used",
         ("aiter #3062", "aiter #3061"),
         _blocks(lambda blocks: blocks & 0xFFFF),
-        lambda scene: bool(scene.call.block_table.max() > 0xFFFF),
+        lambda problem: bool(problem.call.block_table.max() > 0xFFFF),
     ),
     _read(
         "next_slot",
         "the slot behind the right one in its block is read",
         ("vllm #52109",),
-        lambda scene, seq, reading: dataclasses.replace(reading, offset=lambda at: at + 1),
-        lambda scene: scene.call.block_size > 1,
+        lambda problem, seq, reading: dataclasses.replace(reading, offset=lambda at: at + 1),
+        lambda problem: problem.call.block_size > 1,
     ),
     _read(
         "key_x_of_16_bytes",
         "the innermost size of the key cache is taken for 16 bytes, whatever it is",
         ("vllm #6373",),
-        lambda scene, seq, reading: dataclasses.replace(reading, key_x=_key_x(scene)),
-        lambda scene: (
-            scene.call.key_cache.shape[4] != _key_x(scene)
-            and scene.call.query.shape[2] % _key_x(scene) == 0
+        lambda problem, seq, reading: dataclasses.replace(reading, key_x=_key_x(problem)),
+        lambda problem: (
+            problem.call.key_cache.shape[4] != _key_x(problem)
+            and problem.call.query.shape[2] % _key_x(problem) == 0
         ),
         links=("key_layout",),
     ),
@@ -251,14 +253,14 @@ READS = (
         "key_block_turned",
         "a key block [head_size / x, block_size, x] is taken for [block_size, head_size / x, x]",
         ("vllm #6373",),
-        lambda scene, seq, reading: dataclasses.replace(reading, turned=("key",)),
-        lambda scene: scene.call.block_size > 1 and scene.call.key_cache.shape[2] > 1,
+        lambda problem, seq, reading: dataclasses.replace(reading, turned=("key",)),
+        lambda problem: problem.call.block_size > 1 and problem.call.key_cache.shape[2] > 1,
     ),
     _read(
         "value_block_turned",
         "a value block [head_size, block_size] is taken for [block_size, head_size]",
         ("vllm #6373",),
-        lambda scene, seq, reading: dataclasses.replace(reading, turned=("value",)),
-        lambda scene: scene.call.block_size > 1 and scene.call.query.shape[2] > 1,
+        lambda problem, seq, reading: dataclasses.replace(reading, turned=("value",)),
+        lambda problem: problem.call.block_size > 1 and problem.call.query.shape[2] > 1,
     ),
 )

@@ -5,87 +5,91 @@ import itertools
 
 import torch
 
-from attnlab.defects.attention_inputs import Mixed
+from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect, always
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 
 
-def _constant(scene: Scene, spot: Spot, output: torch.Tensor) -> Mixed:
+def _constant(problem: Problem, row_slice: RowSlice, output: torch.Tensor) -> Predicted:
     """Return rows whose bits are known: nothing is rounded on the way."""
-    return Mixed(output=output.double(), noise=torch.zeros(output.shape, dtype=torch.float64))
+    return Predicted(output=output.double(), noise=torch.zeros(output.shape, dtype=torch.float64))
 
 
-def _kept(scene: Scene, rows: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+def _kept(problem: Problem, rows: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Return what the buffer held in some rows before the call; NaN where that is not known."""
-    if scene.before is None:
-        return torch.full((len(rows), len(heads), scene.call.query.shape[2]), torch.nan)
-    return scene.before[rows][:, heads]
+    if problem.before is None:
+        return torch.full((len(rows), len(heads), problem.call.query.shape[2]), torch.nan)
+    return problem.before[rows][:, heads]
 
 
-def _never_written(scene: Scene, spot: Spot) -> Mixed:
-    return _constant(scene, spot, _kept(scene, scene.rows(spot), spot.heads))
+def _never_written(problem: Problem, row_slice: RowSlice) -> Predicted:
+    return _constant(problem, row_slice, _kept(problem, problem.rows(row_slice), row_slice.heads))
 
 
-def _one_row_late(scene: Scene, spot: Spot) -> Mixed:
-    rows = (scene.rows(spot) - 1) % scene.call.query.shape[0]
-    return scene.right_rows(rows, spot.heads)
+def _one_row_late(problem: Problem, row_slice: RowSlice) -> Predicted:
+    rows = (problem.rows(row_slice) - 1) % problem.call.query.shape[0]
+    return problem.right_rows(rows, row_slice.heads)
 
 
-def _on_sequence_0(scene: Scene, spot: Spot) -> Mixed:
+def _on_sequence_0(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Write every sequence to the rows of sequence 0, one after the other; the last one stays."""
-    starts = scene.starts()
-    if spot.seq != 0:
-        return _never_written(scene, spot)
+    starts = problem.starts()
+    if row_slice.seq != 0:
+        return _never_written(problem, row_slice)
     parts = []
-    for token in spot.tokens.tolist():
-        last = max(seq for seq in range(scene.num_seqs) if scene.query_len(seq) > token)
+    for token in row_slice.tokens.tolist():
+        last = max(seq for seq in range(problem.num_seqs) if problem.query_len(seq) > token)
         parts.append(starts[last] + token)
-    return scene.right_rows(torch.tensor(parts, dtype=torch.int64), spot.heads)
+    return problem.right_rows(torch.tensor(parts, dtype=torch.int64), row_slice.heads)
 
 
-def _zeros(scene: Scene, spot: Spot) -> Mixed:
-    shape = (len(spot.tokens), len(spot.heads), scene.call.query.shape[2])
-    return _constant(scene, spot, torch.zeros(shape))
+def _zeros(problem: Problem, row_slice: RowSlice) -> Predicted:
+    shape = (len(row_slice.tokens), len(row_slice.heads), problem.call.query.shape[2])
+    return _constant(problem, row_slice, torch.zeros(shape))
 
 
-def _start_loc_as_int32(scene: Scene, spot: Spot) -> Mixed:
+def _start_loc_as_int32(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Decode as ROCm's kernel does that reads an int64 query_start_loc as int32.
 
     It writes, for each sequence whose misread length is 1, one row: the query at the misread start
     attending to that sequence's cache. Other rows of decode sequences stay unwritten.
     """
-    starts = scene.call.query_start_loc.long().view(torch.int32)[: scene.num_seqs + 1].tolist()
+    starts = problem.call.query_start_loc.long().view(torch.int32)[: problem.num_seqs + 1].tolist()
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     writers = {starts[seq]: seq for seq, length in enumerate(lengths) if length == 1}
-    right = _never_written(scene, spot) if scene.is_decode(spot.seq) else scene.right(spot)
-    output, noise = right.output.clone(), right.noise.clone()
-    for i, row in enumerate(scene.rows(spot).tolist()):
-        if row in writers:
-            one = dataclasses.replace(spot, tokens=spot.tokens[i : i + 1])
-            wrong = _decoded(scene, one, writers[row])
-            output[i], noise[i] = wrong.output[0], wrong.noise[0]
-    return Mixed(output=output, noise=noise)
-
-
-def _decoded(scene: Scene, spot: Spot, seq: int) -> Mixed:
-    """Return a row whose query attends to all that the cache holds of another sequence."""
-    there = scene.sight(
-        Spot(seq=seq, tokens=torch.tensor([scene.query_len(seq) - 1]), heads=spot.heads)
+    right = (
+        _never_written(problem, row_slice)
+        if problem.is_decode(row_slice.seq)
+        else problem.right(row_slice)
     )
-    positions = torch.arange(scene.seq_len(seq))
-    reading, kv = scene.reading(seq), scene.kv_of(spot.heads)
-    own = scene.call.query[scene.rows(spot)][:, spot.heads].double()
+    output, noise = right.output.clone(), right.noise.clone()
+    for i, row in enumerate(problem.rows(row_slice).tolist()):
+        if row in writers:
+            one = dataclasses.replace(row_slice, tokens=row_slice.tokens[i : i + 1])
+            wrong = _decoded(problem, one, writers[row])
+            output[i], noise[i] = wrong.output[0], wrong.noise[0]
+    return Predicted(output=output, noise=noise)
+
+
+def _decoded(problem: Problem, row_slice: RowSlice, seq: int) -> Predicted:
+    """Return a row whose query attends to all that the cache holds of another sequence."""
+    there = problem.sight(
+        RowSlice(seq=seq, tokens=torch.tensor([problem.query_len(seq) - 1]), heads=row_slice.heads)
+    )
+    positions = torch.arange(problem.seq_len(seq))
+    reading, kv = problem.reading(seq), problem.kv_of(row_slice.heads)
+    own = problem.call.query[problem.rows(row_slice)][:, row_slice.heads].double()
     sight = dataclasses.replace(
         there,
         query=own,
-        key=scene.stored_key(reading, positions, kv),
-        value=scene.stored_value(reading, positions, kv),
+        key=problem.stored_key(reading, positions, kv),
+        value=problem.stored_value(reading, positions, kv),
     )
-    return scene.mix(sight)
+    return problem.mix(sight)
 
 
-def _knows_buffer(scene: Scene) -> bool:
-    return scene.before is not None
+def _knows_buffer(problem: Problem) -> bool:
+    return problem.before is not None
 
 
 ROWS = (
@@ -97,10 +101,10 @@ ROWS = (
         seen_in=("vllm #28424", "vllm #28905"),
         touches="decode",
         compute=_start_loc_as_int32,
-        applies=lambda scene: (
-            _knows_buffer(scene)
-            and scene.call.query_start_loc.dtype == torch.int64
-            and any(scene.is_decode(seq) for seq in range(scene.num_seqs))
+        applies=lambda problem: (
+            _knows_buffer(problem)
+            and problem.call.query_start_loc.dtype == torch.int64
+            and any(problem.is_decode(seq) for seq in range(problem.num_seqs))
         ),
         links=("index_dtype",),
     ),
@@ -121,7 +125,7 @@ ROWS = (
         seen_in=("vllm #57094",),
         touches="all",
         compute=_one_row_late,
-        applies=lambda scene: scene.call.query.shape[0] > 1,
+        applies=lambda problem: problem.call.query.shape[0] > 1,
     ),
     Defect(
         name="folded_on_sequence_0",
@@ -130,7 +134,7 @@ ROWS = (
         seen_in=("vllm-project/flash-attention #176",),
         touches="all",
         compute=_on_sequence_0,
-        applies=lambda scene: scene.num_seqs > 1 and _knows_buffer(scene),
+        applies=lambda problem: problem.num_seqs > 1 and _knows_buffer(problem),
     ),
     Defect(
         name="rows_zero",

@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.defects.attention_inputs import Sight
+from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Defect, always, by_sight
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 
 
 def _scale(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    scale: Callable[[Scene], float],
+    scale: Callable[[Problem], float],
     links: tuple[str, ...] = (),
 ) -> Defect:
     """Return the defect of another scale of the scores."""
 
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-        return dataclasses.replace(sight, scale=scale(scene))
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+        return dataclasses.replace(sight, scale=scale(problem))
 
     return Defect(
         name=name,
@@ -30,7 +30,7 @@ def _scale(
         seen_in=seen_in,
         touches="all",
         compute=by_sight(change),
-        applies=lambda scene: not math.isclose(scale(scene), scene.scale),
+        applies=lambda problem: not math.isclose(scale(problem), problem.scale),
         links=links,
     )
 
@@ -39,7 +39,7 @@ def _alibi(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    change: Callable[[Scene, Spot, Sight], Sight],
+    change: Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs],
 ) -> Defect:
     return Defect(
         name=name,
@@ -48,30 +48,34 @@ def _alibi(
         seen_in=seen_in,
         touches="all",
         compute=by_sight(change),
-        applies=lambda scene: scene.call.alibi_slopes is not None,
+        applies=lambda problem: problem.call.alibi_slopes is not None,
     )
 
 
-def _next_heads_slopes(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    slopes = scene.call.alibi_slopes
+def _next_heads_slopes(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
+    slopes = problem.call.alibi_slopes
     if slopes is None:
         return sight
-    return dataclasses.replace(sight, slopes=slopes[(spot.heads + 1) % len(slopes)].double())
+    return dataclasses.replace(sight, slopes=slopes[(row_slice.heads + 1) % len(slopes)].double())
 
 
-def _kv_heads_slopes(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    slopes = scene.call.alibi_slopes
+def _kv_heads_slopes(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
+    slopes = problem.call.alibi_slopes
     if slopes is None:
         return sight
-    return dataclasses.replace(sight, slopes=slopes[scene.kv_of(spot.heads)].double())
+    return dataclasses.replace(sight, slopes=slopes[problem.kv_of(row_slice.heads)].double())
 
 
-def _no_scores(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _no_scores(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(sight, query=torch.zeros_like(sight.query), slopes=None)
 
 
-def _zero_sink(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    return dataclasses.replace(sight, sinks=torch.zeros(len(spot.heads), dtype=torch.float64))
+def _zero_sink(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+    return dataclasses.replace(sight, sinks=torch.zeros(len(row_slice.heads), dtype=torch.float64))
 
 
 SCORES = (
@@ -79,16 +83,18 @@ SCORES = (
         "scale_by_num_heads",
         "the scale is 1 / sqrt of the number of heads, not of the head size",
         ("vllm #20011",),
-        lambda scene: scene.num_heads**-0.5,
+        lambda problem: problem.num_heads**-0.5,
         links=("default_scale",),
     ),
     _scale(
         "scale_doubled",
         "the scale is twice what it should be",
         ("vllm #20011",),
-        lambda scene: 2 * scene.scale,
+        lambda problem: 2 * problem.scale,
     ),
-    _scale("scale_missing", "the scores are not scaled", ("flashinfer #4979",), lambda scene: 1.0),
+    _scale(
+        "scale_missing", "the scores are not scaled", ("flashinfer #4979",), lambda problem: 1.0
+    ),
     Defect(
         name="scores_ignored",
         family="scores",
@@ -102,13 +108,13 @@ SCORES = (
         "alibi_ignored",
         "ALiBi is left out",
         ("vllm #57614",),
-        lambda scene, spot, sight: dataclasses.replace(sight, slopes=None),
+        lambda problem, row_slice, sight: dataclasses.replace(sight, slopes=None),
     ),
     _alibi(
         "alibi_shifted",
         "ALiBi counts distances from one position further: without a sink softmax does not change",
         ("vllm #945",),
-        lambda scene, spot, sight: dataclasses.replace(sight, shift=1),
+        lambda problem, row_slice, sight: dataclasses.replace(sight, shift=1),
     ),
     _alibi(
         "alibi_next_head",
@@ -123,8 +129,8 @@ SCORES = (
             ("vllm #57614",),
             _kv_heads_slopes,
         ),
-        applies=lambda scene: (
-            scene.call.alibi_slopes is not None and scene.call.num_queries_per_kv > 1
+        applies=lambda problem: (
+            problem.call.alibi_slopes is not None and problem.call.num_queries_per_kv > 1
         ),
     ),
     Defect(
@@ -134,6 +140,6 @@ SCORES = (
         seen_in=("rocm-libraries #12229", "sglang #35092"),
         touches="all",
         compute=by_sight(_zero_sink),
-        applies=lambda scene: scene.call.sinks is None,
+        applies=lambda problem: problem.call.sinks is None,
     ),
 )

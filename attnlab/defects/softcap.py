@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from attnlab.contracts.dispatch import CPU_ATTENTION
-from attnlab.defects.attention_inputs import Sight
+from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Defect, by_sight
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 
 EXP_LIMIT = 88.72283  # above it exp(x) is more than the largest float32
 # Below it the exp of the CPU's op is 0 (csrc/cpu/cpu_arch_macros.h, vLLM 0.32.0), and 1 / exp infinite.
@@ -25,10 +25,10 @@ def _softcap(
 ) -> Defect:
     """Return the defect of another cap, given as a function of the right one and the scale."""
 
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-        if scene.call.softcap is None:
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+        if problem.call.softcap is None:
             return sight
-        return dataclasses.replace(sight, cap=cap(scene.call.softcap, scene.scale))
+        return dataclasses.replace(sight, cap=cap(problem.call.softcap, problem.scale))
 
     return Defect(
         name=name,
@@ -37,15 +37,15 @@ def _softcap(
         seen_in=seen_in,
         touches="all",
         compute=by_sight(change),
-        applies=lambda scene: scene.call.softcap is not None,
+        applies=lambda problem: problem.call.softcap is not None,
     )
 
 
-def _overflowing(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    softcap = scene.call.softcap
+def _overflowing(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+    softcap = problem.call.softcap
     if softcap is None:
         return sight
-    least = CPU_EXP_LIMIT if scene.call.op == CPU_ATTENTION else -EXP_LIMIT
+    least = CPU_EXP_LIMIT if problem.call.op == CPU_ATTENTION else -EXP_LIMIT
 
     def cap(scores: torch.Tensor) -> torch.Tensor:
         ratio = scores / softcap
@@ -55,17 +55,17 @@ def _overflowing(scene: Scene, spot: Spot, sight: Sight) -> Sight:
     return dataclasses.replace(sight, cap=cap)
 
 
-def _may_overflow(scene: Scene) -> bool:
+def _may_overflow(problem: Problem) -> bool:
     """Answer whether a score may be as large as that, by the norms of queries and of the keys that are
     known: all of a Case, the new ones of a call alone."""
-    keys = scene.call.key if scene.batch is None else scene.batch.key
-    norms = [float(tensor.float().norm(dim=2).max()) for tensor in (scene.call.query, keys)]
-    return norms[0] * norms[1] * scene.scale > -CPU_EXP_LIMIT * (scene.call.softcap or 0.0)
+    keys = problem.call.key if problem.batch is None else problem.batch.key
+    norms = [float(tensor.float().norm(dim=2).max()) for tensor in (problem.call.query, keys)]
+    return norms[0] * norms[1] * problem.scale > -CPU_EXP_LIMIT * (problem.call.softcap or 0.0)
 
 
-def _after_alibi(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _after_alibi(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
     """Put ALiBi into the scores that are capped, and not behind them."""
-    softcap, slopes = scene.call.softcap, sight.slopes
+    softcap, slopes = problem.call.softcap, sight.slopes
     if softcap is None or slopes is None:
         return sight
     away = torch.arange(sight.key.shape[0]) - sight.position[:, None]
@@ -109,7 +109,7 @@ SOFTCAP = (
         seen_in=("vllm #56578", "vllm #56579"),
         touches="all",
         compute=by_sight(_overflowing),
-        applies=lambda scene: scene.call.softcap is not None and _may_overflow(scene),
+        applies=lambda problem: problem.call.softcap is not None and _may_overflow(problem),
     ),
     Defect(
         name="softcap_after_alibi",
@@ -118,8 +118,8 @@ SOFTCAP = (
         seen_in=("rocm-libraries #12229", "tokamax #1121"),
         touches="all",
         compute=by_sight(_after_alibi),
-        applies=lambda scene: (
-            scene.call.softcap is not None and scene.call.alibi_slopes is not None
+        applies=lambda problem: (
+            problem.call.softcap is not None and problem.call.alibi_slopes is not None
         ),
     ),
 )

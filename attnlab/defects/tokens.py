@@ -5,25 +5,29 @@ import dataclasses
 import torch
 
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.defects.attention_inputs import Mixed, Sight, score_error, scores_of
+from attnlab.defects.attention_inputs import AttentionInputs, Predicted, score_error, scores_of
 from attnlab.defects.defect import Defect, always, by_sight
-from attnlab.defects.problem import Scene, Spot, visible
+from attnlab.defects.problem import Problem, RowSlice, visible
 
 
-def _hide(sight: Sight, hidden: torch.Tensor) -> Sight:
+def _hide(sight: AttentionInputs, hidden: torch.Tensor) -> AttentionInputs:
     """Return the sight without the keys that are ``hidden``, [keys] or [rows, keys] bool."""
     return dataclasses.replace(sight, visible=sight.visible & ~hidden)
 
 
-def _keys(sight: Sight) -> torch.Tensor:
+def _keys(sight: AttentionInputs) -> torch.Tensor:
     return torch.arange(sight.key.shape[0])
 
 
-def _newest_dropped(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _newest_dropped(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
     return _hide(sight, _keys(sight) == len(_keys(sight)) - 1)
 
 
-def _oldest_dropped(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _oldest_dropped(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
     """Hide the oldest key that a row sees: the first of its window, or of the sequence."""
     return _hide(sight, sight.visible & (sight.visible.cumsum(1) == 1))
 
@@ -31,9 +35,9 @@ def _oldest_dropped(scene: Scene, spot: Spot, sight: Sight) -> Sight:
 def _causal(by: int) -> "Defect":
     more = by > 0
 
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
         position = sight.position + by
-        window = scene.call.sliding_window
+        window = problem.call.sliding_window
         seen = visible(position, sight.key.shape[0], window + by if window else 0)
         return dataclasses.replace(sight, visible=seen)
 
@@ -53,8 +57,8 @@ def _causal(by: int) -> "Defect":
 def _window(name: str, text: str, seen_in: tuple[str, ...], width: int | None) -> Defect:
     """Return the defect of a window that is ``width`` keys wider, or without limit."""
 
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-        window = 0 if width is None else scene.call.sliding_window + width
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+        window = 0 if width is None else problem.call.sliding_window + width
         seen = visible(sight.position, sight.key.shape[0], window)
         if width is not None and window == 0:
             seen = torch.zeros_like(seen)
@@ -67,24 +71,28 @@ def _window(name: str, text: str, seen_in: tuple[str, ...], width: int | None) -
         seen_in=seen_in,
         touches="all",
         compute=by_sight(change),
-        applies=lambda scene: scene.call.sliding_window > 0,
+        applies=lambda problem: problem.call.sliding_window > 0,
     )
 
 
-def _window_both_sides(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _window_both_sides(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
     away = (_keys(sight) - sight.position[:, None]).abs()
-    return dataclasses.replace(sight, visible=away < scene.call.sliding_window)
+    return dataclasses.replace(sight, visible=away < problem.call.sliding_window)
 
 
-def _last_partial_block_dropped(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    cached, size = scene.cached_len(spot.seq), scene.call.block_size
+def _last_partial_block_dropped(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
+    cached, size = problem.cached_len(row_slice.seq), problem.call.block_size
     keys = _keys(sight)
     return _hide(sight, (keys >= cached // size * size) & (keys < cached))
 
 
 def _partition_dropped(last: bool) -> Defect:
-    def change(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-        cached = scene.cached_len(spot.seq)
+    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+        cached = problem.cached_len(row_slice.seq)
         if cached <= PARTITION_SIZE:
             return sight
         keys, edge = _keys(sight), (cached - 1) // PARTITION_SIZE * PARTITION_SIZE
@@ -104,16 +112,16 @@ def _partition_dropped(last: bool) -> Defect:
     )
 
 
-def _has_partitions(scene: Scene) -> bool:
-    return any(scene.cached_len(seq) > PARTITION_SIZE for seq in range(scene.num_seqs))
+def _has_partitions(problem: Problem) -> bool:
+    return any(problem.cached_len(seq) > PARTITION_SIZE for seq in range(problem.num_seqs))
 
 
-def _partitions_unscaled(scene: Scene, spot: Spot) -> Mixed:
+def _partitions_unscaled(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Merge partitions by their sums alone, without the factor exp(own largest - overall largest)."""
-    sight = scene.sight(spot)
-    cached = scene.cached_len(spot.seq)
+    sight = problem.sight(row_slice)
+    cached = problem.cached_len(row_slice.seq)
     if cached <= PARTITION_SIZE:
-        return scene.mix(sight)
+        return problem.mix(sight)
     scores = scores_of(sight)
     part = (_keys(sight).clamp(max=cached - 1)) // PARTITION_SIZE
     weights, sums = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
@@ -129,14 +137,14 @@ def _partitions_unscaled(scene: Scene, spot: Spot) -> Mixed:
     value = sight.value.transpose(0, 1)
     output = weights @ value
     noise = sight.rounding.bound(weights, value, output, score_error(sight))
-    if scene.kernel_like:
-        output = output.to(scene.call.query.dtype).double()
-    return Mixed(output=output.transpose(0, 1), noise=noise.transpose(0, 1))
+    if problem.kernel_like:
+        output = output.to(problem.call.query.dtype).double()
+    return Predicted(output=output.transpose(0, 1), noise=noise.transpose(0, 1))
 
 
-def _reversed_order(scene: Scene, spot: Spot) -> Mixed:
+def _reversed_order(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Compute the right thing with the keys in reverse, in float32."""
-    sight = scene.sight(spot)
+    sight = problem.sight(row_slice)
     turned = dataclasses.replace(
         sight,
         query=sight.query.float(),
@@ -146,28 +154,30 @@ def _reversed_order(scene: Scene, spot: Spot) -> Mixed:
         slopes=None,
     )
     if sight.slopes is not None:
-        return scene.mix(sight)
-    return scene.mix(turned)
+        return problem.mix(sight)
+    return problem.mix(turned)
 
 
-def _context_only(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    ctx_len = scene.seq_len(spot.seq) - scene.query_len(spot.seq)
+def _context_only(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+    ctx_len = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
     return _hide(sight, _keys(sight) >= ctx_len)
 
 
-def _new_only(scene: Scene, spot: Spot, sight: Sight) -> Sight:
-    ctx_len = scene.seq_len(spot.seq) - scene.query_len(spot.seq)
+def _new_only(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
+    ctx_len = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
     return _hide(sight, _keys(sight) < ctx_len)
 
 
-def _tail_attended(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _tail_attended(
+    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
+) -> AttentionInputs:
     """Let the rows of a sequence see the slots behind its last cached token, up to the block's end."""
-    cached, size = scene.cached_len(spot.seq), scene.call.block_size
+    cached, size = problem.cached_len(row_slice.seq), problem.call.block_size
     tail = torch.arange(cached, -(-cached // size) * size)
-    reading, kv = scene.reading(spot.seq), scene.kv_of(spot.heads)
-    key = scene.stored_key(reading, tail, kv)
-    value = scene.stored_value(reading, tail, kv)
-    seen = torch.ones(len(spot.tokens), len(tail), dtype=torch.bool)
+    reading, kv = problem.reading(row_slice.seq), problem.kv_of(row_slice.heads)
+    key = problem.stored_key(reading, tail, kv)
+    value = problem.stored_value(reading, tail, kv)
+    seen = torch.ones(len(row_slice.tokens), len(tail), dtype=torch.bool)
     return dataclasses.replace(
         sight,
         key=torch.cat([sight.key, key]),
@@ -176,9 +186,9 @@ def _tail_attended(scene: Scene, spot: Spot, sight: Sight) -> Sight:
     )
 
 
-def _tail_leaked(scene: Scene, spot: Spot, sight: Sight) -> Sight:
+def _tail_leaked(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
     """Multiply the values behind the last cached token by weights of 0, which NaN survives."""
-    wide = _tail_attended(scene, spot, sight)
+    wide = _tail_attended(problem, row_slice, sight)
     behind = torch.arange(wide.key.shape[0]) >= sight.key.shape[0]
     key = wide.key.masked_fill(behind[:, None, None], 0.0)
     return dataclasses.replace(
@@ -186,9 +196,9 @@ def _tail_leaked(scene: Scene, spot: Spot, sight: Sight) -> Sight:
     )
 
 
-def _has_tail(scene: Scene) -> bool:
-    size = scene.call.block_size
-    return any(scene.cached_len(seq) % size for seq in range(scene.num_seqs))
+def _has_tail(problem: Problem) -> bool:
+    size = problem.call.block_size
+    return any(problem.cached_len(seq) % size for seq in range(problem.num_seqs))
 
 
 TOKENS = (
@@ -229,7 +239,7 @@ TOKENS = (
         seen_in=("vllm #51257", "vllm-project/flash-attention #154"),
         touches="all",
         compute=by_sight(_window_both_sides),
-        applies=lambda scene: scene.call.sliding_window > 0,
+        applies=lambda problem: problem.call.sliding_window > 0,
     ),
     Defect(
         name="last_partial_block_dropped",
@@ -267,8 +277,8 @@ TOKENS = (
         seen_in=("nano-vllm #213",),
         touches="all",
         compute=by_sight(_new_only),
-        applies=lambda scene: any(
-            scene.seq_len(seq) > scene.query_len(seq) for seq in range(scene.num_seqs)
+        applies=lambda problem: any(
+            problem.seq_len(seq) > problem.query_len(seq) for seq in range(problem.num_seqs)
         ),
     ),
     Defect(

@@ -11,31 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.attention_inputs import Mixed
+from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect
-from attnlab.defects.problem import Scene, Spot
-from attnlab.diagnosis.locate import Survey
+from attnlab.defects.problem import Problem, RowSlice
+from attnlab.diagnosis.locate import ErrorLocations
 from attnlab.diagnosis.row_sample import Sample
 
-CHANCE = (
-    1e-9  # of rounding alone leaning as far towards another suspect as is held against a suspect
-)
+CHANCE = 1e-9  # of rounding alone leaning as far towards another candidate as is held against a candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
+class Candidate:
     """What came of one defect.
 
     - ``verdict``: "explains", "excluded by value" (it predicts something else where the output is
       wrong), "excluded by place" (it would touch rows that are right, or not all that are wrong) or
-      "less likely" (the output leans towards another suspect further than rounding can by chance).
+      "less likely" (the output leans towards another candidate further than rounding can by chance).
     - ``predicted``, ``observed``: the largest difference from the right output at the failing place,
       as the defect has it and as it is; ``residual``: the largest that the defect leaves unexplained
       there; ``ratio``: the same in units of the rounding bound. NaN or infinity where one of them is.
     - ``scope``: which sequences it is in: "all", "decode", "prefill", or "sequence …", and ``seqs``
       the same by number.
     - ``rows``: how many wrong rows it was confirmed on.
-    - ``linked``: kinds of breach that were found in the call and would cause it.
+    - ``linked``: kinds of violation that were found in the call and would cause it.
     """
 
     name: str
@@ -64,7 +62,7 @@ class Fit:
     freedom: int
 
 
-def fit(output: torch.Tensor, mixed: Mixed, keys: int) -> Fit:
+def fit(output: torch.Tensor, mixed: Predicted, keys: int) -> Fit:
     """Return how well ``mixed`` predicts ``output``, both [rows, heads, head_size]; NaN fits NaN.
 
     ``keys`` a row has: rounded weights push a head's output in as many directions as it has keys or
@@ -80,7 +78,7 @@ def fit(output: torch.Tensor, mixed: Mixed, keys: int) -> Fit:
     )
 
 
-def _residual(output: torch.Tensor, mixed: Mixed) -> torch.Tensor:
+def _residual(output: torch.Tensor, mixed: Predicted) -> torch.Tensor:
     """Return |output - predicted|: 0 where neither is finite, infinity where one of them is not."""
     wrong = (output - mixed.output).abs()
     odd = ~output.isfinite(), ~mixed.output.isfinite()
@@ -88,39 +86,42 @@ def _residual(output: torch.Tensor, mixed: Mixed) -> torch.Tensor:
 
 
 def screen(
-    scene: Scene, output: torch.Tensor, spots: Sequence[Spot], catalogue: Iterable[Defect]
-) -> list[Suspect]:
-    """Return every defect that applies, held against the wrong rows of ``spots``, the worst first."""
-    rights = [scene.right(spot) for spot in spots]
+    problem: Problem,
+    output: torch.Tensor,
+    row_slices: Sequence[RowSlice],
+    catalogue: Iterable[Defect],
+) -> list[Candidate]:
+    """Return every defect that applies, held against the wrong rows of ``row_slices``, the worst first."""
+    rights = [problem.right(row_slice) for row_slice in row_slices]
     return [
-        _screened(scene, output, spots, rights, defect)
+        _screened(problem, output, row_slices, rights, defect)
         for defect in catalogue
-        if not defect.harmless and defect.applies(scene)
+        if not defect.harmless and defect.applies(problem)
     ]
 
 
 def _screened(
-    scene: Scene,
+    problem: Problem,
     output: torch.Tensor,
-    spots: Sequence[Spot],
-    rights: Sequence[Mixed],
+    row_slices: Sequence[RowSlice],
+    rights: Sequence[Predicted],
     defect: Defect,
-) -> Suspect:
+) -> Candidate:
     verdict = "explains"
     predicted = observed = residual = worst = 0.0
-    for i, (spot, right) in enumerate(zip(spots, rights, strict=True)):
-        seen = at(scene, output, spot)
-        told = defect.compute(scene, spot)
+    for i, (row_slice, right) in enumerate(zip(row_slices, rights, strict=True)):
+        seen = at(problem, output, row_slice)
+        told = defect.compute(problem, row_slice)
         if i == 0:
             predicted = _largest(told.output - right.output)
             observed = _largest(seen.double() - right.output)
             residual = float(_residual(seen.double(), told).max())
-            worst = float(fit(seen, told, scene.seq_len(spot.seq)).ratio.max())
-        wrong = fit(seen, right, scene.seq_len(spot.seq)).ratio > 1
-        if (fit(seen, told, scene.seq_len(spot.seq)).ratio[wrong] > 1).any():
+            worst = float(fit(seen, told, problem.seq_len(row_slice.seq)).ratio.max())
+        wrong = fit(seen, right, problem.seq_len(row_slice.seq)).ratio > 1
+        if (fit(seen, told, problem.seq_len(row_slice.seq)).ratio[wrong] > 1).any():
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
-    return Suspect(
+    return Candidate(
         name=defect.name,
         text=defect.text,
         seen_in=defect.seen_in,
@@ -133,9 +134,9 @@ def _screened(
     )
 
 
-def at(scene: Scene, output: torch.Tensor, spot: Spot) -> torch.Tensor:
+def at(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> torch.Tensor:
     """Return an output at a spot, [rows, heads, head_size]."""
-    return output[scene.rows(spot)][:, spot.heads]
+    return output[problem.rows(row_slice)][:, row_slice.heads]
 
 
 def _largest(difference: torch.Tensor) -> float:
@@ -145,29 +146,35 @@ def _largest(difference: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Confirmed:
-    """A suspect after the second look: its squared residuals over all rows of the sample, those out of
+    """A candidate after the second look: its squared residuals over all rows of the sample, those out of
     its scope held against the right output."""
 
-    suspect: Suspect
+    candidate: Candidate
     squares: float = 0.0
     freedom: int = 0
 
 
 def confirm(
-    scene: Scene, output: torch.Tensor, sample: Sample, found: Survey, suspects: Sequence[Suspect]
+    problem: Problem,
+    output: torch.Tensor,
+    sample: Sample,
+    found: ErrorLocations,
+    candidates: Sequence[Candidate],
 ) -> list[Confirmed]:
-    """Return each suspect with the scope in which it explains all wrong rows and touches no right one."""
-    if not suspects:
+    """Return each candidate with the scope in which it explains all wrong rows and touches no right one."""
+    if not candidates:
         return []
-    looked = [found.touched[scene.rows(spot)][:, spot.heads] for spot in sample.many]
+    looked = [
+        found.touched[problem.rows(row_slice)][:, row_slice.heads] for row_slice in sample.many
+    ]
     wrong_seqs = {s.seq for s, wrong in zip(sample.many, looked, strict=True) if bool(wrong.any())}
-    wrong_seqs |= {spot.seq for spot in sample.first}
+    wrong_seqs |= {row_slice.seq for row_slice in sample.first}
     rows = sum(int(wrong.any(1).sum()) for wrong in looked)
-    rights = _fits(scene, output, sample.many, None)
-    found_scopes = scopes(scene, wrong_seqs)
+    rights = _fits(problem, output, sample.many, None)
+    found_scopes = scopes(problem, wrong_seqs)
     confirmed = []
-    for suspect in suspects:
-        fits = _fits(scene, output, sample.many, suspect.defect)
+    for candidate in candidates:
+        fits = _fits(problem, output, sample.many, candidate.defect)
         agrees = {seq for seq, one in fits.items() if bool((one.ratio <= 1).all())}
         fitting = [
             (name, members)
@@ -175,15 +182,15 @@ def confirm(
             if wrong_seqs <= members and members & fits.keys() <= agrees
         ]
         if not fitting:
-            told = dataclasses.replace(suspect, verdict="excluded by place")
-            confirmed.append(Confirmed(suspect=told))
+            told = dataclasses.replace(candidate, verdict="excluded by place")
+            confirmed.append(Confirmed(candidate=told))
             continue
         name, members = fitting[0]
         parts = [fits[seq] if seq in members else rights[seq] for seq in fits]
         confirmed.append(
             Confirmed(
-                suspect=dataclasses.replace(
-                    suspect, scope=name, seqs=tuple(sorted(members)), rows=rows
+                candidate=dataclasses.replace(
+                    candidate, scope=name, seqs=tuple(sorted(members)), rows=rows
                 ),
                 squares=sum(float(part.squares.sum()) for part in parts),
                 freedom=sum(part.freedom for part in parts),
@@ -193,20 +200,22 @@ def confirm(
 
 
 def _fits(
-    scene: Scene, output: torch.Tensor, spots: Sequence[Spot], defect: Defect | None
+    problem: Problem, output: torch.Tensor, row_slices: Sequence[RowSlice], defect: Defect | None
 ) -> dict[int, Fit]:
     """Return by sequence how well a defect, or the right output, fits."""
     fits = {}
-    for spot in spots:
-        told = scene.right(spot) if defect is None else defect.compute(scene, spot)
-        fits[spot.seq] = fit(at(scene, output, spot), told, scene.seq_len(spot.seq))
+    for row_slice in row_slices:
+        told = problem.right(row_slice) if defect is None else defect.compute(problem, row_slice)
+        fits[row_slice.seq] = fit(
+            at(problem, output, row_slice), told, problem.seq_len(row_slice.seq)
+        )
     return fits
 
 
-def scopes(scene: Scene, wrong: set[int]) -> list[tuple[str, set[int]]]:
+def scopes(problem: Problem, wrong: set[int]) -> list[tuple[str, set[int]]]:
     """Return where a defect may be: in all sequences, in those of one kernel, or in the wrong ones."""
-    every = set(scene.ran())
-    decode = {seq for seq in every if scene.is_decode(seq)}
+    every = set(problem.ran())
+    decode = {seq for seq in every if problem.is_decode(seq)}
     names = ", ".join(map(str, sorted(wrong)[:8])) + (", …" if len(wrong) > 8 else "")
     noun = "sequence" if len(wrong) == 1 else "sequences"
     found = [("all", every)]

@@ -10,18 +10,18 @@ import torch
 from attnlab.case.case import CACHE_WRITE, Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import check
 from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.problem import Scene
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.candidates import (
-    Suspect,
+    Candidate,
     fit,
 )
 from attnlab.diagnosis.decide import decided, gather, judge
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.distinguish import separate, spots_of
-from attnlab.diagnosis.locate import survey
+from attnlab.diagnosis.distinguish import row_slices_of, separate
+from attnlab.diagnosis.locate import locate
 from attnlab.diagnosis.reruns import Rerun, probe
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
@@ -40,7 +40,7 @@ def diagnose(
 ) -> Diagnosis:
     """Return what explains an output of the Case.
 
-    - ``output``: [num_tokens, num_heads, head_size], of any origin; None runs the Case.
+    - ``output``: [num_tokens, num_heads, head_size], of any backend; None runs the Case.
     - ``rerun``: runs a changed Case on whatever gave ``output``, to tell rows that nobody wrote, and
       rows that read slots that nobody wrote. With ``output`` None it is the lab; without it nothing
       is run again.
@@ -71,9 +71,9 @@ def diagnose(
             by_slots=probes.by_slots.tolist(),
         )
     told = dataclasses.replace(told, tolerance=case.tolerance)
-    if propose and len(told.candidates) > 1:
-        one, other = told.candidates[:2]
-        kinds = _kind(first.scene, one), _kind(first.scene, other)
+    if propose and len(told.explanations) > 1:
+        one, other = told.explanations[:2]
+        kinds = _kind(first.problem, one), _kind(first.problem, other)
         apart = separate(case, one.defect, other.defect, scopes=kinds)
         told = dataclasses.replace(told, separation=apart)
     return dataclasses.replace(told, seconds=time.perf_counter() - began)
@@ -85,30 +85,30 @@ def _on_cpu(run: Rerun) -> Rerun:
 
 
 def _by_hand(lab: Lab, case: Case) -> Lab:
-    """Return a Lab whose tensors lie on the CPU, where the suspects are computed."""
+    """Return a Lab whose tensors lie on the CPU, where the candidates are computed."""
     return lab if lab.where(case) == "cpu" else Lab(source=lab.source, device="cpu")
 
 
-def _kind(scene: Scene, suspect: Suspect) -> str:
-    """Return a suspect's scope for another Case, in which its sequences are others."""
-    if suspect.scope == "all":
+def _kind(problem: Problem, candidate: Candidate) -> str:
+    """Return a candidate's scope for another Case, in which its sequences are others."""
+    if candidate.scope == "all":
         return "all"
-    kinds = {"decode" if scene.is_decode(seq) else "prefill" for seq in suspect.seqs}
+    kinds = {"decode" if problem.is_decode(seq) else "prefill" for seq in candidate.seqs}
     return kinds.pop() if len(kinds) == 1 else "all"
 
 
 def _rejected(lab: Lab, case: Case, text: str) -> Diagnosis:
-    """Return the diagnosis of a Case that its kernel refuses: the breaches say why."""
+    """Return the diagnosis of a Case that its kernel refuses: the violations say why."""
     provenance = lab.cache(case).provenance
-    breaches = check(lab.call(case), Setting.of(case), decide(case).kernels, provenance)
-    return Diagnosis(status="rejected", rejection=text, breaches=breaches)
+    violations = check(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    return Diagnosis(status="rejected", rejection=text, violations=violations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Look:
     """A look at one output, and the scene that it was held against."""
 
-    scene: Scene
+    problem: Problem
     told: Diagnosis
 
 
@@ -116,11 +116,11 @@ def _look(lab: Lab, case: Case, output: torch.Tensor, catalogue: Sequence[Defect
     """Return what one output of a Case tells."""
     call = lab.call(case)
     _check_output(output, call.output)
-    scene = Scene.of_case(case, lab.batch(case), call, call.output)
-    breaches = check(call, scene.setting, scene.kernels, lab.cache(case).provenance)
-    found = survey(scene, output, case.query_heads, lab.reference(case))
-    known = gather(scene, output, found, breaches)
-    return _Look(scene=scene, told=judge(known, catalogue, case.query_heads))
+    problem = Problem.of_case(case, lab.batch(case), call, call.output)
+    violations = check(call, problem.setting, problem.kernels, lab.cache(case).provenance)
+    found = locate(problem, output, case.query_heads, lab.reference(case))
+    known = gather(problem, output, found, violations)
+    return _Look(problem=problem, told=judge(known, catalogue, case.query_heads))
 
 
 def _again(
@@ -129,7 +129,7 @@ def _again(
     """Run a Case that hides its numbers behind NaN or a plain buffer again with finite garbage there.
 
     NaN tells a place and nothing more. Where the garbage shows, it decides; where it does not, what
-    remains are the candidates that it would not show either.
+    remains are the explanations that it would not show either.
     """
     empty = "garbage" if case.empty == "nan" else case.empty
     finite = case.replace(empty=empty, output="recycled")
@@ -138,18 +138,18 @@ def _again(
     second = _look(lab, finite, rerun(finite), catalogue)
     if second.told.is_wrong:
         return second.told
-    hidden = [s for s in first.told.candidates if _is_hidden(second.scene, s)]
+    hidden = [s for s in first.told.explanations if _is_hidden(second.problem, s)]
     cause = decided(hidden)
     status = "unexplained" if not hidden else "ambiguous" if cause is None else "explained"
-    return dataclasses.replace(first.told, status=status, cause=cause, candidates=hidden)
+    return dataclasses.replace(first.told, status=status, cause=cause, explanations=hidden)
 
 
-def _is_hidden(scene: Scene, suspect: Suspect) -> bool:
-    """Answer whether a suspect changes nothing but rounding in another scene."""
-    if not suspect.defect.applies(scene):
+def _is_hidden(problem: Problem, candidate: Candidate) -> bool:
+    """Answer whether a candidate changes nothing but rounding in another scene."""
+    if not candidate.defect.applies(problem):
         return True
-    for spot in spots_of(scene):
-        told, right = suspect.defect.compute(scene, spot), scene.right(spot)
+    for row_slice in row_slices_of(problem):
+        told, right = candidate.defect.compute(problem, row_slice), problem.right(row_slice)
         if bool((fit(told.output, right, 1).ratio > 1).any()):
             return False
     return True
@@ -157,7 +157,7 @@ def _is_hidden(scene: Scene, suspect: Suspect) -> bool:
 
 def diagnose_call(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     kernels: Sequence[str],
     *,
     output: torch.Tensor | None = None,
@@ -172,9 +172,9 @@ def diagnose_call(
     began = time.perf_counter()
     output = call.output if output is None else output
     _check_output(output, call.output)
-    scene = dataclasses.replace(Scene.of_call(call, setting, kernels), before=before)
-    breaches = check(call, setting, kernels)
-    known = gather(scene, output, survey(scene, output), breaches)
+    problem = dataclasses.replace(Problem.of_call(call, setting, kernels), before=before)
+    violations = check(call, setting, kernels)
+    known = gather(problem, output, locate(problem, output), violations)
     told = judge(known, catalogue, None)
     return dataclasses.replace(told, seconds=time.perf_counter() - began)
 

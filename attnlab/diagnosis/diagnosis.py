@@ -6,19 +6,19 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.contracts.violations import Breaches
-from attnlab.diagnosis.candidates import Suspect
+from attnlab.contracts.violations import Violations
+from attnlab.diagnosis.candidates import Candidate
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Separation:
-    """A changed Case that would tell two suspects apart.
+    """A changed Case that would tell two candidates apart.
 
     - ``case``: the Case, or None where none of the changes that were tried tells them apart.
     - ``changes``: what differs from the Case that was diagnosed.
-    - ``pair``: the suspects; ``gap``: how far apart they are there, in units of the rounding bounds.
+    - ``pair``: the candidates; ``gap``: how far apart they are there, in units of the rounding bounds.
     """
 
     pair: tuple[str, str]
@@ -43,22 +43,22 @@ class Diagnosis(Shown):
     - ``status``: "nothing wrong" (rounding explains all of it), "explained" (one defect leaves only
       rounding), "ambiguous" (several do, and are the same here), "unexplained", or
       "rejected" where the kernel raised ``rejection``.
-    - ``cause``: the defect that explains it, or None; ``candidates``: those among which the output
-      does not decide; ``suspects``: all that were held against it, the best first.
+    - ``cause``: the defect that explains it, or None; ``explanations``: those among which the output
+      does not decide; ``candidates``: all that were held against it, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many are off by more than rounding; ``place``: the worst of
       them as sequence, token, row, head; ``largest``: the largest error there.
     - ``unwritten``: rows that nobody writes, found by two runs, by the buffer's known contents or by
       the contracts, as ``unwritten_by`` says; ``by_slots``: rows that depend on slots that nobody
       wrote; None where no run was made to see it.
-    - ``breaches``: what the contracts say of the call.
+    - ``violations``: what the contracts say of the call.
     - ``separation``: for an ambiguous one, the Case that would tell.
     - ``looked_at``: (rows, of how many) that the confirmation covers.
     """
 
     status: str
-    cause: Suspect | None = None
-    candidates: list[Suspect] = field(default_factory=list)
-    suspects: list[Suspect] = field(default_factory=list)
+    cause: Candidate | None = None
+    explanations: list[Candidate] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     wrong_rows: int = 0
     wrong_heads: int = 0
     place: dict[str, int] | None = None
@@ -67,7 +67,7 @@ class Diagnosis(Shown):
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
     by_slots: list[int] | None = None
-    breaches: Breaches = field(default_factory=Breaches)
+    violations: Violations = field(default_factory=Violations)
     separation: Separation | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
@@ -112,16 +112,20 @@ class Diagnosis(Shown):
     def _cause_sentences(self) -> list[str]:
         if self.cause is not None:
             one = self.cause
-            others = [s.name for s in self.candidates if s.name != one.name]
+            others = [s.name for s in self.explanations if s.name != one.name]
             same = f"; the same here: {', '.join(others)}" if others else ""
             return [f"explained by {one.name} in {one.scope}: {one.text}{same}"]
         if self.status == "ambiguous":
-            names = ", ".join(suspect.name for suspect in self.candidates)
+            names = ", ".join(candidate.name for candidate in self.explanations)
             return [f"ambiguous: {names} leave nothing but rounding"]
-        return [f"unexplained: none of {len(self.suspects)} suspects predicts it"]
+        return [f"unexplained: none of {len(self.candidates)} candidates predicts it"]
 
     def _link_sentences(self) -> list[str]:
-        told = [f"breach: {breach.text}" for breach in self.breaches if breach.effect != "harmless"]
+        told = [
+            f"violation: {violation.text}"
+            for violation in self.violations
+            if violation.effect != "harmless"
+        ]
         if self.separation is not None:
             told.append(self.separation.sentence())
         return told
@@ -131,8 +135,8 @@ class Diagnosis(Shown):
         return {
             "status": self.status,
             "cause": None if self.cause is None else suspect_dict(self.cause),
-            "candidates": [suspect.name for suspect in self.candidates],
-            "suspects": [suspect_dict(suspect) for suspect in self.suspects],
+            "explanations": [candidate.name for candidate in self.explanations],
+            "candidates": [suspect_dict(candidate) for candidate in self.candidates],
             "rejection": self.rejection or None,
             "wrong_rows": self.wrong_rows,
             "wrong_heads": self.wrong_heads,
@@ -141,7 +145,7 @@ class Diagnosis(Shown):
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "by_slots": self.by_slots,
-            "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "violations": [dataclasses.asdict(violation) for violation in self.violations],
             "separation": self._separation_dict(),
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),
@@ -163,24 +167,24 @@ class Diagnosis(Shown):
         }
 
 
-SUSPECT_COLUMNS = ("suspect", "predicts", "seen", "left", "in bounds", "verdict", "in")
+CANDIDATE_COLUMNS = ("candidate", "predicts", "seen", "left", "in bounds", "verdict", "in")
 
 
-def suspect_cells(suspect: Suspect) -> list[str]:
-    """Return a suspect as the cells of a table."""
-    numbers = (suspect.predicted, suspect.observed, suspect.residual, suspect.ratio)
-    linked = f" (breach: {', '.join(suspect.linked)})" if suspect.linked else ""
+def candidate_cells(candidate: Candidate) -> list[str]:
+    """Return a candidate as the cells of a table."""
+    numbers = (candidate.predicted, candidate.observed, candidate.residual, candidate.ratio)
+    linked = f" (violation: {', '.join(candidate.linked)})" if candidate.linked else ""
     return [
-        suspect.name,
+        candidate.name,
         *(f"{value:.3g}" for value in numbers),
-        suspect.verdict + linked,
-        suspect.scope,
+        candidate.verdict + linked,
+        candidate.scope,
     ]
 
 
-def suspect_dict(suspect: Suspect) -> dict[str, Any]:
-    """Return a suspect as JSON-able values."""
-    fields = {f.name: getattr(suspect, f.name) for f in dataclasses.fields(suspect)}
+def suspect_dict(candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as JSON-able values."""
+    fields = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
     del fields["defect"]
     return {
         name: number(value) if isinstance(value, float) else value for name, value in fields.items()

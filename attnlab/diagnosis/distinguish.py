@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.contracts.dispatch import decide
 from attnlab.defects.defect import Defect
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.diagnosis import Separation
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
@@ -38,12 +38,12 @@ _CAPPED: tuple[dict[str, Any], ...] = (  # of a Case with a soft cap: scores far
 )
 
 
-def scene_of(case: Case) -> Scene:
+def problem_of(case: Case) -> Problem:
     """Return the scene of a Case, made for it alone."""
     batch = make_batch(case)
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)
-    return Scene.of_case(case, batch, call, output)
+    return Problem.of_case(case, batch, call, output)
 
 
 def separate(
@@ -61,11 +61,11 @@ def separate(
     """
     tried, names = 0, (one.name, other.name)
     for changes, changed in changed_cases(case, same_kernels):
-        scene = scene_of(changed)
+        problem = problem_of(changed)
         tried += 1
-        if not (one.applies(scene) and other.applies(scene)):
+        if not (one.applies(problem) and other.applies(problem)):
             continue
-        gap = gap_between(scene, one, other, scopes)
+        gap = gap_between(problem, one, other, scopes)
         if gap > 1:
             return Separation(pair=names, case=changed, changes=changes, gap=gap, tried=tried)
     return Separation(pair=names, case=None, changes={}, gap=0.0, tried=tried)
@@ -91,14 +91,16 @@ def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[
 
 
 def gap_between(
-    scene: Scene, one: Defect, other: Defect, scopes: tuple[str, str] = ("all", "all")
+    problem: Problem, one: Defect, other: Defect, scopes: tuple[str, str] = ("all", "all")
 ) -> float:
     """Return how far apart the outputs under two defects are, in units of both rounding bounds."""
     gap = 0.0
-    for spot in spots_of(scene):
-        kind = "decode" if scene.is_decode(spot.seq) else "prefill"
+    for row_slice in row_slices_of(problem):
+        kind = "decode" if problem.is_decode(row_slice.seq) else "prefill"
         first, second = (
-            defect.compute(scene, spot) if scope in ("all", kind) else scene.right(spot)
+            defect.compute(problem, row_slice)
+            if scope in ("all", kind)
+            else problem.right(row_slice)
             for defect, scope in zip((one, other), scopes, strict=True)
         )
         finite = first.output.isfinite(), second.output.isfinite()
@@ -110,18 +112,20 @@ def gap_between(
     return gap
 
 
-def spots_of(scene: Scene, tokens: int = 6, heads: int = 6, most: int = 1 << 30) -> list[Spot]:
+def row_slices_of(
+    problem: Problem, tokens: int = 6, heads: int = 6, most: int = 1 << 30
+) -> list[RowSlice]:
     """Return a few rows of each sequence, ends included, and a few heads, the first two and the last
     among them; of more than ``most`` sequences those of the shortest queries and the longest."""
-    some = torch.linspace(0, scene.num_heads - 1, min(heads, scene.num_heads)).long()
-    if scene.num_heads > 1:
+    some = torch.linspace(0, problem.num_heads - 1, min(heads, problem.num_heads)).long()
+    if problem.num_heads > 1:
         some = torch.cat([some, torch.tensor([1])]).unique()
-    order = sorted(scene.ran(), key=scene.query_len)
+    order = sorted(problem.ran(), key=problem.query_len)
     seqs = sorted({*order[: -(-most // 2)], *order[-(most // 2) :]}) if len(order) > most else order
-    spots = []
+    row_slices = []
     for seq in seqs:
-        length = scene.query_len(seq)
+        length = problem.query_len(seq)
         if length:
             at = torch.linspace(0, length - 1, min(tokens, length)).long().unique()
-            spots.append(Spot(seq=seq, tokens=at, heads=some))
-    return spots
+            row_slices.append(RowSlice(seq=seq, tokens=at, heads=some))
+    return row_slices

@@ -10,8 +10,8 @@ from attnlab.case.case import CACHE_ONLY_OPS, Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.rules import SINK_OPS
 from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.attention_inputs import Mixed
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.attention_inputs import Predicted
+from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.candidates import scopes
 from attnlab.lab.lab import Lab
 
@@ -76,35 +76,35 @@ def _has_sinks(op: str, variant: str, rng: random.Random) -> bool:
     return op in SINK_OPS and variant != "alibi" and rng.random() < 0.4
 
 
-def plant(scene: Scene, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:
+def plant(problem: Problem, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:
     """Return a sound output with the defect in the rows of ``scope``, rounded as a kernel rounds.
 
     Heads of rows that the defect does not change keep their bits.
     """
-    planted, like = sound.clone(), scene.as_kernel()
-    for spot in rows_of(scene, scope):
-        wrong, right = defect.compute(like, spot), like.right(spot)
+    planted, like = sound.clone(), problem.as_kernel()
+    for row_slice in rows_of(problem, scope):
+        wrong, right = defect.compute(like, row_slice), like.right(row_slice)
         same = (wrong.output == right.output).all(2, keepdim=True)
-        rows = scene.rows(spot)
+        rows = problem.rows(row_slice)
         planted[rows] = torch.where(same, sound[rows], wrong.output.to(sound.dtype))
     return planted
 
 
-def rows_of(scene: Scene, scope: Scope) -> Iterator[Spot]:
+def rows_of(problem: Problem, scope: Scope) -> Iterator[RowSlice]:
     """Yield all rows and heads of the sequences in a scope."""
-    heads = torch.arange(scene.num_heads)
-    for seq in range(scene.num_seqs):
-        if scope == "all" or scene.is_decode(seq) == (scope == "decode"):
-            yield Spot(seq=seq, tokens=torch.arange(scene.query_len(seq)), heads=heads)
+    heads = torch.arange(problem.num_heads)
+    for seq in range(problem.num_seqs):
+        if scope == "all" or problem.is_decode(seq) == (scope == "decode"):
+            yield RowSlice(seq=seq, tokens=torch.arange(problem.query_len(seq)), heads=heads)
 
 
-def scopes_of(scene: Scene, rng: random.Random) -> Scope:
+def scopes_of(problem: Problem, rng: random.Random) -> Scope:
     """Return a scope to plant in: mostly everywhere, else the rows of one kernel that has some."""
-    kinds = {"decode" if scene.is_decode(seq) else "prefill" for seq in range(scene.num_seqs)}
+    kinds = {"decode" if problem.is_decode(seq) else "prefill" for seq in range(problem.num_seqs)}
     return rng.choice(("all", "all", *sorted(kinds)))
 
 
-def told_apart(scene: Scene, planted: Mixed, other: Mixed) -> bool:
+def told_apart(problem: Problem, planted: Predicted, other: Predicted) -> bool:
     """Answer whether two predictions differ by more than rounding may confuse."""
     finite = planted.output.isfinite(), other.output.isfinite()
     if bool((finite[0] != finite[1]).any()):
@@ -114,60 +114,75 @@ def told_apart(scene: Scene, planted: Mixed, other: Mixed) -> bool:
 
 
 def same_here(
-    scene: Scene, one: Defect, seqs: Iterable[int], other: Defect, others: Iterable[int]
+    problem: Problem, one: Defect, seqs: Iterable[int], other: Defect, others: Iterable[int]
 ) -> bool:
     """Answer whether a defect in some sequences gives the same output as another one in ``others``."""
     seqs, others = set(seqs), set(others)
-    for spot in rows_of(scene, "all"):
-        first = one.compute(scene, spot) if spot.seq in seqs else scene.right(spot)
-        second = other.compute(scene, spot) if spot.seq in others else scene.right(spot)
-        if told_apart(scene, first, second):
+    for row_slice in rows_of(problem, "all"):
+        first = (
+            one.compute(problem, row_slice) if row_slice.seq in seqs else problem.right(row_slice)
+        )
+        second = (
+            other.compute(problem, row_slice)
+            if row_slice.seq in others
+            else problem.right(row_slice)
+        )
+        if told_apart(problem, first, second):
             return False
     return True
 
 
-def is_distinguishable(scene: Scene, planted: Defect, seqs: set[int], others: list[Defect]) -> bool:
+def is_distinguishable(
+    problem: Problem, planted: Defect, seqs: set[int], others: list[Defect]
+) -> bool:
     """Answer whether no other defect, wherever it is, gives the same output as the planted one."""
     told = {
-        spot.seq: (spot, planted.compute(scene, spot) if spot.seq in seqs else scene.right(spot))
-        for spot in rows_of(scene, "all")
+        row_slice.seq: (
+            row_slice,
+            planted.compute(problem, row_slice)
+            if row_slice.seq in seqs
+            else problem.right(row_slice),
+        )
+        for row_slice in rows_of(problem, "all")
     }
     still = {
-        seq for seq, (spot, one) in told.items() if not told_apart(scene, one, scene.right(spot))
+        seq
+        for seq, (row_slice, one) in told.items()
+        if not told_apart(problem, one, problem.right(row_slice))
     }
     for other in others:
         if other is planted:
             continue
         same = {
             seq
-            for seq, (spot, one) in told.items()
-            if not told_apart(scene, one, other.compute(scene, spot))
+            for seq, (row_slice, one) in told.items()
+            if not told_apart(problem, one, other.compute(problem, row_slice))
         }
         moved = told.keys() - still
-        if any(moved <= members <= same for _, members in scopes(scene, set(moved))):
+        if any(moved <= members <= same for _, members in scopes(problem, set(moved))):
             return False
     return True
 
 
-def seqs_of(scene: Scene, scope: Scope) -> set[int]:
+def seqs_of(problem: Problem, scope: Scope) -> set[int]:
     """Return the sequences in a scope."""
-    return {spot.seq for spot in rows_of(scene, scope)}
+    return {row_slice.seq for row_slice in rows_of(problem, scope)}
 
 
-def is_visible(scene: Scene, defect: Defect, scope: Scope) -> bool:
+def is_visible(problem: Problem, defect: Defect, scope: Scope) -> bool:
     """Answer whether a defect in a scope moves any element further than rounding may."""
     return any(
-        told_apart(scene, defect.compute(scene, spot), scene.right(spot))
-        for spot in rows_of(scene, scope)
+        told_apart(problem, defect.compute(problem, row_slice), problem.right(row_slice))
+        for row_slice in rows_of(problem, scope)
     )
 
 
-def sound_scene(lab: Lab, case: Case) -> tuple[Scene, torch.Tensor]:
+def sound_scene(lab: Lab, case: Case) -> tuple[Problem, torch.Tensor]:
     """Return a Case's scene, and the output that the lab's kernels give."""
     call = lab.call(case)
-    return Scene.of_case(case, lab.batch(case), call, call.output), lab.output(case)
+    return Problem.of_case(case, lab.batch(case), call, call.output), lab.output(case)
 
 
-def applicable(scene: Scene) -> list[Defect]:
+def applicable(problem: Problem) -> list[Defect]:
     """Return the defects that a scene can have, harmless ones left out."""
-    return [one for one in CATALOGUE if not one.harmless and one.applies(scene)]
+    return [one for one in CATALOGUE if not one.harmless and one.applies(problem)]

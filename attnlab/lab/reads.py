@@ -1,7 +1,7 @@
 """What a kernel read: whose slots of the cache, and what nobody had written.
 
-Made with a Case's ``checked`` from what the emulated device saw (origin rocm), or Triton's interpreter
-(origin vllm); a hardware run cannot tell.
+Made with a Case's ``checked`` from what the emulated device saw (backend rocm), or Triton's interpreter
+(backend vllm); a hardware run cannot tell.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Decision, Setting
-from attnlab.contracts.violations import Breaches
+from attnlab.contracts.dispatch import Decision, Target
+from attnlab.contracts.violations import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport
 from attnlab.lab.reads import to_dict as memory_to_dict
@@ -37,7 +37,7 @@ class Result(Shown):
 
     - ``status``: "match", "mismatch", or "rejected" where the kernel raised ``error``.
     - ``errors``: the ErrorMap; None where the call was rejected.
-    - ``breaches``: what the contracts say of the call, found without running it.
+    - ``violations``: what the contracts say of the call, found without running it.
     - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
     - ``shared``: the steps whose product an earlier run of the same Lab had left.
     - ``call``, ``cache``: what was run, for a closer look.
@@ -45,17 +45,17 @@ class Result(Shown):
     - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
       ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
       tensors; in words.
-    - ``lse``, ``padded``: what the op gave beside the output (:class:`attnlab.kernels.triton.run_log.Observed`).
+    - ``lse``, ``padded``: what the op gave beside the output (:class:`attnlab.kernels.triton.run_log.RunLog`).
     - ``failed``: of a rejected call, that the kernel broke, and did not state a limit of its own.
     """
 
     case: Case
     decision: Decision
-    origin: str
+    backend: str
     status: str
     error: str | None
     errors: ErrorMap | None
-    breaches: Breaches
+    violations: Violations
     seconds: dict[str, float]
     shared: tuple[str, ...]
     call: KernelCall
@@ -74,7 +74,7 @@ class Result(Shown):
 
     def unwritten_rows(self) -> torch.Tensor:
         """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
-        setting = Setting.of(self.case)
+        setting = Target.of(self.case)
         contracts = [contract(name, setting, self.call.op) for name in self.decision.kernels]
         return unwritten_rows(contracts, self.call)
 
@@ -101,7 +101,7 @@ class Result(Shown):
             "case": dataclasses.asdict(self.case),
             "kernel": self.decision.kernels[-1],
             "kernels": list(self.decision.kernels),
-            "origin": self.origin,
+            "backend": self.backend,
             "reasons": self.decision.reasons,
             "status": self.status,
             "error": self.error,
@@ -109,7 +109,7 @@ class Result(Shown):
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),
-            "breaches": [dataclasses.asdict(breach) for breach in self.breaches],
+            "violations": [dataclasses.asdict(violation) for violation in self.violations],
             "launches": list(self.launches),
             "wraps": list(self.wraps),
             "outside": list(self.outside),

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.dispatch import CPU_ATTENTION, DECODE_FWD, MERGE, ROCM_DECODE, Setting
+from attnlab.contracts.dispatch import CPU_ATTENTION, DECODE_FWD, MERGE, ROCM_DECODE, Target
 from attnlab.tensors.call import KernelCall
 
 LIKELY = math.sqrt(2 * math.log(2e18))
@@ -74,7 +74,7 @@ class Rounding:
         return 1 + self.terms + self.parts
 
     @classmethod
-    def of(cls, call: KernelCall, setting: Setting, kernels: Sequence[str]) -> "Rounding":
+    def of(cls, call: KernelCall, setting: Target, kernels: Sequence[str]) -> "Rounding":
         """Return what ``kernels`` round of a call, the most that any of them does."""
         info = torch.finfo(call.query.dtype)
         is_fp8 = call.kv_cache_dtype != "auto"

@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.case.stages import STAGES
 from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import check
 from attnlab.lab.lab import Lab
 
@@ -18,7 +18,7 @@ PLATFORMS_SHOWN = ("gfx942", "sm_90")
 
 def platforms_shown(case: Case) -> tuple[str, ...]:
     """Return the columns of a Case's table where nobody asks for others: the CPU's op has one."""
-    return (case.platform,) if case.origin == "vllm-cpu" else PLATFORMS_SHOWN
+    return (case.platform,) if case.backend == "vllm-cpu" else PLATFORMS_SHOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def stage_table(
     return cells
 
 
-def foretell(lab: Lab, case: Case, platform: str) -> list[int | str]:
+def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
     """Return what the contracts alone say of each stage on a platform: wrong elements, or "rejected".
 
     Nothing is run. Wrong are the elements of rows that nobody writes; what a slot does that lacks its
@@ -77,16 +77,18 @@ def foretell(lab: Lab, case: Case, platform: str) -> list[int | str]:
     told: list[int | str] = []
     for stage in STAGES:
         staged = case.replace(stage=stage, platform=platform)
-        call, kernels, setting = lab.call(staged), decide(staged).kernels, Setting.of(staged)
+        call, kernels, setting = lab.call(staged), decide(staged).kernels, Target.of(staged)
         terms = [contract(name, setting, staged.op) for name in kernels]
-        rejected = any(breach.effect == "rejected" for breach in check(call, setting, kernels))
+        rejected = any(
+            violation.effect == "rejected" for violation in check(call, setting, kernels)
+        )
         wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
         told.append("rejected" if rejected else wrong)
     return told
 
 
 def outcomes(cells: Sequence[Cell], platform: str) -> list[int | str]:
-    """Return what came of each stage on a platform, in the words of :func:`foretell`."""
+    """Return what came of each stage on a platform, in the words of :func:`predict_stages`."""
     own = [cell for cell in cells if cell.platform == platform]
     return ["rejected" if cell.mismatched is None else cell.mismatched for cell in own]
 
@@ -127,4 +129,4 @@ def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
         }
         for cell in cells
     ]
-    return {"case": case.changes(), "origin": case.origin, "cells": rows}
+    return {"case": case.changes(), "backend": case.backend, "cells": rows}

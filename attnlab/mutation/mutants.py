@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.attention_inputs import Mixed
+from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import always
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 
 NINE = (  # the mutants of a reference that the two figures of this project's first study counted
     "scale_doubled",
@@ -22,23 +22,25 @@ NINE = (  # the mutants of a reference that the two figures of this project's fi
 )
 
 
-def _noise(scene: Scene, spot: Spot) -> Mixed:
+def _noise(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Return random numbers of the size of the right output."""
-    right = scene.right(spot)
-    generator = torch.Generator().manual_seed(int(spot.seq))
+    right = problem.right(row_slice)
+    generator = torch.Generator().manual_seed(int(row_slice.seq))
     drawn = torch.randn(right.output.shape, generator=generator, dtype=torch.float64)
     size = right.output.square().mean().sqrt()
-    return Mixed(output=drawn * size.clamp(min=scene.rounding(spot.seq).step), noise=right.noise)
+    return Predicted(
+        output=drawn * size.clamp(min=problem.rounding(row_slice.seq).step), noise=right.noise
+    )
 
 
-def _standard_noise(scene: Scene, spot: Spot) -> Mixed:
-    generator = torch.Generator().manual_seed(int(spot.seq))
-    right = scene.right(spot)
+def _standard_noise(problem: Problem, row_slice: RowSlice) -> Predicted:
+    generator = torch.Generator().manual_seed(int(row_slice.seq))
+    right = problem.right(row_slice)
     drawn = torch.randn(right.output.shape, generator=generator, dtype=torch.float64)
-    return Mixed(output=drawn, noise=right.noise)
+    return Predicted(output=drawn, noise=right.noise)
 
 
-def _garbage(name: str, text: str, compute: Callable[[Scene, Spot], Mixed]) -> Defect:
+def _garbage(name: str, text: str, compute: Callable[[Problem, RowSlice], Predicted]) -> Defect:
     return Defect(
         name=name,
         family="rows",
@@ -50,7 +52,7 @@ def _garbage(name: str, text: str, compute: Callable[[Scene, Spot], Mixed]) -> D
     )
 
 
-RIGHT = _garbage("right", "the right output", lambda scene, spot: scene.right(spot))
+RIGHT = _garbage("right", "the right output", lambda problem, row_slice: problem.right(row_slice))
 MUTANTS: tuple[Defect, ...] = (
     *(defect for defect in CATALOGUE if not defect.harmless),
     _garbage("noise_of_its_size", "random numbers, as large as the right output", _noise),

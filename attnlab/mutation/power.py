@@ -16,7 +16,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.shown import Shown
 from attnlab.defects import Defect
 from attnlab.diagnosis.diagnosis import number
-from attnlab.diagnosis.distinguish import scene_of
+from attnlab.diagnosis.distinguish import problem_of
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.remedies import changes_text, find_remedies, score, take
 
@@ -49,7 +49,7 @@ class Mutant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Power(Shown):
+class MutationReport(Shown):
     """What a test would notice.
 
     - ``proposal``: the least set of changes under which every mutant dies that any data can show, or
@@ -118,7 +118,7 @@ def power(
     mutants: Sequence[Defect] = MUTANTS,
     remedies: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
-) -> Power:
+) -> MutationReport:
     """Return which defects a test with the Case's data and tolerance would notice.
 
     With ``remedies``, look for the cheapest change that kills each survivor and for the least set of
@@ -128,12 +128,14 @@ def power(
     if case.op == CACHE_WRITE:
         refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
-    scene = scene_of(case)
-    spots = take(scene)
-    scores = {one.name: score(scene, spots, one, case) for one in mutants if one.applies(scene)}
+    problem = problem_of(case)
+    row_slices = take(problem)
+    scores = {
+        one.name: score(problem, row_slices, one, case) for one in mutants if one.applies(problem)
+    }
     known = [one for one in mutants if one.name in scores]
     alive = {one.name: one for one in known if scores[one.name][1] <= 1}
-    sampled = (sum(len(spot.tokens) for spot, _ in spots), case.lengths.num_tokens)
+    sampled = (sum(len(row_slice.tokens) for row_slice, _ in row_slices), case.lengths.num_tokens)
     told: dict[str, Any] = {}
     cures: dict[str, dict[str, Any]] = {}
     if remedies and alive:
@@ -153,13 +155,13 @@ def power(
         )
         for one in known
     ]
-    return Power(
+    return MutationReport(
         case=case,
         mutants=sorted(rows, key=lambda row: -row.margin),
         proposal=told.get("proposal"),
         left=told.get("left", []),
         models_pass=told.get("models_pass"),
         sampled=sampled,
-        heads=max(len(spot.heads) for spot, _ in spots),
+        heads=max(len(row_slice.heads) for row_slice, _ in row_slices),
         seconds=time.perf_counter() - began,
     )

@@ -8,11 +8,11 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.defects import Defect
-from attnlab.defects.attention_inputs import Mixed
-from attnlab.defects.problem import Scene, Spot
-from attnlab.diagnosis.distinguish import scene_of, separate, spots_of
+from attnlab.defects.attention_inputs import Predicted
+from attnlab.defects.problem import Problem, RowSlice
+from attnlab.diagnosis.distinguish import problem_of, row_slices_of, separate
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import RIGHT
 
@@ -26,20 +26,20 @@ _SHORT = {  # contexts so short that one key counts, and longer ones for blocks 
     "num_blocks": None,
     "max_blocks_per_seq": None,
 }
-Sample = list[tuple[Spot, Mixed]]  # spots, and the right output there
+Sample = list[tuple[RowSlice, Predicted]]  # spots, and the right output there
 
 
-def take(scene: Scene) -> Sample:
+def take(problem: Problem) -> Sample:
     """Return rows and heads to look at, with the right output of each."""
-    spots = spots_of(scene, TOKENS, HEADS, SEQS)
-    return [(spot, scene.right(spot)) for spot in spots]
+    row_slices = row_slices_of(problem, TOKENS, HEADS, SEQS)
+    return [(row_slice, problem.right(row_slice)) for row_slice in row_slices]
 
 
-def score(scene: Scene, sample: Sample, mutant: Defect, case: Case) -> tuple[float, float]:
+def score(problem: Problem, sample: Sample, mutant: Defect, case: Case) -> tuple[float, float]:
     """Return the largest effect of a mutant and the largest share of what the test allows."""
     effect = margin = 0.0
-    for spot, right in sample:
-        wrong = mutant.compute(scene, spot).output
+    for row_slice, right in sample:
+        wrong = mutant.compute(problem, row_slice).output
         if not bool(wrong.isfinite().all()):
             return float("inf"), float("inf")
         moved = (wrong - right.output).abs()
@@ -71,11 +71,11 @@ def find_remedies(
     for changes in _ladder(case):
         on_step(changes_text(changes))
         changed = case.replace(**{n: v for n, v in changes.items() if n != "atol"})
-        scene = scene_of(changed)
-        sample = take(scene)
+        problem = problem_of(changed)
+        sample = take(problem)
         changed = changed.replace(atol=derived_tolerance(sample))
-        here = {name: mutant for name, mutant in alive.items() if mutant.applies(scene)}
-        dead = {n for n, mutant in here.items() if score(scene, sample, mutant, changed)[1] > 1}
+        here = {name: mutant for name, mutant in alive.items() if mutant.applies(problem)}
+        dead = {n for n, mutant in here.items() if score(problem, sample, mutant, changed)[1] > 1}
         gone = alive.keys() - here.keys()  # what cannot be there any more
         told = {**changes, "atol": changed.atol}
         rungs.append(_Rung(changes=told, case=changed, dead=frozenset(dead | gone)))
@@ -119,7 +119,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
         store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
     own = case.sm_scale is None and case.release == "0.11.2"
     scale = {"sm_scale": case.head_size**-0.5} if own else {}
-    setting = Setting.of(case)
+    setting = Target.of(case)
     terms = [contract(name, setting, case.op) for name in decide(case).kernels]
     leaks = any(one.reads_tail != "nothing" for one in terms)
     poison = {"empty": "garbage" if leaks else "nan"}

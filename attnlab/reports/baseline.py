@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.show.notebook import Json, Verdict
 
-Kind = Literal["gone", "broken", "changed", "mended", "new", "figures", "parameters"]
+FieldType = Literal["gone", "broken", "changed", "mended", "new", "figures", "parameters"]
 _LOSSES = ("gone", "broken", "changed")
 _WRONG = "baseline must be a verdicts.json of attnlab investigate"
 
@@ -26,7 +26,7 @@ class Change:
 
     notebook: str
     verdict: str
-    kind: Kind
+    kind: FieldType
     before: Json = None
     after: Json = None
 
@@ -98,7 +98,7 @@ def _change(name: str, was: Verdict | None, now: Verdict) -> Change | None:
         return Change(notebook=name, verdict=now.name, kind="new", after=now.found)
     before, after = was.found, now.found
     if was.ok != now.ok:
-        kind: Kind = "mended" if now.ok else "broken"
+        kind: FieldType = "mended" if now.ok else "broken"
     elif before != after:
         kind = "changed"
     elif was.evidence != now.evidence:

@@ -10,15 +10,15 @@ import torch
 
 from attnlab.case.case import CACHE_WRITE, Case
 from attnlab.lab.error_map import ErrorMap, compare
-from attnlab.defects.problem import Scene
+from attnlab.defects.problem import Problem
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
-from attnlab.checker.subject import Ran, Subject
+from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import expected_sums
-from attnlab.diagnosis.locate import survey
+from attnlab.diagnosis.locate import locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def write_pictures(report: Report, subject: Subject, folder: Path, command: str)
     check_drawable(folder)
     from attnlab.reports.pages import write_findings
 
-    lab = Lab(source=subject.source if subject.origin == "vllm" else None, device="cpu")
+    lab = Lab(source=subject.source if subject.backend == "vllm" else None, device="cpu")
     pictures = [
         _picture(lab, subject, finding, folder / f"{i:02d}-{finding.op}-{finding.kind}.png")
         for i, finding in enumerate(report.findings, 1)
@@ -139,10 +139,10 @@ def errors_of(lab: Lab, subject: Subject, case: Case, finding: Finding) -> Error
     return lab.errors(case, call, lab.reference(case))
 
 
-def _bound(lab: Lab, case: Case, ran: Ran) -> float:
+def _bound(lab: Lab, case: Case, ran: RunOutput) -> float:
     """Return the most that rounding explains of any element, by the survey's own bounds."""
-    scene = Scene.of_case(case, lab.batch(case), lab.call(case))
-    found = survey(scene, ran.output, expected=lab.reference(case))
+    problem = Problem.of_case(case, lab.batch(case), lab.call(case))
+    found = locate(problem, ran.output, expected=lab.reference(case))
     known = found.ratio.isfinite() & (found.ratio > 0) & found.error.isfinite()
     bounds: Any = (found.error / found.ratio)[known]
     return float(bounds.max()) if len(bounds) else case.tolerance

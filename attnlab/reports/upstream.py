@@ -17,7 +17,7 @@ from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
 from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Setting
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
 from attnlab.case.errors import InvalidCase
 from attnlab.tensors.formats import written_format
 from attnlab.kernels.vllm.op_calls import OP_CALLS
@@ -47,7 +47,7 @@ _KNOWN = (  # knobs that a script knows, or that say nothing to it
         "stage",
     ),
     *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *("query_start_loc_dtype", "release", "origin", "checked", "num_blocks", "max_blocks_per_seq"),
+    *("query_start_loc_dtype", "release", "backend", "checked", "num_blocks", "max_blocks_per_seq"),
     *("block_table", "x", "k_scale", "v_scale", "freed", "empty", "data", "output", "atol", "rtol"),
     *("oracle", "sinks", "softcap", "first_block"),
 )
@@ -141,8 +141,8 @@ def _setting(case: Case) -> str:
 
 def _of_case(case: Case) -> dict[str, Any]:
     """Return what the script needs to build a Case's call."""
-    lab, plain = Lab(), case.replace(origin="model", checked=False)
-    call, setting = lab.call(plain), Setting.of(plain)
+    lab, plain = Lab(), case.replace(backend="model", checked=False)
+    call, setting = lab.call(plain), Target.of(plain)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     kept = [count * case.block_size for count in freed_blocks(case)]
     given = OP_CALLS[case.op].arguments(call, setting)

@@ -144,7 +144,7 @@ class Verdicts:
 def provenance(**facts: object) -> None:
     """Put what was run on record, for the footer of the report.
 
-    Known facts are `case` (a dict) and `origins` (a list of strings, one for each kernel);
+    Known facts are `case` (a dict) and `backends` (a list of strings, one for each kernel);
     the versions are added here.
     """
     known: dict[str, object] = {"versions": versions(), **facts}

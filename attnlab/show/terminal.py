@@ -13,7 +13,7 @@ from attnlab.contracts.dispatch import Decision
 from attnlab.lab.decode_error import DecodedError
 
 if TYPE_CHECKING:  # these need torch, which the light commands do without
-    from attnlab.contracts.violations import Breach
+    from attnlab.contracts.violations import Violation
     from attnlab.lab.error_map import Place
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell
@@ -23,7 +23,7 @@ _EFFECT = {"rejected": "magenta", "silent": "red", "harmless": "dim"}
 
 
 def show_result(console: Console, result: "Result") -> None:
-    """Print a Result: what ran and why, the breaches, what came of it and where it went wrong."""
+    """Print a Result: what ran and why, the violations, what came of it and where it went wrong."""
     console.print(result)
 
 
@@ -42,11 +42,11 @@ def _sizes(case: Case) -> str:
     )
 
 
-def breach_lines(breaches: Sequence["Breach"]) -> str:
-    """Return a line of markup for each breach."""
-    if not breaches:
+def breach_lines(violations: Sequence["Violation"]) -> str:
+    """Return a line of markup for each violation."""
+    if not violations:
         return "[green]none[/]"
-    return "\n".join(f"[{_EFFECT[b.effect]}]{b.effect}[/]  {escape(b.text)}" for b in breaches)
+    return "\n".join(f"[{_EFFECT[b.effect]}]{b.effect}[/]  {escape(b.text)}" for b in violations)
 
 
 def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
@@ -72,7 +72,7 @@ def head_range(heads: Sequence[int]) -> str:
 
 def show_stages(console: Console, case: Case, cells: Sequence["Cell"]) -> None:
     """Print the table of stages."""
-    title = f"{case.op}, vLLM {case.release}, origin {case.origin}: {_sizes(case)}"
+    title = f"{case.op}, vLLM {case.release}, backend {case.backend}: {_sizes(case)}"
     caption = "under each count: the largest error of rows in decode and in prefill sequences"
     table = Table(title=escape(title), title_justify="left", caption=caption)
     table.add_column("stage", style="bold", no_wrap=True)

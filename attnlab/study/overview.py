@@ -13,7 +13,7 @@ import torch
 
 from attnlab.case.shown import Shown
 from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Setting
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import power
 from attnlab.reports.investigate import find_notebooks
@@ -99,14 +99,14 @@ def _missing_token(ledger: Ledger) -> Answer:
     """Say how far the missing token moves the decode row, and whether the test sees it."""
     case = decode_at_seed_size()
     result = Lab().run(case)
-    kinds = sorted({breach.kind for breach in result.breaches})
+    kinds = sorted({violation.kind for violation in result.violations})
     sizes = {name: ledger["C13"].evidence[name] for name in ("gfx942", "sm_90")}
     moved = ", ".join(f"{size:.2g} on {name}" for name, size in sizes.items())
     told = (
         f"it breaks the decode kernel's contract ({', '.join(kinds)}) and moves the row by {moved}; "
         f"the tolerance is {case.tolerance:g}: {result.status}"
     )
-    return told, {"breaches": kinds, "the test says": result.status}
+    return told, {"violations": kinds, "the test says": result.status}
 
 
 def _which_bug(ledger: Ledger) -> Answer:
@@ -164,7 +164,7 @@ def _power(ledger: Ledger) -> Answer:
 def _rocm_kernel(ledger: Ledger) -> Answer:
     """Say which rows ROCm's kernel writes in eight decodes with an int64 query_start_loc."""
     case = like_the_test(query_lens=(1,) * 8, ctx_lens=(40,) * 8, query_start_loc_dtype="int64")
-    terms, call = contract(ROCM_DECODE, Setting.of(case), case.op), Lab().call(case)
+    terms, call = contract(ROCM_DECODE, Target.of(case), case.op), Lab().call(case)
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
     rows = as_read(terms, call, "query_start_loc")[seqs].tolist()
     written = " and ".join(

@@ -11,7 +11,7 @@ from helpers.cases import hostile
 from helpers.strategies import cases
 from hypothesis import given, settings
 
-from attnlab.case.case import KNOBS, Case, kind_of
+from attnlab.case.case import FIELDS, Case, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 
@@ -42,7 +42,7 @@ WRONG = {
 
 def wrong_values(name):
     """Return values that the field's kind refuses."""
-    kind = kind_of(name)
+    kind = field_type(name)
     inner = kind.kind if isinstance(kind, Maybe) else kind
     values = [v for v in WRONG[type(inner)] if not (v is None and isinstance(kind, Maybe))]
     if isinstance(inner, Int):
@@ -54,7 +54,7 @@ def wrong_values(name):
     return values
 
 
-@pytest.mark.parametrize("name", list(KNOBS))
+@pytest.mark.parametrize("name", list(FIELDS))
 def test_each_field_refuses_what_its_kind_does_not_hold(name):
     """A wrong type, a bool for an int, NaN, a number out of range: one line that names the field."""
     for value in wrong_values(name):
@@ -71,8 +71,8 @@ LENS = {"query_lens": (20, 1), "ctx_lens": (0, 40), "block_size": 16}
 CROSS = [
     ({"num_heads": 64, "num_queries_per_kv": 3}, "num_queries_per_kv", "divisor"),
     ({"num_heads": 4, "num_queries_per_kv": 8}, "num_queries_per_kv", "divisor"),
-    ({"heads": (0, 1)}, "heads", "none with origin model"),
-    ({"heads": (0, 65), "origin": "vllm"}, "heads", "at most 0:64"),
+    ({"heads": (0, 1)}, "heads", "none with backend model"),
+    ({"heads": (0, 65), "backend": "vllm"}, "heads", "at most 0:64"),
     ({"head_size": 20}, "head_size", "multiple of x (8)"),
     ({"head_size": 24, "kv_cache_dtype": "fp8"}, "head_size", "multiple of x (16)"),
     ({"head_size": 24, "x": 16}, "head_size", "multiple of x (16)"),
@@ -171,7 +171,7 @@ def test_command_line_round_trip(case):
     program, verb, *words = shlex.split(case.to_cli())
     assert (program, verb) == ("attnlab", "run")
     names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
-    fields = {n: kind_of(n).parse(n, text) for n, text in zip(names, words[1::2], strict=True)}
+    fields = {n: field_type(n).parse(n, text) for n, text in zip(names, words[1::2], strict=True)}
     assert set(names) == set(case.changes())
     assert len(names) == len(fields)
     assert Case(**fields) == case
@@ -201,7 +201,7 @@ def test_command_line_of_a_known_case():
 def test_words_that_stand_for_nothing(name, text):
     """A kind refuses a word that it cannot read, in one line that names the field."""
     with pytest.raises(InvalidCase, match=f"^{name} must be "):
-        kind_of(name).parse(name, text)
+        field_type(name).parse(name, text)
 
 
 def test_defaults_are_those_of_the_test():
@@ -260,4 +260,4 @@ def test_staging_takes_overrides():
 
 def test_json_names_every_field():
     """Nothing of a Case is missing from its JSON."""
-    assert set(json.loads(Case().to_json())) == set(KNOBS)
+    assert set(json.loads(Case().to_json())) == set(FIELDS)

@@ -17,7 +17,7 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.subject import vllm
 from attnlab.checker.sums import expected_sums, wrong_padding, wrong_sums
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.rounding import Rounding
@@ -90,11 +90,11 @@ def test_padding_is_behind_the_batch() -> None:
         (
             {
                 "padding": 1,
-                "origin": "rocm",
+                "backend": "rocm",
                 "op": "chunked_prefill_paged_decode",
                 "platform": "gfx942",
             },
-            "padding must be 0 with origin rocm",
+            "padding must be 0 with backend rocm",
         ),
     ],
 )
@@ -130,17 +130,17 @@ def test_products_by_hand_are_rounded() -> None:
     told = {}
     for group in (1, 2):
         one = case.replace(num_queries_per_kv=group)
-        told[group] = Rounding.of(Lab().call(one), Setting.of(one), decide(one).kernels)
+        told[group] = Rounding.of(Lab().call(one), Target.of(one), decide(one).kernels)
     assert (told[1].products, told[2].products) == (1 + 5, 0)
     sizes = (1.0, 1.0, 32, 1.0, 0.0)
     grown = told[1].score_error(*sizes) - told[2].score_error(*sizes)
     assert grown == pytest.approx(6 * told[1].unit)
 
 
-STRIDES = "query = call.query[rows]"
+KV_LAYOUTS = "query = call.query[rows]"
 PLANTED = {
     "strides ignored": (
-        STRIDES,
+        KV_LAYOUTS,
         "query = call.query.as_strided(call.query.shape, "
         "(call.query[0].numel(), call.query.shape[2], 1))[rows]",
     ),
@@ -164,7 +164,7 @@ def test_a_fault_of_history_is_found_in_a_plugin(tmp_path: Path, name: str) -> N
 def found(source: Source, case: Case) -> list[Finding]:
     """Return the findings of a Case on a release."""
     subject = vllm(source.path)
-    case = case.replace(origin="vllm", release=subject.release)
+    case = case.replace(backend="vllm", release=subject.release)
     lab = Lab(source=source.path, device="cpu")
     return [one for one in look(lab, subject, case) if one.is_fault]
 

@@ -18,7 +18,7 @@ SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-aut
 RUN_KEYS = {
     "case",
     "kernel",
-    "origin",
+    "backend",
     "reasons",
     "status",
     "error",
@@ -27,7 +27,7 @@ RUN_KEYS = {
     "max_abs_error",
     "max_index",
     "places",
-    "breaches",
+    "violations",
     "seconds",
 }
 
@@ -58,7 +58,7 @@ def test_run_mismatches_and_says_where(capsys: pytest.CaptureFixture[str]) -> No
     assert place["elements"] == document["mismatched"] == 4 * 64
     assert place["newest_slot"]["position"] == 33
     assert place["newest_slot"]["written"] is False
-    assert {b["kind"] for b in document["breaches"]} == {"index_dtype", "unwritten_rows"}
+    assert {b["kind"] for b in document["violations"]} == {"index_dtype", "unwritten_rows"}
 
 
 def test_run_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_run_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text names the case, the kernels, the breaches, the verdict and the place."""
+    """The text names the case, the kernels, the violations, the verdict and the place."""
     assert main(["run", *SMALL, "--stage", "int32_before_cumsum"]) == 1
     printed = capsys.readouterr().out
     for word in ("paged_attention_rocm", "silent", "mismatch: 256 of 1536", "sequence 1, token 0"):
@@ -170,7 +170,7 @@ BAD = [
     (["run", "--dtype", "int8"], "dtype must be one of"),
     (["run", "--platform", "tpu"], "platform must be one of"),
     (["run", "--stage", "last"], "stage must be one of"),
-    (["run", "--origin", "cuda"], "origin must be one of"),
+    (["run", "--backend", "cuda"], "backend must be one of"),
     (["run", "--alibi", "maybe"], "alibi must be true or false"),
     (["run", "--block-table", "[[1"], "block_table must be"),
     (["run", "--k-scale", "nan"], "k_scale must be a finite number"),

@@ -26,12 +26,15 @@ def document(capsys: pytest.CaptureFixture[str], argv: list[str], code: int):
 
 
 def test_diagnose_finds_the_cause(capsys):
-    """The failing stage: exit 1, the cause, its breach, and the suspects with their sizes."""
+    """The failing stage: exit 1, the cause, its violation, and the candidates with their sizes."""
     told = document(capsys, ["diagnose", *FAILING], 1)
     assert (told["status"], told["cause"]["name"]) == ("explained", "query_start_loc_as_int32")
     assert told["unwritten"] == [5]
-    assert {breach["kind"] for breach in told["breaches"]} == {"index_dtype", "unwritten_rows"}
-    assert len(told["suspects"]) > 20
+    assert {violation["kind"] for violation in told["violations"]} == {
+        "index_dtype",
+        "unwritten_rows",
+    }
+    assert len(told["candidates"]) > 20
 
 
 def test_diagnose_of_a_sound_run(capsys):
@@ -40,25 +43,25 @@ def test_diagnose_of_a_sound_run(capsys):
 
 
 def test_diagnose_of_a_rejected_call(capsys):
-    """The kernel's text and the breach that explains it: exit 1."""
+    """The kernel's text and the violation that explains it: exit 1."""
     told = document(capsys, ["diagnose", *SMALL, "--stage", "int64"], 1)
     assert told["status"] == "rejected"
     assert told["rejection"] == "expected scalar type Int but found Long"
-    assert "index_dtype" in {breach["kind"] for breach in told["breaches"]}
+    assert "index_dtype" in {violation["kind"] for violation in told["violations"]}
     assert main(["diagnose", *SMALL, "--stage", "int64"]) == 1
     assert "the kernel rejects the call" in capsys.readouterr().out
 
 
 def test_diagnose_for_a_person(capsys):
-    """The text names the cause, the breach, the unwritten row and the suspects."""
+    """The text names the cause, the violation, the unwritten row and the candidates."""
     assert main(["diagnose", *FAILING]) == 1
     printed = capsys.readouterr().out
     for word in (
         "explained",
         "query_start_loc_as_int32",
         "written by nobody",
-        "breach:",
-        "suspects",
+        "violation:",
+        "candidates",
     ):
         assert word in printed
 
@@ -83,7 +86,7 @@ def test_diagnose_reads_files(capsys, tmp_path):
         (["--output-file", "a", "--call", "b"], "output-file and call must not both be given"),
         (["--output-file", "nowhere"], "nowhere must be a safetensors file with an output"),
         (["--call", "nowhere"], "nowhere must be a saved KernelCall"),
-        (["--source", "nowhere"], "source must not be given with origin model"),
+        (["--source", "nowhere"], "source must not be given with backend model"),
         (["--num-heads", "0"], "num_heads must be"),
     ],
 )

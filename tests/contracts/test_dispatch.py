@@ -5,7 +5,7 @@ from helpers.cases import hostile
 
 from attnlab.case.case import RELEASES, Case
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting, decide
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")
@@ -138,11 +138,11 @@ def test_no_prefill_without_a_query_longer_than_one():
 def test_setting_of_a_case():
     """What is no argument of the op is in the Setting."""
     case = hostile(platform="gfx90a", release="0.11.2", stage="wrapper_cast", aiter_paged_attn=True)
-    setting = Setting.of(case)
+    setting = Target.of(case)
     assert setting.platform is PLATFORMS["gfx90a"]
     assert (setting.release, setting.wrapper_cast, setting.aiter_paged_attn) == (
         "0.11.2",
         True,
         True,
     )
-    assert not Setting.of(hostile(stage="int64")).wrapper_cast
+    assert not Target.of(hostile(stage="int64")).wrapper_cast

@@ -10,11 +10,11 @@ import torch
 from helpers.cases import hostile, same_bits
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.problem import Scene, Spot
+from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinguish import scene_of, separate
+from attnlab.diagnosis.distinguish import problem_of, separate
 from attnlab.diagnosis.fault_injection import rows_of
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
@@ -51,24 +51,24 @@ NO_CHANGE = {"alibi_shifted", "accumulation_order", "block_16_bit"}
 
 
 @pytest.fixture(scope="module")
-def scenes() -> dict[str, Scene]:
+def problems() -> dict[str, Problem]:
     """Give the scene of each variant."""
-    return {name: scene_of(case) for name, case in VARIANTS.items()}
+    return {name: problem_of(case) for name, case in VARIANTS.items()}
 
 
-def right_of(scene: Scene) -> dict[int, torch.Tensor]:
+def right_of(problem: Problem) -> dict[int, torch.Tensor]:
     """Return the right output of each sequence."""
-    return {spot.seq: scene.right(spot).output for spot in rows_of(scene, "all")}
+    return {row_slice.seq: problem.right(row_slice).output for row_slice in rows_of(problem, "all")}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_right_output_is_the_reference(scenes, name):
+def test_the_right_output_is_the_reference(problems, name):
     """A scene's right output is the oracle's, from the batch and from the call alone."""
-    case, scene = VARIANTS[name], scenes[name]
-    assert scene.batch is not None
-    expected = reference(case, scene.batch)
-    alone = Scene.of_call(scene.call, scene.setting, scene.kernels)
-    for one in (scene, alone):
+    case, problem = VARIANTS[name], problems[name]
+    assert problem.batch is not None
+    expected = reference(case, problem.batch)
+    alone = Problem.of_call(problem.call, problem.setting, problem.kernels)
+    for one in (problem, alone):
         found = torch.cat(list(right_of(one).values()))
         assert (found - expected).abs().max() < 1e-12
 
@@ -86,18 +86,18 @@ def test_names_are_unique_and_facts_are_there():
 
 
 @pytest.mark.parametrize("defect", CATALOGUE, ids=lambda defect: defect.name)
-def test_a_defect_moves_what_it_says_and_nothing_else(scenes, defect):
+def test_a_defect_moves_what_it_says_and_nothing_else(problems, defect):
     """Somewhere it moves an element past rounding; rows that it cannot touch keep their bits."""
     applied = moved = False
-    for scene in scenes.values():
-        if not defect.applies(scene):
+    for problem in problems.values():
+        if not defect.applies(problem):
             continue
-        if defect.name == "alibi_shifted" and scene.call.sinks is not None:
+        if defect.name == "alibi_shifted" and problem.call.sinks is not None:
             continue  # no longer the same to a row's sum
         applied = True
-        for spot in rows_of(scene, "all"):
-            told, right = defect.compute(scene, spot), scene.right(spot)
-            if not may_touch(scene, defect, spot):
+        for row_slice in rows_of(problem, "all"):
+            told, right = defect.compute(problem, row_slice), problem.right(row_slice)
+            if not may_touch(problem, defect, row_slice):
                 assert same_bits(told.output, right.output)
             apart = (told.output - right.output).abs() > told.noise + right.noise
             moved |= bool((apart | ~told.output.isfinite()).any())
@@ -108,36 +108,38 @@ def test_a_defect_moves_what_it_says_and_nothing_else(scenes, defect):
     assert moved != (defect.name in NO_CHANGE)
 
 
-def may_touch(scene: Scene, defect: Defect, spot: Spot) -> bool:
+def may_touch(problem: Problem, defect: Defect, row_slice: RowSlice) -> bool:
     """Answer whether a defect may change a sequence at all, by what it says of itself."""
     if defect.touches == "cached":
-        return scene.cached_len(spot.seq) > 0
+        return problem.cached_len(row_slice.seq) > 0
     if defect.touches == "decode":
-        return scene.is_decode(spot.seq) or spot.seq == 0
+        return problem.is_decode(row_slice.seq) or row_slice.seq == 0
     return True
 
 
-def test_the_check_of_untouched_rows_fails_for_a_defect_that_lies(scenes):
+def test_the_check_of_untouched_rows_fails_for_a_defect_that_lies(problems):
     """A planted defect that says "cached" and moves every row is caught."""
     liar = dataclasses.replace(NAMED["scale_doubled"], touches="cached")
     with pytest.raises(AssertionError):
-        test_a_defect_moves_what_it_says_and_nothing_else(scenes, liar)
+        test_a_defect_moves_what_it_says_and_nothing_else(problems, liar)
 
 
 def test_a_high_block_is_read_with_its_low_bits_only():
     """Block 65537 is read as block 1."""
     lens = {"query_lens": (1,), "ctx_lens": (20,), "num_heads": 2, "num_queries_per_kv": 1}
     case = hostile(**lens, head_size=16, block_table=((65537, 1),), empty="zeros")
-    scene = scene_of(case)
+    problem = problem_of(case)
     defect = NAMED["block_16_bit"]
-    assert defect.applies(scene)
-    spot = Spot(seq=0, tokens=torch.tensor([0]), heads=torch.arange(2))
-    reading = scene.reading(0)
+    assert defect.applies(problem)
+    row_slice = RowSlice(seq=0, tokens=torch.tensor([0]), heads=torch.arange(2))
+    reading = problem.reading(0)
     low = dataclasses.replace(reading, block=lambda blocks: blocks & 0xFFFF)
-    first = scene.stored_key(low, torch.arange(16), torch.arange(2))
-    second = scene.stored_key(reading, torch.arange(16, 32), torch.arange(2))
+    first = problem.stored_key(low, torch.arange(16), torch.arange(2))
+    second = problem.stored_key(reading, torch.arange(16, 32), torch.arange(2))
     assert first.equal(second)
-    assert (defect.compute(scene, spot).output - scene.right(spot).output).abs().max() > 0.01
+    assert (
+        defect.compute(problem, row_slice).output - problem.right(row_slice).output
+    ).abs().max() > 0.01
 
 
 def test_alibi_shifted_is_softmax_invariant():
@@ -227,10 +229,10 @@ def test_a_kernel_with_the_defect_is_diagnosed(name, platform):
     case = hostile(platform=platform, empty="garbage", output="recycled", **fields)
     lab = Lab()
     call = changed(lab.call(case), **mutate(lab.call(case)))
-    model.run(call, Setting.of(case), decide(case).kernels)
+    model.run(call, Target.of(case), decide(case).kernels)
     told = diagnose(case, call.output, lab=lab, propose=False)
     assert told.status in ("explained", "ambiguous")
-    assert name in [suspect.name for suspect in told.candidates]
+    assert name in [candidate.name for candidate in told.explanations]
     if told.status == "explained":
         assert told.cause is not None
         assert told.cause.name == name
@@ -241,11 +243,11 @@ def test_the_newest_token_dropped_by_a_kernel():
     case = hostile(empty="garbage", output="recycled", platform="sm_90", ctx_lens=(20,) * 12)
     lab = Lab()
     call = lab.call(case)
-    model.run(call, Setting.of(case), decide(case).kernels[:1])
+    model.run(call, Target.of(case), decide(case).kernels[:1])
     short = dataclasses.replace(call, seq_lens=call.seq_lens - 1)
-    model.run(short, Setting.of(case), decide(case).kernels[1:])
+    model.run(short, Target.of(case), decide(case).kernels[1:])
     told = diagnose(case, call.output, lab=lab, propose=False)
-    names = {suspect.name for suspect in told.candidates}
+    names = {candidate.name for candidate in told.explanations}
     assert "newest_token_dropped" in names
     assert names <= {"newest_token_dropped", "causal_minus_one", "context_only"}
 
@@ -253,5 +255,5 @@ def test_the_newest_token_dropped_by_a_kernel():
 def test_case_without_heads_named_is_unchanged():
     """The catalogue can be built on the default Case: nothing in it needs a hostile one."""
     case = Case(num_heads=4, query_lens=(3, 1), ctx_lens=(4, 6))
-    scene = scene_of(case)
-    assert sum(defect.applies(scene) for defect in CATALOGUE) > 20
+    problem = problem_of(case)
+    assert sum(defect.applies(problem) for defect in CATALOGUE) > 20

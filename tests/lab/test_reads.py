@@ -13,11 +13,11 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.checker.check_case import look
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library, is_callers_fault
-from attnlab.checker.slot_reads import Tally, slots_by_kind
-from attnlab.checker.subject import Ran, plugin, vllm
-from attnlab.contracts.dispatch import Setting
+from attnlab.checker.slot_reads import ReadCounts, slots_by_kind
+from attnlab.checker.subject import RunOutput, plugin, vllm
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
@@ -120,7 +120,7 @@ def test_what_vllm_reads(source: Source) -> None:
         lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
         if op != "decode_attention_fwd":
             lens = {"query_lens": (1, 5, 1), "ctx_lens": (20, 30, 37)}
-        fields = {"op": op, "release": source.rules, "origin": "vllm", "checked": True, **lens}
+        fields = {"op": op, "release": source.rules, "backend": "vllm", "checked": True, **lens}
         case = CASE.replace(**fields, fill="context_only" if op == CACHE_WRITE else "all_rows")
         memory = lab.run(case).memory
         assert memory is not None
@@ -145,7 +145,7 @@ def test_what_vllm_reads(source: Source) -> None:
 def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
     """Shared out among two processes from the first program on, a launch tells the same reads."""
     case = CASE.replace(
-        op="chunked_prefill_paged_decode", origin="vllm", checked=True, release=source.rules
+        op="chunked_prefill_paged_decode", backend="vllm", checked=True, release=source.rules
     )
     one = Lab(source=source.path, device="cpu").run(case).memory
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
@@ -157,13 +157,13 @@ def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
 
 def test_without_a_trace_nothing_is_noted(source: Source) -> None:
     """Off by default."""
-    case = CASE.replace(origin="vllm", release=source.rules)
+    case = CASE.replace(backend="vllm", release=source.rules)
     assert Lab(source=source.path, device="cpu").run(case).memory is None
 
 
 def test_reads_of_two_processes_are_put_together() -> None:
     """Slots of the same tensor and rows are united."""
-    one, two = Observed(), Observed()
+    one, two = RunLog(), RunLog()
     one.reads[("key", (0,))] = {1}
     two.reads.update({("key", (0,)): {2}, ("key", (1,)): {3}})
     one.take(two)
@@ -180,8 +180,8 @@ def test_rows_of_two_sequences_and_of_none() -> None:
     none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
     assert [(one.seq, one.counts["other sequence"]) for one in none.slots] == [(NOBODY, 1)]
     assert "a program without rows" in none.lines()[0]
-    tally = Tally()
-    tally.add(CASE, Ran(output=torch.empty(0), memory=none))
+    tally = ReadCounts()
+    tally.add(CASE, RunOutput(output=torch.empty(0), memory=none))
     assert tally.to_dict()["by_nobody"] == 1
 
 
@@ -201,11 +201,11 @@ def test_strided_caches_and_masked_loads() -> None:
 
 def test_checked_is_refused_where_nobody_can_watch(source: Source, monkeypatch) -> None:
     """Of a model, and on a GPU."""
-    with pytest.raises(InvalidCase, match="checked must be false with origin model"):
+    with pytest.raises(InvalidCase, match="checked must be false with backend model"):
         CASE.replace(checked=True)
     call = Lab().call(CASE)
     with pytest.raises(Unavailable, match="checked must be false on a GPU"):
-        vllm_ops.run(call, Setting(), (), source, where="cuda", watch=True)
+        vllm_ops.run(call, Target(), (), source, where="cuda", watch=True)
 
 
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
 def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None:
     """unified_attention of 0.33.0 keeps them out; 0.11.2's does not, nor does either release's prefill."""
     lens = {"query_lens": (3, 20, 2), "ctx_lens": (75, 50, 40)}
-    fields = {"op": op, "origin": "vllm", "release": source.rules, "sliding_window": 16, **lens}
+    fields = {"op": op, "backend": "vllm", "release": source.rules, "sliding_window": 16, **lens}
     case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
     lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
     assert not is_callers_fault(lab, case)

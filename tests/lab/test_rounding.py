@@ -8,15 +8,15 @@ from helpers.cases import hostile
 
 from attnlab.case.errors import KernelRejected
 from attnlab.diagnosis.fault_injection import random_case, sound_scene
-from attnlab.diagnosis.locate import survey
+from attnlab.diagnosis.locate import locate
 from attnlab.lab.lab import Lab
 
 
 def worst(case) -> float:
     """Return the largest error of a sound run in units of the bound."""
     lab = Lab()
-    scene, output = sound_scene(lab, case)
-    return float(survey(scene, output).ratio.max())
+    problem, output = sound_scene(lab, case)
+    return float(locate(problem, output).ratio.max())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -46,21 +46,21 @@ def test_it_is_within_a_factor_of_what_kernels_do():
 def test_an_error_just_above_it_is_seen():
     """One element moved by twice its bound is a wrong row, and only that."""
     case = hostile()
-    scene, output = sound_scene(Lab(), case)
-    spot = scene.spot_of_row(20, torch.tensor([3]))
-    noise = scene.right(spot).noise[0, 0, 7]
-    output[20, 3, 7] = (scene.right(spot).output[0, 0, 7] + 2 * noise).to(output.dtype)
-    found = survey(scene, output)
+    problem, output = sound_scene(Lab(), case)
+    row_slice = problem.spot_of_row(20, torch.tensor([3]))
+    noise = problem.right(row_slice).noise[0, 0, 7]
+    output[20, 3, 7] = (problem.right(row_slice).output[0, 0, 7] + 2 * noise).to(output.dtype)
+    found = locate(problem, output)
     assert torch.nonzero(found.touched).tolist() == [[20, 3]]
 
 
 def test_long_contexts_have_a_sharper_bound():
     """Where values cancel, the likely bound is far below the worst case, and holds."""
     case = hostile(query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", data="uniform_1e-3")
-    scene, output = sound_scene(Lab(), case)
-    spot = scene.spot_of_row(1, torch.arange(6))
-    sight = scene.sight(spot)
+    problem, output = sound_scene(Lab(), case)
+    row_slice = problem.spot_of_row(1, torch.arange(6))
+    sight = problem.sight(row_slice)
     share = sight.rounding.relative(1501, 0.0)
     worst_case = share * 5e-4  # the mean magnitude of ±1e-3
-    assert float(scene.right(spot).noise.max()) < worst_case / 2
-    assert float(survey(scene, output).ratio.max()) <= 1
+    assert float(problem.right(row_slice).noise.max()) < worst_case / 2
+    assert float(locate(problem, output).ratio.max()) <= 1

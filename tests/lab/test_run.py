@@ -8,7 +8,7 @@ from helpers.cases import decode_rows, hostile, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.case.case import KNOBS, RELEASES, Case, kind_of
+from attnlab.case.case import FIELDS, RELEASES, Case, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe, OneOf
 from attnlab.case.stages import STAGES
@@ -50,9 +50,9 @@ TURNS = {
     "num_seqs": [3],
     "draw_max_query_len": [20],
     "draw_max_ctx_len": [30],
-    # origin vllm has tests of its own and takes nothing from a Lab but batch, cache and reference;
+    # backend vllm has tests of its own and takes nothing from a Lab but batch, cache and reference;
     # heads and seqs belong to it
-    "origin": ["model"],
+    "backend": ["model"],
     "heads": [],
     "seqs": [],
     "num_splits": [2],
@@ -65,7 +65,7 @@ def values_of(name):
     """Return the values that a knob is turned to."""
     if name in TURNS:
         return TURNS[name]
-    kind = kind_of(name)
+    kind = field_type(name)
     inner = kind.kind if isinstance(kind, Maybe) else kind
     if isinstance(inner, OneOf):
         return inner.choices
@@ -81,7 +81,7 @@ BASES = [
     {"op": "unified_attention", "sliding_window": 3},
     {"op": "reshape_and_cache_flash"},
 ]
-TURNED = [(name, value) for name in KNOBS for value in values_of(name)]
+TURNED = [(name, value) for name in FIELDS for value in values_of(name)]
 
 
 def small(**changes):
@@ -94,7 +94,7 @@ def small(**changes):
 
 def same_result(one, other):
     """Answer whether two Results say the same, every bit of the output included."""
-    if (one.status, one.error, one.breaches) != (other.status, other.error, other.breaches):
+    if (one.status, one.error, one.violations) != (other.status, other.error, other.violations):
         return False
     if not same_bits(one.call.output, other.call.output):
         return False
@@ -174,7 +174,7 @@ def test_a_key_that_forgets_a_knob_is_caught(monkeypatch, kind, knob, value):
     fields = {"platform": "sm_90", "query_lens": (1, 150, 3, 1)}
     start, case = small(**fields), small(**fields, **{knob: value})
     fresh = Lab().run(case)
-    real, default = getattr(run_module, f"{kind}_key"), KNOBS[knob].default
+    real, default = getattr(run_module, f"{kind}_key"), FIELDS[knob].default
     monkeypatch.setattr(run_module, f"{kind}_key", lambda c: real(c).replace(**{knob: default}))
     lab = Lab()
     lab.run(start)
@@ -266,8 +266,8 @@ def test_the_decision_and_the_call_are_in_the_result():
     result = Lab().run(hostile(fill="context_only"))
     assert result.decision.kernels[0] == PREFILL
     assert result.call.max_seq_len == 301
-    assert len(result.breaches) == 6
-    assert result.origin == "model"
+    assert len(result.violations) == 6
+    assert result.backend == "model"
     assert result.cache.key.shape[0] == result.case.total_blocks
     assert result.status == "mismatch"
 
@@ -299,4 +299,4 @@ def test_the_missing_token_at_its_own_size(seed_size):
     assert result.shared == ("batch", "cache", "reference", "prefill")
     assert float(result.errors.token_error[5336]) == pytest.approx(1.10e-6, rel=0.1)
     assert float(result.errors.token_error[:5336].max()) < 1e-7
-    assert [b.kind for b in result.breaches] == ["unwritten_slot"]
+    assert [b.kind for b in result.violations] == ["unwritten_slot"]

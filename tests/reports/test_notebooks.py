@@ -15,7 +15,7 @@ from helpers.sources import sdist
 from helpers.notebooks import SMALL
 from nbformat import read
 
-from attnlab.case.case import KNOBS, Case
+from attnlab.case.case import FIELDS, Case
 from attnlab.case.errors import Unavailable
 from attnlab.case.flags import case_of, notebook_parameters
 from attnlab.case.parameters import read_parameters, share_out
@@ -80,7 +80,7 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
     tiny = {"num_heads": 2, "draw_max_query_len": 16, "draw_max_ctx_len": 120, "seed": 5}
     outcomes = investigate(
         STORY[:2],
-        parameters={**tiny, "origin": "vllm", "source": source, "release": "0.33.0"},
+        parameters={**tiny, "backend": "vllm", "source": source, "release": "0.33.0"},
         reports=tmp_path,
         timeout_s=300,
         jobs=2,
@@ -93,7 +93,7 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
 @pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
 def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release: str) -> None:
     """The same story with the ROCm kernel's own source on the emulated device."""
-    parameters = {**SMALL, "origin": "rocm", "source": str(sdist(release).path), "release": release}
+    parameters = {**SMALL, "backend": "rocm", "source": str(sdist(release).path), "release": release}
     outcomes = investigate(STORY, parameters=parameters, reports=tmp_path, timeout_s=300, jobs=2)
     assert [(one.name, one.status, one.message) for one in outcomes] == [
         (path.stem, "passed", "") for path in STORY
@@ -184,7 +184,7 @@ def test_the_footers_commands_give_the_case_on_record(small_run: Path) -> None:
         given = share_out(notebook_parameters(args.parameter), [path])[path]
         assert given == outcome["parameters"]
         for name, value in {**read_parameters(path), **given}.items():
-            if name in KNOBS:
+            if name in FIELDS:
                 assert getattr(case, name) == value, (outcome["name"], name)
 
 
@@ -202,7 +202,7 @@ def test_the_footers_command_makes_the_report_again(small_run: Path, tmp_path: P
 
 
 def test_a_report_is_small_and_names_what_ran(small_run: Path) -> None:
-    """Each page is under 3 MB, and its footer has versions, the origin of each kernel and the Case."""
+    """Each page is under 3 MB, and its footer has versions, the backend of each kernel and the Case."""
     for outcome in read_outcomes(small_run):
         page = small_run / outcome["html"]
         assert page.stat().st_size < 3_000_000, page.name

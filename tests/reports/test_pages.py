@@ -284,7 +284,7 @@ def test_the_footer_has_the_provenance_and_the_body_has_not(tmp_path):
     facts = {
         "case": {"block_size": 16, "name": "<case>"},
         "versions": {"torch": "2.8"},
-        "origins": ["rocm: <model>"],
+        "backends": ["rocm: <model>"],
     }
     shown = v4.new_output("display_data", data={PROVENANCE_MIME: facts, "text/plain": "seen not"})
     page = write_report(tmp_path, code("p()", shown), command="attnlab investigate 01 -p a='<b>'")

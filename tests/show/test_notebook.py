@@ -188,12 +188,12 @@ def test_conclude_without_a_verdict_fails(shown):
 
 
 def test_provenance_carries_case_origins_and_versions(shown):
-    provenance(case={"block_size": np.int64(16)}, origins=["rocm: model"])
+    provenance(case={"block_size": np.int64(16)}, backends=["rocm: model"])
     (bundle,) = shown
     assert bundle[PROVENANCE_MIME] == {
         "versions": versions(),
         "case": {"block_size": 16},
-        "origins": ["rocm: model"],
+        "backends": ["rocm: model"],
     }
     assert "block_size" in bundle["text/plain"]
 

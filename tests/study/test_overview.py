@@ -8,7 +8,7 @@ from nbformat import v4, write
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
-from attnlab.lab.stage_table import foretell, outcomes, stage_table
+from attnlab.lab.stage_table import outcomes, predict_stages, stage_table
 from attnlab.reports.investigate import find_notebooks
 from attnlab.show.sheets import html
 from attnlab.study.claims import FAILS, HOLDS, LEDGER, Findings
@@ -55,7 +55,7 @@ def test_what_comes_of_them_is_what_the_experiments_gave(chapters: Chapters) -> 
     }
     assert "int64 query_start_loc is taken: 8192 wrong" in by_number["01"].verdict
     assert by_number["02"].facts == {"rejected": ["128, 1, 0"], "nonzero bytes": 0}
-    assert by_number["03"].facts == {"breaches": ["unwritten_slot"], "the test says": "match"}
+    assert by_number["03"].facts == {"violations": ["unwritten_slot"], "the test says": "match"}
     assert by_number["04"].facts == {"cause": "query_start_loc_as_int32"}
     assert by_number["06"].facts == {"C17": HOLDS, "C18": HOLDS}
     assert "read C17; read C18" in by_number["06"].verdict
@@ -105,7 +105,7 @@ def test_the_contracts_foretell_every_stage(platform: str) -> None:
     """Without running anything: where it is rejected, and how many elements nobody writes."""
     lab = Lab()
     case = Case(num_heads=2, query_lens=(20, 1), ctx_lens=(40, 65), x=8)
-    told = foretell(lab, case, platform)
+    told = predict_stages(lab, case, platform)
     assert told == outcomes(stage_table(lab, case, (platform,)), platform)
     rocm = platform in ("gfx942", "gfx90a")
     assert told == (["rejected", *[256] * 3, 0, 0, 0] if rocm else [0] * 7)

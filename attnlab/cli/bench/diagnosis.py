@@ -10,7 +10,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
 from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.problem import Scene
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.fault_injection import (
@@ -87,16 +87,16 @@ def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
     nothing further than rounding."""
     case, lab = random_case(rng), Lab()
     try:
-        scene, output = sound_scene(lab, case)
+        problem, output = sound_scene(lab, case)
     except KernelRejected:
         return None
-    choices = applicable(scene)
+    choices = applicable(problem)
     defect = min(choices, key=lambda one: (planted[one.name], rng.random()))
-    scope = scopes_of(scene, rng)
+    scope = scopes_of(problem, rng)
     planted[defect.name] += 1
-    if not is_visible(scene, defect, scope):
+    if not is_visible(problem, defect, scope):
         return None
-    broken = plant(scene, output, defect, scope)
+    broken = plant(problem, output, defect, scope)
     began = time.perf_counter()
     told = diagnose(case, broken, lab=lab, propose=False)
     seconds = time.perf_counter() - began
@@ -108,24 +108,24 @@ def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
         case=case,
         planted=defect.name,
         scope=scope,
-        distinguishable=is_distinguishable(scene, defect, seqs_of(scene, scope), choices),
+        distinguishable=is_distinguishable(problem, defect, seqs_of(problem, scope), choices),
         found=told.cause.name if told.cause is not None else told.status,
-        named=_named(scene, told, defect, scope),
-        without=_named(scene, blind, defect, scope),
+        named=_named(problem, told, defect, scope),
+        without=_named(problem, blind, defect, scope),
         seconds=seconds,
     )
 
 
-def _named(scene: Scene, told: Diagnosis, planted: Defect, scope: str) -> str:
+def _named(problem: Problem, told: Diagnosis, planted: Defect, scope: str) -> str:
     """Return how what was named relates to what was planted."""
     if told.cause is not None and told.cause.name == planted.name:
         return "right"
-    if not told.candidates:
+    if not told.explanations:
         return "abstained"
-    named = [told.cause] if told.cause is not None else told.candidates
-    seqs = seqs_of(scene, scope)
-    others = [suspect for suspect in named if suspect.name != planted.name]
-    if all(same_here(scene, planted, seqs, one.defect, one.seqs) for one in others):
+    named = [told.cause] if told.cause is not None else told.explanations
+    seqs = seqs_of(problem, scope)
+    others = [candidate for candidate in named if candidate.name != planted.name]
+    if all(same_here(problem, planted, seqs, one.defect, one.seqs) for one in others):
         return "equivalent"
     return "wrong" if told.cause is not None else "undecided"
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import SEED_CASE, _seconds
-from attnlab.contracts.dispatch import TRITON_DECODE, Setting
+from attnlab.contracts.dispatch import TRITON_DECODE, Target
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.program_filter import Share, needed
+from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import find_source
@@ -45,8 +45,8 @@ def bench_interpreter(
     op = vllm_ops.load(source, case.machine, "cpu").function(OP)
     for name, processes in (("seconds", interpreter.cores()), ("one_process_seconds", 1)):
         on_step(f"decode kernel, {processes} processes")
-        plan = interpreter.Plan(
-            needed=lambda kernel, args, at: needed(kernel, args, at, Share()), processes=processes
+        plan = interpreter.LaunchPlan(
+            needed=lambda kernel, args, at: needed(kernel, args, at, Subset()), processes=processes
         )
         with interpreter.launching(plan):
             figures[name] = _seconds(lambda: _run(op, call, case), repeat=1)
@@ -62,4 +62,4 @@ def bench_interpreter(
 
 
 def _run(op: Callable[..., None], call: KernelCall, case: Case) -> None:
-    op(**bind(op, call, Setting.of(case)))
+    op(**bind(op, call, Target.of(case)))

@@ -10,9 +10,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import _seconds
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import PLAIN, How
+from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
@@ -57,8 +57,10 @@ def _measure(case: Case, source: Source, on_step: Callable[[str], None]) -> dict
         torch.set_num_threads(1)
         figures["seconds"] = _seconds(lambda: _run(call, case, source, PLAIN))
         on_step(f"{group}, checked")
-        _run(call, case, source, How(checked=True))
-        figures["checked_s"] = _seconds(lambda: _run(call, case, source, How(checked=True)))
+        _run(call, case, source, DeviceOptions(checked=True))
+        figures["checked_s"] = _seconds(
+            lambda: _run(call, case, source, DeviceOptions(checked=True))
+        )
     finally:
         torch.set_num_threads(threads)
     figures["times_slower"] = figures["checked_s"] / figures["seconds"]
@@ -66,5 +68,5 @@ def _measure(case: Case, source: Source, on_step: Callable[[str], None]) -> dict
     return {**figures, "greatest_error": float(off.abs().max())}
 
 
-def _run(call: KernelCall, case: Case, source: Source, how: How) -> None:
-    rocm_source.run(dataclasses.replace(call), Setting.of(case), source, how)
+def _run(call: KernelCall, case: Case, source: Source, how: DeviceOptions) -> None:
+    rocm_source.run(dataclasses.replace(call), Target.of(case), source, how)

@@ -11,7 +11,7 @@ from attnlab.contracts.dispatch import (
     TRITON_DECODE,
     UNIFIED,
     WRITE,
-    Setting,
+    Target,
 )
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
 from attnlab.kernels.model.merge import merge_attn_states
@@ -35,7 +35,7 @@ _KERNELS = {
 }
 
 
-def run(call: KernelCall, setting: Setting, kernels: Sequence[str]) -> None:
+def run(call: KernelCall, setting: Target, kernels: Sequence[str]) -> None:
     """Run the kernels in order; each writes its rows of ``call.output``.
 
     Raises KernelRejected where the real kernel raises; rows that an earlier kernel wrote stay written,
@@ -47,7 +47,7 @@ def run(call: KernelCall, setting: Setting, kernels: Sequence[str]) -> None:
         _KERNELS[name](call, setting)
 
 
-def _check_triton(call: KernelCall, setting: Setting) -> None:
+def _check_triton(call: KernelCall, setting: Target) -> None:
     """Raise KernelRejected where Triton cannot compile the kernel for the platform."""
     e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
     if e4m3 and not setting.platform.triton_e4m3:

@@ -3,18 +3,18 @@
 import torch
 
 from attnlab.contracts.contract import default_scale
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import ElementFormat, read_format
 
 
-def format_of(call: KernelCall, setting: Setting) -> ElementFormat:
+def format_of(call: KernelCall, setting: Target) -> ElementFormat:
     """Return the format that a kernel on this platform takes the cache's bytes for."""
     return read_format(call.kv_cache_dtype, call.query.dtype, setting.platform.fp8_e4m3)
 
 
-def scale_of(call: KernelCall, setting: Setting) -> float:
+def scale_of(call: KernelCall, setting: Target) -> float:
     """Return the scale of the scores: as passed, or the op's default by its contract."""
     return call.sm_scale or default_scale(call, setting)
 

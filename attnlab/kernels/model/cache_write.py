@@ -6,7 +6,7 @@ for each KV head its key, then its value, in the elements' dtype.
 
 import torch
 
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
@@ -32,13 +32,13 @@ def written_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([key.flatten(0, 1), value.flatten(0, 1)], dim=2)
 
 
-def as_output(call: KernelCall, setting: Setting) -> torch.Tensor:
+def as_output(call: KernelCall, setting: Target) -> torch.Tensor:
     """Return the cache of a call as the output of a write."""
     dtype = paged.format_of(call, setting).dtype
     return written_cache(*(t.view(dtype) for t in to_flash(call.key_cache, call.value_cache)))
 
 
-def reshape_and_cache_flash(call: KernelCall, setting: Setting) -> None:
+def reshape_and_cache_flash(call: KernelCall, setting: Target) -> None:
     """Write the cache with every new token in its slot to ``call.output``."""
     format = paged.format_of(call, setting)
     call.output.copy_(as_output(call, setting))

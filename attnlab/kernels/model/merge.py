@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
@@ -29,7 +29,7 @@ class Partials:
     suffix_lse: torch.Tensor
 
 
-def partials(call: KernelCall, setting: Setting) -> Partials:
+def partials(call: KernelCall, setting: Target) -> Partials:
     """Return the parts of a call, on its device."""
     tokens, heads, _ = call.query.shape
     outputs = [torch.zeros_like(call.query) for _ in range(2)]
@@ -54,7 +54,7 @@ def partials(call: KernelCall, setting: Setting) -> Partials:
     )
 
 
-def merge_attn_states(call: KernelCall, setting: Setting) -> None:
+def merge_attn_states(call: KernelCall, setting: Target) -> None:
     """Write the merged parts of the call to ``call.output``."""
     parts = partials(call, setting)
     lse = torch.stack([parts.prefix_lse, parts.suffix_lse])
@@ -65,7 +65,7 @@ def merge_attn_states(call: KernelCall, setting: Setting) -> None:
 
 
 def _context(
-    call: KernelCall, setting: Setting, seq: int, ctx_len: int
+    call: KernelCall, setting: Target, seq: int, ctx_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a sequence's context, key and value [num_kv_heads, ctx_len, head_size] float32."""
     format, dtype = paged.format_of(call, setting), call.query.dtype
@@ -80,7 +80,7 @@ def _context(
 
 def _attend(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     rows: slice,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -11,14 +11,14 @@ import torch
 
 from attnlab.case.errors import KernelRejected
 from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, Setting
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
 _SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
 
 
-def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
+def context_attention_fwd(call: KernelCall, setting: Target) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
@@ -31,17 +31,17 @@ def context_attention_fwd(call: KernelCall, setting: Setting) -> None:
     _attend(PREFILL, call, setting, grid)
 
 
-def unified_attention(call: KernelCall, setting: Setting) -> None:
+def unified_attention(call: KernelCall, setting: Target) -> None:
     """Write every row of every sequence to ``call.output``; no slot behind seq_len is read."""
     _attend(UNIFIED, call, setting, call.query.shape[0])
 
 
-def decode_attention_fwd(call: KernelCall, setting: Setting) -> None:
+def decode_attention_fwd(call: KernelCall, setting: Target) -> None:
     """Write the one row of every sequence to ``call.output``; no slot behind seq_len is read."""
     _attend(DECODE_FWD, call, setting, call.query.shape[0])
 
 
-def _attend(name: str, call: KernelCall, setting: Setting, grid: int) -> None:
+def _attend(name: str, call: KernelCall, setting: Target, grid: int) -> None:
     """Write the rows of every sequence that a kernel serves, up to ``grid`` of each.
 
     Scores and sums are float32, the weights are rounded to the dtype of the values, the output to that
@@ -58,7 +58,7 @@ def _attend(name: str, call: KernelCall, setting: Setting, grid: int) -> None:
 
 def _sequence(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     seq: int,
     start: int,
     stop: int,
@@ -89,7 +89,7 @@ def _sequence(
 
 def _keys_and_values(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     blocks: torch.Tensor,
     kv: slice,
     cached: int,
@@ -109,7 +109,7 @@ def _keys_and_values(
 
 def _tile(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

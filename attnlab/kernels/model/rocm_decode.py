@@ -11,7 +11,7 @@ import torch
 
 from attnlab.case.errors import KernelRejected
 from attnlab.contracts.contract import PARTITION_SIZE, Contract, as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Setting
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import garbage
 from attnlab.tensors.call import KernelCall
@@ -35,7 +35,7 @@ class Scratch:
     outputs: torch.Tensor
 
 
-def paged_attention_rocm(call: KernelCall, setting: Setting) -> None:
+def paged_attention_rocm(call: KernelCall, setting: Target) -> None:
     """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
 
     Raises KernelRejected, with the text of the real op, where its host code refuses the call.
@@ -86,7 +86,7 @@ def allocate(call: KernelCall, longest: int) -> Scratch:
 
 def _write_partitions(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     terms: Contract,
     scratch: Scratch,
     seq: int,
@@ -138,7 +138,7 @@ def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _scores(
-    call: KernelCall, setting: Setting, key: torch.Tensor, row: int, seq_len: int
+    call: KernelCall, setting: Target, key: torch.Tensor, row: int, seq_len: int
 ) -> torch.Tensor:
     """Return the scores of one row, [num_kv_heads, group, positions] float32."""
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))

@@ -4,12 +4,12 @@
 import torch
 
 from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import TRITON_DECODE, Setting
+from attnlab.contracts.dispatch import TRITON_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
 
-def kernel_paged_attention_2d(call: KernelCall, setting: Setting) -> None:
+def kernel_paged_attention_2d(call: KernelCall, setting: Target) -> None:
     """Write the row of every sequence whose query_len is 1 to ``call.output``.
 
     Every key, the new one too, comes from the cache. Blocks are read whole: up to 0.11.2 the slots
@@ -25,7 +25,7 @@ def kernel_paged_attention_2d(call: KernelCall, setting: Setting) -> None:
 
 
 def _row(
-    call: KernelCall, setting: Setting, seq: int, row: int, seq_len: int, reads_tail: bool
+    call: KernelCall, setting: Target, seq: int, row: int, seq_len: int, reads_tail: bool
 ) -> torch.Tensor:
     """Return one row, [num_heads, head_size] float32."""
     format, dtype = paged.format_of(call, setting), call.query.dtype

@@ -14,12 +14,12 @@ import torch
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.platforms import Platform
 from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Setting
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Target
 from attnlab.kernels.model.cache_reads import scale_of
 from attnlab.kernels.model.rocm_decode import allocate
 from attnlab.kernels.rocm.adapt import has_source
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.rocm.op import PLAIN, PLATFORM_MACROS, How, Op
+from attnlab.kernels.rocm.op import PLAIN, PLATFORM_MACROS, DeviceOptions, Op
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
 
@@ -27,7 +27,7 @@ OnStep = Callable[[str], None]
 _INDICES = ("block_tables", "seq_lens", "query_start_loc")
 
 
-def origin_text(source: Source | None, kernels: Sequence[str]) -> str:
+def backend_text(source: Source | None, kernels: Sequence[str]) -> str:
     """Return where a run's kernels come from, in words: the source, how it ran, and what is the model's."""
     if ROCM_DECODE not in kernels:
         return "model (the call reaches no kernel of csrc/rocm)"
@@ -53,9 +53,9 @@ def native_text() -> str:
 
 def run(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     source: Source | None,
-    how: How = PLAIN,
+    how: DeviceOptions = PLAIN,
     on_step: OnStep = lambda text: None,
 ) -> Findings:
     """Write the row of every sequence that the kernel serves to ``call.output``.
@@ -77,7 +77,7 @@ def run(
             call.output.copy_(arguments["out"])
 
 
-def op_arguments(call: KernelCall, setting: Setting) -> dict[str, Any]:
+def op_arguments(call: KernelCall, setting: Target) -> dict[str, Any]:
     """Return the arguments of torch.ops._rocm_C.paged_attention that vLLM's wrapper makes of a call.
 
     The scratch is what ``torch.empty`` would give: garbage, some of it behind the end, the same that
@@ -132,7 +132,7 @@ def check_source(source: Source) -> None:
         )
 
 
-def _check_writes(call: KernelCall, setting: Setting) -> None:
+def _check_writes(call: KernelCall, setting: Target) -> None:
     """Raise KernelFailed where the op would write a row outside the output, which would hurt this
     process; the checked device needs no such help."""
     terms = contract(ROCM_DECODE, setting, call.op)

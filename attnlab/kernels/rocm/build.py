@@ -68,7 +68,7 @@ def find_compiler(asked: str | None) -> Compiler:
     if asked:
         raise Unavailable(f"CXX must name a C++ compiler, got {asked!r}")
     raise Unavailable(
-        "origin rocm compiles vLLM's own source and there is no C++ compiler here: install g++ "
+        "backend rocm compiles vLLM's own source and there is no C++ compiler here: install g++ "
         "(Debian, Ubuntu: apt-get install g++; conda: conda install gxx)"
     )
 

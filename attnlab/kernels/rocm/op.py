@@ -28,7 +28,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class DeviceOptions:
     """How the device runs a call.
 
     - ``checked``: every access to memory is looked at, on one core; see :class:`Findings`.
@@ -42,7 +42,7 @@ class How:
     faults: tuple[str, ...] = ()
 
 
-PLAIN = How()
+PLAIN = DeviceOptions()
 
 
 @dataclass(slots=True)
@@ -68,7 +68,10 @@ class Op:
             )
 
     def __call__(
-        self, arguments: Mapping[str, Any], how: How = PLAIN, on_step: OnStep = lambda text: None
+        self,
+        arguments: Mapping[str, Any],
+        how: DeviceOptions = PLAIN,
+        on_step: OnStep = lambda text: None,
     ) -> Findings:
         """Call the op with its ``arguments`` by name; write its output into ``out``.
 
@@ -90,7 +93,7 @@ class Op:
             return self._call(arguments, emulated.no_finder()).splitlines()
 
     def _run(
-        self, arguments: Mapping[str, Any], how: How, kernels: dict[str, tuple[Path, int]]
+        self, arguments: Mapping[str, Any], how: DeviceOptions, kernels: dict[str, tuple[Path, int]]
     ) -> Findings:
         library = emulated.device(how.faults)
         library.attnlab_begin(torch.get_num_threads(), how.checked, how.order)

@@ -38,7 +38,7 @@ import torch
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.triton.memory import Memory
 from attnlab.kernels.triton.patches import language
-from attnlab.kernels.triton.run_log import Launch, Observed
+from attnlab.kernels.triton.run_log import Launch, RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
 
 VARIABLE = "TRITON_INTERPRET"
@@ -48,7 +48,7 @@ Program = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """Which programs of a launch run, where, and who hears of it.
 
     - ``needed(kernel, arguments, program)``: whether a program is run.
@@ -62,15 +62,15 @@ class Plan:
     needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
     processes: int = 1
     on_programs: Callable[[int, int], None] = lambda done, total: None
-    observed: Observed = field(default_factory=Observed)
+    observed: RunLog = field(default_factory=RunLog)
     watched: Watched | None = None
 
 
-_PLAN: ContextVar[Plan | None] = ContextVar("plan", default=None)
+_PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
 
 
 @contextmanager
-def launching(plan: Plan) -> Iterator[None]:
+def launching(plan: LaunchPlan) -> Iterator[None]:
     """Launch by ``plan`` within the block."""
     token = _PLAN.set(plan)
     try:
@@ -149,7 +149,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
-    plan = _PLAN.get() or Plan()
+    plan = _PLAN.get() or LaunchPlan()
     name = kernel.__name__
     plan.observed.launches.append(Launch(kernel=name, grid=sizes))
     programs = [
@@ -195,7 +195,7 @@ def _converted(kernel: Any, name: str, value: Any) -> Any:
     return interpreter._implicit_cvt(value)
 
 
-def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan) -> None:
+def _run_all(run: Callable[[Program], None], programs: list[Program], plan: LaunchPlan) -> None:
     """Run programs here until it is clear that they take long; share out the rest."""
     start, done = time.perf_counter(), 0
     while programs[done:] and (plan.processes == 1 or time.perf_counter() - start < _ALONE_S):
@@ -225,7 +225,7 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Plan
 
 
 def _fork(
-    run: Callable[[Program], None], programs: list[Program], observed: Observed
+    run: Callable[[Program], None], programs: list[Program], observed: RunLog
 ) -> tuple[int, int]:
     """Run programs in a child process; return its id and the end of a pipe that tells how it went.
 
@@ -250,7 +250,7 @@ def _fork(
     os._exit(0)
 
 
-def _join(child: int, reader: int, observed: Observed) -> Exception | None:
+def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
     """Wait for a child, take over what it observed, and return what it raised, or None."""
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()

@@ -6,12 +6,12 @@ from typing import Any
 
 from attnlab.kernels.triton.fp8 import converter
 from attnlab.kernels.triton.memory import Memory
-from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.type_cache import remember
 
 
 @contextmanager
-def language(interpreter: Any, kernel: Any, observed: Observed, memory: Memory) -> Iterator[None]:
+def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) -> Iterator[None]:
     """Patch the language, once for each part of it that a function of the kernel sees.
 
     ``memory`` is what the launch may touch; ``observed`` hears of wraps and of accesses beside it, the
@@ -51,7 +51,7 @@ def _mend(interpreter: Any, scope: Any) -> None:
     scope.set_attr(interpreter, "_convert_float", converter(interpreter._convert_float))
 
 
-def _watch(interpreter: Any, scope: Any, observed: Observed, memory: Memory) -> None:
+def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> None:
     """Note int32 products that wrap, and mask off accesses outside the launch's tensors."""
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store

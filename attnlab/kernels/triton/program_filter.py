@@ -17,7 +17,7 @@ _PREFILL_STEP_S = 0.009
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Subset:
     """The part of a call that runs: some KV heads, some sequences; None is all of them.
 
     ``group`` is the number of query heads of a KV head.
@@ -33,7 +33,7 @@ class Share:
         return in_heads and (self.seqs is None or seq in self.seqs)
 
 
-def needed(kernel: str, args: dict[str, Any], program: Program, share: Share) -> bool:
+def needed(kernel: str, args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Answer whether a program writes a row, and is in the share that is asked for.
 
     ``args`` are the kernel's arguments by name. A kernel that is not known here runs whole.
@@ -42,7 +42,7 @@ def needed(kernel: str, args: dict[str, Any], program: Program, share: Share) ->
     return True if answer is None else answer(args, program, share)
 
 
-def _decode(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _decode(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: sequence, KV head. It returns at once where query_len > 1."""
     seq, head, _ = program
     if not share.has(seq, head):
@@ -50,7 +50,7 @@ def _decode(args: dict[str, Any], program: Program, share: Share) -> bool:
     return not args["filter_by_query_len"] or _query_len(args["query_start_len_ptr"], seq) <= 1
 
 
-def _prefill(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _prefill(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: sequence, query head, tile of BLOCK_M rows. It returns at once where it skips a decode; of a
     tile behind the last row every store is masked off."""
     seq, head, tile = program
@@ -61,7 +61,7 @@ def _prefill(args: dict[str, Any], program: Program, share: Share) -> bool:
     return not skipped and bool(tile * args["BLOCK_M"] < query_len)
 
 
-def _unified(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _unified(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: block of BLOCK_Q rows, KV head, piece. Sequence i begins with block start / BLOCK_Q + i; of a
     sequence's blocks the last may be empty, and returns at once."""
     block, head, _ = program
@@ -72,25 +72,25 @@ def _unified(args: dict[str, Any], program: Program, share: Share) -> bool:
     return share.has(seq, head) and not empty
 
 
-def _reduce(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _reduce(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: token, query head."""
     token, head, _ = program
     seq = bisect_right(args["query_start_len_ptr"].tolist(), token) - 1
     return share.has(seq, head // share.group)
 
 
-def _by_query_head(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _by_query_head(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: sequence, query head, piece."""
     return share.has(program[0], program[1] // share.group)
 
 
-def _by_head_block(args: dict[str, Any], program: Program, share: Share) -> bool:
+def _by_head_block(args: dict[str, Any], program: Program, share: Subset) -> bool:
     """Grid: sequence, block of BLOCK_H query heads of one KV head, piece."""
     blocks = -(-share.group // args["BLOCK_H"])
     return share.has(program[0], program[1] // blocks)
 
 
-_KERNELS: dict[str, Callable[[dict[str, Any], Program, Share], bool]] = {
+_KERNELS: dict[str, Callable[[dict[str, Any], Program, Subset], bool]] = {
     TRITON_DECODE: _decode,
     "_fwd_kernel": _prefill,
     "_fwd_kernel_alibi": _prefill,
@@ -104,7 +104,7 @@ _KERNELS: dict[str, Callable[[dict[str, Any], Program, Share], bool]] = {
 }
 
 
-def estimated_s(call: KernelCall, kernels: tuple[str, ...], share: Share) -> float:
+def estimated_s(call: KernelCall, kernels: tuple[str, ...], share: Subset) -> float:
     """Return roughly how long the Triton kernels of a call take under the interpreter on one core."""
     kv_heads = len(share.kv_heads) if share.kv_heads is not None else call.key.shape[1]
     query_lens, seq_lens = call.query_lens.tolist(), call.seq_lens.tolist()

@@ -65,7 +65,7 @@ class Outside:
 
 
 @dataclass(slots=True)
-class Observed:
+class RunLog:
     """What was seen; changed while a call runs. Of wraps and strays each line's first is kept.
 
     - ``lse``: [rows, num_heads] float32, logarithms of sums that the op gives beside its output, or None.
@@ -99,7 +99,7 @@ class Observed:
         note = Outside(file=file, line=line, verb=verb, place=place)
         self.outside.setdefault((file, line), note)
 
-    def take(self, other: "Observed") -> None:
+    def take(self, other: "RunLog") -> None:
         """Take over what another process saw of the same launch."""
         self.wraps = {**other.wraps, **self.wraps}
         self.outside = {**other.outside, **self.outside}

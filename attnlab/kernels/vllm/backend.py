@@ -17,12 +17,12 @@ import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Setting
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Target
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.program_filter import Share, needed
-from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.program_filter import Subset, needed
+from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
@@ -31,7 +31,7 @@ from attnlab.kernels.vllm.stubs import Dispatch, stand_ins
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
-ALL = Share()
+ALL = Subset()
 _ONE_OUTPUT = (WRAPPER, PREFILL)  # ops whose kernels write call.output alone, which processes share
 
 
@@ -52,7 +52,7 @@ class Loaded:
         return found
 
 
-def origin_text(source: Source, kernels: Sequence[str], where: str, platform: Platform) -> str:
+def backend_text(source: Source, kernels: Sequence[str], where: str, platform: Platform) -> str:
     """Return what ran, in words: the source, how, and what stood in for a kernel."""
     how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
     if ROCM_DECODE not in kernels:
@@ -64,14 +64,14 @@ def origin_text(source: Source, kernels: Sequence[str], where: str, platform: Pl
 
 def run(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     kernels: Sequence[str],
     source: Source,
-    share: Share = ALL,
+    share: Subset = ALL,
     on_programs: Callable[[int, int], None] = lambda done, total: None,
     where: str = "cpu",
     watch: bool = False,
-) -> Observed:
+) -> RunLog:
     """Run the real op, or a share of it, into ``call.output``; return what was seen of it, on a CPU.
 
     ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter; ``watch`` notes there which slots of
@@ -94,7 +94,7 @@ def run(
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
         moved, setting, source, args, kwargs
     )
-    plan = interpreter.Plan(
+    plan = interpreter.LaunchPlan(
         needed=lambda kernel, args, program: needed(kernel, args, program, share),
         processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
         on_programs=on_programs,
@@ -117,7 +117,7 @@ def run(
     return plan.observed
 
 
-def check_runs(call: KernelCall, where: str, share: Share) -> None:
+def check_runs(call: KernelCall, where: str, share: Subset) -> None:
     """Raise Unavailable for what would run and be wrong, or what cannot run, on this machine."""
     if where == "cuda":
         if share.kv_heads is not None or share.seqs is not None:
@@ -150,7 +150,7 @@ def load_stock(source: Source, platform: Platform) -> Loaded:
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 
-def _on_device(call: KernelCall, setting: Setting, where: str) -> dict[str, torch.Tensor]:
+def _on_device(call: KernelCall, setting: Target, where: str) -> dict[str, torch.Tensor]:
     """Return the call's tensors on the device; the wrapper_cast stage converts its indices first."""
     moved = {}
     for field in dataclasses.fields(call):
@@ -165,7 +165,7 @@ def _on_device(call: KernelCall, setting: Setting, where: str) -> dict[str, torc
 
 def _rocm_decode(
     call: KernelCall,
-    setting: Setting,
+    setting: Target,
     source: Source,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

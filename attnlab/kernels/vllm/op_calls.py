@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Setting
+from attnlab.contracts.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
@@ -50,12 +50,12 @@ class OpCall:
 
     module: str
     function: str
-    arguments: Callable[[KernelCall, Setting], Arguments]
+    arguments: Callable[[KernelCall, Target], Arguments]
     finish: Callable[[KernelCall, Arguments], None] = lambda call, arguments: None
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
 
 
-def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> Arguments:
+def bind(function: Callable[..., None], call: KernelCall, setting: Target) -> Arguments:
     """Return the arguments of an op, by the names that the function has in its release.
 
     Raises Unavailable for a required parameter that the lab has no value for, and for a value that the
@@ -84,12 +84,12 @@ def bind(function: Callable[..., None], call: KernelCall, setting: Setting) -> A
     return given
 
 
-def _wrapper(call: KernelCall, setting: Setting) -> Arguments:
+def _wrapper(call: KernelCall, setting: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
     return {**named, "use_interleaved_v_cache": call.interleave_v, **_scales(call)}
 
 
-def _prefill(call: KernelCall, setting: Setting) -> Arguments:
+def _prefill(call: KernelCall, setting: Target) -> Arguments:
     return {
         "q": call.query,
         "k": call.key,
@@ -120,7 +120,7 @@ def _scales(call: KernelCall) -> Arguments:
     }
 
 
-def _unified(call: KernelCall, setting: Setting) -> Arguments:
+def _unified(call: KernelCall, setting: Target) -> Arguments:
     """Return what the Triton backend passes (vllm/v1/attention/backends/triton_attn.py, 0.33.0)."""
     key, value = _flash(call, setting)
     scales = _scales(call)
@@ -171,7 +171,7 @@ def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.full(shape, float("nan"), device=call.query.device)
 
 
-def _decode(call: KernelCall, setting: Setting) -> Arguments:
+def _decode(call: KernelCall, setting: Target) -> Arguments:
     """Return what the Triton MLA backend passes, for heads that have keys and values of their own."""
     key, value = _flash(call, setting)
     seqs, heads, head_size = call.query.shape
@@ -193,7 +193,7 @@ def _decode(call: KernelCall, setting: Setting) -> Arguments:
     }
 
 
-def _flash(call: KernelCall, setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(call: KernelCall, setting: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype; of
     one of more than 2^31 elements the blocks from the first in the block table on."""
     dtype = paged.format_of(call, setting).dtype
@@ -202,7 +202,7 @@ def _flash(call: KernelCall, setting: Setting) -> tuple[torch.Tensor, torch.Tens
     return key.view(dtype), value.view(dtype)
 
 
-def _merge(call: KernelCall, setting: Setting) -> Arguments:
+def _merge(call: KernelCall, setting: Target) -> Arguments:
     """Return the parts, and where a part is empty, -inf for its logarithm as FlashAttention 3 has it; in
     a call that is padded +inf in every second row, as FlashAttention 2 has it."""
     parts = partials(call, setting)
@@ -220,7 +220,7 @@ def _merge(call: KernelCall, setting: Setting) -> Arguments:
     }
 
 
-def _write(call: KernelCall, setting: Setting) -> Arguments:
+def _write(call: KernelCall, setting: Target) -> Arguments:
     key, value = _flash(call, setting)
     return {
         "key": call.key,

@@ -152,7 +152,7 @@ def _installed() -> Source:
             return Source(kind="installed", path=package, root=package.parent, version=version)
     raise Unavailable(
         "no vLLM is installed: name one with --source PATH (a wheel, an sdist or a checkout), "
-        "or fetch one with attnlab fetch 0.33.0 (with --sdist for origin rocm)"
+        "or fetch one with attnlab fetch 0.33.0 (with --sdist for backend rocm)"
     )
 
 

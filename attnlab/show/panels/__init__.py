@@ -6,7 +6,7 @@ it shows is a function's result that a notebook could call itself; nothing is co
 
 from collections.abc import Sequence
 
-from attnlab.case.case import KNOBS, Case
+from attnlab.case.case import FIELDS, Case
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.panel import FACTS, Panel
 from attnlab.show.panels.views import VIEWS
@@ -23,7 +23,7 @@ def panel(
 ) -> Panel:
     """Return a small panel of a Case: toggles for ``knobs``, the verdict and the ``views``.
 
-    Views are the texts "dispatch" and "breaches" and the pictures "error", "slots" and "seqs". With
+    Views are the texts "dispatch" and "violations" and the pictures "error", "slots" and "seqs". With
     ``lab``, what the notebook ran already is shared.
     """
     return Panel(case, knobs=knobs, views=views, lab=lab)
@@ -32,4 +32,4 @@ def panel(
 def explorer(case: Case | None = None, *, lab: Lab | None = None) -> Panel:
     """Return the panel with every knob and every view."""
     case = case if case is not None else Case()
-    return Panel(case, knobs=list(KNOBS), views=[*FACTS, *VIEWS], lab=lab, is_explorer=True)
+    return Panel(case, knobs=list(FIELDS), views=[*FACTS, *VIEWS], lab=lab, is_explorer=True)

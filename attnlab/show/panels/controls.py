@@ -10,9 +10,9 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from attnlab.case.case import KNOBS, kind_of
+from attnlab.case.case import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Int, Kind, Maybe, OneOf
+from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
 
 OnChange = Callable[[str], None]
 _STYLE = {"description_width": "138px"}
@@ -27,12 +27,12 @@ class Control:
 
     def __init__(self, name: str, on_change: OnChange, value: Any = None) -> None:
         self.name = name
-        self.kind: Kind = kind_of(name)
+        self.kind: FieldType = field_type(name)
         self.input = _input(name, self.kind)
         self.message = ipw.HTML(layout={"display": "none", "margin": "0 0 4px 8px"})
         self.widget = ipw.VBox([self.input, self.message], layout={"overflow": "visible"})
         self.widget.add_class("attnlab-control").add_class(f"attnlab-knob-{name}")
-        self.show(KNOBS[name].default if value is None else value)
+        self.show(FIELDS[name].default if value is None else value)
         self.input.observe(lambda change: on_change(name), "value")
 
     def read(self) -> Any:
@@ -56,10 +56,10 @@ class Control:
         self.message.layout.display = "" if text else "none"
 
 
-def _input(name: str, kind: Kind) -> Any:
+def _input(name: str, kind: FieldType) -> Any:
     """Return the input that suits a knob's kind."""
     inner = kind.kind if isinstance(kind, Maybe) else kind
-    field = KNOBS[name]
+    field = FIELDS[name]
     tooltip = f"{field.metadata['help']}; {kind.allowed}"
     shared = {"description": name, "style": _STYLE, "layout": {"width": "auto"}, "tooltip": tooltip}
     if isinstance(inner, Flag) and inner is kind:
@@ -78,7 +78,7 @@ def _input(name: str, kind: Kind) -> Any:
 def groups(names: Sequence[str]) -> dict[str, list[str]]:
     """Return knobs by their group, both in the order of their declaration."""
     found: dict[str, list[str]] = {}
-    for name, field in KNOBS.items():
+    for name, field in FIELDS.items():
         if name in names:
             found.setdefault(field.metadata["group"], []).append(name)
     return found
@@ -87,8 +87,8 @@ def groups(names: Sequence[str]) -> dict[str, list[str]]:
 def check_knobs(names: Sequence[str]) -> None:
     """Raise InvalidCase for a name that is no knob."""
     for name in names:
-        if name not in KNOBS:
-            raise InvalidCase(f"{name} is not a field of a Case; it has {', '.join(KNOBS)}")
+        if name not in FIELDS:
+            raise InvalidCase(f"{name} is not a field of a Case; it has {', '.join(FIELDS)}")
 
 
 def source_input(source: str) -> Any:
@@ -97,7 +97,7 @@ def source_input(source: str) -> Any:
         value=source,
         description="source",
         placeholder="the installed vLLM",
-        tooltip="a vLLM wheel, sdist or checkout, for the origins vllm and rocm",
+        tooltip="a vLLM wheel, sdist or checkout, for the backends vllm and rocm",
         continuous_update=False,
         style=_STYLE,
         layout={"width": "auto"},

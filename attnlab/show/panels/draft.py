@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.case import KNOBS, Case
+from attnlab.case.case import FIELDS, Case
 from attnlab.case.errors import InvalidCase
 
 
@@ -63,4 +63,4 @@ class Draft:
 def blamed(text: str) -> str:
     """Return the knob that an InvalidCase's text names first, or "" where it names none."""
     name = re.match(r"\w*", text)
-    return name[0] if name is not None and name[0] in KNOBS else ""
+    return name[0] if name is not None and name[0] in FIELDS else ""

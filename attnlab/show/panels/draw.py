@@ -46,7 +46,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class Rendered:
     """A picture: its PNG, its width on a plain screen, its title, and the way back to its data."""
 
     png: bytes
@@ -73,7 +73,7 @@ def draw(
     plot: Callable[[Axes], object],
     size: tuple[int, int],
     where: tuple[float, float, float, float],
-) -> Drawn:
+) -> Rendered:
     """Draw what ``plot`` draws on an Axes, ``size`` pixels wide and high on a plain screen.
 
     ``where`` is the place of the axes (:func:`placed`). It is given, since matplotlib's own layout takes
@@ -86,7 +86,7 @@ def draw(
     plot(ax)
     ax.title.set_fontsize("medium" if size[0] > 400 else "small")
     canvas.draw()
-    return Drawn(png=_png(canvas), width=width, title=ax.get_title(), frame=_frame(ax))
+    return Rendered(png=_png(canvas), width=width, title=ax.get_title(), frame=_frame(ax))
 
 
 def _png(canvas: FigureCanvasAgg) -> bytes:

@@ -16,11 +16,11 @@ class Outdated(BaseException):
 
 
 @dataclass(slots=True)
-class Turn:
+class Job:
     """One question's turn: what its work says and gives goes out only while the question is the last."""
 
     generation: int
-    latest: "Latest[object]"
+    latest: "LatestOnly[object]"
     started: float = field(default_factory=time.perf_counter)
 
     def check(self) -> None:
@@ -35,7 +35,7 @@ class Turn:
             publish()
 
 
-class Latest(Generic[Q]):
+class LatestOnly(Generic[Q]):
     """Answers questions one at a time, in a thread, each once it has been the last for ``quiet_s``.
 
     ``answer(question, turn)`` does the work. It is to call ``turn.check()`` often, and to hand out what it
@@ -44,7 +44,7 @@ class Latest(Generic[Q]):
 
     def __init__(
         self,
-        answer: Callable[[Q, Turn], None],
+        answer: Callable[[Q, Job], None],
         on_error: Callable[[Q, Exception], None],
         quiet_s: float = 0.03,
     ) -> None:
@@ -101,7 +101,7 @@ class Latest(Generic[Q]):
                 self._working = False
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[Q, Turn]:
+    def _take(self) -> tuple[Q, Job]:
         """Wait for a question that has been the last for long enough, and take it."""
         with self._changed:
             while True:
@@ -111,4 +111,4 @@ class Latest(Generic[Q]):
                     break
                 self._changed.wait(left)
             self._working = True
-            return self._question.pop(), Turn(generation=self.generation, latest=self)  # type: ignore[arg-type]
+            return self._question.pop(), Job(generation=self.generation, latest=self)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def large(
         layout={"flex": "0 0 385px", "max_height": "820px", "overflow": "hidden auto"},
     )
     facts = ipw.VBox(
-        [texts[name] for name in ("selection", "dispatch", "breaches")],
+        [texts[name] for name in ("selection", "dispatch", "violations")],
         layout={"flex": "1 1 260px", "max_height": "400px", "overflow": "hidden auto"},
     )
     first = ipw.Box([pictures["error"], facts], layout=_ROW)

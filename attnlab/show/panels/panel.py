@@ -9,7 +9,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from attnlab.case.case import KNOBS, Case
+from attnlab.case.case import FIELDS, Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -17,10 +17,10 @@ from attnlab.show.panels import layout as arrange
 from attnlab.show.panels import texts
 from attnlab.show.panels.controls import Control, check_knobs, source_input
 from attnlab.show.panels.draft import Draft
-from attnlab.show.panels.draw import Drawn
+from attnlab.show.panels.draw import Rendered
 from attnlab.show.panels.exchange_box import ExchangeBox
-from attnlab.show.panels.latest import Latest, Turn
-from attnlab.show.panels.panel_data import Seen, Selection, look
+from attnlab.show.panels.latest import Job, LatestOnly
+from attnlab.show.panels.panel_data import PanelData, Selection, look
 from attnlab.show.panels.picture import Picture
 from attnlab.show.panels.pointing import Pointer
 from attnlab.show.panels.progress import Progress
@@ -28,7 +28,7 @@ from attnlab.show.panels.views import VIEWS
 
 FACTS = {
     "dispatch": lambda result: texts.dispatch_html(result.decision),
-    "breaches": lambda result: texts.breaches_html(result.breaches),
+    "violations": lambda result: texts.breaches_html(result.violations),
 }
 _PATIENCE_S = 0.5  # a panel that is ready within this shows itself at once, whole
 _ORIGIN_GROUP = "where the kernels come from"
@@ -60,9 +60,9 @@ class Panel:
         self._lab = lab if lab is not None else Lab()
         self._draft, self._quiet = Draft.of(case), False
         self._stale = False
-        self.seen: Seen | None = None
+        self.seen: PanelData | None = None
         self.error: Exception | None = None  # what ended the last answer, where it has no Result
-        self._drawn: dict[str, Drawn] = {}
+        self._drawn: dict[str, Rendered] = {}
         values = self._draft.values
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
         shown = ("verdict", *(name for name in FACTS if name in views), "selection")
@@ -73,7 +73,7 @@ class Panel:
         self.exchange = ExchangeBox(self.put)
         self._source = source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
-        self._latest: Latest[Case] = Latest(self._answer, self._on_error)
+        self._latest: LatestOnly[Case] = LatestOnly(self._answer, self._on_error)
         self._boxes: dict[str, Any] = {}
         self.widget = self._arranged(is_explorer)
         self._on_draft(self._draft)
@@ -229,9 +229,9 @@ class Panel:
 
     def _mark_groups(self, wrong: str) -> None:
         """Count in each group's title what differs from the defaults; open the group that is wrong."""
-        changed = {n for n, v in self._draft.values.items() if v != KNOBS[n].default}
+        changed = {n for n, v in self._draft.values.items() if v != FIELDS[n].default}
         for group, box in self._boxes.items():
-            names = [name for name in self.controls if KNOBS[name].metadata["group"] == group]
+            names = [name for name in self.controls if FIELDS[name].metadata["group"] == group]
             count = len(changed & set(names))
             box.titles = (f"{group} ({count} changed)" if count else group,)
             if wrong in names:
@@ -244,7 +244,7 @@ class Panel:
 
     # From an answer to the views; these run in the panel's thread.
 
-    def _answer(self, case: Case, turn: Turn) -> None:
+    def _answer(self, case: Case, turn: Job) -> None:
         step = self.progress.steps(turn)
         seen = look(self._lab, case, step)
         turn.give(lambda: self._show_texts(seen))
@@ -254,14 +254,14 @@ class Panel:
             turn.give(lambda name=name, drawn=drawn: self._show_picture(name, drawn))  # type: ignore[misc]
         turn.give(self._finish)
 
-    def _show_texts(self, seen: Seen) -> None:
+    def _show_texts(self, seen: PanelData) -> None:
         self.seen, self.error = seen, None
         self.texts["verdict"].value = texts.verdict_html(seen.result)
         for name, box in self.texts.items():
             if name in FACTS:
                 box.value = FACTS[name](seen.result)
 
-    def _show_picture(self, name: str, drawn: Drawn | None) -> None:
+    def _show_picture(self, name: str, drawn: Rendered | None) -> None:
         self.pictures[name].show(drawn)
         self._drawn.pop(name, None)
         if drawn is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnlab.case.case import CACHE_WRITE, Case
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.contracts.slot_use import Slot, SlotUse, slot_use
 from attnlab.lab.cache_write import as_numbers, slot_order
 from attnlab.lab.lab import Lab
@@ -14,7 +14,7 @@ from attnlab.lab.result import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
+class PanelData:
     """A Result, and beside it what was compared.
 
     - ``got``, ``expected``: [rows, heads, elements], or None where the call was rejected; of an op that
@@ -57,7 +57,7 @@ class Selection:
         return self.error != float("-inf")
 
 
-def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> Seen:
+def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> PanelData:
     """Run the Case and return what a panel shows of it; raises as Lab.run does.
 
     ``on_step`` is called with the name of every step before it begins, and may end the work by raising.
@@ -65,17 +65,17 @@ def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> Seen:
     own = replace(lab, on_step=on_step, on_notice=on_step)  # shares what the Lab holds
     result = own.run(case)
     provenance = result.cache.provenance
-    use = slot_use(result.call, Setting.of(case), result.decision.kernels, provenance)
+    use = slot_use(result.call, Target.of(case), result.decision.kernels, provenance)
     got = expected = row_slots = None
     if result.errors is not None:
         got, expected = result.call.output, own.reference(case)
         if case.op == CACHE_WRITE:
             row_slots = slot_order(case, provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
-    return Seen(result=result, got=got, expected=expected, row_slots=row_slots, use=use)
+    return PanelData(result=result, got=got, expected=expected, row_slots=row_slots, use=use)
 
 
-def select(seen: Seen, row: int, head: int) -> Selection:
+def select(seen: PanelData, row: int, head: int) -> Selection:
     """Return what is known of one head of one output row; the call must not have been rejected."""
     errors = seen.result.errors
     if errors is None or seen.got is None or seen.expected is None:
@@ -96,7 +96,7 @@ def select(seen: Seen, row: int, head: int) -> Selection:
     )
 
 
-def _slot(seen: Seen, seq: int, token: int, row: int) -> tuple[int, int]:
+def _slot(seen: PanelData, seq: int, token: int, row: int) -> tuple[int, int]:
     """Return (block, slot) of the token of an output row."""
     provenance = seen.use.provenance
     if seen.row_slots is not None:
@@ -104,7 +104,7 @@ def _slot(seen: Seen, seq: int, token: int, row: int) -> tuple[int, int]:
     return provenance.slot(seq, seen.result.case.lengths.ctx_lens[seq] + token)
 
 
-def select_band(seen: Seen, band: int, head: int) -> Selection:
+def select_band(seen: PanelData, band: int, head: int) -> Selection:
     """Return the selection of the worst row that a row of the picture stands for; NaN is the worst."""
     errors = seen.result.errors
     if errors is None:
@@ -114,7 +114,7 @@ def select_band(seen: Seen, band: int, head: int) -> Selection:
     return select(seen, rows.start + worst, head)
 
 
-def band_of(seen: Seen, selection: Selection, height: int) -> int:
+def band_of(seen: PanelData, selection: Selection, height: int) -> int:
     """Return the row of the picture that shows the selection."""
     errors = seen.result.errors
     assert errors is not None  # it was selected from

@@ -7,7 +7,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from attnlab.show.panels.draw import Drawn
+from attnlab.show.panels.draw import Rendered
 
 _HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ class Picture(anywidget.AnyWidget):
     mark = traitlets.List([0.0, 0.0, 0.0, 0.0]).tag(sync=True)
     stale = traitlets.Bool().tag(sync=True)
 
-    def show(self, drawn: Drawn | None) -> None:
+    def show(self, drawn: Rendered | None) -> None:
         """Show a picture, or none."""
         with self.hold_sync():
             self.png = drawn.png if drawn is not None else b""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnlab.show.panels import texts
-from attnlab.show.panels.draw import Drawn
-from attnlab.show.panels.panel_data import Seen, Selection, band_of, select, select_band
+from attnlab.show.panels.draw import Rendered
+from attnlab.show.panels.panel_data import PanelData, Selection, band_of, select, select_band
 from attnlab.show.panels.picture import Picture
 from attnlab.show.plots.errors import BAND
 
@@ -22,17 +22,17 @@ class Pointer:
     """
 
     def __init__(
-        self, pictures: Mapping[str, Picture], text: Any, drawn: Mapping[str, Drawn]
+        self, pictures: Mapping[str, Picture], text: Any, drawn: Mapping[str, Rendered]
     ) -> None:
         self._pictures, self._text, self._drawn = pictures, text, drawn
-        self._seen: Seen | None = None
+        self._seen: PanelData | None = None
         self.selection: Selection | None = None
         if "error" in pictures:
             pictures["error"].on_point(self.click_error, self.step)
         if "slots" in pictures:
             pictures["slots"].on_point(self.click_slot)
 
-    def follow(self, seen: Seen | None) -> None:
+    def follow(self, seen: PanelData | None) -> None:
         """Keep the selection where the new output has its row and head, else drop it."""
         before, self._seen = self.selection, seen
         self.selection = None

@@ -8,7 +8,7 @@ from html import escape
 
 import ipywidgets as ipw
 
-from attnlab.show.panels.latest import Outdated, Turn
+from attnlab.show.panels.latest import Job, Outdated
 
 _SOON_S, _OFTEN_S = 0.4, 0.1  # when progress is first shown, and how often it changes
 _STEPS = ("batch", "cache", "kernels", "reference", "compare", "picture")
@@ -26,7 +26,7 @@ class Progress:
         self._button.on_click(lambda button: on_cancel())
         self._text = ipw.HTML()
         self._working = [self._bar, self._button]
-        self._turn: Turn | None = None  # the one whose progress may show
+        self._turn: Job | None = None  # the one whose progress may show
         self.widget = ipw.HBox([*self._working, self._text]).add_class("attnlab-progress")
         self.end("")
 
@@ -42,7 +42,7 @@ class Progress:
             part.layout.display = "none"
         self._say(text, "idle")
 
-    def steps(self, turn: Turn) -> Callable[[str], None]:
+    def steps(self, turn: Job) -> Callable[[str], None]:
         """Return what is called before each step of a turn; it ends a turn that is outdated."""
         shown, last = turn.started + _SOON_S - _OFTEN_S, ""
 

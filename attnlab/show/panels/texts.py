@@ -1,11 +1,11 @@
-"""The texts of a panel, as HTML: verdict, dispatch, breaches, selection. Each is a function of facts."""
+"""The texts of a panel, as HTML: verdict, dispatch, violations, selection. Each is a function of facts."""
 
 from collections.abc import Sequence
 from html import escape
 
 from attnlab.contracts.dispatch import Decision
 from attnlab.contracts.slot_use import Slot
-from attnlab.contracts.violations import Breach
+from attnlab.contracts.violations import Violation
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
 from attnlab.show.terminal import place_lines
@@ -28,7 +28,7 @@ def verdict_html(result: Result) -> str:
     parts = [
         _line(f"<b>{escape(words)}</b>", result.status),
         f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}, '
-        f"vLLM {escape(result.case.release)}, origin {escape(result.origin)}</div>",
+        f"vLLM {escape(result.case.release)}, backend {escape(result.backend)}</div>",
     ]
     parts += [f"<div>{escape(line)}</div>" for line in place_lines(result.places(), most=2)]
     return _block(f"attnlab-verdict-line attnlab-is-{result.status}", parts)
@@ -56,15 +56,15 @@ def dispatch_html(decision: Decision) -> str:
     return _titled("who runs, and why", parts)
 
 
-def breaches_html(breaches: Sequence[Breach]) -> str:
-    """Return the breaches of the contracts, in the order in which a person would want to know them."""
+def breaches_html(violations: Sequence[Violation]) -> str:
+    """Return the violations of the contracts, in the order in which a person would want to know them."""
     parts = [
         f'<div><b style="color:{_COLOURS[one.effect]}">{one.effect}</b> {escape(one.text)}</div>'
-        for one in breaches[:_MOST]
+        for one in violations[:_MOST]
     ]
-    if len(breaches) > _MOST:
-        parts.append(f"<div>… and {len(breaches) - _MOST} more</div>")
-    return _titled("breaches of contract", parts or ["<div>none</div>"])
+    if len(violations) > _MOST:
+        parts.append(f"<div>… and {len(violations) - _MOST} more</div>")
+    return _titled("violations of contract", parts or ["<div>none</div>"])
 
 
 def selection_html(selection: Selection, query_len: int) -> str:

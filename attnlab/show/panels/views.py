@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from attnlab.show.panels.draw import Drawn, draw, placed
-from attnlab.show.panels.panel_data import Seen
+from attnlab.show.panels.draw import Rendered, draw, placed
+from attnlab.show.panels.panel_data import PanelData
 from attnlab.show.plots.cache import plot_cache
 from attnlab.show.plots.errors import plot_error, plot_seq_error
 
@@ -19,10 +19,10 @@ class View:
 
     name: str
     hint: str
-    draw: Callable[[Seen], Drawn | None]
+    draw: Callable[[PanelData], Rendered | None]
 
 
-def _draw_error(seen: Seen) -> Drawn | None:
+def _draw_error(seen: PanelData) -> Rendered | None:
     result = seen.result
     if result.errors is None:
         return None
@@ -69,12 +69,12 @@ def _move_legend(ax: Axes) -> None:
         )
 
 
-def _draw_slots(seen: Seen) -> Drawn | None:
+def _draw_slots(seen: PanelData) -> Rendered | None:
     size = (600, 198)
     return draw(lambda ax: plot_cache(seen.use, ax=ax), size, placed(size, (52, 10, 75, 26)))
 
 
-def _draw_seqs(seen: Seen) -> Drawn | None:
+def _draw_seqs(seen: PanelData) -> Rendered | None:
     errors = seen.result.errors
     if errors is None:
         return None

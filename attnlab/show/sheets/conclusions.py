@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
     from attnlab.checker.library import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
-    from attnlab.mutation.power import Power
+    from attnlab.mutation.power import MutationReport
     from attnlab.study.claims.ledger import Finding as ClaimFinding
     from attnlab.study.claims.ledger import Findings
     from attnlab.study.overview import Chapters
@@ -41,16 +41,16 @@ _HEARD: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
 def diagnosis(one: "Diagnosis") -> Sheet:
-    """Return what explains an output, sentence by sentence, and the suspects with their sizes."""
-    from attnlab.diagnosis.diagnosis import SUSPECT_COLUMNS, suspect_cells
+    """Return what explains an output, sentence by sentence, and the candidates with their sizes."""
+    from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
-    for suspect in one.suspects:
-        cells: list[Cell] = [*suspect_cells(suspect)]
-        cells[0] = Words(suspect.name, code=True)
-        cells[5] = Words(str(cells[5]), _HEARD.get(suspect.verdict, "quiet"))
+    for candidate in one.candidates:
+        cells: list[Cell] = [*candidate_cells(candidate)]
+        cells[0] = Words(candidate.name, code=True)
+        cells[5] = Words(str(cells[5]), _HEARD.get(candidate.verdict, "quiet"))
         rows.append(cells)
-    title = "suspects at the failing place; sizes are largest absolute errors"
+    title = "candidates at the failing place; sizes are largest absolute errors"
     looked = f"looked at {one.looked_at[0]} of {one.looked_at[1]} rows, {one.seconds:.1f} s"
     cause = one.cause.name if one.cause is not None else ""
     head = f"{one.status}: {cause}" if cause else one.status
@@ -60,13 +60,13 @@ def diagnosis(one: "Diagnosis") -> Sheet:
         head=Words(head, _STATUS[one.status]),
         parts=[
             Lines(one.sentences()),
-            *([Grid(SUSPECT_COLUMNS, rows, title, most=8)] if rows else []),
+            *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
             Lines([Words(looked, "quiet")]),
         ],
     )
 
 
-def power(one: "Power") -> Sheet:
+def power(one: "MutationReport") -> Sheet:
     """Return which defects a test would notice, survivors first, and what would show the others."""
     counts = ", ".join(f"{len(one.of(name))} {name}" for name in _OUTCOME)
     mutants = [mutant for name in ("survived", "killed", "equivalent") for mutant in one.of(name)]
@@ -82,7 +82,7 @@ def power(one: "Power") -> Sheet:
     ]
     columns = ["defect", "outcome", "moves the output by", "of what is allowed", "cheapest change"]
     return Sheet(
-        kind="Power",
+        kind="MutationReport",
         line=f"<Power: {counts}>",
         head=Words(counts, "bad" if one.survivors else "good"),
         parts=[Lines(one.sentences()), Grid(columns, rows, most=10)],

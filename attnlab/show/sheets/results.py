@@ -1,4 +1,4 @@
-"""Sheets of what came of a run: breaches, ErrorMap, Result and the table of stages."""
+"""Sheets of what came of a run: violations, ErrorMap, Result and the table of stages."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from attnlab.show.sheets.sheet import (
 from attnlab.show.terminal import describe, place_lines
 
 if TYPE_CHECKING:
-    from attnlab.contracts.violations import Breach, Breaches
+    from attnlab.contracts.violations import Violation, Violations
     from attnlab.lab.error_map import ErrorMap
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell as StageCell
@@ -28,24 +28,24 @@ STATUS: dict[str, Tone] = {"match": "good", "mismatch": "bad", "rejected": "odd"
 _EFFECT: dict[str, Tone] = {"rejected": "odd", "silent": "bad", "harmless": "quiet"}
 
 
-def breaches(found: "Breaches") -> Sheet:
-    """Return a row for each breach."""
-    told = _count(len(found), "breach", "breaches")
+def violations(found: "Violations") -> Sheet:
+    """Return a row for each violation."""
+    told = _count(len(found), "violation", "violations")
     kinds = ", ".join(dict.fromkeys(f"{one.effect} {one.kind}" for one in found))
     return Sheet(
-        kind="Breaches",
-        line=f"<Breaches: {told}{': ' + kinds if kinds else ''}>",
+        kind="Violations",
+        line=f"<Violations: {told}{': ' + kinds if kinds else ''}>",
         head=Words(told if found else "none", "bad" if is_serious(found) else "good"),
         parts=[_breach_grid(found)] if found else [],
     )
 
 
-def is_serious(found: Sequence["Breach"]) -> bool:
-    """Answer whether a breach changes what comes out."""
+def is_serious(found: Sequence["Violation"]) -> bool:
+    """Answer whether a violation changes what comes out."""
     return any(one.effect != "harmless" for one in found)
 
 
-def _breach_grid(found: Sequence["Breach"], title: str = "") -> Grid:
+def _breach_grid(found: Sequence["Violation"], title: str = "") -> Grid:
     rows: list[Row] = [
         [Words(one.effect, _EFFECT[one.effect]), one.subject, one.text] for one in found
     ]
@@ -109,11 +109,11 @@ def _seq_grid(one: "ErrorMap") -> Grid:
 
 
 def result(one: "Result") -> Sheet:
-    """Return what ran and why, the breaches, what came of it and where it went wrong."""
+    """Return what ran and why, the violations, what came of it and where it went wrong."""
     decision = one.decision
     facts: list[tuple[str, Cell | Sequence[Cell]]] = [
         ("case", describe(one.case)),
-        ("kernels", f"{', then '.join(decision.kernels)} (origin {one.origin})"),
+        ("kernels", f"{', then '.join(decision.kernels)} (backend {one.backend})"),
         ("why", [str(reason) for reason in decision.reasons]),
     ]
     if one.errors is not None:
@@ -139,9 +139,9 @@ def result(one: "Result") -> Sheet:
 
 
 def _result_breaches(one: "Result") -> list[Part]:
-    if not one.breaches:
-        return [Lines([Words("no breach of a contract", "good")])]
-    return [_breach_grid(one.breaches, "breaches, found without running it")]
+    if not one.violations:
+        return [Lines([Words("no violation of a contract", "good")])]
+    return [_breach_grid(one.violations, "violations, found without running it")]
 
 
 def _result_folds(one: "Result") -> list[Part]:

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting, decide
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
 from attnlab.study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome
@@ -50,7 +50,7 @@ def decode_reads_cache(claim: Claim) -> Finding:
     same = {}
     for platform in ("gfx942", "sm_90"):
         case, lab = like_the_test(platform=platform, stage="sound"), Lab()
-        setting, kernels = Setting.of(case), decide(case).kernels
+        setting, kernels = Target.of(case), decide(case).kernels
         outputs = []
         for poison in (False, True):
             call = lab.call(case)
@@ -72,7 +72,7 @@ def prefill_skips(claim: Claim) -> Finding:
         case = like_the_test(op=op, stage="sound")
         call = Lab().call(case)
         before = call.output.clone()
-        model.run(call, Setting.of(case), (PREFILL,))
+        model.run(call, Target.of(case), (PREFILL,))
         written[op] = not bool(bits(call.output[-1]).equal(bits(before[-1])))
     reading = "it does where chunked_prefill_paged_decode calls it (skip_decode); called directly it does not"
     right = not written["chunked_prefill_paged_decode"] and written["context_attention_fwd"]

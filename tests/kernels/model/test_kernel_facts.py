@@ -9,7 +9,7 @@ from helpers.cases import call_of, decode_rows, hostile, same_bits
 from attnlab.case.case import RELEASES, Case
 from attnlab.case.errors import KernelRejected
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting, decide
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.cache_reads import scale_of
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
@@ -24,7 +24,7 @@ KERNEL = {"gfx942": ROCM_DECODE, "sm_90": TRITON_DECODE}
 def decoded(case, **changes):
     """Return the output of the Case's decode kernel alone, on a call with ``changes``."""
     call = dataclasses.replace(call_of(case)[0], **changes)
-    model.run(call, Setting.of(case), (KERNEL[case.platform],))
+    model.run(call, Target.of(case), (KERNEL[case.platform],))
     return call.output
 
 
@@ -38,10 +38,10 @@ def test_int64_query_start_loc_writes_no_row_of_the_seed_batch():
     )
     call, _ = call_of(case)
     before = call.output.clone()
-    paged_attention_rocm(call, Setting.of(case))
+    paged_attention_rocm(call, Target.of(case))
     assert same_bits(call.output, before)
     call = dataclasses.replace(call, query_start_loc=call.query_start_loc.int())
-    paged_attention_rocm(call, Setting.of(case))
+    paged_attention_rocm(call, Target.of(case))
     changed = (call.output != before).any(2).any(1)
     assert torch.nonzero(changed).flatten().tolist() == [5336]
 
@@ -51,7 +51,7 @@ def test_int64_query_start_loc_of_eight_decodes():
     case = hostile(**DECODES, query_start_loc_dtype="int64", output="recycled")
     call, _ = call_of(case)
     before, batch = call.output.clone(), make_batch(case)
-    paged_attention_rocm(call, Setting.of(case))
+    paged_attention_rocm(call, Target.of(case))
     assert same_bits(call.output[1:], before[1:])
     own = slice(batch.kv_start_loc[1], batch.kv_start_loc[2])
     expected = torch.empty(1, 6, 64, dtype=torch.float64)
@@ -108,11 +108,11 @@ def test_refusals_in_their_order(release):
         call, _ = call_of(case)
         before = call.output.clone()
         with pytest.raises(KernelRejected) as caught:
-            paged_attention_rocm(call, Setting.of(case))
+            paged_attention_rocm(call, Target.of(case))
         assert str(caught.value) == text
         assert same_bits(call.output, before)
         case = case.replace(**mended)
-    paged_attention_rocm(call_of(case)[0], Setting.of(case))
+    paged_attention_rocm(call_of(case)[0], Target.of(case))
 
 
 def test_a_rejected_decode_leaves_the_prefills_rows():
@@ -120,7 +120,7 @@ def test_a_rejected_decode_leaves_the_prefills_rows():
     case = hostile(stage="int64")
     call, _ = call_of(case)
     with pytest.raises(KernelRejected):
-        model.run(call, Setting.of(case), decide(case).kernels)
+        model.run(call, Target.of(case), decide(case).kernels)
     own = decode_rows(case)
     assert call.output[own].isnan().all()
     assert not call.output[~own].isnan().any()
@@ -131,9 +131,9 @@ def test_triton_has_no_e4m3_below_compute_capability_8_9(kernel):
     """An A100 cannot compile the conversion of e4m3; e5m2 it can."""
     case = hostile(platform="sm_80", kv_cache_dtype="fp8")
     with pytest.raises(KernelRejected, match="fp8e4nv not supported"):
-        model.run(call_of(case)[0], Setting.of(case), (kernel,))
+        model.run(call_of(case)[0], Target.of(case), (kernel,))
     case = hostile(platform="sm_80", kv_cache_dtype="fp8_e5m2")
-    model.run(call_of(case)[0], Setting.of(case), (kernel,))
+    model.run(call_of(case)[0], Target.of(case), (kernel,))
 
 
 # What empty slots do.
@@ -219,7 +219,7 @@ def test_columns_that_no_token_needs(platform, release):
         wild[seq, -(-n // case.block_size) :] = 2**30
     other = dataclasses.replace(call, block_table=wild, output=call.output.clone())
     for one in (call, other):
-        model.run(one, Setting.of(case), decide(case).kernels)
+        model.run(one, Target.of(case), decide(case).kernels)
     assert same_bits(call.output, other.output)
 
 
@@ -291,7 +291,7 @@ def test_scales_of_a_16_bit_cache_are_not_used(platform):
 def test_the_default_scale(release, op, scale):
     """0.11.2's op takes its default from the number of heads, and so is wrong unless it is passed."""
     case = hostile(release=release, op=op, empty="garbage", atol=0.01)
-    assert scale_of(call_of(case)[0], Setting.of(case)) == pytest.approx(scale)
+    assert scale_of(call_of(case)[0], Target.of(case)) == pytest.approx(scale)
     assert Lab().run(case).status == ("match" if scale == 64**-0.5 else "mismatch")
     assert Lab().run(case.replace(sm_scale=64**-0.5)).status == "match"
 
@@ -303,7 +303,7 @@ def test_cdna_and_rdna_round_differently():
     outputs = []
     for name in ("gfx942", "gfx1100"):
         one = dataclasses.replace(call, output=call.output.clone())
-        paged_attention_rocm(one, Setting(platform=PLATFORMS[name]))
+        paged_attention_rocm(one, Target(platform=PLATFORMS[name]))
         outputs.append(one.output)
     assert not same_bits(*outputs)
     torch.testing.assert_close(*outputs, atol=3e-3, rtol=0)

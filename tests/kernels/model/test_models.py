@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.case import RELEASES
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Setting, decide
+from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model import rocm_decode
@@ -30,7 +30,7 @@ def outside(case, output):
 def run_directly(case):
     """Return the output of the Case's kernels, called one after the other without a Lab."""
     call, _ = call_of(case)
-    model.run(call, Setting.of(case), decide(case).kernels)
+    model.run(call, Target.of(case), decide(case).kernels)
     return call.output
 
 
@@ -109,7 +109,7 @@ def test_rows_of_others_keep_their_bits(kernel, output):
     case = hostile(output=output)
     call, _ = call_of(case)
     before = call.output.clone()
-    model.run(call, Setting.of(case), (kernel,))
+    model.run(call, Target.of(case), (kernel,))
     own = decode_rows(case) if kernel != PREFILL else ~decode_rows(case)
     assert same_bits(call.output[~own], before[~own])
     assert not call.output[own].isnan().any()
@@ -126,7 +126,7 @@ def test_kernels_change_nothing_but_the_output(platform):
         for f in dataclasses.fields(call)
         if isinstance(getattr(call, f.name), torch.Tensor) and f.name != "output"
     }
-    model.run(call, Setting.of(case), decide(case).kernels)
+    model.run(call, Target.of(case), decide(case).kernels)
     for name, before in tensors.items():
         assert same_bits(getattr(call, name), before), name
 

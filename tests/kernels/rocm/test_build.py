@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.rocm import adapt, build
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.op import Op
@@ -38,7 +38,7 @@ def kernel_file(source: Source) -> Path:
 def run(source: Source) -> None:
     case = hostile(query_lens=(1,), ctx_lens=(3,))
     call, _ = call_of(case)
-    rocm_source.run(call, Setting.of(case), source)
+    rocm_source.run(call, Target.of(case), source)
 
 
 def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
@@ -122,7 +122,7 @@ def test_a_source_without_the_kernel_is_told_where_to_get_one(tmp_path: Path, ca
     code = main(
         [
             "run",
-            "--origin",
+            "--backend",
             "rocm",
             "--source",
             str(tmp_path),
@@ -145,11 +145,11 @@ def test_a_platform_that_is_not_emulated_is_refused() -> None:
 
 
 def test_checked_belongs_to_origin_rocm() -> None:
-    """Another origin cannot watch its kernels; heads cannot be chosen."""
-    with pytest.raises(InvalidCase, match="checked must be false with origin model"):
+    """Another backend cannot watch its kernels; heads cannot be chosen."""
+    with pytest.raises(InvalidCase, match="checked must be false with backend model"):
         Case(checked=True)
-    with pytest.raises(InvalidCase, match="heads must be none with origin rocm"):
-        Case(origin="rocm", heads=(0, 1))
+    with pytest.raises(InvalidCase, match="heads must be none with backend rocm"):
+        Case(backend="rocm", heads=(0, 1))
 
 
 def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:
@@ -159,7 +159,7 @@ def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:
     case = hostile()
     call, _ = call_of(case)
     with pytest.raises(Unavailable, match="no AMD GPU"):
-        rocm_source.run(call, Setting.of(case), None)
+        rocm_source.run(call, Target.of(case), None)
 
 
 def test_pips_settings_say_where_an_sdist_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,5 +204,5 @@ def test_a_warm_cache_builds_nothing() -> None:
     rocm_source.op_of.cache_clear()
     case = hostile(query_lens=(1,), ctx_lens=(3,))
     call, _ = call_of(case)
-    rocm_source.run(call, Setting.of(case), source, on_step=steps.append)
+    rocm_source.run(call, Target.of(case), source, on_step=steps.append)
     assert steps == []

@@ -10,23 +10,23 @@ from helpers.sources import sdist
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.rocm.op import How
+from attnlab.kernels.rocm.op import DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reads import KINDS, kinds_of, report
 from attnlab.tensors.call import KernelCall
 
-CHECKED = How(checked=True)
+CHECKED = DeviceOptions(checked=True)
 
 
 def watched(case: Case, source: Source, **changes: object) -> tuple[KernelCall, Findings]:
     """Return the call and the findings of a run on the checked device, some arguments changed."""
     call, _ = call_of(case)
     call = dataclasses.replace(call, **changes)
-    return call, rocm_source.run(call, Setting.of(case), source, CHECKED)
+    return call, rocm_source.run(call, Target.of(case), source, CHECKED)
 
 
 @pytest.mark.parametrize("group", [1, 6])
@@ -35,7 +35,7 @@ def test_a_sound_call_is_clean_and_gives_the_same_bits(rocm: Source, group: int)
     case = hostile(num_heads=2 * group, num_queries_per_kv=group, release=rocm.rules, sm_scale=0.1)
     call, findings = watched(case, rocm)
     plain, cache = call_of(case)
-    rocm_source.run(plain, Setting.of(case), rocm)
+    rocm_source.run(plain, Target.of(case), rocm)
     assert same_bits(call.output, plain.output)
     assert [str(one) for one in findings.unwritten] == []
     memory = report(findings, cache.provenance, call.seq_lens)
@@ -91,14 +91,14 @@ def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> Non
     call, _ = call_of(case)
     before = call.output.clone()
     with pytest.raises(KernelFailed) as caught:
-        rocm_source.run(call, Setting.of(case), rocm, CHECKED)
+        rocm_source.run(call, Target.of(case), rocm, CHECKED)
     assert re.fullmatch(
         r"out of bounds: read of \d+ bytes, nearest is (max_logits|exp_sums|tmp_out) at element "
         r"(6 of 6|768 of 768), paged_attention_ll4mi_reduce_kernel, block \(5, 0, 0\), thread \d+, "
         r"attention\w*\.cuh?:\d+",
         str(caught.value),
     )
-    rocm_source.run(call, Setting.of(case), rocm)  # a GPU, and the plain device, say nothing
+    rocm_source.run(call, Target.of(case), rocm)  # a GPU, and the plain device, say nothing
     assert not same_bits(call.output, before)
     two = case.replace(
         query_lens=(1, 3), ctx_lens=(299, 3), num_blocks=40
@@ -120,7 +120,7 @@ def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None
     case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty="zeros")
     call, _ = call_of(case)
     clean = call.output.clone()
-    rocm_source.run(dataclasses.replace(call, output=clean), Setting.of(case), rocm)
+    rocm_source.run(dataclasses.replace(call, output=clean), Target.of(case), rocm)
     table = call.block_table.clone()
     table[0, 1] = block
     with pytest.raises(
@@ -129,8 +129,8 @@ def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None
         watched(case, rocm, block_table=table)
     table[0, 1] = 2**31 - 1
     with pytest.raises(KernelFailed, match=r"touched memory that is not there \(signal \d+"):
-        rocm_source.run(dataclasses.replace(call, block_table=table), Setting.of(case), rocm)
-    rocm_source.run(call, Setting.of(case), rocm)
+        rocm_source.run(dataclasses.replace(call, block_table=table), Target.of(case), rocm)
+    rocm_source.run(call, Target.of(case), rocm)
     assert same_bits(call.output, clean)
 
 
@@ -142,9 +142,9 @@ def test_a_row_outside_the_output_is_not_written(rocm: Source) -> None:
     starts = torch.tensor([0, 1, 2], dtype=torch.int32) + 7
     far = dataclasses.replace(call, query_start_loc=starts)
     with pytest.raises(KernelFailed, match=r"query_start_loc\[0\] reads as 7: .* has 2 rows"):
-        rocm_source.run(far, Setting.of(case), rocm)
+        rocm_source.run(far, Target.of(case), rocm)
     with pytest.raises(KernelFailed, match="out of bounds: read of 16 bytes, nearest is query"):
-        rocm_source.run(far, Setting.of(case), rocm, CHECKED)
+        rocm_source.run(far, Target.of(case), rocm, CHECKED)
 
 
 def test_0_11_2_reads_behind_the_query_where_a_head_has_64_elements(rocm: Source) -> None:
@@ -165,7 +165,7 @@ def test_a_lab_reports_what_a_watched_kernel_read() -> None:
     """The newest token is missing: the Result names the slot's kind, in words and as JSON."""
     source = sdist("0.33.0")
     case = hostile(
-        origin="rocm", checked=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
+        backend="rocm", checked=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
     )
     result = Lab(source=source.path).run(case)
     assert result.memory is not None

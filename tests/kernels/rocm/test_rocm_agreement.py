@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.dispatch import ROCM_DECODE, Setting, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import PLAIN, How
+from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
@@ -85,17 +85,17 @@ def cases(draw: st.DrawFn, sound: bool = False) -> Case:
     return case.replace(max_seq_len=draw(st.sampled_from((1, 16, 256, 300, 600))))
 
 
-def real(case: Case, source: Source, how: How = PLAIN) -> KernelCall:
+def real(case: Case, source: Source, how: DeviceOptions = PLAIN) -> KernelCall:
     """Return the call after csrc/rocm's kernel ran."""
     call, _ = call_of(case)
-    rocm_source.run(call, Setting.of(case), source, how)
+    rocm_source.run(call, Target.of(case), source, how)
     return call
 
 
 def modelled(case: Case) -> KernelCall:
     """Return the call after the model of the kernel ran."""
     call, _ = call_of(case)
-    model.run(call, Setting.of(case), (ROCM_DECODE,))
+    model.run(call, Target.of(case), (ROCM_DECODE,))
     return call
 
 
@@ -187,7 +187,7 @@ def test_a_wrong_instruction_is_caught(fault: str) -> None:
     )
     assert not fp8
     assert worst(real(case, source), case) <= 1.0
-    assert worst(real(case, source, How(faults=(fault,))), case) > 1.0
+    assert worst(real(case, source, DeviceOptions(faults=(fault,))), case) > 1.0
 
 
 def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
@@ -199,11 +199,13 @@ def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
     kernel = (source.root / "csrc/rocm/attention.cu").read_text().splitlines()
     begin = next(i for i, line in enumerate(kernel) if "QKV_mfma4_kernel(" in line)
     barrier = next(i for i in range(begin, len(kernel)) if "__syncthreads();" in kernel[i]) + 1
-    orders = [How(order=order) for order in (0, 1, 2, 3)]
+    orders = [DeviceOptions(order=order) for order in (0, 1, 2, 3)]
     outputs = [real(case, source, how).output for how in orders]
     assert all(same_bits(outputs[0], output) for output in outputs)
     faults = (f"BARRIER={barrier}",)
-    raced = [real(case, source, How(order=how.order, faults=faults)).output for how in orders]
+    raced = [
+        real(case, source, DeviceOptions(order=how.order, faults=faults)).output for how in orders
+    ]
     assert not all(same_bits(outputs[0], output) for output in raced)
 
 
@@ -263,7 +265,7 @@ def test_the_host_code_refuses_with_its_own_text(rocm: Source, changes, text: st
     call, _ = call_of(case)
     before = call.output.clone()
     with pytest.raises(KernelRejected) as caught:
-        rocm_source.run(call, Setting.of(case), rocm)
+        rocm_source.run(call, Target.of(case), rocm)
     assert str(caught.value) == text
     assert same_bits(call.output, before)
 
@@ -287,7 +289,7 @@ def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
             "value_cache": (block, ..., behind),
         }
         getattr(call, name)[tails[name]] = float("nan")
-        rocm_source.run(call, Setting.of(case), rocm)
+        rocm_source.run(call, Target.of(case), rocm)
         poisoned = name == "value_cache" and rocm.rules == "0.11.2"
         assert bool(call.output.isnan().all()) is poisoned
         assert same_bits(call.output, clean) is not poisoned
@@ -298,7 +300,7 @@ def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
     for group, attention in ((4, "mfma4"), (5, "mfma16")):
         case = hostile(num_heads=group, num_queries_per_kv=group, release=rocm.rules)
         call, _ = call_of(case)
-        arguments = rocm_source.op_arguments(call, Setting.of(case))
+        arguments = rocm_source.op_arguments(call, Target.of(case))
         first, second = rocm_source.op_of(rocm, case.machine).launched(arguments)
         assert first.startswith(f"paged_attention_ll4mi_QKV_{attention}_kernel<_Float16, ")
         assert second == "paged_attention_ll4mi_reduce_kernel<_Float16, _Float16, 64, 64, 256, 1>"
@@ -310,13 +312,13 @@ def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
 def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
     """Origin rocm: decode rows of the source, prefill rows of the model, and the text names both."""
     lab = Lab(source=rocm.path)
-    case = hostile(origin="rocm", release=rocm.rules, empty="zeros", sm_scale=0.125, atol=1e-2)
+    case = hostile(backend="rocm", release=rocm.rules, empty="zeros", sm_scale=0.125, atol=1e-2)
     result = lab.run(case)
     assert result.status == "match"
-    assert result.origin == f"vllm {rocm.version} csrc/rocm, emulated device; prefill: model"
+    assert result.backend == f"vllm {rocm.version} csrc/rocm, emulated device; prefill: model"
     assert result.memory is None
     on_triton = lab.run(case.replace(platform="sm_90"))
-    assert on_triton.origin == "model (the call reaches no kernel of csrc/rocm)"
+    assert on_triton.backend == "model (the call reaches no kernel of csrc/rocm)"
     rejected = lab.run(case.replace(stage="int64"))
     assert (rejected.status, rejected.error) == (
         "rejected",
@@ -329,7 +331,7 @@ def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.Mo
     ran = []
     run = rocm_source.run
     monkeypatch.setattr(rocm_source, "run", lambda *args: (ran.append(args), run(*args))[1])
-    case = hostile(origin="rocm", platform="gfx942", release=rocm.rules)
+    case = hostile(backend="rocm", platform="gfx942", release=rocm.rules)
     lab = Lab(source=rocm.path)
     output = lab.output(case)
     assert len(ran) == 1
@@ -337,11 +339,11 @@ def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.Mo
 
 
 def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
-    """With an sdist, ops.paged_attention_rocm is its own source: the bits are those of origin rocm."""
+    """With an sdist, ops.paged_attention_rocm is its own source: the bits are those of backend rocm."""
     if find_spec("triton") is None:
         pytest.skip("vLLM's wrapper needs the triton extra")
     case = hostile(
-        origin="vllm",
+        backend="vllm",
         release=rocm.rules,
         sm_scale=0.125,
         query_lens=(1, 1, 2),
@@ -349,14 +351,14 @@ def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
     )
     lab = Lab(source=rocm.path)
     result = lab.run(case)
-    assert result.origin.endswith("; ROCm decode: csrc/rocm, emulated device")
+    assert result.backend.endswith("; ROCm decode: csrc/rocm, emulated device")
     on_rdna = case.replace(platform="gfx1100", num_queries_per_kv=3, head_size=128)
     other = lab.run(on_rdna)
     assert other.decision.decode == ROCM_DECODE
-    assert other.origin.endswith("; ROCm decode: model")  # waves of 32 are not emulated
+    assert other.backend.endswith("; ROCm decode: model")  # waves of 32 are not emulated
     rows = decode_rows(case)
     assert same_bits(
-        result.call.output[rows], lab.run(case.replace(origin="rocm")).call.output[rows]
+        result.call.output[rows], lab.run(case.replace(backend="rocm")).call.output[rows]
     )
 
 
@@ -377,7 +379,7 @@ def test_fp8_matrix_cores_average_the_values(rocm: Source) -> None:
             sm_scale=128**-0.5,
         )
         call, _ = call_of(case)
-        arguments = {**rocm_source.op_arguments(call, Setting.of(case)), "mfma_type": "fp8"}
+        arguments = {**rocm_source.op_arguments(call, Target.of(case)), "mfma_type": "fp8"}
         rocm_source.op_of(rocm, case.machine)(arguments)
         batch = make_batch(case)
         mean = batch.value[:301].double().mean(0).repeat_interleave(group, 0)

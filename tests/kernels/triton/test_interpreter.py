@@ -14,7 +14,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import Setting, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
@@ -73,7 +73,7 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
     """Three processes write what one writes, and left-out programs write nothing."""
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     seen = []
-    plan = interpreter.Plan(
+    plan = interpreter.LaunchPlan(
         needed=lambda kernel, args, program: program[1] != 3,
         processes=3,
         on_programs=lambda done, total: seen.append((done, total)),
@@ -91,7 +91,7 @@ def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int)
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
-        interpreter.launching(interpreter.Plan(processes=processes)),
+        interpreter.launching(interpreter.LaunchPlan(processes=processes)),
         pytest.raises(Exception, match="program 7"),
     ):
         kernels["number"][(5, 4)](out, fail=True)
@@ -124,7 +124,7 @@ def test_a_missing_triton_is_told() -> None:
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "from attnlab.cli.main import main\n"
-        "main(['run', '--origin', 'vllm', '--source', sys.argv[1], '--num-heads', '1',"
+        "main(['run', '--backend', 'vllm', '--source', sys.argv[1], '--num-heads', '1',"
         " '--query-lens', '1', '--ctx-lens', '3'])\n"
         "sys.exit(any(name.startswith('vllm') for name in sys.modules))"
     )
@@ -152,7 +152,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
     for heads, announced in ((None, 1), ((0, 1), 0)):
         notices.clear()
         lab = Lab(on_notice=notices.append)
-        case = Case(origin="vllm", heads=heads, platform="sm_90")
+        case = Case(backend="vllm", heads=heads, platform="sm_90")
         call = SimpleNamespace(
             op=case.op,
             key=torch.empty(1, case.num_kv_heads, 1),
@@ -162,7 +162,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
             seq_lens=torch.tensor(case.lengths.seq_lens),
         )
         with pytest.raises(Unavailable, match="enough"):
-            lab._run_vllm(case, call, Setting.of(case), decide(case))
+            lab._run_vllm(case, call, Target.of(case), decide(case))
         assert len(notices) == announced
     assert not notices
 
@@ -201,7 +201,7 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
             raise Enough
 
     interpreter_fork = interpreter._fork
-    plan = interpreter.Plan(processes=2, on_programs=on_programs)
+    plan = interpreter.LaunchPlan(processes=2, on_programs=on_programs)
     programs = [(i, 0, 0) for i in range(2000)]  # 100 s and more of each process
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.run_log import Observed
+from attnlab.kernels.triton.run_log import RunLog
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"
@@ -76,7 +76,7 @@ def test_fp8_is_rounded_to_nearest_even_and_saturated(triton, dtype):
 def test_an_int32_product_that_wraps_is_told(triton):
     """Of int32 × int32 the line and both numbers; of a stride that is tl.int64 nothing."""
     index, target = torch.tensor([70000], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    plan = interpreter.Plan()
+    plan = interpreter.LaunchPlan()
     with interpreter.launching(plan):
         kernels(triton)["product"][(1,)](index, 65536, target)
     (wrap,) = plan.observed.wraps.values()
@@ -84,7 +84,7 @@ def test_an_int32_product_that_wraps_is_told(triton):
     assert wrap.file == __file__
     assert "70000 × 65536 = 4587520000 is beyond 2^31" in wrap.text()
     assert int(target) == 70000 * 65536 - 2**32
-    sound = interpreter.Plan()
+    sound = interpreter.LaunchPlan()
     with interpreter.launching(sound):
         kernels(triton)["wide"][(1,)](index, 65536, target)
         kernels(triton)["product"][(1,)](index, 3, target)
@@ -96,13 +96,13 @@ def test_a_read_outside_is_masked_and_told(triton):
     """Of a load past the end the place; what is inside is read, what is outside is 0."""
     memory = torch.arange(1.0, 9.0)
     target = torch.full((8,), -1.0)
-    plan = interpreter.Plan()
+    plan = interpreter.LaunchPlan()
     with interpreter.launching(plan):
         kernels(triton)["copy"][(1,)](memory[4:], target, 8, SIZE=8)
     (stray,) = plan.observed.outside.values()
     assert (stray.verb, stray.place) == ("reads", "0 bytes behind the end of source")
     assert target.tolist() == [5.0, 6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 0.0]
-    masked = interpreter.Plan()
+    masked = interpreter.LaunchPlan()
     with interpreter.launching(masked):
         kernels(triton)["copy"][(1,)](memory[4:], target, 4, SIZE=8)
     assert not masked.observed.outside
@@ -111,7 +111,7 @@ def test_a_read_outside_is_masked_and_told(triton):
 def test_a_write_outside_is_masked_and_told(triton):
     """The 8th element of a tensor of 7 is not written, and nothing beside it is."""
     target = torch.full((7,), -1.0)
-    plan = interpreter.Plan()
+    plan = interpreter.LaunchPlan()
     with interpreter.launching(plan):
         kernels(triton)["copy"][(1,)](torch.arange(8.0), target, 8, SIZE=8)
     (stray,) = plan.observed.outside.values()
@@ -121,7 +121,7 @@ def test_a_write_outside_is_masked_and_told(triton):
 
 def test_what_two_processes_saw_is_put_together():
     """Each keeps its own lines, and the first of a line stays."""
-    one, two = Observed(), Observed()
+    one, two = RunLog(), RunLog()
     one.multiply(np.array([2**20], dtype=np.int32), np.array([2**20], dtype=np.int32))
     two.stray("reads", "4 bytes before x")
     one.take(two)

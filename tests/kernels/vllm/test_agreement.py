@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import ROCM_DECODE, Setting, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, Target, decide
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.program_filter import Share, needed
+from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
@@ -107,8 +107,8 @@ def test_left_out_programs_write_nothing(source: Source) -> None:
         case = hostile(op=op, platform="sm_90", release=source.rules, num_heads=2)
         few, call = real(case, source), Lab().call(case)
         function = vllm_ops.load(source, case.machine, "cpu").function(op)
-        with interpreter.launching(interpreter.Plan()):
-            function(**bind(function, call, Setting.of(case)))
+        with interpreter.launching(interpreter.LaunchPlan()):
+            function(**bind(function, call, Target.of(case)))
         assert same_bits(call.output, few.output)
 
 
@@ -116,7 +116,7 @@ def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
     """Rows of heads that did not run keep their bits; those that ran are compared, and right."""
     case = hostile(
         platform="sm_90",
-        origin="vllm",
+        backend="vllm",
         release=source.rules,
         heads=(1, 2),
         empty="zeros",
@@ -124,7 +124,7 @@ def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
     )
     result = Lab(source=source.path).run(case.replace(atol=1e-2))
     assert result.status == "match"
-    assert result.origin == f"vllm {source.version}, Triton interpreter"
+    assert result.backend == f"vllm {source.version}, Triton interpreter"
     assert result.call.output[:, [0, 1, 4, 5]].isnan().all()
     assert result.errors is not None
     assert result.errors.heads == range(2, 4)
@@ -134,11 +134,11 @@ def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
 
 def test_on_mi300_the_wrapper_calls_the_model_of_the_rocm_kernel(source: Source) -> None:
     """The real wrapper asks the lab's dispatch, and its arguments come back as the same call."""
-    case = hostile(platform="gfx942", origin="vllm", release=source.rules, num_heads=2)
+    case = hostile(platform="gfx942", backend="vllm", release=source.rules, num_heads=2)
     for stage in ("sound", "int32_before_cumsum", "wrapper_cast"):
         staged = case.replace(stage=stage)
         result = Lab(source=source.path).run(staged)
-        assert result.origin.endswith("ROCm decode: model")
+        assert result.backend.endswith("ROCm decode: model")
         assert agrees(modelled(staged).output, result.call.output, bound(staged))
     result = Lab(source=source.path).run(case.replace(stage="int64"))
     assert (result.status, result.error) == ("rejected", "expected scalar type Int but found Long")
@@ -171,13 +171,13 @@ def test_what_the_interpreter_gets_wrong_is_refused(source: Source) -> None:
     call = Lab().call(case)
     before = call.output.clone()
     with pytest.raises(Unavailable, match="bfloat16 under Triton's interpreter"):
-        vllm_ops.run(call, Setting.of(case), decide(case).kernels, source)
+        vllm_ops.run(call, Target.of(case), decide(case).kernels, source)
     assert same_bits(call.output, before)
 
 
 def test_needed_runs_kernels_that_it_does_not_know() -> None:
     """A kernel of another name runs whole."""
-    assert needed("kernel_of_next_year", {}, (3, 4, 5), Share(kv_heads=range(1)))
+    assert needed("kernel_of_next_year", {}, (3, 4, 5), Subset(kv_heads=range(1)))
 
 
 def test_compare_counts_the_heads_that_ran() -> None:
@@ -203,5 +203,5 @@ def test_the_labs_launch_gives_the_bits_of_tritons_own() -> None:
     stock = vllm_ops.load_stock(source, case.machine).function(case.op)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        stock(**bind(stock, call, Setting.of(case)))
+        stock(**bind(stock, call, Target.of(case)))
     assert same_bits(call.output, mine.output)

@@ -143,7 +143,7 @@ def test_far_caches_hold_what_near_ones_do() -> None:
     [
         {"op": "merge_attn_states"},
         {"op": "reshape_and_cache_flash"},
-        {"origin": "rocm"},
+        {"backend": "rocm"},
         {"query_lens": (1,), "ctx_lens": (1,), "block_table": ((9,),)},
         {"num_blocks": 10},
     ],

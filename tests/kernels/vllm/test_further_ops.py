@@ -19,8 +19,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.rules import SOFTCAP_OPS
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import DECODE_FWD, MERGE, UNIFIED, WRITE, Setting, decide
-from attnlab.kernels.triton.program_filter import Share
+from attnlab.contracts.dispatch import DECODE_FWD, MERGE, UNIFIED, WRITE, Target, decide
+from attnlab.kernels.triton.program_filter import Subset
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.cache_write import slot_order
@@ -107,7 +107,7 @@ def sound(op: str, **changes: Any) -> Case:
     decodes = {"query_lens": (1,) * 6, "ctx_lens": (0, 15, 16, 17, 255, 300)}
     lens = decodes if op == DECODE_FWD else {}
     tolerance = {} if op == WRITE else {"atol": 4e-3}
-    fields = {"op": op, "platform": "sm_90", "origin": "vllm", "num_heads": 2, "sm_scale": 0.125}
+    fields = {"op": op, "platform": "sm_90", "backend": "vllm", "num_heads": 2, "sm_scale": 0.125}
     return hostile(**fields | tolerance | lens | changes)
 
 
@@ -140,7 +140,7 @@ def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:
     if op != MERGE:  # takes new tokens from the arguments
         missing = lab.run(case.replace(fill="context_only", empty="zeros"))
         assert missing.status == "mismatch"
-        assert {breach.kind for breach in missing.breaches} == {"unwritten_slot"}
+        assert {violation.kind for violation in missing.violations} == {"unwritten_slot"}
 
 
 def test_a_write_to_a_foreign_slot_shows_in_nobodys_rows(source: Source) -> None:
@@ -201,11 +201,11 @@ def test_a_share_of_heads_and_sequences(source: Source, op: str) -> None:
 def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
     """Shares of heads and sequences put together are the whole call."""
     case = sound(UNIFIED, release=source.rules)
-    setting, kernels = Setting.of(case), decide(case).kernels
+    setting, kernels = Target.of(case), decide(case).kernels
     whole, parts = Lab().call(case), Lab().call(case)
     vllm_ops.run(whole, setting, kernels, source)
     for seqs in (range(5), range(5, len(case.lengths.query_lens))):
-        vllm_ops.run(parts, setting, kernels, source, Share(group=2, seqs=seqs))
+        vllm_ops.run(parts, setting, kernels, source, Subset(group=2, seqs=seqs))
     assert same_bits(whole.output, parts.output)
 
 
@@ -221,9 +221,9 @@ def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
         ({"num_splits": 2}, "num_splits must be none"),
         ({"op": UNIFIED, "num_splits": 3}, "num_splits must be 0 or a power of two"),
         ({"op": UNIFIED, "kv_cache_dtype": "fp8_e5m2"}, "hands it e4m3 under this name"),
-        ({"op": WRITE, "origin": "vllm", "seqs": (0, 1)}, "seqs must be none with reshape"),
-        ({"origin": "vllm", "seqs": (0, 99)}, "seqs must be at most 0:12"),
-        ({"seqs": (0, 1)}, "seqs must be none with origin model"),
+        ({"op": WRITE, "backend": "vllm", "seqs": (0, 1)}, "seqs must be none with reshape"),
+        ({"backend": "vllm", "seqs": (0, 99)}, "seqs must be at most 0:12"),
+        ({"seqs": (0, 1)}, "seqs must be none with backend model"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -250,6 +250,6 @@ def test_a_gpu_that_is_not_there_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """--device cuda on a machine without one: one line, exit 2, whichever command."""
-    flags = ["--origin", "vllm", "--device", "cuda", "--release", str(source.rules)]
+    flags = ["--backend", "vllm", "--device", "cuda", "--release", str(source.rules)]
     assert main([command, *flags, "--source", str(source.path)]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err

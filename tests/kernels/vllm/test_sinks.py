@@ -15,12 +15,12 @@ from attnlab.case.case import OPS, Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.rules import SINK_OPS
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED, Setting, decide
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED, Target, decide
 from attnlab.contracts.violations import check
 from attnlab.defects import CATALOGUE
 from attnlab.defects.sinks import splits
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinguish import scene_of, separate
+from attnlab.diagnosis.distinguish import problem_of, separate
 from attnlab.diagnosis.fault_injection import plant, sound_scene
 from attnlab.diagnosis.files import diagnose_files
 from attnlab.kernels.model import backend as model
@@ -58,8 +58,8 @@ def test_logits_are_of_each_heads_own(num_heads):
 def test_who_takes_them(op):
     """The ops whose contract says so; for the others a Case with sinks is refused in one line."""
     lens = {"query_lens": (1,), "ctx_lens": (5,)}
-    own = {"origin": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
-    takes = contract(op, Setting(), op).sinks != "none"
+    own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
+    takes = contract(op, Target(), op).sinks != "none"
     assert takes is (op in SINK_OPS)
     if takes:
         assert Case(op=op, sinks=True, **lens, **own).sinks
@@ -91,7 +91,7 @@ def test_on_rocm_triton_decodes_and_the_term_is_named():
     result = Lab().run(hostile(sinks=True, atol=3e-3))
     assert result.decision.kernels == (PREFILL, TRITON_DECODE)
     assert result.decision.reasons == ["not paged_attention_rocm: sinks is given, allowed: none"]
-    assert (result.status, result.breaches) == ("match", [])
+    assert (result.status, result.violations) == ("match", [])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -105,7 +105,7 @@ def test_models_are_within_their_bound(op, dtype):
         moved = dataclasses.replace(batch, sinks=batch.sinks + shift)
         call, _ = call_of(case)
         call = dataclasses.replace(call, sinks=moved.sinks)
-        model.run(call, Setting.of(case), decide(case).kernels)
+        model.run(call, Target.of(case), decide(case).kernels)
         exact = reference(case, moved)
         within = (call.output.double() - exact).abs() <= bound(case, moved)
         assert within.all()
@@ -129,19 +129,19 @@ def test_vllms_kernels_take_either_dtype(
     call, _ = call_of(case)
     for sinks in (None, call.sinks.roll(1), call.sinks + math.log(2)):
         wrong = dataclasses.replace(call, sinks=sinks, output=call.output.clone())
-        model.run(wrong, Setting.of(case), decide(case).kernels)
+        model.run(wrong, Target.of(case), decide(case).kernels)
         assert not agrees(wrong.output, right, within)
     half = dataclasses.replace(call, sinks=call.sinks.bfloat16())
-    vllm_ops.run(half, Setting.of(case), decide(case).kernels, source)
+    vllm_ops.run(half, Target.of(case), decide(case).kernels, source)
     assert same_bits(half.output, right)
 
 
 @pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "context_attention_fwd"])
 def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
-    """Model and real op reject the call with one text, as the breach says; without a prefill it runs."""
+    """Model and real op reject the call with one text, as the violation says; without a prefill it runs."""
     case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
     call, cache = call_of(case)
-    (first, *_) = check(call, Setting.of(case), decide(case).kernels, cache.provenance)
+    (first, *_) = check(call, Target.of(case), decide(case).kernels, cache.provenance)
     assert (first.kind, first.effect, first.subject) == ("unsupported", "rejected", "sinks")
     for run in (modelled, lambda case: real(case, source)):
         with pytest.raises(KernelRejected, match=r"^Sinks arg is not supported with alibi$"):
@@ -160,34 +160,34 @@ def test_a_release_without_the_argument_says_so():
 
     case = hostile(op=UNIFIED, sinks=True)
     with pytest.raises(Unavailable, match="sinks must be false: unified_attention of this vLLM"):
-        bind(unified_attention, Lab().call(case), Setting.of(case))
+        bind(unified_attention, Lab().call(case), Target.of(case))
     plain = case.replace(sinks=False)
-    assert "sinks" not in bind(unified_attention, Lab().call(plain), Setting.of(plain))
+    assert "sinks" not in bind(unified_attention, Lab().call(plain), Target.of(plain))
 
 
 def test_breaches_of_a_captured_call():
     """A kernel that takes none, and the CPU's op, which takes two dtypes."""
     case = hostile(sinks=True, **DECODES)
     call, _ = call_of(case)
-    setting = Setting.of(case)
+    setting = Target.of(case)
     for kernel in ("paged_attention_rocm", DECODE_FWD):
         texts = [one.text for one in check(call, setting, (kernel,)) if one.subject == "sinks"]
         assert texts == [f"sinks is given; {kernel} takes none"]
     half = dataclasses.replace(call, sinks=call.sinks.half())
-    (breach,) = check(half, setting, ("cpu_attention_with_kv_cache",))
-    assert breach.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
+    (violation,) = check(half, setting, ("cpu_attention_with_kv_cache",))
+    assert violation.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
 
 
 def test_splits_are_those_of_unified_attention():
     """As reduce_segments counts them for these lengths; a batch with a prefill is not cut."""
     case = hostile(op=UNIFIED, sinks=True, **DECODES)
-    scene = scene_of(case)
-    assert [splits(scene, seq) for seq in range(4)] == [1, 7, 10, 12]
-    scene = scene_of(case.replace(num_splits=4))
-    assert [splits(scene, seq) for seq in range(4)] == [1, 4, 4, 4]
-    assert splits(scene_of(hostile(op=UNIFIED, sinks=True)), 10) == 1
-    scene = scene_of(hostile(sinks=True, **DECODES))
-    assert [splits(scene, seq) for seq in range(4)] == [1, 1, 2, 3]
+    problem = problem_of(case)
+    assert [splits(problem, seq) for seq in range(4)] == [1, 7, 10, 12]
+    problem = problem_of(case.replace(num_splits=4))
+    assert [splits(problem, seq) for seq in range(4)] == [1, 4, 4, 4]
+    assert splits(problem_of(hostile(op=UNIFIED, sinks=True)), 10) == 1
+    problem = problem_of(hostile(sinks=True, **DECODES))
+    assert [splits(problem, seq) for seq in range(4)] == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("op", [UNIFIED, "chunked_prefill_paged_decode"])
@@ -196,12 +196,12 @@ def test_each_defect_is_found(name, op):
     """Planted, it is the cause or among those that are the same here; all rows are its scope."""
     lens = {**DECODES, "num_blocks": None} if name == "sink_per_split" else {}
     case, lab = hostile(op=op, sinks=True, platform="sm_90", empty="garbage", **lens), Lab()
-    scene, output = sound_scene(lab, case)
-    told = diagnose(case, plant(scene, output, NAMED[name], "all"), lab=lab, propose=False)
-    assert told.cause is not None, [one.name for one in told.candidates]
+    problem, output = sound_scene(lab, case)
+    told = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, propose=False)
+    assert told.cause is not None, [one.name for one in told.explanations]
     assert (told.cause.name, told.cause.scope) == (name, "all")
     rest = [defect for defect in CATALOGUE if defect.name != name]
-    blind = diagnose(case, plant(scene, output, NAMED[name], "all"), lab=lab, catalogue=rest)
+    blind = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, catalogue=rest)
     assert blind.status == "unexplained"
 
 
@@ -225,8 +225,8 @@ def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
     """Which it is not to softmax alone."""
     for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
         case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty="zeros", **DECODES)
-        scene, output = sound_scene(Lab(), case)
-        told = diagnose(case, plant(scene, output, NAMED["alibi_shifted"], "all"), propose=False)
+        problem, output = sound_scene(Lab(), case)
+        told = diagnose(case, plant(problem, output, NAMED["alibi_shifted"], "all"), propose=False)
         assert told.status == verdict
         assert told.cause is None or told.cause.name == "alibi_shifted"
 
@@ -235,9 +235,9 @@ def test_in_decodes_alone_it_is_placed_there():
     """A decode kernel that forgets its sinks: the scope is decode."""
     case, lab = hostile(sinks=True, platform="sm_90", empty="garbage"), Lab()
     call = lab.call(case)
-    model.run(call, Setting.of(case), (PREFILL,))
+    model.run(call, Target.of(case), (PREFILL,))
     blind = dataclasses.replace(call, sinks=None)
-    model.run(blind, Setting.of(case), (TRITON_DECODE,))
+    model.run(blind, Target.of(case), (TRITON_DECODE,))
     told = diagnose(case, call.output, lab=lab, propose=False)
     assert told.cause is not None
     assert (told.cause.name, told.cause.scope) == ("sink_ignored", "decode")
@@ -260,21 +260,21 @@ def test_twice_and_once_per_split_are_the_same_in_two_pieces():
     """Two partitions everywhere: a choice, and the Case that is proposed tells them apart."""
     case = hostile(sinks=True, platform="sm_90", query_lens=(1, 1), ctx_lens=(300, 400))
     lab = Lab()
-    scene, output = sound_scene(lab, case)
-    told = diagnose(case, plant(scene, output, NAMED["sink_per_split"], "all"), lab=lab)
+    problem, output = sound_scene(lab, case)
+    told = diagnose(case, plant(problem, output, NAMED["sink_per_split"], "all"), lab=lab)
     assert told.status == "ambiguous"
-    assert {one.name for one in told.candidates} == {"sink_counted_twice", "sink_per_split"}
+    assert {one.name for one in told.explanations} == {"sink_counted_twice", "sink_per_split"}
     assert told.separation is not None
     assert told.separation.case is not None
 
 
 def test_without_sinks_none_of_them_is_suspected():
     """Where a call has none the defects do not apply; where it has, a sink too many does not."""
-    scenes = scene_of(hostile()), scene_of(hostile(sinks=True))
-    assert not any(NAMED[name].applies(scenes[0]) for name in SINKS)
-    assert all(NAMED[name].applies(scenes[1]) for name in SINKS)
-    assert NAMED["sink_counted"].applies(scenes[0])
-    assert not NAMED["sink_counted"].applies(scenes[1])
+    problems = problem_of(hostile()), problem_of(hostile(sinks=True))
+    assert not any(NAMED[name].applies(problems[0]) for name in SINKS)
+    assert all(NAMED[name].applies(problems[1]) for name in SINKS)
+    assert NAMED["sink_counted"].applies(problems[0])
+    assert not NAMED["sink_counted"].applies(problems[1])
     apart = separate(hostile(), NAMED["sink_ignored"], NAMED["sink_counted_twice"])
     assert apart.case is None
 

@@ -14,11 +14,11 @@ from attnlab.case.case import OPS, Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.rules import SOFTCAP_OPS
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import DECODE_FWD, UNIFIED, WRAPPER, Setting, decide
+from attnlab.contracts.dispatch import DECODE_FWD, UNIFIED, WRAPPER, Target, decide
 from attnlab.contracts.violations import check
 from attnlab.defects import CATALOGUE
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinguish import scene_of
+from attnlab.diagnosis.distinguish import problem_of
 from attnlab.diagnosis.fault_injection import plant, sound_scene
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.vllm.op_calls import bind
@@ -45,9 +45,9 @@ def capped(op: str = UNIFIED, **changes) -> Case:
 @pytest.mark.parametrize("op", OPS)
 def test_who_takes_it(op):
     """The ops whose contract says so; for the others a Case with a cap is refused in one line."""
-    own = {"origin": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
+    own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
     fields = {"op": op, "softcap": 5, "query_lens": (1,), "ctx_lens": (5,), **own}
-    takes = contract(op, Setting(), op).softcap != "none"
+    takes = contract(op, Target(), op).softcap != "none"
     assert takes is (op in SOFTCAP_OPS)
     if takes:
         assert Case(**fields).softcap == 5.0
@@ -63,7 +63,7 @@ def test_models_are_within_their_bound(op, dtype, softcap):
     """From a cap that all scores are far above to one that they hardly feel."""
     case = capped(op, dtype=dtype, softcap=softcap)
     call, _ = call_of(case)
-    model.run(call, Setting.of(case), decide(case).kernels)
+    model.run(call, Target.of(case), decide(case).kernels)
     batch = make_batch(case)
     exact = reference(case, batch)
     assert ((call.output.double() - exact).abs() <= bound(case, batch)).all()
@@ -100,10 +100,10 @@ def test_each_defect_is_found(name):
     """Planted, it is the cause; left out of the catalogue, nothing is."""
     cap = 0.02 if name == "softcap_overflows" else 0.7
     case, lab = capped(alibi=True, softcap=cap, empty="garbage"), Lab()
-    scene, output = sound_scene(lab, case)
-    broken = plant(scene, output, NAMED[name], "all")
+    problem, output = sound_scene(lab, case)
+    broken = plant(problem, output, NAMED[name], "all")
     told = diagnose(case, broken, lab=lab, propose=False)
-    assert told.cause is not None, [one.name for one in told.candidates]
+    assert told.cause is not None, [one.name for one in told.explanations]
     assert (told.cause.name, told.cause.scope) == (name, "all")
     rest = [defect for defect in CATALOGUE if defect.name != name]
     assert diagnose(case, broken, lab=lab, catalogue=rest).status == "unexplained"
@@ -112,18 +112,18 @@ def test_each_defect_is_found(name):
 def test_a_capped_sink_is_found():
     """A sink that goes through the cap too."""
     case, lab = capped(sinks=True, empty="garbage"), Lab()
-    scene, output = sound_scene(lab, case)
-    told = diagnose(case, plant(scene, output, NAMED["sink_capped"], "all"), lab=lab)
+    problem, output = sound_scene(lab, case)
+    told = diagnose(case, plant(problem, output, NAMED["sink_capped"], "all"), lab=lab)
     assert told.cause is not None
     assert told.cause.name == "sink_capped"
 
 
 def test_without_a_cap_none_of_them_is_suspected():
     """And an overflow that data can show is not called equivalent."""
-    scene = scene_of(hostile(op=UNIFIED))
-    assert not any(NAMED[name].applies(scene) for name in (*CAPS, "sink_capped"))
-    scene = scene_of(capped(alibi=True, softcap=5.0))
-    assert [name for name in CAPS if not NAMED[name].applies(scene)] == ["softcap_overflows"]
+    problem = problem_of(hostile(op=UNIFIED))
+    assert not any(NAMED[name].applies(problem) for name in (*CAPS, "sink_capped"))
+    problem = problem_of(capped(alibi=True, softcap=5.0))
+    assert [name for name in CAPS if not NAMED[name].applies(problem)] == ["softcap_overflows"]
     assert not is_equivalent(capped(softcap=5.0), NAMED["softcap_overflows"])
 
 
@@ -133,11 +133,11 @@ def test_a_captured_call_with_a_cap():
     call, _ = call_of(case)
     assert call.softcap == 0.7
     other = dataclasses.replace(call, op=WRAPPER)
-    found = check(other, Setting.of(case), ("context_attention_fwd",))
+    found = check(other, Target.of(case), ("context_attention_fwd",))
     assert "softcap is 0.7; context_attention_fwd takes none" in [one.text for one in found]
 
     def chunked_prefill_paged_decode(query, key, value, output): ...
 
     with pytest.raises(Unavailable, match="softcap must be none: chunked"):
-        bind(chunked_prefill_paged_decode, other, Setting.of(case))
+        bind(chunked_prefill_paged_decode, other, Target.of(case))
     assert torch.equal(call.query, call_of(case.replace(softcap=None))[0].query)

@@ -10,7 +10,7 @@ from helpers.cases import hostile
 from helpers.strategies import cases
 from hypothesis import HealthCheck, given, settings
 
-from attnlab.case.case import CACHE_WRITE, KNOBS, OPS, Case, kind_of
+from attnlab.case.case import CACHE_WRITE, FIELDS, OPS, Case, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.case.stages import STAGES
@@ -21,7 +21,7 @@ from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.case_text import case_texts, read_case
 from attnlab.show.panels.controls import Control, groups
 from attnlab.show.panels.draft import Draft, blamed
-from attnlab.show.panels.latest import Latest, Outdated, Turn
+from attnlab.show.panels.latest import Job, LatestOnly, Outdated
 from attnlab.show.panels.panel_data import band_of, look, select, select_band
 from attnlab.show.panels.progress import Progress, share_done
 from attnlab.show.plots.errors import BAND
@@ -41,7 +41,7 @@ LOST = SMALL.replace(platform="gfx942", head_size=64, stage="int32_before_cumsum
 
 def values_of(name: str) -> list[object]:
     """Return some values that a knob may hold, of every form that its kind has."""
-    kind = kind_of(name)
+    kind = field_type(name)
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
@@ -55,12 +55,12 @@ def values_of(name: str) -> list[object]:
     return [*some, None] if isinstance(kind, Maybe) else some
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", FIELDS)
 def test_every_control_round_trips(name: str) -> None:
     """What is put into a control is what it reads, and each change is told once."""
     told: list[str] = []
-    control = Control(name, told.append, KNOBS[name].default)
-    assert control.read() == KNOBS[name].default
+    control = Control(name, told.append, FIELDS[name].default)
+    assert control.read() == FIELDS[name].default
     for value in values_of(name):
         before, old = len(told), control.read()
         control.show(value)
@@ -113,7 +113,7 @@ def test_a_text_that_is_no_case_is_explained(text: str, said: str) -> None:
 # The question that counts.
 
 
-def answers(latest_of: list[int], quiet_s: float = 0.02) -> tuple[Latest[int], list[int]]:
+def answers(latest_of: list[int], quiet_s: float = 0.02) -> tuple[LatestOnly[int], list[int]]:
     """Return a Latest whose work appends what it computed, and gives it, and the list of what it gave."""
     given_out: list[int] = []
 
@@ -121,7 +121,7 @@ def answers(latest_of: list[int], quiet_s: float = 0.02) -> tuple[Latest[int], l
         latest_of.append(question)
         turn.give(lambda: given_out.append(question))  # type: ignore[attr-defined]
 
-    return Latest(answer, lambda question, error: None, quiet_s), given_out
+    return LatestOnly(answer, lambda question, error: None, quiet_s), given_out
 
 
 def test_a_series_computes_only_the_last() -> None:
@@ -152,7 +152,7 @@ def test_work_that_is_under_way_is_dropped_for_the_next() -> None:
             raise
         turn.give(lambda: given_out.append(question))  # type: ignore[attr-defined]
 
-    latest: Latest[int] = Latest(answer, lambda question, error: None, 0.0)
+    latest: LatestOnly[int] = LatestOnly(answer, lambda question, error: None, 0.0)
     latest.ask(1)
     assert begun.wait(10)
     latest.ask(2)
@@ -172,7 +172,9 @@ def test_cancelled_work_gives_nothing() -> None:
             raise KeyError("broken")
         turn.give(lambda: given_out.append(question))  # type: ignore[attr-defined]
 
-    latest: Latest[int] = Latest(answer, lambda question, error: given_out.append(error), 0.0)
+    latest: LatestOnly[int] = LatestOnly(
+        answer, lambda question, error: given_out.append(error), 0.0
+    )
     for question in (1, 2):
         begun.clear()
         go_on.clear()
@@ -197,7 +199,9 @@ def test_what_the_work_raises_is_told_and_the_next_is_answered() -> None:
             raise KeyError("broken")
         turn.give(lambda: told.append(question))  # type: ignore[attr-defined]
 
-    latest: Latest[int] = Latest(answer, lambda question, error: told.append((question, error)), 0)
+    latest: LatestOnly[int] = LatestOnly(
+        answer, lambda question, error: told.append((question, error)), 0
+    )
     latest.ask(1)
     assert latest.wait(10)
     latest.ask(2)
@@ -312,23 +316,23 @@ def test_a_new_knob_has_a_control_by_its_declaration() -> None:
     """The explorer has every knob that Case declares, each in its group, and nothing else."""
     view = explorer(SMALL)
     assert view.wait(30)
-    assert set(view.controls) == set(KNOBS)
-    assert sum(map(len, groups(list(KNOBS)).values())) == len(KNOBS)
-    assert set(view._boxes) == {field.metadata["group"] for field in KNOBS.values()}
+    assert set(view.controls) == set(FIELDS)
+    assert sum(map(len, groups(list(FIELDS)).values())) == len(FIELDS)
+    assert set(view._boxes) == {field.metadata["group"] for field in FIELDS.values()}
 
 
 def test_an_error_of_the_lab_is_shown_in_its_words() -> None:
     """A kernel that cannot run here is said to be so; the case is a case, and what it shows is stale."""
     view = explorer(SMALL, lab=Lab(source="/no/such/vllm.whl"))
     assert view.wait(30)
-    view.set(origin="vllm", sm_scale=0.1)
+    view.set(backend="vllm", sm_scale=0.1)
     assert view.wait(30)
     assert isinstance(view.error, AttnLabError)
     assert str(view.error)[:20] in view.texts["verdict"].value.replace("&#x27;", "'")
     assert view.is_stale
     with pytest.raises(type(view.error)):
         view.show()
-    assert view.show(origin="model").status == "match"
+    assert view.show(backend="model").status == "match"
 
 
 def test_a_fault_of_the_lab_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +412,8 @@ def test_a_long_first_step_shows_itself() -> None:
 
 def test_a_step_of_an_outdated_turn_ends_it() -> None:
     """At once, not when progress is next shown."""
-    latest: Latest[int] = Latest(lambda question, turn: None, lambda question, error: None)
-    step = Progress(latest.cancel).steps(Turn(generation=latest.generation, latest=latest))
+    latest: LatestOnly[int] = LatestOnly(lambda question, turn: None, lambda question, error: None)
+    step = Progress(latest.cancel).steps(Job(generation=latest.generation, latest=latest))
     step("batch")
     latest.cancel()
     with pytest.raises(Outdated):
@@ -540,7 +544,7 @@ def test_every_op_has_its_pictures(op: str) -> None:
     if op == "decode_attention_fwd":
         changes |= {"query_lens": (1, 1), "ctx_lens": (20, 3)}
     if op == "cpu_attention_with_kv_cache":
-        changes |= {"origin": "vllm-cpu", "platform": "cpu"}
+        changes |= {"backend": "vllm-cpu", "platform": "cpu"}
     view = explorer(SMALL.replace(**changes))
     assert view.wait(60)
     if isinstance(view.error, Unavailable):
@@ -580,7 +584,7 @@ def test_a_foreign_slot_is_seen() -> None:
     """A block table of the call that names another sequence's block: read as another token."""
     from dataclasses import replace
 
-    from attnlab.contracts.dispatch import Setting
+    from attnlab.contracts.dispatch import Target
     from attnlab.contracts.slot_use import slot_use
 
     seen = look(Lab(), SMALL, lambda step: None)
@@ -589,7 +593,7 @@ def test_a_foreign_slot_is_seen() -> None:
     call = replace(seen.result.call, block_table=table)
     provenance = seen.result.cache.provenance
     kernels = seen.result.decision.kernels
-    use = slot_use(call, Setting.of(SMALL), kernels[:1], provenance)  # the prefill kernel alone
+    use = slot_use(call, Target.of(SMALL), kernels[:1], provenance)  # the prefill kernel alone
     assert int((use.use == FOREIGN).sum()) == 16
     block = int(provenance.block_table[1, 0])
     slot = use.at(block, 3)
@@ -610,7 +614,7 @@ def test_blocks_stand_in_the_order_of_the_table() -> None:
 
 def test_a_static_panel_needs_no_front_end() -> None:
     """Verdict and pictures as HTML beside the view of the widget; no script, nothing to load."""
-    view = panel(LOST, knobs=("stage", "platform"), views=("breaches", "error", "slots"))
+    view = panel(LOST, knobs=("stage", "platform"), views=("violations", "error", "slots"))
     bundle = view._repr_mimebundle_()
     html = bundle["text/html"]
     assert view.result.verdict in html

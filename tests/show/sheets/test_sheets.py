@@ -20,12 +20,12 @@ from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Setting, decide
-from attnlab.contracts.violations import Breach, Breaches, check
+from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.violations import Violation, Violations, check
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
-from attnlab.mutation.power import Mutant, Power
+from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.show.sheets import SHEETS, as_text, html, line, plain, sheet_of
 from attnlab.show.sheets.as_html import render
 from attnlab.show.sheets.inputs import contents
@@ -98,7 +98,7 @@ def case() -> Case:
 @pytest.fixture(scope="module")
 def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
     """One of each noun, by its place in the package."""
-    result, setting = lab.run(case), Setting.of(case)
+    result, setting = lab.run(case), Target.of(case)
     claim = Claim(number="C1", text="<b>all</b> is well", notes="000 & 001")
     judged = ClaimFinding(
         claim=claim, verdict="fails", reading="1 < 2", rests_on="a model", evidence={"n": [1, 2]}
@@ -115,12 +115,12 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         lab.call(case),
         decide(case),
         contract("paged_attention_rocm", setting, case.op),
-        result.breaches,
+        result.violations,
         result.errors,
         result,
         stage_table(lab, case),
         diagnose(case, lab=lab, propose=False),
-        Power(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
+        MutationReport(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
         judged,
         Findings([judged]),
         finding,
@@ -186,7 +186,7 @@ def test_a_result_tells_all_that_matters(nouns: dict[str, Shown]) -> None:
         "row 33 of output (sequence 1, query_len 1) is written by nobody",
         "sequence 1, token 0 of 1 (row 33), heads 0–3: 512 elements",
         "0, 33, 34, … becomes 0, 0, 33, 0, 34, 0, …",
-        "origin model",
+        "backend model",
     ):
         assert fact in page.text
         assert " ".join(fact.split()) in " ".join(plain(nouns["attnlab.lab.result.Result"]).split())
@@ -227,9 +227,9 @@ def test_a_batch_of_the_real_size_stays_short() -> None:
 
 def test_a_table_of_breaches_escapes_what_it_holds() -> None:
     """A kernel's name, a text: nothing becomes markup, in HTML or in the terminal."""
-    found = Breaches(
+    found = Violations(
         [
-            Breach(
+            Violation(
                 kind="k", effect="silent", kernel="<i>", subject="<u>[red]", text="[bold]a & b</td>"
             )
         ]
@@ -243,18 +243,20 @@ def test_a_table_of_breaches_escapes_what_it_holds() -> None:
 
 
 def test_breaches_are_still_a_list(case: Case, lab: Lab) -> None:
-    """Whoever took a list of breaches goes on; none at all says so."""
+    """Whoever took a list of violations goes on; none at all says so."""
     sound = case.replace(stage="sound")
-    found = check(lab.call(sound), Setting.of(sound), decide(sound).kernels)
+    found = check(lab.call(sound), Target.of(sound), decide(sound).kernels)
     assert found == []
     assert "none" in Page(html(found)).text
     result = lab.run(case)
-    assert [one.effect for one in result.breaches] == ["silent", "silent"]
-    assert type(dataclasses.asdict(diagnose(case, lab=lab, propose=False))["breaches"]) is Breaches
+    assert [one.effect for one in result.violations] == ["silent", "silent"]
+    assert (
+        type(dataclasses.asdict(diagnose(case, lab=lab, propose=False))["violations"]) is Violations
+    )
 
 
 def test_the_repr_of_a_case_makes_the_case_again() -> None:
-    for one in (Case(), hostile(), Case(sm_scale=0.5, heads=(0, 2), origin="vllm")):
+    for one in (Case(), hostile(), Case(sm_scale=0.5, heads=(0, 2), backend="vllm")):
         assert eval(repr(one), {"Case": Case}) == one
 
 
