@@ -178,7 +178,9 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
     for name in sorted(
         ids, key=lambda name: name.split("-")[::-1]
     ):  # those that share a batch together
-        case = Case.from_test_id(name, backend="vllm", platform="sm_90", stage="sound", empty="nan")
+        case = Case.from_test_id(
+            name, backend="vllm", platform="sm_90", stage="sound", empty_slots="nan"
+        )
         if case.is_fp8:
             case = case.replace(cache_write="scaled")
         start = time.perf_counter()

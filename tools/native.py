@@ -58,13 +58,13 @@ def _fills(lab: Lab, case: Case) -> list[dict[str, Any]]:
     """Return a row for each data, content of empty slots and fill; NaN is None."""
     rows = []
     for data, empty, fill in itertools.product(DISTRIBUTIONS, EMPTY_SLOTS, FILLS):
-        result = lab.run(case.replace(data=data, empty=empty, fill=fill))
+        result = lab.run(case.replace(data=data, empty_slots=empty, fill=fill))
         assert result.errors is not None
         *prefill, decode = result.errors.seq_error()
         rows.append(
             {
                 "data": data,
-                "empty": empty,
+                "empty_slots": empty,
                 "fill": fill,
                 "decode_error": None if decode != decode else decode,
                 "prefill_error": max(prefill),

@@ -20,8 +20,8 @@ CASE = Case(num_heads=8, draw_max_query_len=128, draw_max_ctx_len=128, x=8)
 STAGES = ("cast_after_cumsum", "int32_before_cumsum", "fill_all", "sound", "fill_decode")
 TURNS = [("stage", name) for name in STAGES] + [
     ("platform", "sm_90"),
-    ("empty", "nan"),
-    ("data", "normal"),
+    ("empty_slots", "nan"),
+    ("distribution", "normal"),
     ("seed", 1),
 ]
 TOGGLE = """async ([name, value]) => {

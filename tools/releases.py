@@ -36,8 +36,8 @@ CASE = Case(
     query_lens=(1, 15, 1, 17, 40, 1),
     ctx_lens=(15, 1, 16, 16, 3, 300),
     platform="sm_90",
-    data="normal",
-    output="nan",
+    distribution="normal",
+    output_init="nan",
     sm_scale=0.125,
     atol=2e-3,
     backend="vllm",
@@ -108,7 +108,7 @@ def leaks(lab: Lab, source: Source, release: str) -> list[str]:
     """Return the ops whose output has NaN where only slots behind the sequences' ends have."""
     found = []
     for case in (OPS[WRAPPER], OPS[f"{UNIFIED}, 2d"], OPS[DECODE_FWD]):
-        asked = case.replace(release=release, empty="nan")
+        asked = case.replace(release=release, empty_slots="nan")
         call = lab.call(asked)
         vllm_ops.run(call, Target.of(asked), decide(asked).kernels, source)
         if call.output.isnan().any():

@@ -20,10 +20,10 @@ from attnlab.lab.lab import Lab
 CASE = Case(
     query_lens=(1, 1, 1),
     ctx_lens=(20, 299, 600),
-    data="normal",
+    distribution="normal",
     num_heads=8,
     sm_scale=128**-0.5,
-    output="nan",
+    output_init="nan",
 )
 
 
@@ -44,11 +44,11 @@ def facts(version: str) -> str:
         case = CASE.replace(num_queries_per_kv=group)
         off = output(source, case) - Lab().reference(case)
         words.append(f"gqa {group}: {float(off.abs().max()):.1e}")
-    nan = bool(output(source, CASE.replace(empty="nan")).isnan().any())
+    nan = bool(output(source, CASE.replace(empty_slots="nan")).isnan().any())
     words.append(f"NaN in the tail of V {'reaches' if nan else 'does not reach'} the output")
     try:
         half = CASE.replace(head_size=64, sm_scale=0.125)
-        output(source, half, DeviceOptions(checked=True))
+        output(source, half, DeviceOptions(trace_reads=True))
         words.append("heads of 64: clean")
     except AttnLabError as error:
         words.append(f"heads of 64: {str(error)[:60]}")

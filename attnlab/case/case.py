@@ -23,7 +23,7 @@ from attnlab.case.fields import (
     OneOf,
     Span,
     Table,
-    knob,
+    case_field,
     refuse,
 )
 from attnlab.case.lengths import Lengths, draw_lengths
@@ -70,176 +70,194 @@ class Case(Shown):
     A wrong value raises InvalidCase at once, with a line that names the field.
     """
 
-    op: str = knob(OPS[0], _TEST, OneOf(OPS), "the op that is called")
-    num_heads: int = knob(64, _TEST, Int(1, 4096), "query heads")
-    num_queries_per_kv: int = knob(
+    op: str = case_field(OPS[0], _TEST, OneOf(OPS), "the op that is called")
+    num_heads: int = case_field(64, _TEST, Int(1, 4096), "query heads")
+    num_queries_per_kv: int = case_field(
         1, _TEST, Int(1, 4096), "query heads that share a KV head: the GQA ratio"
     )
-    head_size: int = knob(128, _TEST, Int(1, 1024), "elements of a head")
-    block_size: int = knob(32, _TEST, Int(1, 4096), "tokens of a cache block")
-    dtype: str = knob("float16", _TEST, OneOf(tuple(DTYPE_BYTES)), "dtype of query, key and value")
-    kv_cache_dtype: str = knob(
+    head_size: int = case_field(128, _TEST, Int(1, 1024), "elements of a head")
+    block_size: int = case_field(32, _TEST, Int(1, 4096), "tokens of a cache block")
+    dtype: str = case_field(
+        "float16", _TEST, OneOf(tuple(DTYPE_BYTES)), "dtype of query, key and value"
+    )
+    kv_cache_dtype: str = case_field(
         "auto", _TEST, OneOf(KV_CACHE_DTYPES), "the op's kv_cache_dtype; auto is that of the model"
     )
-    sliding_window: int = knob(
+    sliding_window: int = case_field(
         0, _TEST, Int(0), "keys a query may look back on, itself included; 0 is all"
     )
-    alibi: bool = knob(False, _TEST, Flag(), "add ALiBi slopes to the scores")
-    sm_scale: float | None = knob(
+    alibi: bool = case_field(False, _TEST, Flag(), "add ALiBi slopes to the scores")
+    sm_scale: float | None = case_field(
         None, _TEST, Maybe(Number(), "the op's own default"), "the scale of the scores, as passed"
     )
-    sinks: bool = knob(
+    sinks: bool = case_field(
         False, _TEST, Flag(), "pass an attention sink for each query head, as gpt-oss does"
     )
-    softcap: float | None = knob(
+    softcap: float | None = case_field(
         None,
         _TEST,
         Maybe(Number(), "no cap"),
         "c of the soft cap c · tanh(score / c), as Gemma 2 has",
     )
 
-    interleave_v: bool = knob(
+    interleave_v: bool = case_field(
         False,
         _TEST,
         Flag(),
         "values of a block in packs of 16 bytes, as AITER writes them (0.33.0)",
     )
-    num_splits: int | None = knob(
+    num_splits: int | None = case_field(
         None,
         _TEST,
         Maybe(Int(0, 256), "as vLLM passes it"),
         "pieces of a sequence that unified_attention (0 is its 2d path) and decode_attention_fwd merge",
     )
-    strides: str = knob(
+    kv_layout: str = case_field(
         "contiguous",
         _TEST,
         OneOf(KV_LAYOUTS),
         "how tensors lie in memory: fused as in vLLM's engine, HND with heads before slots besides",
     )
 
-    query_lens: tuple[int, ...] | None = knob(
+    query_lens: tuple[int, ...] | None = case_field(
         None, _LENGTHS, Maybe(Lens(1), "drawn"), "new tokens of each sequence"
     )
-    ctx_lens: tuple[int, ...] | None = knob(
+    ctx_lens: tuple[int, ...] | None = case_field(
         None, _LENGTHS, Maybe(Lens(0), "drawn"), "tokens of each sequence that precede the new ones"
     )
-    seed: int = knob(0, _LENGTHS, Int(0), "seed of the lengths, the data and the block table")
-    num_seqs: int = knob(10, _LENGTHS, Int(1, 65536), "sequences to draw")
-    draw_max_query_len: int = knob(1024, _LENGTHS, Int(1), "longest query drawn (MAX_SEQ_LEN)")
-    draw_max_ctx_len: int = knob(1024, _LENGTHS, Int(1), "longest context drawn (MAX_CTX_LEN)")
-    force_decode: bool = knob(True, _LENGTHS, Flag(), "make the last drawn query one token long")
-    max_query_len: int | None = knob(
+    seed: int = case_field(0, _LENGTHS, Int(0), "seed of the lengths, the data and the block table")
+    num_seqs: int = case_field(10, _LENGTHS, Int(1, 65536), "sequences to draw")
+    draw_max_query_len: int = case_field(
+        1024, _LENGTHS, Int(1), "longest query drawn (MAX_SEQ_LEN)"
+    )
+    draw_max_ctx_len: int = case_field(
+        1024, _LENGTHS, Int(1), "longest context drawn (MAX_CTX_LEN)"
+    )
+    force_decode: bool = case_field(
+        True, _LENGTHS, Flag(), "make the last drawn query one token long"
+    )
+    max_query_len: int | None = case_field(
         None, _LENGTHS, Maybe(Int(1), "as the test passes it"), "max_query_len, as passed"
     )
-    max_seq_len: int | None = knob(
+    max_seq_len: int | None = case_field(
         None, _LENGTHS, Maybe(Int(1), "as the test passes it"), "max_seq_len, as passed"
     )
-    padding: int = knob(
+    pad_batch: int = case_field(
         0, _LENGTHS, Int(0, 4096), "tokens and empty sequences behind, as a CUDA graph pads a batch"
     )
 
-    stage: str = knob("sound", _STAGE, OneOf(tuple(STAGES)), "a state that the test went through")
-    fill: str | None = knob(
+    stage: str = case_field(
+        "sound", _STAGE, OneOf(tuple(STAGES)), "a state that the test went through"
+    )
+    fill: str | None = case_field(
         None,
         _STAGE,
         Maybe(OneOf(FILLS), "the stage's"),
         "which tokens the cache holds before the call",
     )
-    block_table_dtype: str | None = knob(
+    block_table_dtype: str | None = case_field(
         None, _STAGE, Maybe(OneOf(INDEX_DTYPES), "the stage's"), "dtype of block_table"
     )
-    seq_lens_dtype: str | None = knob(
+    seq_lens_dtype: str | None = case_field(
         None, _STAGE, Maybe(OneOf(INDEX_DTYPES), "the stage's"), "dtype of seq_lens"
     )
-    query_start_loc_dtype: str | None = knob(
+    query_start_loc_dtype: str | None = case_field(
         None,
         _STAGE,
         Maybe(OneOf(QUERY_START_LOC_DTYPES), "the stage's"),
         "how query_start_loc is made",
     )
 
-    platform: str = knob("gfx942", _PLATFORM, OneOf(tuple(PLATFORMS)), "where the op would run")
-    release: str = knob("0.33.0", _PLATFORM, OneOf(RELEASES), "the vLLM release whose rules hold")
-    rocm_custom_paged_attn: bool = knob(
+    platform: str = case_field(
+        "gfx942", _PLATFORM, OneOf(tuple(PLATFORMS)), "where the op would run"
+    )
+    release: str = case_field(
+        "0.33.0", _PLATFORM, OneOf(RELEASES), "the vLLM release whose rules hold"
+    )
+    rocm_custom_paged_attn: bool = case_field(
         True, _PLATFORM, Flag(), "VLLM_ROCM_CUSTOM_PAGED_ATTN (0.11.2 asks for it)"
     )
-    aiter_paged_attn: bool = knob(
+    aiter_paged_attn: bool = case_field(
         False, _PLATFORM, Flag(), "AITER paged attention switched on (0.11.2 asks for it)"
     )
 
-    backend: str = knob("model", _BACKEND, OneOf(BACKENDS), "where the kernels come from")
-    heads: tuple[int, int] | None = knob(
+    backend: str = case_field("model", _BACKEND, OneOf(BACKENDS), "where the kernels come from")
+    kv_head_range: tuple[int, int] | None = case_field(
         None,
         _BACKEND,
         Maybe(Span(), "all"),
         "KV heads that run, first and behind the last, where a whole call would take minutes",
     )
-    seqs: tuple[int, int] | None = knob(
+    seq_range: tuple[int, int] | None = case_field(
         None, _BACKEND, Maybe(Span(), "all"), "sequences that run, likewise"
     )
-    checked: bool = knob(
+    trace_reads: bool = case_field(
         False,
         _BACKEND,
         Flag(),
         "watch what is read of the cache (backends rocm and vllm, on a CPU)",
     )
 
-    num_blocks: int | None = knob(
+    num_blocks: int | None = case_field(
         None, _CACHE, Maybe(Int(1), "as many as the block table needs"), "blocks of the cache"
     )
-    first_block: int = knob(
+    first_block: int = case_field(
         0,
         _CACHE,
         Int(0),
         "the lowest block that sequences use; those before it hold zeros and take no memory, so that "
         "offsets beyond 2^31 elements can be had",
     )
-    max_blocks_per_seq: int | None = knob(
+    max_blocks_per_seq: int | None = case_field(
         None, _CACHE, Maybe(Int(1), "what the longest sequence needs"), "columns of the block table"
     )
-    block_table: tuple[tuple[int, ...], ...] | None = knob(
+    block_table: tuple[tuple[int, ...], ...] | None = case_field(
         None, _CACHE, Maybe(Table(), "shuffled"), "a block table of your own"
     )
-    x: int | None = knob(
+    x: int | None = case_field(
         None,
         _CACHE,
         Maybe(Int(1), "16 bytes of elements"),
         "innermost size of the key cache's layout",
     )
-    cache_write: str = knob(
+    cache_write: str = case_field(
         "scaled",
         _CACHE,
         OneOf(("scaled", "numeric")),
         "how FP8 is written: as vLLM's cache write, or by the test's conversion of numbers to uint8",
     )
-    cache_format: str | None = knob(
+    cache_format: str | None = case_field(
         None,
         _CACHE,
         Maybe(OneOf(FP8_FORMATS), "the format that the platform reads"),
         "FP8 format that the cache is written in",
     )
-    k_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 keys")
-    v_scale: float = knob(1.0, _CACHE, Number(), "scale of the FP8 values")
-    freed: str = knob(
+    k_scale: float = case_field(1.0, _CACHE, Number(), "scale of the FP8 keys")
+    v_scale: float = case_field(1.0, _CACHE, Number(), "scale of the FP8 values")
+    freed: str = case_field(
         "kept",
         _CACHE,
         OneOf(FREED),
         "blocks wholly before a sliding window, which vLLM frees and leaves in the block table: kept as "
         "they were, empty, or in use by the next sequence",
     )
-    empty: str = knob("zeros", _CACHE, OneOf(EMPTY_SLOTS), "what slots hold that nobody wrote")
+    empty_slots: str = case_field(
+        "zeros", _CACHE, OneOf(EMPTY_SLOTS), "what slots hold that nobody wrote"
+    )
 
-    data: str = knob(
+    distribution: str = case_field(
         "uniform_1e-3", _DATA, OneOf(DISTRIBUTIONS), "distribution of query, key and value"
     )
-    output: str = knob(
+    output_init: str = case_field(
         "recycled", _DATA, OneOf(OUTPUT_INITS), "what the output buffer holds before the call"
     )
-    atol: float | None = knob(
+    atol: float | None = case_field(
         None, _DATA, Maybe(Number(zero=True), "the test's"), "absolute tolerance"
     )
-    rtol: float = knob(0.0, _DATA, Number(zero=True), "relative tolerance")
-    oracle: str = knob("float32", _DATA, OneOf(("float32", "float64")), "dtype of the reference")
+    rtol: float = case_field(0.0, _DATA, Number(zero=True), "relative tolerance")
+    reference_dtype: str = case_field(
+        "float32", _DATA, OneOf(("float32", "float64")), "dtype of the reference"
+    )
 
     def __post_init__(self) -> None:
         """Check every field by its kind, then the rules between fields; raise InvalidCase."""
@@ -258,19 +276,20 @@ class Case(Shown):
     @property
     def query_heads(self) -> range | None:
         """Return the query heads that run, or None where all do."""
-        if self.heads is None:
+        if self.kv_head_range is None:
             return None
         return range(
-            self.heads[0] * self.num_queries_per_kv, self.heads[1] * self.num_queries_per_kv
+            self.kv_head_range[0] * self.num_queries_per_kv,
+            self.kv_head_range[1] * self.num_queries_per_kv,
         )
 
     @property
     def query_rows(self) -> range | None:
         """Return the output rows of the sequences that run, or None where all do."""
-        if self.seqs is None:
+        if self.seq_range is None:
             return None
         starts = [0, *accumulate(self.lengths.query_lens)]
-        return range(starts[self.seqs[0]], starts[self.seqs[1]])
+        return range(starts[self.seq_range[0]], starts[self.seq_range[1]])
 
     @property
     def is_fp8(self) -> bool:

@@ -242,6 +242,6 @@ class Maybe:
         return "none" if value is None else self.kind.text(value)
 
 
-def knob(default: Any, group: str, kind: FieldType, text: str) -> Any:
+def case_field(default: Any, group: str, kind: FieldType, text: str) -> Any:
     """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
     return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})

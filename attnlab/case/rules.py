@@ -54,12 +54,16 @@ def _check_heads(case: "Case") -> None:
 
 def _check_backend(case: "Case") -> None:
     _check_cpu(case)
-    if case.checked and case.backend not in ("rocm", "vllm"):
-        refuse("checked", f"false with backend {case.backend}, which nobody watches", case.checked)
+    if case.trace_reads and case.backend not in ("rocm", "vllm"):
+        refuse(
+            "trace_reads",
+            f"false with backend {case.backend}, which nobody watches",
+            case.trace_reads,
+        )
     _check_memory(case)
     limits = {
-        "heads": (case.num_kv_heads, "the KV heads"),
-        "seqs": (_num_seqs(case), "the sequences"),
+        "kv_head_range": (case.num_kv_heads, "the KV heads"),
+        "seq_range": (_num_seqs(case), "the sequences"),
     }
     for name, (limit, words) in limits.items():
         span = getattr(case, name)
@@ -75,11 +79,11 @@ def _check_backend(case: "Case") -> None:
 
 def _check_memory(case: "Case") -> None:
     """Check how tensors lie in memory, which only vLLM's Triton ops are asked to follow."""
-    for name, plain in (("strides", "contiguous"), ("padding", 0)):
+    for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if case.backend not in ("model", "vllm") and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
-    if case.strides == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
-        refuse("strides", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
+    if case.kv_layout == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
+        refuse("kv_layout", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
 
 
 def _check_op(case: "Case") -> None:

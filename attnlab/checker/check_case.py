@@ -22,8 +22,8 @@ from attnlab.lab.lab import Lab
 
 _MOST_SHRINKS = 24
 _LAYOUTS = (
-    ("strides", "contiguous", "strides ignored"),
-    ("padding", 0, "padding not left out"),
+    ("kv_layout", "contiguous", "strides ignored"),
+    ("pad_batch", 0, "padding not left out"),
 )
 
 
@@ -72,7 +72,7 @@ def _of_output(lab: Lab, subject: Subject, case: Case, ran: RunOutput) -> Findin
     told = diagnose(case, ran.output, lab=lab, propose=False)
     if told.is_wrong:
         return _wrong(lab, subject, case, ran.output, told)
-    garbage = case.replace(empty="garbage")
+    garbage = case.replace(empty_slots="garbage")
     other = subject.run(lab, garbage).output
     told = diagnose(garbage, other, lab=lab, propose=False)
     if told.is_wrong:
@@ -88,7 +88,7 @@ def _wrong(
     lab: Lab, subject: Subject, case: Case, output: torch.Tensor, told: Diagnosis
 ) -> Finding:
     """Return what is wrong with an output that is, by a second run on zeros: in slots and buffer."""
-    zeros = case.replace(empty="zeros", output="zeros")
+    zeros = case.replace(empty_slots="zeros", output_init="zeros")
     again = subject.run(lab, zeros).output
     layout = _by_layout(lab, subject, zeros)
     kept = torch.nonzero((output.isnan() & (again == 0)).flatten(1).all(1)).flatten()
@@ -221,8 +221,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
         "sliding_window": 0,
         "k_scale": 1.0,
         "v_scale": 1.0,
-        "strides": "contiguous",
-        "padding": 0,
+        "kv_layout": "contiguous",
+        "pad_batch": 0,
         "block_size": 16,
         "max_blocks_per_seq": None,
     }

@@ -63,8 +63,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
         "query_lens": (40, 9, 1),
         "ctx_lens": (21, 60, 47),
     },
-    {"strides": "fused"},
-    {"padding": 5, "max_blocks_per_seq": 40},
+    {"kv_layout": "fused"},
+    {"pad_batch": 5, "max_blocks_per_seq": 40},
     {
         "num_heads": 40,
         "num_queries_per_kv": 20,
@@ -73,7 +73,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
         "ctx_lens": (40, 5),
     },
     {"block_size": 48, "query_lens": (1, 3), "ctx_lens": (120, 95)},
-    {"strides": "HND", "num_heads": 6, "num_queries_per_kv": 3},
+    {"kv_layout": "HND", "num_heads": 6, "num_queries_per_kv": 3},
     _FAR,
     {"block_size": 32, "num_heads": 8, "num_queries_per_kv": 8},
     {"dtype": "float32", "num_splits": 4},
@@ -148,11 +148,11 @@ def _case(
         "sm_scale": 0.125,
         "stage": "sound",
         "fill": "all_rows",
-        "strides": "contiguous",
-        "data": "normal",
-        "empty": "nan",
-        "output": "nan",
-        "oracle": "float64",
+        "kv_layout": "contiguous",
+        "distribution": "normal",
+        "empty_slots": "nan",
+        "output_init": "nan",
+        "reference_dtype": "float64",
         "seed": seed,
         **variant,
         "query_lens": query_lens,
@@ -183,5 +183,5 @@ def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
         raise InvalidCase("the models do what vLLM's op does there, which is wrong")
     if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
         raise InvalidCase("the op refuses attention sinks beside ALiBi")
-    if op == MERGE and variant.get("strides", "contiguous") != "contiguous":
+    if op == MERGE and variant.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("strides must be contiguous: the op gets two outputs")

@@ -55,8 +55,8 @@ class ReadCounts:
 
 def allowed(case: Case) -> set[str]:
     """Return the kinds of slots that the contracts of a Case's kernels let them read."""
-    setting = Target.of(case)
-    terms = [contract(name, setting, case.op) for name in decide(case).kernels]
+    target = Target.of(case)
+    terms = [contract(name, target, case.op) for name in decide(case).kernels]
     tail = {"unwritten tail"} if any(one.reads_tail != "nothing" for one in terms) else set()
     return {"own", *tail}
 

@@ -72,7 +72,7 @@ class Contract(Shown):
     block_sizes: tuple[int, ...] = ()
 
 
-def contract(name: str, setting: Target, op: str) -> Contract:
+def contract(name: str, target: Target, op: str) -> Contract:
     """Return the contract of a kernel as ``op`` calls it, or of an op, under a release's rules."""
     return {
         WRAPPER: _wrapper,
@@ -84,16 +84,16 @@ def contract(name: str, setting: Target, op: str) -> Contract:
         DECODE_FWD: _decode_fwd,
         MERGE: _merge,
         WRITE: _write,
-    }[name](setting, op)
+    }[name](target, op)
 
 
-def _triton_formats(setting: Target) -> tuple[str, ...]:
+def _triton_formats(target: Target) -> tuple[str, ...]:
     """Return what Triton's kernels read: e4m3 needs compute capability 8.9 on CUDA."""
-    e4m3 = ("fp8", "fp8_e4m3") if setting.platform.triton_e4m3 else ()
+    e4m3 = ("fp8", "fp8_e4m3") if target.platform.triton_e4m3 else ()
     return ("auto", *e4m3, "fp8_e5m2")
 
 
-def _wrapper(setting: Target, op: str) -> Contract:
+def _wrapper(target: Target, op: str) -> Contract:
     """Return the contract of chunked_prefill_paged_decode, the op around prefill and decode kernel.
 
     Every row is served, by the one or the other. Up to 0.11.2 its default scale comes from
@@ -101,64 +101,64 @@ def _wrapper(setting: Target, op: str) -> Contract:
     """
     return Contract(
         name=WRAPPER,
-        source=ops_source(setting.release, "chunked_prefill_paged_decode.py"),
+        source=ops_source(target.release, "chunked_prefill_paged_decode.py"),
         serves="all",
         new_tokens_from="by query_len",
-        default_scale="num_heads" if setting.release == "0.11.2" else "head_size",
+        default_scale="num_heads" if target.release == "0.11.2" else "head_size",
         sinks="any",
     )
 
 
-def _prefill(setting: Target, op: str) -> Contract:
+def _prefill(target: Target, op: str) -> Contract:
     """Return the contract of context_attention_fwd: it never reads the cache behind ctx_len."""
     return Contract(
         default_scale="head_size",
         name=PREFILL,
-        source=ops_source(setting.release, "prefix_prefill.py"),
+        source=ops_source(target.release, "prefix_prefill.py"),
         serves="all" if op == PREFILL else "prefill",
         new_tokens_from="arguments",
-        kv_cache_dtypes=_triton_formats(setting),
+        kv_cache_dtypes=_triton_formats(target),
         sinks="without alibi",  # an assertion of the op
     )
 
 
-def _triton_decode(setting: Target, op: str) -> Contract:
+def _triton_decode(target: Target, op: str) -> Contract:
     """Return the contract of Triton's paged decode.
 
     0.11.2 loads the last block whole and adds the mask to the scores (-inf + NaN is NaN), so NaN in
     its tail reaches the output through K and V; 0.33.0 masks the loads. 0.33.0 also converts the block
     table to int32 before the launch.
     """
-    old = setting.release == "0.11.2"
+    old = target.release == "0.11.2"
     return Contract(
         name=TRITON_DECODE,
-        source=ops_source(setting.release, "chunked_prefill_paged_decode.py"),
+        source=ops_source(target.release, "chunked_prefill_paged_decode.py"),
         serves="decode",
         new_tokens_from="cache",
         on_int64={} if old else {"block_table": "convert"},
         reads_tail="key and value" if old else "nothing",
-        kv_cache_dtypes=_triton_formats(setting),
+        kv_cache_dtypes=_triton_formats(target),
         sinks="any",
     )
 
 
-def _rocm_decode(setting: Target, op: str) -> Contract:
+def _rocm_decode(target: Target, op: str) -> Contract:
     """Return the contract of the ROCm custom kernel.
 
     ``block_tables`` and ``seq_lens`` go through ``data_ptr<int>()``, which checks; query_start_loc
     through a ``reinterpret_cast``, which does not. With ``wrapper_cast`` the Python wrapper converts
     all three first. 0.33.0 masks unwritten value slots (vLLM PR #53856); 0.11.2 multiplies them by 0.
     """
-    old = setting.release == "0.11.2"
+    old = target.release == "0.11.2"
     names = ("block_table", "seq_lens", "query_start_loc")
     strict = {"block_table": "reject", "seq_lens": "reject", "query_start_loc": "reinterpret"}
     file = "attention.cu" if old else "attention_kernels.cuh"
     return Contract(
         name=ROCM_DECODE,
-        source=f"csrc/rocm/{file}, vLLM {setting.release}",
+        source=f"csrc/rocm/{file}, vLLM {target.release}",
         serves="decode",
         new_tokens_from="cache",
-        on_int64=dict.fromkeys(names, "convert") if setting.wrapper_cast else strict,
+        on_int64=dict.fromkeys(names, "convert") if target.wrapper_cast else strict,
         reads_tail="value" if old else "nothing",
         key_x_bytes=16,
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3"),
@@ -168,7 +168,7 @@ def _rocm_decode(setting: Target, op: str) -> Contract:
     )
 
 
-def _cpu_attention(setting: Target, op: str) -> Contract:
+def _cpu_attention(target: Target, op: str) -> Contract:
     """Return the contract of vLLM's compiled CPU attention.
 
     It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
@@ -181,7 +181,7 @@ def _cpu_attention(setting: Target, op: str) -> Contract:
         source=CPU_SOURCE,
         serves="all",
         new_tokens_from="cache",
-        on_int64=dict.fromkeys(names, "convert" if setting.wrapper_cast else "reject"),
+        on_int64=dict.fromkeys(names, "convert" if target.wrapper_cast else "reject"),
         reads_tail="value",
         block_size_multiple=16,
         sinks="any",
@@ -193,7 +193,7 @@ def _cpu_attention(setting: Target, op: str) -> Contract:
     )
 
 
-def _unified(setting: Target, op: str) -> Contract:
+def _unified(target: Target, op: str) -> Contract:
     """Return the contract of unified_attention: new tokens, too, must be in the cache before it.
 
     Its soft cap came from two exponentials, which overflow, until vLLM PR #56579.
@@ -202,58 +202,58 @@ def _unified(setting: Target, op: str) -> Contract:
         name=UNIFIED,
         alibi_from="first new token",
         sinks="any",
-        softcap="overflows" if setting.release == "0.11.2" else "any",
-        source=ops_source(setting.release, "triton_unified_attention.py"),
+        softcap="overflows" if target.release == "0.11.2" else "any",
+        source=ops_source(target.release, "triton_unified_attention.py"),
         serves="all",
         new_tokens_from="cache",
-        kv_cache_dtypes=_e4m3_formats(setting),
+        kv_cache_dtypes=_e4m3_formats(target),
     )
 
 
-def _decode_fwd(setting: Target, op: str) -> Contract:
+def _decode_fwd(target: Target, op: str) -> Contract:
     """Return the contract of decode_attention_fwd: one row a sequence."""
     return Contract(
         name=DECODE_FWD,
         softcap="any",
-        source=ops_source(setting.release, "triton_decode_attention.py"),
+        source=ops_source(target.release, "triton_decode_attention.py"),
         serves="decode",
         new_tokens_from="cache",
-        kv_cache_dtypes=_e4m3_formats(setting),
+        kv_cache_dtypes=_e4m3_formats(target),
     )
 
 
-def _merge(setting: Target, op: str) -> Contract:
+def _merge(target: Target, op: str) -> Contract:
     """Return the contract of merge_attn_states; of its two parts the lab computes the one over the
     context from the cache."""
     return Contract(
         name=MERGE,
-        source=ops_source(setting.release, "triton_merge_attn_states.py"),
+        source=ops_source(target.release, "triton_merge_attn_states.py"),
         serves="all",
         new_tokens_from="arguments",
     )
 
 
-def _write(setting: Target, op: str) -> Contract:
+def _write(target: Target, op: str) -> Contract:
     """Return the contract of reshape_and_cache_flash, whose output is the cache."""
     return Contract(
         name=WRITE,
-        source=ops_source(setting.release, "triton_reshape_and_cache_flash.py"),
+        source=ops_source(target.release, "triton_reshape_and_cache_flash.py"),
         serves="all",
         new_tokens_from="arguments",
-        kv_cache_dtypes=_e4m3_formats(setting),
+        kv_cache_dtypes=_e4m3_formats(target),
     )
 
 
-def _e4m3_formats(setting: Target) -> tuple[str, ...]:
+def _e4m3_formats(target: Target) -> tuple[str, ...]:
     """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
-    return tuple(name for name in _triton_formats(setting) if name != "fp8_e5m2")
+    return tuple(name for name in _triton_formats(target) if name != "fp8_e5m2")
 
 
-def default_scale(call: KernelCall, setting: Target) -> float:
+def default_scale(call: KernelCall, target: Target) -> float:
     """Return the scale that the op takes where none is passed."""
     _, num_heads, head_size = call.query.shape
     size = (
-        num_heads if contract(call.op, setting, call.op).default_scale == "num_heads" else head_size
+        num_heads if contract(call.op, target, call.op).default_scale == "num_heads" else head_size
     )
     return 1.0 / math.sqrt(size)
 

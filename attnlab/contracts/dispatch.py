@@ -39,7 +39,7 @@ class Target:
 
     @classmethod
     def of(cls, case: Case) -> "Target":
-        """Return the Case's setting."""
+        """Return the Case's target."""
         return cls(
             platform=case.machine,
             release=case.release,

@@ -82,7 +82,7 @@ class SlotUse:
 
 
 def slot_use(
-    call: KernelCall, setting: Target, kernels: Sequence[str], provenance: Provenance
+    call: KernelCall, target: Target, kernels: Sequence[str], provenance: Provenance
 ) -> SlotUse:
     """Return who wrote and who reads each slot; of a slot that two read, the later sequence is kept."""
     reader_seq = torch.full(provenance.seq.shape, NOBODY, dtype=torch.int64)
@@ -90,7 +90,7 @@ def slot_use(
     for name in kernels:
         if name == WRITE:  # reads no slot
             continue
-        lens = cached_lens(contract(name, setting, call.op), call).tolist()
+        lens = cached_lens(contract(name, target, call.op), call).tolist()
         for seq, length in enumerate(lens):
             positions = torch.arange(min(length, call.block_table.shape[1] * call.block_size))
             blocks = call.block_table[seq, positions // call.block_size].long()

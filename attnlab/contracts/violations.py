@@ -58,20 +58,20 @@ class Violations(Shown, list[Violation]):
 
 
 def check(
-    call: KernelCall, setting: Target, kernels: Sequence[str], provenance: Provenance | None = None
+    call: KernelCall, target: Target, kernels: Sequence[str], provenance: Provenance | None = None
 ) -> Violations:
     """Return every violation of the call, in the order in which a person would want to know them.
 
     ``kernels`` are those that the op runs (:func:`attnlab.contracts.dispatch.decide`). Without ``provenance``,
     as for a call that was captured elsewhere, nothing is said of who wrote which slot.
     """
-    contracts = [contract(name, setting, call.op) for name in kernels]
+    contracts = [contract(name, target, call.op) for name in kernels]
     violations: list[Violation] = []
     for terms in contracts:
         violations += _index_dtypes(terms, call)
         violations += _unsupported(terms, call)
         violations += _layout(terms, call)
-    violations += _default_scale(call, setting) + _unwritten_rows(contracts, call)
+    violations += _default_scale(call, target) + _unwritten_rows(contracts, call)
     if provenance is not None:
         for terms in contracts:
             violations += _slots(terms, call, provenance)
@@ -185,10 +185,10 @@ def _layout(terms: Contract, call: KernelCall) -> list[Violation]:
     return found
 
 
-def _default_scale(call: KernelCall, setting: Target) -> list[Violation]:
+def _default_scale(call: KernelCall, target: Target) -> list[Violation]:
     """Return a violation where the scale is left to an op that takes it from the number of heads."""
     _, num_heads, head_size = call.query.shape
-    if call.sm_scale is not None or default_scale(call, setting) == 1.0 / math.sqrt(head_size):
+    if call.sm_scale is not None or default_scale(call, target) == 1.0 / math.sqrt(head_size):
         return []
     return [
         Violation(

@@ -47,7 +47,7 @@ class Problem:
     """
 
     call: KernelCall
-    setting: Target
+    target: Target
     kernels: tuple[str, ...]
     written: ElementFormat
     encode: Callable[[torch.Tensor, float], torch.Tensor]
@@ -64,23 +64,23 @@ class Problem:
         """Return the scene of a Case's call."""
         return cls(
             call=call,
-            setting=Target.of(case),
+            target=Target.of(case),
             kernels=decide(case).kernels,
             written=written_format(case),
             encode=lambda tokens, scale: store(case, tokens, scale),
             case=case,
-            seqs=None if case.seqs is None else range(*case.seqs),
+            seqs=None if case.seq_range is None else range(*case.seq_range),
             batch=batch,
             before=before,
         )
 
     @classmethod
-    def of_call(cls, call: KernelCall, setting: Target, kernels: Sequence[str]) -> "Problem":
+    def of_call(cls, call: KernelCall, target: Target, kernels: Sequence[str]) -> "Problem":
         """Return the scene of a call alone, as one that was captured elsewhere."""
-        written = read_format(call.kv_cache_dtype, call.query.dtype, setting.platform.fp8_e4m3)
+        written = read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
         return cls(
             call=call,
-            setting=setting,
+            target=target,
             kernels=tuple(kernels),
             written=written,
             encode=written.encode,
@@ -121,7 +121,7 @@ class Problem:
 
     def cached_len(self, seq: int) -> int:
         """Return how many of a sequence's tokens its kernel takes from the cache, by the op's contract."""
-        source = contract(self.call.op, self.setting, self.call.op).new_tokens_from
+        source = contract(self.call.op, self.target, self.call.op).new_tokens_from
         from_cache = source == "cache" or (source == "by query_len" and self.query_len(seq) == 1)
         return self.seq_len(seq) - (0 if from_cache else self.query_len(seq))
 
@@ -137,9 +137,9 @@ class Problem:
     def rounding(self, seq: int) -> Rounding:
         """Return what the kernel that serves a sequence rounds."""
         if not self.is_decode(seq) and PREFILL in self.kernels:
-            return Rounding.of(self.call, self.setting, (PREFILL,))
+            return Rounding.of(self.call, self.target, (PREFILL,))
         others = tuple(name for name in self.kernels if name != PREFILL)
-        return Rounding.of(self.call, self.setting, others)
+        return Rounding.of(self.call, self.target, others)
 
     # What a row sees.
 

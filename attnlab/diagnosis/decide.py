@@ -39,7 +39,7 @@ def gather(
         same = rows_equal(output, problem.before)
         unwritten, how = torch.nonzero(same).flatten(), "they hold what the buffer held"
     else:
-        terms = [contract(name, problem.setting, problem.call.op) for name in problem.kernels]
+        terms = [contract(name, problem.target, problem.call.op) for name in problem.kernels]
         nobody = unwritten_rows(terms, problem.call) & found.touched.any(1)
         unwritten, how = torch.nonzero(nobody).flatten(), "by the kernels' contracts"
     return Evidence(

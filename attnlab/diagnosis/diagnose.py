@@ -117,7 +117,7 @@ def _look(lab: Lab, case: Case, output: torch.Tensor, catalogue: Sequence[Defect
     call = lab.call(case)
     _check_output(output, call.output)
     problem = Problem.of_case(case, lab.batch(case), call, call.output)
-    violations = check(call, problem.setting, problem.kernels, lab.cache(case).provenance)
+    violations = check(call, problem.target, problem.kernels, lab.cache(case).provenance)
     found = locate(problem, output, case.query_heads, lab.reference(case))
     known = gather(problem, output, found, violations)
     return _Look(problem=problem, told=judge(known, catalogue, case.query_heads))
@@ -131,8 +131,8 @@ def _again(
     NaN tells a place and nothing more. Where the garbage shows, it decides; where it does not, what
     remains are the explanations that it would not show either.
     """
-    empty = "garbage" if case.empty == "nan" else case.empty
-    finite = case.replace(empty=empty, output="recycled")
+    empty = "garbage" if case.empty_slots == "nan" else case.empty_slots
+    finite = case.replace(empty_slots=empty, output_init="recycled")
     if finite == case:
         return first.told
     second = _look(lab, finite, rerun(finite), catalogue)
@@ -157,7 +157,7 @@ def _is_hidden(problem: Problem, candidate: Candidate) -> bool:
 
 def diagnose_call(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     kernels: Sequence[str],
     *,
     output: torch.Tensor | None = None,
@@ -172,8 +172,8 @@ def diagnose_call(
     began = time.perf_counter()
     output = call.output if output is None else output
     _check_output(output, call.output)
-    problem = dataclasses.replace(Problem.of_call(call, setting, kernels), before=before)
-    violations = check(call, setting, kernels)
+    problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
+    violations = check(call, target, kernels)
     known = gather(problem, output, locate(problem, output), violations)
     told = judge(known, catalogue, None)
     return dataclasses.replace(told, seconds=time.perf_counter() - began)

@@ -19,22 +19,22 @@ _LARGE = 1 << 20  # elements of query above which a Case is shortened first
 _SHORT: dict[str, Any] = {"query_lens": (1, 17, 40), "ctx_lens": (300, 260, 33)}
 _CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    {"data": "normal"},
-    {"empty": "garbage"},
-    {"data": "normal", "empty": "garbage"},
-    {"data": "normal", "empty": "nan"},
-    {"data": "normal", "sm_scale": 0.3},
-    {"data": "normal", "k_scale": 0.5, "v_scale": 0.25},
-    {"data": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty": "garbage"},
-    {"data": "normal", **_SHORT},
-    {"data": "normal", "empty": "garbage", **_SHORT},
-    {"data": "normal", "num_queries_per_kv": 2},
-    {"data": "normal", "num_queries_per_kv": 3, "num_heads": 12},
-    {"data": "normal", "dtype": "float32"},
+    {"distribution": "normal"},
+    {"empty_slots": "garbage"},
+    {"distribution": "normal", "empty_slots": "garbage"},
+    {"distribution": "normal", "empty_slots": "nan"},
+    {"distribution": "normal", "sm_scale": 0.3},
+    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25},
+    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty_slots": "garbage"},
+    {"distribution": "normal", **_SHORT},
+    {"distribution": "normal", "empty_slots": "garbage", **_SHORT},
+    {"distribution": "normal", "num_queries_per_kv": 2},
+    {"distribution": "normal", "num_queries_per_kv": 3, "num_heads": 12},
+    {"distribution": "normal", "dtype": "float32"},
 )
 _CAPPED: tuple[dict[str, Any], ...] = (  # of a Case with a soft cap: scores far above it
-    {"data": "normal", "softcap": 0.5},
-    {"data": "normal", "softcap": 0.004},
+    {"distribution": "normal", "softcap": 0.5},
+    {"distribution": "normal", "softcap": 0.004},
 )
 
 

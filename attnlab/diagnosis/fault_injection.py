@@ -59,14 +59,14 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "x": rng.choice((None, 8)) if platform == "sm_90" else None,
         "query_lens": tuple(query_lens),
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
-        "data": "normal" if rng.random() < 0.9 else "uniform_1e-3",
-        "empty": rng.choice(("zeros", "garbage", "nan")),
+        "distribution": "normal" if rng.random() < 0.9 else "uniform_1e-3",
+        "empty_slots": rng.choice(("zeros", "garbage", "nan")),
         "fill": "all_rows" if op in CACHE_ONLY_OPS else rng.choice(("all_rows", "decode_rows")),
         "platform": platform,
         "num_blocks": 5 * 32 + rng.randint(0, 9),
         "max_blocks_per_seq": rng.choice((None, 36)),
         "seed": rng.randrange(1 << 30),
-        "oracle": "float64",
+        "reference_dtype": "float64",
     }
 
 

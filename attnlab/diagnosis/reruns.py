@@ -40,11 +40,13 @@ def probe(rerun: Rerun, case: Case, output: torch.Tensor) -> Probes:
     """
     heads = case.query_heads
     ran = slice(None) if heads is None else slice(heads.start, heads.stop)
-    other = case.replace(output="zeros" if case.output == "recycled" else "recycled")
+    other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
     kept = rows_equal(output[:, ran], make_output(case)[:, ran])
     kept &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
     fills = {
-        empty: (output if empty == case.empty else rerun(case.replace(empty=empty)))[:, ran]
+        empty: (output if empty == case.empty_slots else rerun(case.replace(empty_slots=empty)))[
+            :, ran
+        ]
         for empty in ("zeros", "garbage", "nan")
     }
     finite = ~rows_equal(fills["zeros"], fills["garbage"])

@@ -1,0 +1,1 @@
+"""Backends: the models, vLLM's Triton and ROCm sources, its CPU op, and user functions."""

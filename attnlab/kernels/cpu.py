@@ -73,7 +73,7 @@ def backend_text() -> str:
     return f"{DISTRIBUTION} {VERSION}, compiled for CPU"
 
 
-def run(call: KernelCall, setting: Target) -> None:
+def run(call: KernelCall, target: Target) -> None:
     """Run the op into ``call.output``.
 
     Where no scale is passed it is that of vLLM's layers, 1 / sqrt(head_size). Raises KernelRejected with
@@ -86,15 +86,15 @@ def run(call: KernelCall, setting: Target) -> None:
             "does not write this op's FP8 cache"
         )
     try:
-        _run(ops, call, setting)
+        _run(ops, call, target)
     except (RuntimeError, ValueError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise KernelRejected(_PREFIX.sub("", lines[0]).strip()) from error
 
 
-def _run(ops: Any, call: KernelCall, setting: Target) -> None:
+def _run(ops: Any, call: KernelCall, target: Target) -> None:
     index = {name: getattr(call, name) for name in ("query_start_loc", "seq_lens", "block_table")}
-    if setting.wrapper_cast:
+    if target.wrapper_cast:
         index = {name: tensor.to(torch.int32) for name, tensor in index.items()}
     _, num_heads, head_size = call.query.shape
     isa = instruction_set(call.block_size, head_size)

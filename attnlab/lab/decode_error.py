@@ -100,7 +100,7 @@ def decode_error(text: str, case: Case) -> DecodedError:
     decode = decide(case).decode
     from_cache = query_len == 1 and decode is not None
     newest = (ctx_len, ctx_len // case.block_size, ctx_len % case.block_size)
-    largest = _LARGEST_VALUE.get(case.data)
+    largest = _LARGEST_VALUE.get(case.distribution)
     return DecodedError(
         mismatched=mismatched,
         total=total,

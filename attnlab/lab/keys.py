@@ -23,7 +23,7 @@ _BATCH_KNOBS = (
     "num_queries_per_kv",
     "head_size",
     "dtype",
-    "data",
+    "distribution",
     "alibi",
     "sinks",
 )
@@ -63,7 +63,7 @@ def _stored_format(case: Case) -> dict[str, Any]:
 
 def cache_key(case: Case) -> Case:
     """Return the key of the Case's cache, provenance included."""
-    keep: tuple[str, ...] = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty")
+    keep: tuple[str, ...] = (*_STORED_KNOBS, *_TABLE_KNOBS, "empty_slots")
     if case.freed != "kept":  # by the window, of an op that has one
         keep += ("op", "sliding_window")
     return _reset(case, keep, fill=case.staging.fill, **_stored_format(case))
@@ -71,16 +71,16 @@ def cache_key(case: Case) -> Case:
 
 def reference_key(case: Case) -> Case:
     """Return the key of the Case's reference."""
-    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "softcap", "oracle")
+    keep = (*_STORED_KNOBS, "op", "sliding_window", "sm_scale", "softcap", "reference_dtype")
     return _reset(case, keep, **_stored_format(case))
 
 
 def output_key(case: Case) -> Case:
     """Return the key of the output buffer's first contents."""
     if case.op == CACHE_WRITE:
-        keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "output", "op")
+        keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "output_init", "op")
         return _reset(case, keep, platform=case.platform if case.is_fp8 else "cpu")
-    return _reset(case, (*_BATCH_KNOBS, "output"))
+    return _reset(case, (*_BATCH_KNOBS, "output_init"))
 
 
 def prefill_key(case: Case) -> Case:

@@ -114,12 +114,12 @@ class Lab:
         with self._step(seconds, "cache"):
             cache = self.cache(case)
         call = self.call(case)
-        decision, setting = decide(case), Target.of(case)
-        violations = check(call, setting, decision.kernels, cache.provenance)
+        decision, target = decide(case), Target.of(case)
+        violations = check(call, target, decision.kernels, cache.provenance)
         error, observed, memory, failed = None, RunLog(), None, False
         with self._step(seconds, "kernels"):
             try:
-                observed, memory = self._run_kernels(case, call, setting, decision)
+                observed, memory = self._run_kernels(case, call, target, decision)
             except KernelRejected as rejection:
                 error, failed = str(rejection), isinstance(rejection, KernelFailed)
         errors = None
@@ -177,7 +177,7 @@ class Lab:
         return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
 
     def _run_kernels(
-        self, case: Case, call: KernelCall, setting: Target, decision: Decision
+        self, case: Case, call: KernelCall, target: Target, decision: Decision
     ) -> tuple[RunLog, MemoryReport | None]:
         """Run the kernels into ``call.output``, or take over the prefill rows that are there.
 
@@ -186,31 +186,31 @@ class Lab:
         if case.backend == "vllm-cpu":
             from attnlab.kernels import cpu as cpu_ops
 
-            cpu_ops.run(call, setting)
+            cpu_ops.run(call, target)
             return RunLog(), None
         if case.backend == "vllm":
-            observed = self._run_vllm(case, call, setting, decision)
-            return observed, self._traced(case, observed) if case.checked else None
+            observed = self._run_vllm(case, call, target, decision)
+            return observed, self._traced(case, observed) if case.trace_reads else None
         if PREFILL in decision.kernels:
-            self._run_prefill(case, call, setting)
+            self._run_prefill(case, call, target)
         if case.backend == "rocm" and ROCM_DECODE in decision.kernels:
-            return RunLog(), self._run_rocm(case, call, setting)
-        model.run(call, setting, tuple(name for name in decision.kernels if name != PREFILL))
+            return RunLog(), self._run_rocm(case, call, target)
+        model.run(call, target, tuple(name for name in decision.kernels if name != PREFILL))
         return RunLog(), None
 
-    def _run_prefill(self, case: Case, call: KernelCall, setting: Target) -> None:
+    def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
         """Run the model of the prefill kernel, or take over its rows."""
 
         def prefill() -> torch.Tensor:
-            model.run(call, setting, (PREFILL,))
+            model.run(call, target, (PREFILL,))
             return call.output[rows].clone()
 
-        rows = written_rows(contract(PREFILL, setting, call.op), call)
+        rows = written_rows(contract(PREFILL, target, call.op), call)
         done, was_there = self._shared("prefill", prefill_key(case), prefill)
         if was_there:
             call.output[rows] = done
 
-    def _run_rocm(self, case: Case, call: KernelCall, setting: Target) -> MemoryReport | None:
+    def _run_rocm(self, case: Case, call: KernelCall, target: Target) -> MemoryReport | None:
         """Run the decode kernel of vLLM's csrc/rocm; return what it read, where the Case asks for it."""
         from attnlab.kernels.rocm import backend as rocm_source
         from attnlab.kernels.rocm.op import DeviceOptions
@@ -219,9 +219,9 @@ class Lab:
             if self.on_step is not None:
                 self.on_step(f"kernels, {step}")
 
-        how = DeviceOptions(checked=case.checked)
-        findings = rocm_source.run(call, setting, self.rocm(case), how, progress)
-        if not case.checked:
+        how = DeviceOptions(checked=case.trace_reads)
+        findings = rocm_source.run(call, target, self.rocm(case), how, progress)
+        if not case.trace_reads:
             return None
         return report(findings, self.cache(case).provenance, call.seq_lens.long())
 
@@ -283,17 +283,15 @@ class Lab:
             self.vllm(case), decision.kernels, self.where(case), case.machine
         )
 
-    def _run_vllm(
-        self, case: Case, call: KernelCall, setting: Target, decision: Decision
-    ) -> RunLog:
+    def _run_vllm(self, case: Case, call: KernelCall, target: Target, decision: Decision) -> RunLog:
         """Run vLLM's own op; say so before where it will take minutes."""
         from attnlab.kernels.triton import program_filter as needed
         from attnlab.kernels.vllm import backend as vllm_ops
 
         share = needed.Subset(
             group=case.num_queries_per_kv,
-            kv_heads=None if case.heads is None else range(*case.heads),
-            seqs=None if case.seqs is None else range(*case.seqs),
+            kv_heads=None if case.kv_head_range is None else range(*case.kv_head_range),
+            seqs=None if case.seq_range is None else range(*case.seq_range),
         )
         where = self.where(case)
         if where == "cpu":
@@ -301,7 +299,7 @@ class Lab:
             if seconds > _NOTICE_S:
                 self.on_notice(
                     f"about {seconds / 60:.0f} min under Triton's interpreter; "
-                    "--heads 0:1 runs one KV head, --seqs 0:1 one sequence"
+                    "--kv-head-range 0:1 runs one KV head, --seq-range 0:1 one sequence"
                 )
 
         def progress(done: int, total: int) -> None:
@@ -309,7 +307,14 @@ class Lab:
                 self.on_step(f"kernels, program {done} of {total}")
 
         return vllm_ops.run(
-            call, setting, decision.kernels, self.vllm(case), share, progress, where, case.checked
+            call,
+            target,
+            decision.kernels,
+            self.vllm(case),
+            share,
+            progress,
+            where,
+            case.trace_reads,
         )
 
     def _traced(self, case: Case, observed: RunLog) -> MemoryReport:
@@ -353,7 +358,9 @@ def check_memory(case: Case) -> None:
     cache = 2 * blocks * case.block_size * head * (1 if case.is_fp8 else element)
     batch = 2 * sum(case.lengths.seq_lens) * head * element
     row = case.num_heads * case.head_size
-    outputs = case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.oracle, 8))
+    outputs = (
+        case.lengths.num_tokens * row * (2 * element + DTYPE_BYTES.get(case.reference_dtype, 8))
+    )
     copies = 3 if case.backend == "vllm-cpu" else 1  # in the op's own layout, and on the way there
     needed, there = copies * cache + batch + outputs, _memory_bytes()
     if needed > there:

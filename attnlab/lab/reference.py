@@ -20,7 +20,7 @@ _TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:
-    """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.oracle``.
+    """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.reference_dtype``.
 
     A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
     format. That is every key of a context, every key of a decode row of chunked_prefill_paged_decode,
@@ -28,7 +28,7 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     """
     output = torch.empty(
         batch.query.shape,
-        dtype=torch.float64 if case.oracle == "float64" else torch.float32,
+        dtype=torch.float64 if case.reference_dtype == "float64" else torch.float32,
         device=batch.query.device,
     )
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale

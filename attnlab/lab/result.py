@@ -74,8 +74,8 @@ class Result(Shown):
 
     def unwritten_rows(self) -> torch.Tensor:
         """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
-        setting = Target.of(self.case)
-        contracts = [contract(name, setting, self.call.op) for name in self.decision.kernels]
+        target = Target.of(self.case)
+        contracts = [contract(name, target, self.call.op) for name in self.decision.kernels]
         return unwritten_rows(contracts, self.call)
 
     @property
@@ -87,8 +87,8 @@ class Result(Shown):
         if self.errors.heads is not None:
             ran = self.errors.heads
             line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
-        if self.case.seqs is not None:
-            line += f" (sequences {self.case.seqs[0]} to {self.case.seqs[1] - 1} run)"
+        if self.case.seq_range is not None:
+            line += f" (sequences {self.case.seq_range[0]} to {self.case.seq_range[1] - 1} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
         return line

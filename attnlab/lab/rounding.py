@@ -74,13 +74,13 @@ class Rounding:
         return 1 + self.terms + self.parts
 
     @classmethod
-    def of(cls, call: KernelCall, setting: Target, kernels: Sequence[str]) -> "Rounding":
+    def of(cls, call: KernelCall, target: Target, kernels: Sequence[str]) -> "Rounding":
         """Return what ``kernels`` round of a call, the most that any of them does."""
         info = torch.finfo(call.query.dtype)
         is_fp8 = call.kv_cache_dtype != "auto"
         parts, terms = 0, 1 + int(is_fp8)
         if ROCM_DECODE in kernels:  # it multiplies v_scale after the sum, in float32
-            by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
+            by_warp = target.platform.family == "cdna" and call.num_queries_per_kv <= 4
             warps = 7 if call.query.dtype == torch.bfloat16 else 4
             parts = warps if by_warp else 1
             terms = 1 if len(kernels) == 1 else terms

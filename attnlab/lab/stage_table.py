@@ -77,11 +77,9 @@ def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
     told: list[int | str] = []
     for stage in STAGES:
         staged = case.replace(stage=stage, platform=platform)
-        call, kernels, setting = lab.call(staged), decide(staged).kernels, Target.of(staged)
-        terms = [contract(name, setting, staged.op) for name in kernels]
-        rejected = any(
-            violation.effect == "rejected" for violation in check(call, setting, kernels)
-        )
+        call, kernels, target = lab.call(staged), decide(staged).kernels, Target.of(staged)
+        terms = [contract(name, target, staged.op) for name in kernels]
+        rejected = any(violation.effect == "rejected" for violation in check(call, target, kernels))
         wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
         told.append("rejected" if rejected else wrong)
     return told

@@ -113,16 +113,16 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
     atol: dict[str, Any] = {"atol": None}
     if case.staging.fill == "context_only" and decide(case).decode is not None:
         atol = {"fill": "decode_rows", **atol}
-    data: dict[str, Any] = {"data": "normal"}
+    data: dict[str, Any] = {"distribution": "normal"}
     store: dict[str, Any] = {}
     if case.is_fp8:
         store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
     own = case.sm_scale is None and case.release == "0.11.2"
     scale = {"sm_scale": case.head_size**-0.5} if own else {}
-    setting = Target.of(case)
-    terms = [contract(name, setting, case.op) for name in decide(case).kernels]
+    target = Target.of(case)
+    terms = [contract(name, target, case.op) for name in decide(case).kernels]
     leaks = any(one.reads_tail != "nothing" for one in terms)
-    poison = {"empty": "garbage" if leaks else "nan"}
+    poison = {"empty_slots": "garbage" if leaks else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]
     if store:
         steps += [{**store, **data}, {**store, **data, **poison}]

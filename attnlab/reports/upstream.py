@@ -47,9 +47,9 @@ _KNOWN = (  # knobs that a script knows, or that say nothing to it
         "stage",
     ),
     *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *("query_start_loc_dtype", "release", "backend", "checked", "num_blocks", "max_blocks_per_seq"),
-    *("block_table", "x", "k_scale", "v_scale", "freed", "empty", "data", "output", "atol", "rtol"),
-    *("oracle", "sinks", "softcap", "first_block"),
+    *("query_start_loc_dtype", "release", "backend", "trace_reads", "num_blocks", "max_blocks_per_seq"),
+    *("block_table", "x", "k_scale", "v_scale", "freed", "empty_slots", "distribution", "output_init", "atol", "rtol"),
+    *("reference_dtype", "sinks", "softcap", "first_block"),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
@@ -86,7 +86,7 @@ def write_reports(
 def has_script(case: Case) -> bool:
     """Answer whether a script can stand for a Case: an attention op over a cache that production fills,
     and no knob that the script does not know."""
-    known = case.op in _PAGED + _FLASH and case.data == "normal" and case.staging.fill == "all_rows"
+    known = case.op in _PAGED + _FLASH and case.distribution == "normal" and case.staging.fill == "all_rows"
     return known and set(case.changes()) <= set(_KNOWN)
 
 
@@ -103,9 +103,9 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "seen": finding.seen,
         "op": finding.op,
         "module": OP_CALLS[finding.op].module,
-        "setting": _setting(case),
+        "target": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
-        "empty": _EMPTY[case.empty],
+        "empty": _EMPTY[case.empty_slots],
         "packages": {name: version_of(name) for name in ("torch", "triton")},
         "python": platform.python_version(),
     }
@@ -141,13 +141,13 @@ def _setting(case: Case) -> str:
 
 def _of_case(case: Case) -> dict[str, Any]:
     """Return what the script needs to build a Case's call."""
-    lab, plain = Lab(), case.replace(backend="model", checked=False)
-    call, setting = lab.call(plain), Target.of(plain)
+    lab, plain = Lab(), case.replace(backend="model", trace_reads=False)
+    call, target = lab.call(plain), Target.of(plain)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     kept = [count * case.block_size for count in freed_blocks(case)]
-    given = OP_CALLS[case.op].arguments(call, setting)
+    given = OP_CALLS[case.op].arguments(call, target)
     arguments = {name: _expression(name, value, call) for name, value in given.items()}
-    cached = cached_lens(contract(case.op, setting, case.op), call)
+    cached = cached_lens(contract(case.op, target, case.op), call)
     if (
         case.op == WRAPPER
     ):  # a decode takes its new token from the cache, a prefill from the arguments
@@ -174,8 +174,8 @@ def _of_case(case: Case) -> dict[str, Any]:
         "v_scale": case.v_scale,
         "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
         "first_kept": kept if any(kept) else None,
-        "fill": _FILL[case.empty],
-        "buffer": _BUFFER[case.output],
+        "fill": _FILL[case.empty_slots],
+        "buffer": _BUFFER[case.output_init],
         "flash": case.op in _FLASH,
         "x": case.key_x,
         "cached": cached.tolist(),

@@ -80,7 +80,10 @@ def _int64_tables(ledger: Ledger) -> Answer:
     checked = [name for name, text in seen.items() if text == REFUSAL]
     rest = {name: text for name, text in seen.items() if name not in checked}
     others = "; ".join(f"int64 {name} is taken: {text}" for name, text in rest.items())
-    return f"{' and '.join(checked)} are checked; {others}", {"checked": checked, "taken": [*rest]}
+    return f"{' and '.join(checked)} are checked; {others}", {
+        "checked": checked,
+        "taken": [*rest],
+    }
 
 
 def _fp8_e5m2(ledger: Ledger) -> Answer:
@@ -128,7 +131,7 @@ def _explorer(ledger: Ledger) -> Answer:
         "platform=sm_90": {"platform": "sm_90"},
         "fill=all_rows": {"fill": "all_rows"},
         "fill=decode_rows": {"fill": "decode_rows"},
-        "empty=garbage": {"empty": "garbage"},
+        "empty=garbage": {"empty_slots": "garbage"},
     }
     ran = {name: lab.run(failing.replace(**change)).status for name, change in toggles.items()}
     mends = [name for name, status in ran.items() if status == "match"]

@@ -116,7 +116,7 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, case: Case, salt: int) -> 
     def draw(i: int) -> None:
         generator = torch.Generator().manual_seed((case.seed << 24) + (salt << 20) + i)
         numbers = torch.empty(chunks[i].shape, dtype=torch.float32)
-        if case.data == "normal":
+        if case.distribution == "normal":
             numbers.normal_(generator=generator)
         else:
             numbers.uniform_(-1e-3, 1e-3, generator=generator)

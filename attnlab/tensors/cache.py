@@ -165,7 +165,7 @@ def _dealt_blocks(case: Case) -> torch.Tensor:
 
 def make_cache(case: Case, batch: Batch) -> PagedCache:
     """Return a cache that holds what the Case's fill policy writes, and in all other slots what
-    ``case.empty`` says; on the batch's device, its provenance on the CPU."""
+    ``case.empty_slots`` says; on the batch's device, its provenance on the CPU."""
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
@@ -233,9 +233,9 @@ def _empty(
         used = (shape[0] - case.first_block, *shape[1:])
         cache[case.first_block :] = _empty(used, format, case.replace(**_NEAR), salt, device)
         return cache
-    if case.empty == "zeros":
+    if case.empty_slots == "zeros":
         return torch.zeros(shape, dtype=format.storage, device=device)
-    if case.empty == "nan":
+    if case.empty_slots == "nan":
         return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
     return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
 

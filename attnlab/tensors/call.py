@@ -167,9 +167,9 @@ def make_output(case: Case) -> torch.Tensor:
     if case.op == CACHE_WRITE:
         shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
         dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
-    if case.output == "recycled":
+    if case.output_init == "recycled":
         return garbage(shape, seed=case.seed + 4).to(dtype)
-    fill = float("nan") if case.output == "nan" else 0.0
+    fill = float("nan") if case.output_init == "nan" else 0.0
     return torch.full(shape, fill, dtype=dtype)
 
 
@@ -200,8 +200,8 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         softcap=case.softcap,
         num_splits=case.num_splits,
         interleave_v=case.interleave_v,
-        strides=case.strides,
-        padding=case.padding,
+        strides=case.kv_layout,
+        padding=case.pad_batch,
     )
 
 

@@ -71,8 +71,8 @@ LENS = {"query_lens": (20, 1), "ctx_lens": (0, 40), "block_size": 16}
 CROSS = [
     ({"num_heads": 64, "num_queries_per_kv": 3}, "num_queries_per_kv", "divisor"),
     ({"num_heads": 4, "num_queries_per_kv": 8}, "num_queries_per_kv", "divisor"),
-    ({"heads": (0, 1)}, "heads", "none with backend model"),
-    ({"heads": (0, 65), "backend": "vllm"}, "heads", "at most 0:64"),
+    ({"kv_head_range": (0, 1)}, "kv_head_range", "none with backend model"),
+    ({"kv_head_range": (0, 65), "backend": "vllm"}, "kv_head_range", "at most 0:64"),
     ({"head_size": 20}, "head_size", "multiple of x (8)"),
     ({"head_size": 24, "kv_cache_dtype": "fp8"}, "head_size", "multiple of x (16)"),
     ({"head_size": 24, "x": 16}, "head_size", "multiple of x (16)"),

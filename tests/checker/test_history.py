@@ -36,10 +36,10 @@ SMALL = Case(
     query_lens=(1, 34, 2),
     ctx_lens=(79, 62, 126),
     fill="all_rows",
-    data="normal",
-    empty="nan",
-    output="nan",
-    oracle="float64",
+    distribution="normal",
+    empty_slots="nan",
+    output_init="nan",
+    reference_dtype="float64",
 )
 WINDOW = SMALL.replace(sliding_window=20, freed="empty")  # no tail within a block
 LOW = SMALL.replace(
@@ -54,7 +54,7 @@ LOW = SMALL.replace(
 @pytest.mark.parametrize("strides", ["fused", "HND"])
 def test_strides_change_no_number(strides: str) -> None:
     """The same values at other addresses, the cache's blocks with room between them."""
-    call = Lab().call(SMALL.replace(strides=strides))
+    call = Lab().call(SMALL.replace(kv_layout=strides))
     other = strided(call)
     for name in ("query", "key", "value", "key_cache", "value_cache"):
         one, two = getattr(call, name), getattr(other, name)
@@ -71,7 +71,7 @@ def test_strides_change_no_number(strides: str) -> None:
 
 def test_padding_is_behind_the_batch() -> None:
     """NaN tokens, sequences of no token and no key, and nothing of the batch's own is changed."""
-    call = Lab().call(SMALL.replace(padding=3))
+    call = Lab().call(SMALL.replace(pad_batch=3))
     padded = presented(call)
     assert len(padded.query) == len(padded.output) == len(call.query) + 3
     assert padded.query[len(call.query) :].isnan().all()
@@ -84,12 +84,15 @@ def test_padding_is_behind_the_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"strides": "HND", "op": "context_attention_fwd"}, "strides must be contiguous or fused"),
-        ({"strides": "wide"}, "strides must be one of contiguous, fused, HND"),
-        ({"padding": -1}, "padding must be an integer from 0"),
+        (
+            {"kv_layout": "HND", "op": "context_attention_fwd"},
+            "strides must be contiguous or fused",
+        ),
+        ({"kv_layout": "wide"}, "kv_layout must be one of contiguous, fused, HND"),
+        ({"pad_batch": -1}, "pad_batch must be an integer from 0"),
         (
             {
-                "padding": 1,
+                "pad_batch": 1,
                 "backend": "rocm",
                 "op": "chunked_prefill_paged_decode",
                 "platform": "gfx942",
@@ -106,7 +109,7 @@ def test_bad_layouts(changes: dict[str, object], words: str) -> None:
 
 def test_sums_are_held_to_float64() -> None:
     """An error of rounding passes, one beyond it and a NaN do not, nor a padded row that is not empty."""
-    lab, case = Lab(), SMALL.replace(op="merge_attn_states", padding=2)
+    lab, case = Lab(), SMALL.replace(op="merge_attn_states", pad_batch=2)
     expected, bound = expected_sums(lab, case)
     near = (expected + 0.9 * bound).float()
     assert float(bound.max()) < 1e-3
@@ -184,12 +187,12 @@ LEAK = ("reads_freed_blocks", "empty blocks")
         (WINDOW.replace(op="context_attention_fwd"), {LEAK}, {LEAK}),
         (LOW, {("wrong_output", "unexplained")}, set()),
         (
-            SMALL.replace(op="merge_attn_states", padding=4),
+            SMALL.replace(op="merge_attn_states", pad_batch=4),
             {("wrong_output", "both parts empty")},
             set(),
         ),
         (
-            SMALL.replace(op="decode_attention_fwd", query_lens=(1, 1, 1), strides="fused"),
+            SMALL.replace(op="decode_attention_fwd", query_lens=(1, 1, 1), kv_layout="fused"),
             {("wrong_output", "strides ignored")},
             set(),
         ),
@@ -205,8 +208,8 @@ LEAK = ("reads_freed_blocks", "empty blocks")
             {("wrong_output", "kv_head_by_tile")},
             {("wrong_output", "kv_head_by_tile")},
         ),
-        (SMALL.replace(op="reshape_and_cache_flash", fill=None, padding=4), set(), set()),
-        (SMALL.replace(strides="HND"), set(), set()),
+        (SMALL.replace(op="reshape_and_cache_flash", fill=None, pad_batch=4), set(), set()),
+        (SMALL.replace(kv_layout="HND"), set(), set()),
     ],
     ids=[
         "window",
@@ -227,7 +230,7 @@ def test_releases(source: Source, case: Case, old, new) -> None:
 
 def test_a_limit_that_an_op_states_is_no_finding(source: Source) -> None:
     """0.11.2's cache write asserts contiguous heads; 0.33.0 takes others."""
-    case = SMALL.replace(op="reshape_and_cache_flash", fill=None, strides="HND")
+    case = SMALL.replace(op="reshape_and_cache_flash", fill=None, kv_layout="HND")
     if source.rules == "0.33.0":
         assert told(source, case) == set()
         return

@@ -71,7 +71,7 @@ def test_run_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nan_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     """JSON has no NaN: the greatest error is null and the NaN elements are counted."""
-    argv = ["run", *SMALL, "--stage", "cast_after_cumsum", "--empty", "nan"]
+    argv = ["run", *SMALL, "--stage", "cast_after_cumsum", "--empty-slots", "nan"]
     document = _json(capsys, argv, 1)
     assert document["max_abs_error"] is None
     assert document["nan_elements"] == document["mismatched"] == 4 * 64
@@ -221,7 +221,7 @@ def test_decode_error_refuses_other_texts(
     assert capsys.readouterr().err.startswith(f"attnlab: {message}")
 
 
-@pytest.mark.parametrize("document", ["{", "[1]", '{"heads": 3}', '{"num_heads": true}'])
+@pytest.mark.parametrize("document", ["{", "[1]", '{"kv_head_range": 3}', '{"num_heads": true}'])
 def test_bad_case_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, document: str
 ) -> None:

@@ -68,7 +68,7 @@ def test_diagnose_for_a_person(capsys):
 
 def test_diagnose_reads_files(capsys, tmp_path):
     """An output beside its case, and a saved call: both tell the same unwritten rows."""
-    case = hostile(stage="int32_before_cumsum", output="recycled", empty="garbage")
+    case = hostile(stage="int32_before_cumsum", output_init="recycled", empty_slots="garbage")
     (tmp_path / "case.json").write_text(case.to_json())
     save_file({"output": Lab().output(case)}, tmp_path / "output")
     argv = ["diagnose", "--case", str(tmp_path / "case.json")]
@@ -111,7 +111,7 @@ def test_power(capsys):
     told = document(capsys, ["power", *SMALL, "--stage", "cast_after_cumsum"], 1)
     assert told["counts"]["survived"] > 5
     by_name = {mutant["name"]: mutant for mutant in told["mutants"]}
-    assert by_name["scale_doubled"]["remedy"]["data"] == "normal"
+    assert by_name["scale_doubled"]["remedy"]["distribution"] == "normal"
     assert told["models_pass"] is True
     assert main(["power", *SMALL]) == 1
     assert "killed" in capsys.readouterr().out

@@ -138,9 +138,9 @@ def test_no_prefill_without_a_query_longer_than_one():
 def test_setting_of_a_case():
     """What is no argument of the op is in the Setting."""
     case = hostile(platform="gfx90a", release="0.11.2", stage="wrapper_cast", aiter_paged_attn=True)
-    setting = Target.of(case)
-    assert setting.platform is PLATFORMS["gfx90a"]
-    assert (setting.release, setting.wrapper_cast, setting.aiter_paged_attn) == (
+    target = Target.of(case)
+    assert target.platform is PLATFORMS["gfx90a"]
+    assert (target.release, target.wrapper_cast, target.aiter_paged_attn) == (
         "0.11.2",
         True,
         True,

@@ -25,26 +25,26 @@ from attnlab.tensors.call import KernelCall
 NAMED = {defect.name: defect for defect in CATALOGUE}
 VARIANTS = {
     "plain": hostile(),
-    "context only": hostile(stage="int32_before_cumsum", output="recycled"),
+    "context only": hostile(stage="int32_before_cumsum", output_init="recycled"),
     "alibi": hostile(alibi=True),
     "window": hostile(sliding_window=7),
-    "fp8": hostile(kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, empty="garbage"),
-    "fp8 fn": hostile(kv_cache_dtype="fp8", platform="gfx950", x=8, empty="zeros"),
-    "Triton": hostile(platform="sm_90", empty="garbage"),
+    "fp8": hostile(kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, empty_slots="garbage"),
+    "fp8 fn": hostile(kv_cache_dtype="fp8", platform="gfx950", x=8, empty_slots="zeros"),
+    "Triton": hostile(platform="sm_90", empty_slots="garbage"),
     "prefill op": hostile(op="context_attention_fwd"),
     "ratio": hostile(num_heads=40, num_queries_per_kv=20),
-    "sinks": hostile(sinks=True, empty="garbage"),
+    "sinks": hostile(sinks=True, empty_slots="garbage"),
     "sinks, segments": hostile(
         sinks=True,
         op="unified_attention",
         query_lens=(1,) * 4,
         ctx_lens=(0, 40, 300, 530),
-        empty="zeros",
+        empty_slots="zeros",
     ),
     "alibi and sinks": hostile(op="unified_attention", alibi=True, sinks=True),
     "soft cap": hostile(op="unified_attention", softcap=0.5, alibi=True),
     "soft cap and sinks": hostile(op="unified_attention", softcap=0.5, sinks=True),
-    "soft cap, overflow": hostile(op="unified_attention", softcap=0.02, empty="zeros"),
+    "soft cap, overflow": hostile(op="unified_attention", softcap=0.02, empty_slots="zeros"),
 }
 LN_2 = math.log(2)  # the logit of a sink that counts twice is larger by it
 NO_CHANGE = {"alibi_shifted", "accumulation_order", "block_16_bit"}
@@ -67,7 +67,7 @@ def test_the_right_output_is_the_reference(problems, name):
     case, problem = VARIANTS[name], problems[name]
     assert problem.batch is not None
     expected = reference(case, problem.batch)
-    alone = Problem.of_call(problem.call, problem.setting, problem.kernels)
+    alone = Problem.of_call(problem.call, problem.target, problem.kernels)
     for one in (problem, alone):
         found = torch.cat(list(right_of(one).values()))
         assert (found - expected).abs().max() < 1e-12
@@ -127,7 +127,7 @@ def test_the_check_of_untouched_rows_fails_for_a_defect_that_lies(problems):
 def test_a_high_block_is_read_with_its_low_bits_only():
     """Block 65537 is read as block 1."""
     lens = {"query_lens": (1,), "ctx_lens": (20,), "num_heads": 2, "num_queries_per_kv": 1}
-    case = hostile(**lens, head_size=16, block_table=((65537, 1),), empty="zeros")
+    case = hostile(**lens, head_size=16, block_table=((65537, 1),), empty_slots="zeros")
     problem = problem_of(case)
     defect = NAMED["block_16_bit"]
     assert defect.applies(problem)
@@ -226,7 +226,7 @@ def test_a_kernel_with_the_defect_is_diagnosed(name, platform):
         platform = "sm_90"
     if fields.get("softcap"):
         fields["op"] = "unified_attention"
-    case = hostile(platform=platform, empty="garbage", output="recycled", **fields)
+    case = hostile(platform=platform, empty_slots="garbage", output_init="recycled", **fields)
     lab = Lab()
     call = changed(lab.call(case), **mutate(lab.call(case)))
     model.run(call, Target.of(case), decide(case).kernels)
@@ -240,7 +240,9 @@ def test_a_kernel_with_the_defect_is_diagnosed(name, platform):
 
 def test_the_newest_token_dropped_by_a_kernel():
     """seq_lens one too small in the decode kernel alone is the newest token dropped, in decode."""
-    case = hostile(empty="garbage", output="recycled", platform="sm_90", ctx_lens=(20,) * 12)
+    case = hostile(
+        empty_slots="garbage", output_init="recycled", platform="sm_90", ctx_lens=(20,) * 12
+    )
     lab = Lab()
     call = lab.call(case)
     model.run(call, Target.of(case), decide(case).kernels[:1])

@@ -39,7 +39,7 @@ def test_a_sound_run_is_nothing_wrong():
 @pytest.mark.parametrize("empty", ["zeros", "nan", "garbage"])
 def test_query_start_loc_is_found(output, empty):
     """Read as int32 it leaves five rows unwritten and one computed from another sequence: one cause."""
-    told = diagnose(hostile(stage="int32_before_cumsum", output=output, empty=empty))
+    told = diagnose(hostile(stage="int32_before_cumsum", output_init=output, empty_slots=empty))
     assert told.status == "explained"
     assert told.cause is not None
     assert told.cause.name == "query_start_loc_as_int32"
@@ -54,7 +54,7 @@ def test_query_start_loc_is_found(output, empty):
 @pytest.mark.parametrize("empty", ["zeros", "nan", "garbage"])
 def test_the_missing_token_is_found(platform, empty):
     """It is linked to the slot that nobody wrote, and rows that read it are told by runs."""
-    told = diagnose(hostile(stage="cast_after_cumsum", empty=empty, platform=platform))
+    told = diagnose(hostile(stage="cast_after_cumsum", empty_slots=empty, platform=platform))
     assert told.cause is not None
     assert told.cause.name == "newest_slot_unwritten"
     assert told.by_slots == [0, 31, 49, 90, 91, 95]
@@ -85,14 +85,14 @@ def test_the_suspects_table_shows_why_the_missing_token_is_out():
 
 def test_a_default_scale_is_linked_to_its_breach():
     """Up to 0.11.2 the scale comes from the number of heads; the violation says so too."""
-    told = diagnose(hostile(release="0.11.2", empty="zeros"))
+    told = diagnose(hostile(release="0.11.2", empty_slots="zeros"))
     assert told.cause is not None
     assert (told.cause.name, told.cause.linked) == ("scale_by_num_heads", ("default_scale",))
 
 
 def test_bytes_of_another_format_are_found():
     """A cache in e4m3fn on a platform that reads e4m3fnuz."""
-    case = hostile(kv_cache_dtype="fp8", cache_format="fp8_e4m3fn", empty="zeros")
+    case = hostile(kv_cache_dtype="fp8", cache_format="fp8_e4m3fn", empty_slots="zeros")
     told = diagnose(case)
     assert told.cause is not None
     assert told.cause.name == "read_as_fp8_e4m3fnuz"
@@ -100,7 +100,7 @@ def test_bytes_of_another_format_are_found():
 
 def test_the_key_layout_is_found():
     """x = 8 of an FP8 cache is 8 bytes, and ROCm's kernel takes it for 16."""
-    told = diagnose(hostile(kv_cache_dtype="fp8", x=8, empty="zeros"))
+    told = diagnose(hostile(kv_cache_dtype="fp8", x=8, empty_slots="zeros"))
     assert told.cause is not None
     assert (told.cause.name, told.cause.scope) == ("key_x_of_16_bytes", "decode")
     assert told.cause.linked == ("key_layout",)
@@ -108,7 +108,7 @@ def test_the_key_layout_is_found():
 
 def test_rows_of_another_origin_are_diagnosed_without_a_run():
     """An output alone: the buffer's known contents tell the unwritten rows, nothing is run again."""
-    case = hostile(stage="int32_before_cumsum", output="recycled", empty="garbage")
+    case = hostile(stage="int32_before_cumsum", output_init="recycled", empty_slots="garbage")
     told = diagnose(case, Lab().output(case))
     assert told.cause is not None
     assert told.cause.name == "query_start_loc_as_int32"
@@ -153,15 +153,17 @@ def test_ops_that_take_all_from_the_cache(op, empty):
     """Every new token that the cache lacks is read by them, not the newest alone."""
     lens = {"query_lens": (1,) * 12} if op == "decode_attention_fwd" else {}
     assert diagnose(hostile(op=op, **lens)).status == "nothing wrong"
-    told = diagnose(hostile(op=op, stage="cast_after_cumsum", empty=empty, **lens), propose=False)
+    told = diagnose(
+        hostile(op=op, stage="cast_after_cumsum", empty_slots=empty, **lens), propose=False
+    )
     assert told.cause is not None
     assert told.cause.name == "newest_slot_unwritten"
 
 
 def test_parts_that_did_not_run_are_not_looked_at():
     """Rows of other sequences and heads may hold anything."""
-    case = hostile(backend="vllm", heads=(1, 2), seqs=(2, 5), output="recycled")
-    twin = hostile(output="recycled")
+    case = hostile(backend="vllm", kv_head_range=(1, 2), seq_range=(2, 5), output_init="recycled")
+    twin = hostile(output_init="recycled")
     output = Lab().call(twin).output
     right = Lab().output(twin)
     output[31:50, 2:4], rows = right[31:50, 2:4], case.query_rows
@@ -183,7 +185,7 @@ def test_a_cache_write_is_no_attention():
 
 def test_what_is_the_same_here_is_ambiguous_and_a_case_is_proposed():
     """In a decode the newest token dropped is the causal mask made strict; a prefill tells them apart."""
-    case = hostile(query_lens=(1, 1), ctx_lens=(40, 20), empty="garbage")
+    case = hostile(query_lens=(1, 1), ctx_lens=(40, 20), empty_slots="garbage")
     lab = Lab()
     problem, output = sound_scene(lab, case)
     told = diagnose(case, plant(problem, output, NAMED["newest_token_dropped"], "all"), lab=lab)
@@ -201,7 +203,7 @@ def test_what_is_the_same_here_is_ambiguous_and_a_case_is_proposed():
 
 def test_left_out_of_the_catalogue_it_abstains():
     """Without the planted defect nothing is named."""
-    case, lab = hostile(empty="garbage"), Lab()
+    case, lab = hostile(empty_slots="garbage"), Lab()
     problem, output = sound_scene(lab, case)
     for name in ("scale_doubled", "kv_head_modulo", "next_slot", "sink_counted"):
         rest = [defect for defect in CATALOGUE if defect.name != name]
@@ -211,12 +213,12 @@ def test_left_out_of_the_catalogue_it_abstains():
 
 def test_probes_need_no_theory():
     """Rows that follow the buffer, and rows that follow empty slots, by finite contents and by NaN."""
-    case = hostile(stage="int32_before_cumsum", empty="zeros", output="zeros")
+    case = hostile(stage="int32_before_cumsum", empty_slots="zeros", output_init="zeros")
     lab = Lab()
     told = probe(lab.output, case, lab.output(case))
     assert told.unwritten.tolist() == [31, 49, 90, 91, 95]
     assert told.by_slots.tolist() == told.by_finite_slots.tolist() == [0]
-    tail = hostile(release="0.11.2", empty="zeros", sm_scale=0.125)
+    tail = hostile(release="0.11.2", empty_slots="zeros", sm_scale=0.125)
     told = probe(lab.output, tail, lab.output(tail))
     assert len(told.by_slots) > 0
     assert len(told.by_finite_slots) == 0
@@ -224,7 +226,7 @@ def test_probes_need_no_theory():
 
 def test_a_saved_call_is_diagnosed(tmp_path):
     """A call with the output that a kernel left, from a file: contracts tell who wrote what."""
-    case = hostile(stage="int32_before_cumsum", empty="garbage", ctx_lens=(20,) * 12)
+    case = hostile(stage="int32_before_cumsum", empty_slots="garbage", ctx_lens=(20,) * 12)
     lab = Lab()
     call = dataclasses.replace(lab.call(case), output=lab.output(case))
     path = tmp_path / "call.safetensors"
@@ -237,7 +239,7 @@ def test_a_saved_call_is_diagnosed(tmp_path):
 
 def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
     """With the wrong row put right, unwritten rows are all there is to explain."""
-    case = hostile(stage="int32_before_cumsum", empty="garbage", output="recycled")
+    case = hostile(stage="int32_before_cumsum", empty_slots="garbage", output_init="recycled")
     lab = Lab()
     output = lab.output(case)
     output[0] = lab.output(case.replace(stage="sound"))[0]
@@ -253,7 +255,7 @@ def test_a_saved_call_with_rows_unwritten_and_nothing_else(tmp_path):
 
 def test_a_call_of_another_defect_is_diagnosed_without_its_case():
     """The scale from the number of heads, found from a call alone."""
-    case = hostile(release="0.11.2", empty="zeros")
+    case = hostile(release="0.11.2", empty_slots="zeros")
     call, _ = call_of(case)
     output = Lab().output(case)
     told = diagnose_call(call, Target.of(case), decide(case).kernels, output=output)

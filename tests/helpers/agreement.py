@@ -37,12 +37,12 @@ def modelled(case: Case, absolute: bool = False) -> KernelCall:
 
 def bound(case: Case) -> torch.Tensor:
     """Return how far model and kernel may be apart, of the output's shape; NaN where it is NaN."""
-    call, setting = modelled(case, absolute=True), Target.of(case)
+    call, target = modelled(case, absolute=True), Target.of(case)
     format = written_format(case)
     key = format.decode(call.key_cache, call.k_scale).permute(0, 1, 3, 2, 4).flatten(3)
     value = format.decode(call.value_cache, call.v_scale)
     longest = max(key.nan_to_num().norm(dim=-1).max(), call.key.float().norm(dim=-1).max())
-    score = call.query.float().norm(dim=-1).max() * longest * paged.scale_of(call, setting)
+    score = call.query.float().norm(dim=-1).max() * longest * paged.scale_of(call, target)
     e = case.head_size * 2.0**-22 * score
     largest = max(value.nan_to_num().abs().max(), call.value.float().abs().max())
     small = max(case.lengths.seq_lens) * 2.0**-23 * largest

@@ -18,7 +18,7 @@ def bound(case: Case, batch: Batch) -> torch.Tensor:
     call = make_call(case, batch, make_cache(case, batch), make_output(case))
     rounding = Rounding.of(call, Target.of(case), decide(case).kernels)
     magnitudes = dataclasses.replace(batch, value=batch.value.abs())
-    mixed = reference(case.replace(oracle="float64"), magnitudes)
+    mixed = reference(case.replace(reference_dtype="float64"), magnitudes)
     longest = max(case.lengths.seq_lens)
     share = rounding.relative(longest, score_error(case, batch, rounding))
     return mixed * share + rounding.fixed(longest, float(batch.value.abs().max()))

@@ -41,10 +41,10 @@ def hostile(**changes: Any) -> Case:
         "block_size": 16,
         "query_lens": tuple(query_len for query_len, _ in HOSTILE_LENS),
         "ctx_lens": tuple(ctx_len for _, ctx_len in HOSTILE_LENS),
-        "data": "normal",
-        "empty": "nan",
-        "output": "nan",
-        "oracle": "float64",
+        "distribution": "normal",
+        "empty_slots": "nan",
+        "output_init": "nan",
+        "reference_dtype": "float64",
         "seed": 7,
     }
     fields |= changes

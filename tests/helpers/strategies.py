@@ -37,7 +37,7 @@ def cases(draw):
     if fields["op"] == "cpu_attention_with_kv_cache" or fields["backend"] == "vllm-cpu":
         fields |= {"op": "cpu_attention_with_kv_cache", "backend": "vllm-cpu"}
         fields |= {"platform": "cpu", "release": "0.33.0"}
-    fields["checked"] = fields["checked"] and fields["backend"] in ("rocm", "vllm")
+    fields["trace_reads"] = fields["trace_reads"] and fields["backend"] in ("rocm", "vllm")
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
     fields |= _what_the_op_knows(fields)
@@ -58,9 +58,9 @@ def _what_the_op_knows(fields):
         changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}
     others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
     if fields["backend"] not in ("model", "vllm"):
-        changes |= {"strides": "contiguous", "padding": 0}
+        changes |= {"kv_layout": "contiguous", "pad_batch": 0}
     if fields["op"] not in ("unified_attention", "reshape_and_cache_flash"):
-        changes |= {"strides": "contiguous"}
+        changes |= {"kv_layout": "contiguous"}
     if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
         changes["kv_cache_dtype"] = "fp8"
     if fields["op"] not in SINK_OPS:

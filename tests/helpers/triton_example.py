@@ -20,9 +20,9 @@ CASE = Case(
     sm_scale=0.2,
     query_lens=(1, 3, 1),
     ctx_lens=(20, 14, 40),
-    data="normal",
-    empty="nan",
-    output="nan",
-    oracle="float64",
+    distribution="normal",
+    empty_slots="nan",
+    output_init="nan",
+    reference_dtype="float64",
     num_blocks=12,
 )

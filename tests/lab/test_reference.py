@@ -101,7 +101,7 @@ def test_float64_reference_is_attention(case, rows, scores):
 @pytest.mark.parametrize("changes", [{}, {"alibi": True}, {"sinks": True}], ids=str)
 def test_float32_reference_is_near(changes):
     """The float32 oracle differs by float32's rounding of scores (below 32, 2^-24 each) and sums."""
-    case = hostile(oracle="float32", **changes)
+    case = hostile(reference_dtype="float32", **changes)
     batch = make_batch(case)
     got = reference(case, batch)
     assert got.dtype == torch.float32
@@ -112,7 +112,7 @@ def test_float32_reference_is_near(changes):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_batch_is_not_changed(oracle, dtype):
     """The reference reads a batch that later runs share: not a bit of it changes."""
-    case = hostile(dtype=dtype, oracle=oracle, sliding_window=5)
+    case = hostile(dtype=dtype, reference_dtype=oracle, sliding_window=5)
     batch, untouched = make_batch(case), make_batch(case)
     first = reference(case, batch)
     for name in ("query", "key", "value"):

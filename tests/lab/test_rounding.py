@@ -24,7 +24,9 @@ def worst(case) -> float:
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_sound_runs_stay_within_it(dtype, platform, kv):
     """No element of a sound run is off by more than the bound, the likely one included."""
-    assert worst(hostile(dtype=dtype, platform=platform, kv_cache_dtype=kv, empty="zeros")) <= 1
+    assert (
+        worst(hostile(dtype=dtype, platform=platform, kv_cache_dtype=kv, empty_slots="zeros")) <= 1
+    )
 
 
 def test_random_sound_runs_stay_within_it():
@@ -40,7 +42,7 @@ def test_random_sound_runs_stay_within_it():
 
 def test_it_is_within_a_factor_of_what_kernels_do():
     """A tenth of the bound would not do: float16 reaches a fifth of it."""
-    assert worst(hostile(platform="sm_90", empty="zeros")) > 0.2
+    assert worst(hostile(platform="sm_90", empty_slots="zeros")) > 0.2
 
 
 def test_an_error_just_above_it_is_seen():
@@ -56,7 +58,9 @@ def test_an_error_just_above_it_is_seen():
 
 def test_long_contexts_have_a_sharper_bound():
     """Where values cancel, the likely bound is far below the worst case, and holds."""
-    case = hostile(query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", data="uniform_1e-3")
+    case = hostile(
+        query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", distribution="uniform_1e-3"
+    )
     problem, output = sound_scene(Lab(), case)
     row_slice = problem.spot_of_row(1, torch.arange(6))
     sight = problem.sight(row_slice)

@@ -22,8 +22,8 @@ SMALL = {
     "num_queries_per_kv": 2,
     "query_lens": (1, 17, 3, 1),
     "ctx_lens": (20, 0, 16, 31),
-    "empty": "garbage",
-    "output": "recycled",
+    "empty_slots": "garbage",
+    "output_init": "recycled",
 }
 # For each knob a few values that a Case may turn it to, more than its kind's names where it has none.
 TURNS = {
@@ -53,11 +53,11 @@ TURNS = {
     # backend vllm has tests of its own and takes nothing from a Lab but batch, cache and reference;
     # heads and seqs belong to it
     "backend": ["model"],
-    "heads": [],
-    "seqs": [],
+    "kv_head_range": [],
+    "seq_range": [],
     "num_splits": [2],
     "first_block": [5],
-    "padding": [3],
+    "pad_batch": [3],
 }
 
 
@@ -76,7 +76,7 @@ def values_of(name):
 BASES = [
     {},
     {"kv_cache_dtype": "fp8", "k_scale": 0.1, "platform": "gfx950"},
-    {"dtype": "float32", "oracle": "float32", "release": "0.11.2"},
+    {"dtype": "float32", "reference_dtype": "float32", "release": "0.11.2"},
     {"op": "unified_attention"},
     {"op": "unified_attention", "sliding_window": 3},
     {"op": "reshape_and_cache_flash"},
@@ -149,7 +149,7 @@ def test_stages_fills_and_empties_share_prefill_rows(platform, release):
     """A table of stages runs the prefill once, and its rows are those of a run of its own."""
     lab, taken = Lab(), 0
     for stage, empty, output in itertools.product(STAGES, ["nan", "garbage"], ["nan", "recycled"]):
-        fields = {"stage": stage, "empty": empty, "output": output}
+        fields = {"stage": stage, "empty_slots": empty, "output_init": output}
         case = small(platform=platform, release=release, **fields)
         result = lab.run(case)
         taken += "prefill" in result.shared
@@ -162,11 +162,11 @@ def test_stages_fills_and_empties_share_prefill_rows(platform, release):
     [
         ("prefill", "sliding_window", 9),
         ("prefill", "sm_scale", 0.3),
-        ("cache", "empty", "nan"),
+        ("cache", "empty_slots", "nan"),
         ("cache", "fill", "context_only"),
         ("reference", "sm_scale", 0.3),
         ("reference", "sliding_window", 9),
-        ("batch", "data", "uniform_1e-3"),
+        ("batch", "distribution", "uniform_1e-3"),
     ],
 )
 def test_a_key_that_forgets_a_knob_is_caught(monkeypatch, kind, knob, value):
@@ -219,7 +219,12 @@ def test_a_rejected_prefill_is_not_kept():
 
 def staged(stage, platform, **changes):
     """Return the Result of a stage with the test's own data and tolerance."""
-    fields = {"data": "uniform_1e-3", "empty": "zeros", "output": "recycled", "oracle": "float32"}
+    fields = {
+        "distribution": "uniform_1e-3",
+        "empty_slots": "zeros",
+        "output_init": "recycled",
+        "reference_dtype": "float32",
+    }
     fields |= {"query_lens": (40, 1, 3, 1), "ctx_lens": (3, 300, 16, 511)}
     return Lab().run(hostile(stage=stage, platform=platform, **fields | changes))
 
@@ -251,7 +256,7 @@ def test_how_the_stages_end(stage, platform):
 def test_nan_in_empty_slots(platform, fill):
     """A missing token that the tolerance hides in a cache of zeros shows in one of NaN, everywhere."""
     hidden = staged("cast_after_cumsum", platform, fill=fill)
-    shown = staged("cast_after_cumsum", platform, fill=fill, empty="nan")
+    shown = staged("cast_after_cumsum", platform, fill=fill, empty_slots="nan")
     assert hidden.status == "match"
     if fill == "context_only":
         rows = torch.nonzero(decode_rows(shown.case)).flatten().tolist()

@@ -53,7 +53,9 @@ def test_a_missing_token_is_killed_by_poison_or_a_derived_tolerance():
     small = TEST.replace(num_heads=8, query_lens=(3, 1), ctx_lens=(20, 929))
     mutants = ("newest_slot_unwritten",)
     assert outcomes(small, mutants) == {"newest_slot_unwritten": "survived"}
-    assert outcomes(small.replace(empty="nan"), mutants) == {"newest_slot_unwritten": "killed"}
+    assert outcomes(small.replace(empty_slots="nan"), mutants) == {
+        "newest_slot_unwritten": "killed"
+    }
     assert outcomes(small.replace(atol=5e-7), mutants) == {"newest_slot_unwritten": "killed"}
 
 
@@ -78,7 +80,7 @@ def test_settings_are_found_under_which_all_die_and_the_models_pass(changes):
 
 def test_nothing_dies_at_an_absurd_tolerance_but_what_is_not_finite():
     """atol 100: random noise passes, NaN does not."""
-    told = power(hostile(atol=100.0, empty="zeros"), remedies=False)
+    told = power(hostile(atol=100.0, empty_slots="zeros"), remedies=False)
     assert {m.name for m in told.of("killed")} <= {
         "newest_slot_nan",
         "rows_never_written",
@@ -94,7 +96,7 @@ def test_nothing_dies_at_an_absurd_tolerance_but_what_is_not_finite():
 
 def test_equivalent_is_only_what_no_data_shows():
     """ALiBi shifted is; a doubled scale is not, though ±1e-3 data cannot see it."""
-    case = hostile(alibi=True, data="uniform_1e-3")
+    case = hostile(alibi=True, distribution="uniform_1e-3")
     assert is_equivalent(case, NAMED["alibi_shifted"])
     assert not is_equivalent(case, NAMED["scale_doubled"])
     told = power(case, mutants=[NAMED["alibi_shifted"], NAMED["scale_doubled"]])
@@ -121,7 +123,7 @@ def test_every_defect_is_a_mutant():
 
 def test_the_picture_shows_each_margin():
     """One point a mutant at its margin, in its outcome's series; NaN at the right edge."""
-    told = power(hostile(empty="zeros"), remedies=False)
+    told = power(hostile(empty_slots="zeros"), remedies=False)
     ax = plot_power(told.mutants)
     points = {}
     for line in ax.lines[:3]:

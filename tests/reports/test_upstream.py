@@ -85,7 +85,7 @@ def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None
 def test_a_script_of_an_overflow(tmp_path: Path) -> None:
     """0.11.2's soft cap: NaN where a score is beyond 88 times the cap; 0.33.0's is right."""
     case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
-    script = written(tmp_path, case.replace(empty="zeros"), "wrong_output")
+    script = written(tmp_path, case.replace(empty_slots="zeros"), "wrong_output")
     for version, code in (("0.11.2", 1), ("0.33.0", 0)):
         got, text = outcome(script, of_release(version))
         assert got == code, text
@@ -94,7 +94,7 @@ def test_a_script_of_an_overflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0"])
 def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
     """unified_attention counts ALiBi from the first new token: wrong in a prefill, right in decodes."""
-    fields = {"op": "unified_attention", "alibi": True, "sinks": True, "empty": "zeros"}
+    fields = {"op": "unified_attention", "alibi": True, "sinks": True, "empty_slots": "zeros"}
     for query_lens, code in (((4, 1), 1), ((1, 1), 0)):
         lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
         case = CASE.replace(fill="all_rows", **fields, **lens)
@@ -120,7 +120,7 @@ def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
 def test_a_script_passes_where_nothing_is_wrong(tmp_path: Path, changes) -> None:
     """The script's own reference and bound hold for every feature that it knows."""
-    case = CASE.replace(**{"fill": "all_rows", "empty": "zeros", **changes})
+    case = CASE.replace(**{"fill": "all_rows", "empty_slots": "zeros", **changes})
     code, text = outcome(written(tmp_path, case), of_release("0.33.0"))
     assert code == 0, text
 

@@ -40,7 +40,7 @@ def layouts(draw):
         kv_cache_dtype=kv_cache_dtype,
         query_lens=tuple(draw(st.integers(1, 40)) for _ in range(count)),
         ctx_lens=tuple(draw(st.integers(0, 60)) for _ in range(count)),
-        empty=draw(st.sampled_from(["zeros", "nan", "garbage"])),
+        empty_slots=draw(st.sampled_from(["zeros", "nan", "garbage"])),
         fill=draw(st.sampled_from(FILLS)),
         k_scale=draw(st.sampled_from([1.0, 0.03])),
         v_scale=draw(st.sampled_from([1.0, 2.5])),
@@ -139,7 +139,8 @@ def test_fill_policies(fill):
 def test_empty_slots_differ_in_nothing_else():
     """Zeros, NaN and garbage fill the same slots; garbage is finite and never near 0."""
     caches = {
-        e: make_cache(hostile(empty=e), make_batch(hostile())) for e in ("zeros", "nan", "garbage")
+        e: make_cache(hostile(empty_slots=e), make_batch(hostile()))
+        for e in ("zeros", "nan", "garbage")
     }
     owned = caches["nan"].provenance.seq != NOBODY
     for cache in caches.values():

@@ -67,7 +67,7 @@ def test_what_the_test_passes_as_lengths():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_output_buffers(output, dtype):
     """The buffer holds what the knob says, in the model's dtype."""
-    buffer = make_output(hostile(output=output, dtype=dtype))
+    buffer = make_output(hostile(output_init=output, dtype=dtype))
     assert buffer.dtype == getattr(torch, dtype)
     assert buffer.isnan().all() == (output == "nan")
     assert (buffer == 0).all() == (output == "zeros")

@@ -128,7 +128,9 @@ def test_cache_format_overrides_the_platform():
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_converting_numbers_to_uint8_gives_zeros(kv_cache_dtype):
     """What vLLM's own test writes for ±1e-3 is a cache in which every byte is 0."""
-    case = hostile(kv_cache_dtype=kv_cache_dtype, cache_write="numeric", data="uniform_1e-3")
+    case = hostile(
+        kv_cache_dtype=kv_cache_dtype, cache_write="numeric", distribution="uniform_1e-3"
+    )
     cache = make_cache(case, make_batch(case))
     written = cache.provenance.seq != NOBODY
     assert cache.key.permute(0, 3, 1, 2, 4)[written].count_nonzero() == 0

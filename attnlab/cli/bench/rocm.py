@@ -19,7 +19,7 @@ from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
 from attnlab.tensors.call import KernelCall, make_call, make_output
 
-DECODE = Case(query_lens=(1,), ctx_lens=(929,), data="normal", sm_scale=128**-0.5)
+DECODE = Case(query_lens=(1,), ctx_lens=(929,), distribution="normal", sm_scale=128**-0.5)
 
 
 def bench_rocm(

@@ -35,7 +35,7 @@ _KERNELS = {
 }
 
 
-def run(call: KernelCall, setting: Target, kernels: Sequence[str]) -> None:
+def run(call: KernelCall, target: Target, kernels: Sequence[str]) -> None:
     """Run the kernels in order; each writes its rows of ``call.output``.
 
     Raises KernelRejected where the real kernel raises; rows that an earlier kernel wrote stay written,
@@ -43,14 +43,14 @@ def run(call: KernelCall, setting: Target, kernels: Sequence[str]) -> None:
     """
     for name in kernels:
         if name != ROCM_DECODE:
-            _check_triton(call, setting)
-        _KERNELS[name](call, setting)
+            _check_triton(call, target)
+        _KERNELS[name](call, target)
 
 
-def _check_triton(call: KernelCall, setting: Target) -> None:
+def _check_triton(call: KernelCall, target: Target) -> None:
     """Raise KernelRejected where Triton cannot compile the kernel for the platform."""
     e4m3 = call.kv_cache_dtype in ("fp8", "fp8_e4m3")
-    if e4m3 and not setting.platform.triton_e4m3:
+    if e4m3 and not target.platform.triton_e4m3:
         raise KernelRejected(
             "type fp8e4nv not supported in this architecture (Triton needs compute capability 8.9)"
         )

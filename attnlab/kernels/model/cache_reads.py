@@ -9,14 +9,14 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import ElementFormat, read_format
 
 
-def format_of(call: KernelCall, setting: Target) -> ElementFormat:
+def format_of(call: KernelCall, target: Target) -> ElementFormat:
     """Return the format that a kernel on this platform takes the cache's bytes for."""
-    return read_format(call.kv_cache_dtype, call.query.dtype, setting.platform.fp8_e4m3)
+    return read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
 
 
-def scale_of(call: KernelCall, setting: Target) -> float:
+def scale_of(call: KernelCall, target: Target) -> float:
     """Return the scale of the scores: as passed, or the op's default by its contract."""
-    return call.sm_scale or default_scale(call, setting)
+    return call.sm_scale or default_scale(call, target)
 
 
 def keys(cache: torch.Tensor, blocks: torch.Tensor, heads: slice) -> torch.Tensor:

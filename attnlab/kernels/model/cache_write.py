@@ -32,16 +32,16 @@ def written_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([key.flatten(0, 1), value.flatten(0, 1)], dim=2)
 
 
-def as_output(call: KernelCall, setting: Target) -> torch.Tensor:
+def as_output(call: KernelCall, target: Target) -> torch.Tensor:
     """Return the cache of a call as the output of a write."""
-    dtype = paged.format_of(call, setting).dtype
+    dtype = paged.format_of(call, target).dtype
     return written_cache(*(t.view(dtype) for t in to_flash(call.key_cache, call.value_cache)))
 
 
-def reshape_and_cache_flash(call: KernelCall, setting: Target) -> None:
+def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
     """Write the cache with every new token in its slot to ``call.output``."""
-    format = paged.format_of(call, setting)
-    call.output.copy_(as_output(call, setting))
+    format = paged.format_of(call, target)
+    call.output.copy_(as_output(call, target))
     key = format.encode(call.key, call.k_scale).view(format.dtype)
     value = format.encode(call.value, call.v_scale).view(format.dtype)
     call.output[slot_mapping(call)] = torch.cat([key, value], dim=2)

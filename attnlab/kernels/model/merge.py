@@ -29,7 +29,7 @@ class Partials:
     suffix_lse: torch.Tensor
 
 
-def partials(call: KernelCall, setting: Target) -> Partials:
+def partials(call: KernelCall, target: Target) -> Partials:
     """Return the parts of a call, on its device."""
     tokens, heads, _ = call.query.shape
     outputs = [torch.zeros_like(call.query) for _ in range(2)]
@@ -40,12 +40,12 @@ def partials(call: KernelCall, setting: Target) -> Partials:
     for seq, seq_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
         ctx_len = seq_len - (rows.stop - rows.start)
-        old = _context(call, setting, seq, ctx_len)
+        old = _context(call, target, seq, ctx_len)
         new = tuple(t[rows].transpose(0, 1).float() for t in (call.key, call.value))
         for output, lse, (key, value), first in zip(
             outputs, sums, (old, new), (0, ctx_len), strict=True
         ):
-            output[rows], lse[:, rows] = _attend(call, setting, rows, key, value, first, ctx_len)
+            output[rows], lse[:, rows] = _attend(call, target, rows, key, value, first, ctx_len)
     return Partials(
         prefix_output=outputs[0],
         prefix_lse=sums[0],
@@ -54,9 +54,9 @@ def partials(call: KernelCall, setting: Target) -> Partials:
     )
 
 
-def merge_attn_states(call: KernelCall, setting: Target) -> None:
+def merge_attn_states(call: KernelCall, target: Target) -> None:
     """Write the merged parts of the call to ``call.output``."""
-    parts = partials(call, setting)
+    parts = partials(call, target)
     lse = torch.stack([parts.prefix_lse, parts.suffix_lse])
     weights = (lse - lse.amax(0)).exp()
     weights = (weights / weights.sum(0)).permute(0, 2, 1)[..., None]
@@ -65,10 +65,10 @@ def merge_attn_states(call: KernelCall, setting: Target) -> None:
 
 
 def _context(
-    call: KernelCall, setting: Target, seq: int, ctx_len: int
+    call: KernelCall, target: Target, seq: int, ctx_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a sequence's context, key and value [num_kv_heads, ctx_len, head_size] float32."""
-    format, dtype = paged.format_of(call, setting), call.query.dtype
+    format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-ctx_len // call.block_size)].long()
     key = paged.keys(call.key_cache, blocks, slice(None))[:, :ctx_len]
     value = paged.values(call, blocks, slice(None))[:, :ctx_len]
@@ -80,7 +80,7 @@ def _context(
 
 def _attend(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     rows: slice,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -91,7 +91,7 @@ def _attend(
     position ``first``; the rows begin at ``ctx_len``."""
     group = call.num_queries_per_kv
     query = call.query[rows].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-    scores = query @ key[:, None].transpose(2, 3) * paged.scale_of(call, setting)
+    scores = query @ key[:, None].transpose(2, 3) * paged.scale_of(call, target)
     at = torch.arange(first, first + key.shape[1], device=key.device)
     away = at - torch.arange(ctx_len, ctx_len + query.shape[2], device=key.device)[:, None]
     if call.alibi_slopes is not None:

@@ -18,7 +18,7 @@ from attnlab.tensors.call import KernelCall
 _SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
 
 
-def context_attention_fwd(call: KernelCall, setting: Target) -> None:
+def context_attention_fwd(call: KernelCall, target: Target) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
     Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
@@ -28,37 +28,37 @@ def context_attention_fwd(call: KernelCall, setting: Target) -> None:
     if call.sinks is not None and call.alibi_slopes is not None:
         raise KernelRejected("Sinks arg is not supported with alibi")
     grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
-    _attend(PREFILL, call, setting, grid)
+    _attend(PREFILL, call, target, grid)
 
 
-def unified_attention(call: KernelCall, setting: Target) -> None:
+def unified_attention(call: KernelCall, target: Target) -> None:
     """Write every row of every sequence to ``call.output``; no slot behind seq_len is read."""
-    _attend(UNIFIED, call, setting, call.query.shape[0])
+    _attend(UNIFIED, call, target, call.query.shape[0])
 
 
-def decode_attention_fwd(call: KernelCall, setting: Target) -> None:
+def decode_attention_fwd(call: KernelCall, target: Target) -> None:
     """Write the one row of every sequence to ``call.output``; no slot behind seq_len is read."""
-    _attend(DECODE_FWD, call, setting, call.query.shape[0])
+    _attend(DECODE_FWD, call, target, call.query.shape[0])
 
 
-def _attend(name: str, call: KernelCall, setting: Target, grid: int) -> None:
+def _attend(name: str, call: KernelCall, target: Target, grid: int) -> None:
     """Write the rows of every sequence that a kernel serves, up to ``grid`` of each.
 
     Scores and sums are float32, the weights are rounded to the dtype of the values, the output to that
     of the query.
     """
-    terms = contract(name, setting, call.op)
+    terms = contract(name, target, call.op)
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     cached = cached_lens(terms, call).tolist()
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         start, stop = starts[seq], starts[seq + 1]
-        _sequence(call, setting, seq, start, stop, seq_lens[seq], cached[seq], grid)
+        _sequence(call, target, seq, start, stop, seq_lens[seq], cached[seq], grid)
 
 
 def _sequence(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     seq: int,
     start: int,
     stop: int,
@@ -76,12 +76,12 @@ def _sequence(
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
         key, value = _keys_and_values(
-            call, setting, blocks, kv, cached, stop - (seq_len - cached), stop
+            call, target, blocks, kv, cached, stop - (seq_len - cached), stop
         )
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
-            out = _tile(call, setting, query[:, :, row:last], key, value, ctx_len, row, heads)
+            out = _tile(call, target, query[:, :, row:last], key, value, ctx_len, row, heads)
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )
@@ -89,7 +89,7 @@ def _sequence(
 
 def _keys_and_values(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     blocks: torch.Tensor,
     kv: slice,
     cached: int,
@@ -98,7 +98,7 @@ def _keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cached tokens of some KV heads, then those of rows ``start`` to ``stop`` of the
     arguments, each [heads, seq_len, head_size] float32."""
-    format, dtype = paged.format_of(call, setting), call.query.dtype
+    format, dtype = paged.format_of(call, target), call.query.dtype
     old_key = paged.keys(call.key_cache, blocks, kv)[:, :cached]
     old_value = paged.values(call, blocks, kv)[:, :cached]
     key = paged.dequantised(old_key, format, call.k_scale, dtype)
@@ -109,7 +109,7 @@ def _keys_and_values(
 
 def _tile(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -122,10 +122,10 @@ def _tile(
     ``query``, and the result: [kv heads, group, rows, head_size].
     """
     rows, window = query.shape[2], call.sliding_window
-    terms, position = contract(call.op, setting, call.op), ctx_len + row
+    terms, position = contract(call.op, target, call.op), ctx_len + row
     begin, end = max(0, position - window + 1) if window else 0, position + rows
     scores = query.flatten(1, 2) @ key[:, begin:end].transpose(1, 2)
-    scores = scores.mul_(paged.scale_of(call, setting)).view(*query.shape[:3], end - begin)
+    scores = scores.mul_(paged.scale_of(call, target)).view(*query.shape[:3], end - begin)
     scores = paged.capped(scores, call.softcap, terms.softcap == "overflows")
     away = torch.arange(begin, end) - torch.arange(position, end)[:, None]  # key minus query
     if call.alibi_slopes is not None:

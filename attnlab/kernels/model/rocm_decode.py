@@ -35,19 +35,19 @@ class Scratch:
     outputs: torch.Tensor
 
 
-def paged_attention_rocm(call: KernelCall, setting: Target) -> None:
+def paged_attention_rocm(call: KernelCall, target: Target) -> None:
     """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
 
     Raises KernelRejected, with the text of the real op, where its host code refuses the call.
     """
-    terms = contract(ROCM_DECODE, setting, call.op)
+    terms = contract(ROCM_DECODE, target, call.op)
     check_host(terms, call)
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
     scratch = allocate(call, max((seq_lens[seq] for seq in seqs), default=0))
     for seq in seqs:
-        _write_partitions(call, setting, terms, scratch, seq, starts[seq], seq_lens[seq])
+        _write_partitions(call, target, terms, scratch, seq, starts[seq], seq_lens[seq])
     for seq in seqs:
         call.output[starts[seq]] = _merge(call, scratch, seq, seq_lens[seq])
 
@@ -86,7 +86,7 @@ def allocate(call: KernelCall, longest: int) -> Scratch:
 
 def _write_partitions(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     terms: Contract,
     scratch: Scratch,
     seq: int,
@@ -94,7 +94,7 @@ def _write_partitions(
     seq_len: int,
 ) -> None:
     """Compute one sequence's partitions, those that the grid covers, and put them in the scratch."""
-    format, dtype = paged.format_of(call, setting), call.query.dtype
+    format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
     every = slice(None)
     key = format.decode(paged.keys(_as_taken(terms, call.key_cache), blocks, every))
@@ -104,7 +104,7 @@ def _write_partitions(
     key, value = (_fitted(tensor, len(positions)) for tensor in (key, value))
     if terms.reads_tail == "nothing":
         value = value.masked_fill((positions >= seq_len)[:, None], 0.0)
-    scores = _scores(call, setting, key, row, seq_len)
+    scores = _scores(call, target, key, row, seq_len)
     scores = scores.masked_fill(positions >= seq_len, -torch.inf)
     scores = scores.unflatten(2, (partitions, PARTITION_SIZE))
     largest = scores.amax(-1)
@@ -112,7 +112,7 @@ def _write_partitions(
     sums = weights.sum(-1)
     weights = paged.rounded(weights / (sums[..., None] + _EPSILON), dtype)
     value = value.unflatten(1, (partitions, PARTITION_SIZE))
-    by_warp = setting.platform.family == "cdna" and call.num_queries_per_kv <= 4
+    by_warp = target.platform.family == "cdna" and call.num_queries_per_kv <= 4
     outputs = _weighted(weights, value, by_warp, _scale_of_cache(call, call.v_scale), dtype)
     here = _places(call, scratch, seq, partitions)
     scratch.largest[here] = largest.flatten(0, 1)
@@ -138,11 +138,11 @@ def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _scores(
-    call: KernelCall, setting: Target, key: torch.Tensor, row: int, seq_len: int
+    call: KernelCall, target: Target, key: torch.Tensor, row: int, seq_len: int
 ) -> torch.Tensor:
     """Return the scores of one row, [num_kv_heads, group, positions] float32."""
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
-    scale = paged.scale_of(call, setting) * _scale_of_cache(call, call.k_scale)
+    scale = paged.scale_of(call, target) * _scale_of_cache(call, call.k_scale)
     scores: torch.Tensor = query @ key.transpose(1, 2) * scale
     if call.alibi_slopes is not None:
         away = torch.arange(key.shape[1]) - (seq_len - 1)

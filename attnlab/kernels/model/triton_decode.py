@@ -9,26 +9,26 @@ from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
 
-def kernel_paged_attention_2d(call: KernelCall, setting: Target) -> None:
+def kernel_paged_attention_2d(call: KernelCall, target: Target) -> None:
     """Write the row of every sequence whose query_len is 1 to ``call.output``.
 
     Every key, the new one too, comes from the cache. Blocks are read whole: up to 0.11.2 the slots
     behind seq_len take part with a score of -inf + q·k and a weight of 0, so a NaN there becomes the
     row's; 0.33.0 masks them. Outside a sliding window the score is -10000, not -inf.
     """
-    terms = contract(TRITON_DECODE, setting, call.op)
+    terms = contract(TRITON_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc").tolist()
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
-        row = _row(call, setting, seq, starts[seq], seq_lens[seq], terms.reads_tail != "nothing")
+        row = _row(call, target, seq, starts[seq], seq_lens[seq], terms.reads_tail != "nothing")
         call.output[starts[seq]] = row.to(call.output.dtype)
 
 
 def _row(
-    call: KernelCall, setting: Target, seq: int, row: int, seq_len: int, reads_tail: bool
+    call: KernelCall, target: Target, seq: int, row: int, seq_len: int, reads_tail: bool
 ) -> torch.Tensor:
     """Return one row, [num_heads, head_size] float32."""
-    format, dtype = paged.format_of(call, setting), call.query.dtype
+    format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
     every = slice(None)
     key = paged.dequantised(paged.keys(call.key_cache, blocks, every), format, call.k_scale, dtype)
@@ -37,7 +37,7 @@ def _row(
     if not reads_tail:
         key, value = (t.masked_fill((positions >= seq_len)[:, None], 0.0) for t in (key, value))
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
-    scores = query @ key.transpose(1, 2) * paged.scale_of(call, setting)
+    scores = query @ key.transpose(1, 2) * paged.scale_of(call, target)
     tail = torch.where(positions < seq_len, 0.0, float("-inf"))
     scores = scores + tail if reads_tail else scores.masked_fill(positions >= seq_len, -torch.inf)
     away = positions - (seq_len - 1)

@@ -53,7 +53,7 @@ def native_text() -> str:
 
 def run(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     source: Source | None,
     how: DeviceOptions = PLAIN,
     on_step: OnStep = lambda text: None,
@@ -64,20 +64,20 @@ def run(
     KernelRejected with the text of the op's own host code, KernelFailed where the kernel breaks,
     Unavailable where the source or a compiler is missing.
     """
-    arguments = op_arguments(call, setting)
+    arguments = op_arguments(call, target)
     if source is None:
         _run_native(arguments, call.output)
         return Findings()
     if not how.checked:
-        _check_writes(call, setting)
+        _check_writes(call, target)
     try:
-        return op_of(source, setting.platform)(arguments, how, on_step)
+        return op_of(source, target.platform)(arguments, how, on_step)
     finally:
         if arguments["out"] is not call.output:
             call.output.copy_(arguments["out"])
 
 
-def op_arguments(call: KernelCall, setting: Target) -> dict[str, Any]:
+def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
     """Return the arguments of torch.ops._rocm_C.paged_attention that vLLM's wrapper makes of a call.
 
     The scratch is what ``torch.empty`` would give: garbage, some of it behind the end, the same that
@@ -88,7 +88,7 @@ def op_arguments(call: KernelCall, setting: Target) -> dict[str, Any]:
     scratch = allocate(call, longest)
     count = shape[0] * shape[1] * shape[2]
     indices = [call.block_table, call.seq_lens, call.query_start_loc]
-    if setting.wrapper_cast:
+    if target.wrapper_cast:
         indices = [tensor.to(torch.int32) for tensor in indices]
     return {
         "out": call.output if call.output.is_contiguous() else call.output.contiguous(),
@@ -99,7 +99,7 @@ def op_arguments(call: KernelCall, setting: Target) -> dict[str, Any]:
         "key_cache": call.key_cache,
         "value_cache": call.value_cache,
         "num_kv_heads": call.key.shape[1],
-        "scale": scale_of(call, setting),
+        "scale": scale_of(call, target),
         **dict(zip(_INDICES, indices, strict=True)),
         "block_size": call.block_size,
         "max_seq_len": call.max_seq_len,
@@ -132,10 +132,10 @@ def check_source(source: Source) -> None:
         )
 
 
-def _check_writes(call: KernelCall, setting: Target) -> None:
+def _check_writes(call: KernelCall, target: Target) -> None:
     """Raise KernelFailed where the op would write a row outside the output, which would hurt this
     process; the checked device needs no such help."""
-    terms = contract(ROCM_DECODE, setting, call.op)
+    terms = contract(ROCM_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc")
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         if not 0 <= starts[seq] < call.output.shape[0]:

@@ -6,6 +6,8 @@ annotates tl.int64 makes the product int64 on both. So a product that wraps here
 lanes that are not masked off.
 """
 
+import functools
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,10 +112,17 @@ class RunLog:
 def _kernel_line() -> tuple[str, int]:
     """Return the file and line of the kernel that is running: the nearest frame that is no library's."""
     frame = sys._getframe(1)
-    own = Path(__file__).parent
+    skipped = {Path(__file__).parent, *_triton_folder()}
     while frame.f_back is not None:
         path = Path(frame.f_code.co_filename)
-        if "triton" not in path.parts and path.parent != own:
+        if skipped.isdisjoint(path.parents):
             break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+@functools.cache
+def _triton_folder() -> tuple[Path, ...]:
+    """Return the folder of the installed triton package, or none."""
+    spec = importlib.util.find_spec("triton")
+    return () if spec is None or spec.origin is None else (Path(spec.origin).parent,)

@@ -64,7 +64,7 @@ def backend_text(source: Source, kernels: Sequence[str], where: str, platform: P
 
 def run(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     kernels: Sequence[str],
     source: Source,
     share: Subset = ALL,
@@ -80,19 +80,19 @@ def run(
     Raises KernelRejected with what the op raises, Unavailable where it cannot run here.
     """
     if watch and where == "cuda":
-        raise Unavailable("checked must be false on a GPU: nobody sees there what is read")
+        raise Unavailable("trace_reads must be false on a GPU: nobody sees there what is read")
     check_runs(call, where, share)
-    loaded = load(source, setting.platform, where)
+    loaded = load(source, target.platform, where)
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
-    tensors: dict[str, Any] = {**_on_device(call, setting, where), "output": output}
+    tensors: dict[str, Any] = {**_on_device(call, target, where), "output": output}
     moved = presented(dataclasses.replace(call, **tensors))
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
-    arguments = bind(loaded.function(call.op), moved, setting)
+    arguments = bind(loaded.function(call.op), moved, target)
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
-        moved, setting, source, args, kwargs
+        moved, target, source, args, kwargs
     )
     plan = interpreter.LaunchPlan(
         needed=lambda kernel, args, program: needed(kernel, args, program, share),
@@ -150,14 +150,14 @@ def load_stock(source: Source, platform: Platform) -> Loaded:
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 
-def _on_device(call: KernelCall, setting: Target, where: str) -> dict[str, torch.Tensor]:
+def _on_device(call: KernelCall, target: Target, where: str) -> dict[str, torch.Tensor]:
     """Return the call's tensors on the device; the wrapper_cast stage converts its indices first."""
     moved = {}
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if isinstance(value, torch.Tensor) and field.name != "output":
             moved[field.name] = value.to(where)
-    if setting.wrapper_cast:
+    if target.wrapper_cast:
         for name in ("block_table", "seq_lens", "query_start_loc"):
             moved[name] = moved[name].to(torch.int32)
     return moved
@@ -165,7 +165,7 @@ def _on_device(call: KernelCall, setting: Target, where: str) -> dict[str, torch
 
 def _rocm_decode(
     call: KernelCall,
-    setting: Target,
+    target: Target,
     source: Source,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -201,10 +201,10 @@ def _rocm_decode(
         v_scale=float(given["v_scale"]),
         sm_scale=given["scale"],
     )
-    if rocm_source.emulates(source, setting.platform):
-        rocm_source.run(translated, setting, source)
+    if rocm_source.emulates(source, target.platform):
+        rocm_source.run(translated, target, source)
     else:
-        paged_attention_rocm(translated, setting)
+        paged_attention_rocm(translated, target)
     given["out"].copy_(translated.output)
 
 

@@ -55,13 +55,13 @@ class OpCall:
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
 
 
-def bind(function: Callable[..., None], call: KernelCall, setting: Target) -> Arguments:
+def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arguments:
     """Return the arguments of an op, by the names that the function has in its release.
 
     Raises Unavailable for a required parameter that the lab has no value for, and for a value that the
     call asks for and this release has no parameter for.
     """
-    known = OP_CALLS[call.op].arguments(call, setting)
+    known = OP_CALLS[call.op].arguments(call, target)
     given: Arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name in known:
@@ -84,12 +84,12 @@ def bind(function: Callable[..., None], call: KernelCall, setting: Target) -> Ar
     return given
 
 
-def _wrapper(call: KernelCall, setting: Target) -> Arguments:
+def _wrapper(call: KernelCall, target: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
     return {**named, "use_interleaved_v_cache": call.interleave_v, **_scales(call)}
 
 
-def _prefill(call: KernelCall, setting: Target) -> Arguments:
+def _prefill(call: KernelCall, target: Target) -> Arguments:
     return {
         "q": call.query,
         "k": call.key,
@@ -120,9 +120,9 @@ def _scales(call: KernelCall) -> Arguments:
     }
 
 
-def _unified(call: KernelCall, setting: Target) -> Arguments:
+def _unified(call: KernelCall, target: Target) -> Arguments:
     """Return what the Triton backend passes (vllm/v1/attention/backends/triton_attn.py, 0.33.0)."""
-    key, value = _flash(call, setting)
+    key, value = _flash(call, target)
     scales = _scales(call)
     window = call.sliding_window - 1 if call.sliding_window else -1
     return {
@@ -134,7 +134,7 @@ def _unified(call: KernelCall, setting: Target) -> Arguments:
         "max_seqlen_q": call.max_query_len,
         "seqused_k": call.seq_lens,
         "max_seqlen_k": call.max_seq_len,
-        "softmax_scale": paged.scale_of(call, setting),
+        "softmax_scale": paged.scale_of(call, target),
         "causal": True,
         "window_size": (window, 0 if call.sliding_window else -1),
         "block_table": call.block_table,
@@ -144,7 +144,7 @@ def _unified(call: KernelCall, setting: Target) -> Arguments:
         "v_descale": scales["v_scale"],
         "alibi_slopes": call.alibi_slopes,
         "sinks": call.sinks,
-        "kv_quant_mode": int(paged.format_of(call, setting).is_fp8),
+        "kv_quant_mode": int(paged.format_of(call, target).is_fp8),
         **_segments(call),
     }
 
@@ -171,9 +171,9 @@ def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.full(shape, float("nan"), device=call.query.device)
 
 
-def _decode(call: KernelCall, setting: Target) -> Arguments:
+def _decode(call: KernelCall, target: Target) -> Arguments:
     """Return what the Triton MLA backend passes, for heads that have keys and values of their own."""
-    key, value = _flash(call, setting)
+    key, value = _flash(call, target)
     seqs, heads, head_size = call.query.shape
     splits = _MLA_SPLITS if call.num_splits is None else call.num_splits
     return {
@@ -186,26 +186,26 @@ def _decode(call: KernelCall, setting: Target) -> Arguments:
         "b_seq_len": call.seq_lens,
         "attn_logits": _scratch(call, (seqs, heads, splits, head_size + 1)),
         "num_kv_splits": splits,
-        "sm_scale": paged.scale_of(call, setting),
+        "sm_scale": paged.scale_of(call, target),
         "page_size": call.block_size,
         "logit_cap": call.softcap or 0.0,
         **_scales(call),
     }
 
 
-def _flash(call: KernelCall, setting: Target) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype; of
     one of more than 2^31 elements the blocks from the first in the block table on."""
-    dtype = paged.format_of(call, setting).dtype
+    dtype = paged.format_of(call, target).dtype
     first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
     return key.view(dtype), value.view(dtype)
 
 
-def _merge(call: KernelCall, setting: Target) -> Arguments:
+def _merge(call: KernelCall, target: Target) -> Arguments:
     """Return the parts, and where a part is empty, -inf for its logarithm as FlashAttention 3 has it; in
     a call that is padded +inf in every second row, as FlashAttention 2 has it."""
-    parts = partials(call, setting)
+    parts = partials(call, target)
     logs = [parts.prefix_lse, parts.suffix_lse]
     if call.padding:
         for log in logs:
@@ -220,8 +220,8 @@ def _merge(call: KernelCall, setting: Target) -> Arguments:
     }
 
 
-def _write(call: KernelCall, setting: Target) -> Arguments:
-    key, value = _flash(call, setting)
+def _write(call: KernelCall, target: Target) -> Arguments:
+    key, value = _flash(call, target)
     return {
         "key": call.key,
         "value": call.value,

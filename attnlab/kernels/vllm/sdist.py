@@ -18,7 +18,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.kernels.vllm.source import cache_folder, check_release
 
 _SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
-_SECTIONS = (":env:", "download", "global")  # the first that has a setting wins, as in pip
+_SECTIONS = (":env:", "download", "global")  # the first that has a target wins, as in pip
 _DEFAULT = re.compile(r"\(default\s+(https?://[^\s)]+)\)")
 
 

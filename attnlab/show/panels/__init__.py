@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from attnlab.case.case import FIELDS, Case
 from attnlab.lab.lab import Lab
-from attnlab.show.panels.panel import FACTS, Panel
+from attnlab.show.panels.case_panel import FACTS, Panel
 from attnlab.show.panels.views import VIEWS
 
 __all__ = ["Panel", "explorer", "panel"]

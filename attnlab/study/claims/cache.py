@@ -23,7 +23,8 @@ def missing_token(claim: Claim) -> Finding:
 def uninitialised_slot(claim: Claim) -> Finding:
     """Ask how large the slot would have to be, and what the test's caches are made of."""
     sizes = {
-        empty: decode_error(decode_at_seed_size(empty=empty)) for empty in ("zeros", "garbage")
+        empty: decode_error(decode_at_seed_size(empty_slots=empty))
+        for empty in ("zeros", "garbage")
     }
     needed = OBSERVED * 930
     reading = (
@@ -46,7 +47,7 @@ def triton_boundary(claim: Claim) -> Finding:
 def filling_all(claim: Claim) -> Finding:
     """Compare the bits of the prefill rows under both fills."""
     outputs = [
-        Lab().output(like_the_test(fill=fill, empty="nan"))[:-1]
+        Lab().output(like_the_test(fill=fill, empty_slots="nan"))[:-1]
         for fill in ("context_only", "all_rows")
     ]
     same = bool(bits(outputs[0]).equal(bits(outputs[1])))

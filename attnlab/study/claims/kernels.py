@@ -50,14 +50,14 @@ def decode_reads_cache(claim: Claim) -> Finding:
     same = {}
     for platform in ("gfx942", "sm_90"):
         case, lab = like_the_test(platform=platform, stage="sound"), Lab()
-        setting, kernels = Target.of(case), decide(case).kernels
+        target, kernels = Target.of(case), decide(case).kernels
         outputs = []
         for poison in (False, True):
             call = lab.call(case)
             if poison:
                 nan = torch.full_like(call.key, torch.nan)
                 call = dataclasses.replace(call, key=nan, value=nan)
-            model.run(call, setting, [name for name in kernels if name != PREFILL])
+            model.run(call, target, [name for name in kernels if name != PREFILL])
             outputs.append(bits(call.output[-1]))
         same[kernels[-1]] = bool(outputs[0].equal(outputs[1]))
     reading = "NaN in the arguments changes no bit of the decode row"

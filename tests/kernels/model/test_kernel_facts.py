@@ -34,7 +34,10 @@ def decoded(case, **changes):
 def test_int64_query_start_loc_writes_no_row_of_the_seed_batch():
     """Read as int32 pairs no two neighbours of the seed's sums differ by 1: nothing is written."""
     case = Case(
-        num_heads=2, head_size=64, query_start_loc_dtype="int32_before_cumsum", output="recycled"
+        num_heads=2,
+        head_size=64,
+        query_start_loc_dtype="int32_before_cumsum",
+        output_init="recycled",
     )
     call, _ = call_of(case)
     before = call.output.clone()
@@ -48,7 +51,7 @@ def test_int64_query_start_loc_writes_no_row_of_the_seed_batch():
 
 def test_int64_query_start_loc_of_eight_decodes():
     """0 … 8 as int64 is read as 0 0 1 0 2 0 3 0 4: sequence 1 alone is served, from row 0 to row 0."""
-    case = hostile(**DECODES, query_start_loc_dtype="int64", output="recycled")
+    case = hostile(**DECODES, query_start_loc_dtype="int64", output_init="recycled")
     call, _ = call_of(case)
     before, batch = call.output.clone(), make_batch(case)
     paged_attention_rocm(call, Target.of(case))
@@ -63,7 +66,7 @@ def test_int64_query_start_loc_of_eight_decodes():
 @pytest.mark.parametrize("name", ["block_table", "seq_lens", "query_start_loc"])
 def test_triton_reads_int64_as_it_is(name, release):
     """On Triton the dtype of an index tensor changes no bit."""
-    case = hostile(platform="sm_90", release=release, empty="garbage")
+    case = hostile(platform="sm_90", release=release, empty_slots="garbage")
     wide = case.replace(**{f"{name}_dtype": "int64"})
     results = [Lab().run(c).call.output for c in (case, wide)]
     assert same_bits(*results)
@@ -102,7 +105,7 @@ def test_refusals_in_their_order(release):
         num_heads=17,
         num_queries_per_kv=17,
         num_blocks=600,
-        output="recycled",
+        output_init="recycled",
     )
     for text, mended in REFUSALS:
         call, _ = call_of(case)
@@ -195,7 +198,7 @@ TAILS = [  # platform, release, cache, value: the output's bits, or NaN
 def test_the_tail_of_the_last_block(platform, release, name, value, effect, group):
     """Which slots behind seq_len reach the output, by kernel and release."""
     case = hostile(
-        **DECODES, platform=platform, release=release, empty="zeros", num_queries_per_kv=group
+        **DECODES, platform=platform, release=release, empty_slots="zeros", num_queries_per_kv=group
     )
     before = decoded(case)
     after = decoded(case, **{name: with_tail(case, name, value)})
@@ -212,7 +215,7 @@ def test_the_tail_of_the_last_block(platform, release, name, value, effect, grou
 @pytest.mark.parametrize("platform", KERNEL)
 def test_columns_that_no_token_needs(platform, release):
     """Block-table entries behind the last needed block are never followed, however wild."""
-    case = hostile(platform=platform, release=release, empty="garbage")
+    case = hostile(platform=platform, release=release, empty_slots="garbage")
     call, _ = call_of(case)
     wild = call.block_table.clone()
     for seq, n in enumerate(case.lengths.seq_lens):
@@ -290,7 +293,7 @@ def test_scales_of_a_16_bit_cache_are_not_used(platform):
 )
 def test_the_default_scale(release, op, scale):
     """0.11.2's op takes its default from the number of heads, and so is wrong unless it is passed."""
-    case = hostile(release=release, op=op, empty="garbage", atol=0.01)
+    case = hostile(release=release, op=op, empty_slots="garbage", atol=0.01)
     assert scale_of(call_of(case)[0], Target.of(case)) == pytest.approx(scale)
     assert Lab().run(case).status == ("match" if scale == 64**-0.5 else "mismatch")
     assert Lab().run(case.replace(sm_scale=64**-0.5)).status == "match"

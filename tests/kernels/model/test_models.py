@@ -23,7 +23,7 @@ from attnlab.tensors.formats import FORMATS
 def outside(case, output):
     """Return which elements differ from exact attention by more than the bound; NaN does."""
     batch = make_batch(case)
-    exact = reference(case.replace(oracle="float64"), batch)
+    exact = reference(case.replace(reference_dtype="float64"), batch)
     return ~((output.double() - exact).abs() <= bound(case, batch))
 
 
@@ -76,7 +76,7 @@ def test_prefill_and_triton_decode_are_attention(case):
     """Every row within the bound, NaN in every slot and row that nobody writes notwithstanding."""
     assert decide(case).decode == TRITON_DECODE
     if case.release == "0.11.2":
-        case = case.replace(empty="garbage")  # it reads the tail of the last block
+        case = case.replace(empty_slots="garbage")  # it reads the tail of the last block
     assert not outside(case, run_directly(case)).any()
 
 
@@ -86,7 +86,7 @@ def test_prefill_and_rocm_decode_are_attention(case):
     """The same of the ROCm kernel, over one partition and several."""
     assert decide(case).decode == ROCM_DECODE
     if case.release == "0.11.2":
-        case = case.replace(empty="garbage")
+        case = case.replace(empty_slots="garbage")
     assert not outside(case, run_directly(case)).any()
 
 
@@ -106,7 +106,7 @@ def test_the_hostile_batch_through_a_lab(platform, group, op):
 @pytest.mark.parametrize("kernel", [PREFILL, TRITON_DECODE, ROCM_DECODE])
 def test_rows_of_others_keep_their_bits(kernel, output):
     """Each kernel writes every element of its rows, and not a bit of any other."""
-    case = hostile(output=output)
+    case = hostile(output_init=output)
     call, _ = call_of(case)
     before = call.output.clone()
     model.run(call, Target.of(case), (kernel,))
@@ -132,7 +132,7 @@ def test_kernels_change_nothing_but_the_output(platform):
 
 
 def _scale(real):
-    return lambda call, setting: real(call, setting) * 1.1
+    return lambda call, target: real(call, target) * 1.1
 
 
 def _other_head(real):
@@ -140,7 +140,7 @@ def _other_head(real):
 
 
 def _as_fn(real):
-    return lambda call, setting: FORMATS["fp8_e4m3fn"]
+    return lambda call, target: FORMATS["fp8_e4m3fn"]
 
 
 def _block_less(real):
@@ -160,7 +160,7 @@ def _no_rescale(real):
 
 
 def _no_k_scale(real):
-    return lambda call, setting, *rest: real(dataclasses.replace(call, k_scale=1.0), setting, *rest)
+    return lambda call, target, *rest: real(dataclasses.replace(call, k_scale=1.0), target, *rest)
 
 
 MUTANTS = [

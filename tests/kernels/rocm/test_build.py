@@ -146,10 +146,10 @@ def test_a_platform_that_is_not_emulated_is_refused() -> None:
 
 def test_checked_belongs_to_origin_rocm() -> None:
     """Another backend cannot watch its kernels; heads cannot be chosen."""
-    with pytest.raises(InvalidCase, match="checked must be false with backend model"):
-        Case(checked=True)
-    with pytest.raises(InvalidCase, match="heads must be none with backend rocm"):
-        Case(backend="rocm", heads=(0, 1))
+    with pytest.raises(InvalidCase, match="trace_reads must be false with backend model"):
+        Case(trace_reads=True)
+    with pytest.raises(InvalidCase, match="kv_head_range must be none with backend rocm"):
+        Case(backend="rocm", kv_head_range=(0, 1))
 
 
 def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:

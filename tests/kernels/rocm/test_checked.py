@@ -86,7 +86,7 @@ def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> Non
         max_seq_len=256,
         head_size=128,
         release=rocm.rules,
-        empty="zeros",
+        empty_slots="zeros",
     )
     call, _ = call_of(case)
     before = call.output.clone()
@@ -117,7 +117,7 @@ def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> Non
 def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None:
     """Checked: the tensor, the element and the line. Plain: a crash that is caught, and the next call
     runs as if nothing had been."""
-    case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty="zeros")
+    case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty_slots="zeros")
     call, _ = call_of(case)
     clean = call.output.clone()
     rocm_source.run(dataclasses.replace(call, output=clean), Target.of(case), rocm)
@@ -137,7 +137,7 @@ def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None
 def test_a_row_outside_the_output_is_not_written(rocm: Source) -> None:
     """query_start_loc that leaves the output: refused before it can hurt the process; the checked device
     sees the access itself."""
-    case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty="zeros")
+    case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty_slots="zeros")
     call, _ = call_of(case)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32) + 7
     far = dataclasses.replace(call, query_start_loc=starts)
@@ -150,7 +150,7 @@ def test_a_row_outside_the_output_is_not_written(rocm: Source) -> None:
 def test_0_11_2_reads_behind_the_query_where_a_head_has_64_elements(rocm: Source) -> None:
     """Found by this device: its 4×4 kernel fetches 128 elements of each query head, whatever the head's
     size. What it fetches too much is never used; 0.33.0 stays inside the head."""
-    case = hostile(query_lens=(1,), ctx_lens=(20,), release=rocm.rules, empty="zeros")
+    case = hostile(query_lens=(1,), ctx_lens=(20,), release=rocm.rules, empty_slots="zeros")
     assert case.head_size == 64
     if rocm.rules == "0.33.0":
         watched(case, rocm)
@@ -165,7 +165,7 @@ def test_a_lab_reports_what_a_watched_kernel_read() -> None:
     """The newest token is missing: the Result names the slot's kind, in words and as JSON."""
     source = sdist("0.33.0")
     case = hostile(
-        backend="rocm", checked=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
+        backend="rocm", trace_reads=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
     )
     result = Lab(source=source.path).run(case)
     assert result.memory is not None

@@ -73,10 +73,10 @@ def cases(draw: st.DrawFn, sound: bool = False) -> Case:
         query_lens=tuple(query_lens),
         ctx_lens=tuple(n - q for n, q in zip(seq_lens, query_lens, strict=True)),
         stage="sound" if sound else draw(st.sampled_from(stages)),
-        empty=draw(st.sampled_from(("zeros", "nan", "garbage"))),
-        output="nan",
-        data="normal",
-        oracle="float64",
+        empty_slots=draw(st.sampled_from(("zeros", "nan", "garbage"))),
+        output_init="nan",
+        distribution="normal",
+        reference_dtype="float64",
         platform=platform,
         seed=draw(st.integers(0, 1000)),
     )
@@ -152,7 +152,7 @@ def test_source_is_right(rocm: Source, special: tuple[int, int, int, str, bool, 
         alibi=alibi,
         platform=platform,
         sm_scale=0.125,
-        empty="garbage",
+        empty_slots="garbage",
         release=rocm.rules,
     )
     assert worst(real(case, rocm), case) <= 1.0
@@ -182,7 +182,7 @@ def test_a_wrong_instruction_is_caught(fault: str) -> None:
         dtype=dtype,
         platform=platform,
         sm_scale=0.125,
-        empty="zeros",
+        empty_slots="zeros",
         release="0.11.2",
     )
     assert not fp8
@@ -194,7 +194,7 @@ def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
     """The source gives the same bits in every order of its threads; without one barrier it does not."""
     source = sdist("0.11.2")
     case = hostile(
-        num_heads=1, num_queries_per_kv=1, head_size=128, empty="zeros", release="0.11.2"
+        num_heads=1, num_queries_per_kv=1, head_size=128, empty_slots="zeros", release="0.11.2"
     )
     kernel = (source.root / "csrc/rocm/attention.cu").read_text().splitlines()
     begin = next(i for i, line in enumerate(kernel) if "QKV_mfma4_kernel(" in line)
@@ -218,7 +218,7 @@ def test_int64_decodes_write_row_0_alone_with_another_sequences_cache(rocm: Sour
         query_lens=(1,) * 8,
         ctx_lens=tuple(range(30, 38)),
         query_start_loc_dtype="int64",
-        empty="zeros",
+        empty_slots="zeros",
         release=rocm.rules,
         sm_scale=0.125,
     )
@@ -243,7 +243,7 @@ def test_the_seed_batch_as_int64_writes_nothing(rocm: Source) -> None:
         query_lens=(5, 3, 1), ctx_lens=(4, 6, 20), query_start_loc_dtype="int64", release=rocm.rules
     )
     assert real(case, rocm).output.isnan().all()
-    fixed = case.replace(query_start_loc_dtype="int32", empty="zeros")
+    fixed = case.replace(query_start_loc_dtype="int32", empty_slots="zeros")
     assert real(fixed, rocm).output.isnan().flatten(1).all(1).tolist() == [True] * 8 + [False]
 
 
@@ -277,7 +277,12 @@ def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
     """Behind seq_len, NaN in K changes no bit; NaN in V makes 0.11.2's row NaN and no bit of 0.33.0's."""
     special = {"num_heads": group, "num_queries_per_kv": group, "head_size": 64}
     case = hostile(
-        query_lens=(1,), ctx_lens=(20,), release=rocm.rules, empty="zeros", sm_scale=0.1, **special
+        query_lens=(1,),
+        ctx_lens=(20,),
+        release=rocm.rules,
+        empty_slots="zeros",
+        sm_scale=0.1,
+        **special,
     )
     clean = real(case, rocm).output
     for name in ("key_cache", "value_cache"):
@@ -312,7 +317,9 @@ def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
 def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
     """Origin rocm: decode rows of the source, prefill rows of the model, and the text names both."""
     lab = Lab(source=rocm.path)
-    case = hostile(backend="rocm", release=rocm.rules, empty="zeros", sm_scale=0.125, atol=1e-2)
+    case = hostile(
+        backend="rocm", release=rocm.rules, empty_slots="zeros", sm_scale=0.125, atol=1e-2
+    )
     result = lab.run(case)
     assert result.status == "match"
     assert result.backend == f"vllm {rocm.version} csrc/rocm, emulated device; prefill: model"
@@ -374,7 +381,7 @@ def test_fp8_matrix_cores_average_the_values(rocm: Source) -> None:
             kv_cache_dtype="fp8",
             query_lens=(1,),
             ctx_lens=(300,),
-            empty="zeros",
+            empty_slots="zeros",
             release=rocm.rules,
             sm_scale=128**-0.5,
         )

@@ -152,7 +152,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
     for heads, announced in ((None, 1), ((0, 1), 0)):
         notices.clear()
         lab = Lab(on_notice=notices.append)
-        case = Case(backend="vllm", heads=heads, platform="sm_90")
+        case = Case(backend="vllm", kv_head_range=heads, platform="sm_90")
         call = SimpleNamespace(
             op=case.op,
             key=torch.empty(1, case.num_kv_heads, 1),

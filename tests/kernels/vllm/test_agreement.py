@@ -68,10 +68,10 @@ def cases(draw: st.DrawFn) -> Case:
         query_lens=tuple(query_lens),
         ctx_lens=tuple(ctx_lens),
         stage=draw(st.sampled_from(("sound", "sound", "cast_after_cumsum", "int64"))),
-        empty=draw(st.sampled_from(("zeros", "nan", "garbage"))),
+        empty_slots=draw(st.sampled_from(("zeros", "nan", "garbage"))),
         platform=draw(st.sampled_from(("sm_90", "gfx942"))),
-        data="normal",
-        output="nan",
+        distribution="normal",
+        output_init="nan",
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -97,7 +97,10 @@ def test_agreement_sees_a_wrong_kernel(source: Source) -> None:
     case = hostile(platform="sm_90", release=source.rules, sm_scale=0.125, num_heads=2)
     right, within = real(case, source).output, bound(case)
     assert agrees(modelled(case).output, right, within)
-    for wrong in (case.replace(sm_scale=0.1275), case.replace(fill="context_only", empty="zeros")):
+    for wrong in (
+        case.replace(sm_scale=0.1275),
+        case.replace(fill="context_only", empty_slots="zeros"),
+    ):
         assert not agrees(modelled(wrong).output, right, within)
 
 
@@ -118,8 +121,8 @@ def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
         platform="sm_90",
         backend="vllm",
         release=source.rules,
-        heads=(1, 2),
-        empty="zeros",
+        kv_head_range=(1, 2),
+        empty_slots="zeros",
         sm_scale=0.125,
     )
     result = Lab(source=source.path).run(case.replace(atol=1e-2))
@@ -152,9 +155,9 @@ def test_findings_by_release() -> None:
         if isinstance(source, str):
             pytest.skip(source)
         case = hostile(platform="sm_90", release=source.rules, num_heads=2)
-        by_default = real(case.replace(empty="zeros"), source).output
-        by_size = real(case.replace(empty="zeros", sm_scale=0.125), source).output
-        by_heads = real(case.replace(empty="zeros", sm_scale=2**-0.5), source).output
+        by_default = real(case.replace(empty_slots="zeros"), source).output
+        by_size = real(case.replace(empty_slots="zeros", sm_scale=0.125), source).output
+        by_heads = real(case.replace(empty_slots="zeros", sm_scale=2**-0.5), source).output
         nan = int(real(case, source).output.isnan().sum())
         found[version] = (same_bits(by_default, by_size), nan)
         decodes = torch.tensor(case.query_lens) == 1

@@ -125,7 +125,7 @@ def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 def test_far_caches_hold_what_near_ones_do() -> None:
     """Behind first_block the same numbers, before it zeros, also in the other layout."""
     near = Case(
-        query_lens=(3, 1), ctx_lens=(20, 40), num_heads=2, head_size=16, empty="nan", seed=3
+        query_lens=(3, 1), ctx_lens=(20, 40), num_heads=2, head_size=16, empty_slots="nan", seed=3
     )
     far = near.replace(first_block=7)
     one, other = Lab().cache(near), Lab().cache(far)

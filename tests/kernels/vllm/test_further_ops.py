@@ -68,10 +68,10 @@ def cases(draw: st.DrawFn) -> Case:
         ctx_lens=tuple(ctx_lens),
         stage=draw(st.sampled_from(("sound", "sound", "int64"))),
         fill=None if op == WRITE else "all_rows",
-        empty=draw(st.sampled_from(("zeros", "nan", "garbage"))),
+        empty_slots=draw(st.sampled_from(("zeros", "nan", "garbage"))),
         platform=draw(st.sampled_from(("sm_90", "gfx942"))),
-        data="normal",
-        output="nan",
+        distribution="normal",
+        output_init="nan",
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -138,7 +138,7 @@ def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:
     result.call.output.copy_(wrong)
     assert lab.errors(case, result.call, lab.reference(case)).mismatched
     if op != MERGE:  # takes new tokens from the arguments
-        missing = lab.run(case.replace(fill="context_only", empty="zeros"))
+        missing = lab.run(case.replace(fill="context_only", empty_slots="zeros"))
         assert missing.status == "mismatch"
         assert {violation.kind for violation in missing.violations} == {"unwritten_slot"}
 
@@ -183,7 +183,7 @@ def test_unified_attention_takes_the_path_that_is_asked_for(source: Source) -> N
 @pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD, "chunked_prefill_paged_decode"])
 def test_a_share_of_heads_and_sequences(source: Source, op: str) -> None:
     """What is asked for is right; the rest keeps its bits and counts as not run."""
-    case = sound(op, release=source.rules, num_heads=4, heads=(1, 2), seqs=(3, 5))
+    case = sound(op, release=source.rules, num_heads=4, kv_head_range=(1, 2), seq_range=(3, 5))
     result = Lab(source=source.path).run(case)
     assert result.status == "match", result.verdict
     assert result.errors is not None
@@ -201,11 +201,11 @@ def test_a_share_of_heads_and_sequences(source: Source, op: str) -> None:
 def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
     """Shares of heads and sequences put together are the whole call."""
     case = sound(UNIFIED, release=source.rules)
-    setting, kernels = Target.of(case), decide(case).kernels
+    target, kernels = Target.of(case), decide(case).kernels
     whole, parts = Lab().call(case), Lab().call(case)
-    vllm_ops.run(whole, setting, kernels, source)
+    vllm_ops.run(whole, target, kernels, source)
     for seqs in (range(5), range(5, len(case.lengths.query_lens))):
-        vllm_ops.run(parts, setting, kernels, source, Subset(group=2, seqs=seqs))
+        vllm_ops.run(parts, target, kernels, source, Subset(group=2, seqs=seqs))
     assert same_bits(whole.output, parts.output)
 
 
@@ -221,9 +221,9 @@ def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
         ({"num_splits": 2}, "num_splits must be none"),
         ({"op": UNIFIED, "num_splits": 3}, "num_splits must be 0 or a power of two"),
         ({"op": UNIFIED, "kv_cache_dtype": "fp8_e5m2"}, "hands it e4m3 under this name"),
-        ({"op": WRITE, "backend": "vllm", "seqs": (0, 1)}, "seqs must be none with reshape"),
-        ({"backend": "vllm", "seqs": (0, 99)}, "seqs must be at most 0:12"),
-        ({"seqs": (0, 1)}, "seqs must be none with backend model"),
+        ({"op": WRITE, "backend": "vllm", "seq_range": (0, 1)}, "seqs must be none with reshape"),
+        ({"backend": "vllm", "seq_range": (0, 99)}, "seqs must be at most 0:12"),
+        ({"seq_range": (0, 1)}, "seqs must be none with backend model"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:

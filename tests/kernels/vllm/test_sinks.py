@@ -122,7 +122,9 @@ def test_vllms_kernels_take_either_dtype(
 ) -> None:
     """Sinks of either dtype give the same bits; agreement sees one that is missing, or another's."""
     lens = {**DECODES, "num_blocks": None} if decodes else {}
-    case = hostile(op=op, sinks=True, platform="sm_90", release=source.rules, empty="zeros", **lens)
+    case = hostile(
+        op=op, sinks=True, platform="sm_90", release=source.rules, empty_slots="zeros", **lens
+    )
     case = case.replace(sm_scale=0.125)
     right, within = real(case, source).output, between(case)
     assert agrees(modelled(case).output, right, within)
@@ -148,7 +150,7 @@ def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
             run(case)
     if op == PREFILL:
         return
-    decodes = case.replace(**DECODES, num_blocks=None, empty="zeros", sm_scale=0.125)
+    decodes = case.replace(**DECODES, num_blocks=None, empty_slots="zeros", sm_scale=0.125)
     assert decide(decodes).kernels == (TRITON_DECODE,)
     assert agrees(modelled(decodes).output, real(decodes, source).output, between(decodes))
 
@@ -169,12 +171,12 @@ def test_breaches_of_a_captured_call():
     """A kernel that takes none, and the CPU's op, which takes two dtypes."""
     case = hostile(sinks=True, **DECODES)
     call, _ = call_of(case)
-    setting = Target.of(case)
+    target = Target.of(case)
     for kernel in ("paged_attention_rocm", DECODE_FWD):
-        texts = [one.text for one in check(call, setting, (kernel,)) if one.subject == "sinks"]
+        texts = [one.text for one in check(call, target, (kernel,)) if one.subject == "sinks"]
         assert texts == [f"sinks is given; {kernel} takes none"]
     half = dataclasses.replace(call, sinks=call.sinks.half())
-    (violation,) = check(half, setting, ("cpu_attention_with_kv_cache",))
+    (violation,) = check(half, target, ("cpu_attention_with_kv_cache",))
     assert violation.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
 
 
@@ -195,7 +197,7 @@ def test_splits_are_those_of_unified_attention():
 def test_each_defect_is_found(name, op):
     """Planted, it is the cause or among those that are the same here; all rows are its scope."""
     lens = {**DECODES, "num_blocks": None} if name == "sink_per_split" else {}
-    case, lab = hostile(op=op, sinks=True, platform="sm_90", empty="garbage", **lens), Lab()
+    case, lab = hostile(op=op, sinks=True, platform="sm_90", empty_slots="garbage", **lens), Lab()
     problem, output = sound_scene(lab, case)
     told = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, propose=False)
     assert told.cause is not None, [one.name for one in told.explanations]
@@ -224,7 +226,7 @@ def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source)
 def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
     """Which it is not to softmax alone."""
     for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
-        case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty="zeros", **DECODES)
+        case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty_slots="zeros", **DECODES)
         problem, output = sound_scene(Lab(), case)
         told = diagnose(case, plant(problem, output, NAMED["alibi_shifted"], "all"), propose=False)
         assert told.status == verdict
@@ -233,7 +235,7 @@ def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
 
 def test_in_decodes_alone_it_is_placed_there():
     """A decode kernel that forgets its sinks: the scope is decode."""
-    case, lab = hostile(sinks=True, platform="sm_90", empty="garbage"), Lab()
+    case, lab = hostile(sinks=True, platform="sm_90", empty_slots="garbage"), Lab()
     call = lab.call(case)
     model.run(call, Target.of(case), (PREFILL,))
     blind = dataclasses.replace(call, sinks=None)
@@ -248,7 +250,7 @@ def test_in_decodes_alone_it_is_placed_there():
 
 def test_a_saved_call_tells_of_its_sinks(tmp_path):
     """They travel in the file, and the diagnosis holds the output to them."""
-    case, lab = hostile(sinks=True, platform="sm_90", empty="zeros"), Lab()
+    case, lab = hostile(sinks=True, platform="sm_90", empty_slots="zeros"), Lab()
     call = dataclasses.replace(lab.call(case), output=lab.output(case.replace(sinks=False)))
     call.save(tmp_path / "call.safetensors")
     told = diagnose_files(Case(platform="sm_90"), lab, None, tmp_path / "call.safetensors")
@@ -281,11 +283,13 @@ def test_without_sinks_none_of_them_is_suspected():
 
 def test_the_power_of_a_test_with_sinks():
     """At an FP8 test's tolerance small data hide what N(0, 1) data show; without sinks there is none."""
-    case = hostile(sinks=True, data="uniform_1e-3", stage="cast_after_cumsum", empty="zeros")
+    case = hostile(
+        sinks=True, distribution="uniform_1e-3", stage="cast_after_cumsum", empty_slots="zeros"
+    )
     names = [NAMED[name] for name in SINKS if name != "sink_per_split"]  # not in the sampled rows
     outcomes = {}
     for data in ("uniform_1e-3", "normal"):
-        told = power(case.replace(data=data, atol=1e-3), mutants=names, remedies=False)
+        told = power(case.replace(distribution=data, atol=1e-3), mutants=names, remedies=False)
         outcomes[data] = {one.outcome for one in told.mutants}
         assert len(told.mutants) == len(names)
     assert outcomes == {"uniform_1e-3": {"survived"}, "normal": {"killed"}}

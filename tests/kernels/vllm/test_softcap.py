@@ -74,7 +74,7 @@ def test_models_are_within_their_bound(op, dtype, softcap):
 @pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
 def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
     """With the real kernels: a cap 5 % larger, none, and one before the scale are told."""
-    case = capped(op, release=source.rules, empty="zeros")
+    case = capped(op, release=source.rules, empty_slots="zeros")
     right, within = real(case, source).output, between(case)
     assert agrees(modelled(case).output, right, within)
     for changes in ({"softcap": 0.735}, {"softcap": None}, {"softcap": 0.0875}):
@@ -83,7 +83,7 @@ def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
 
 def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
     """A score beyond 88 times the cap: NaN, row for row as the model has it, and found by name."""
-    case = capped(softcap=0.02, release=source.rules, empty="zeros", output="zeros")
+    case = capped(softcap=0.02, release=source.rules, empty_slots="zeros", output_init="zeros")
     output = real(case, source).output
     assert agrees(modelled(case).output, output, between(case))
     told = diagnose(case, output, propose=False)
@@ -99,7 +99,7 @@ def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
 def test_each_defect_is_found(name):
     """Planted, it is the cause; left out of the catalogue, nothing is."""
     cap = 0.02 if name == "softcap_overflows" else 0.7
-    case, lab = capped(alibi=True, softcap=cap, empty="garbage"), Lab()
+    case, lab = capped(alibi=True, softcap=cap, empty_slots="garbage"), Lab()
     problem, output = sound_scene(lab, case)
     broken = plant(problem, output, NAMED[name], "all")
     told = diagnose(case, broken, lab=lab, propose=False)
@@ -111,7 +111,7 @@ def test_each_defect_is_found(name):
 
 def test_a_capped_sink_is_found():
     """A sink that goes through the cap too."""
-    case, lab = capped(sinks=True, empty="garbage"), Lab()
+    case, lab = capped(sinks=True, empty_slots="garbage"), Lab()
     problem, output = sound_scene(lab, case)
     told = diagnose(case, plant(problem, output, NAMED["sink_capped"], "all"), lab=lab)
     assert told.cause is not None

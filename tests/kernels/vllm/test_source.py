@@ -124,8 +124,11 @@ def test_command_line_refuses_a_wrong_source(
         (["run", "--backend", "vllm", "--source", str(tmp_path / "no.whl")], "that exists"),
         (["run", "--source", path], "source must not be given with backend model"),
         (["run", "--backend", "vllm", "--source", path], "release must be 0.11.2"),
-        (["run", "--backend", "vllm", "--source", path, "--heads", "0:9"], "heads must be at most"),
-        (["run", "--heads", "0:1"], "heads must be none with backend model"),
+        (
+            ["run", "--backend", "vllm", "--source", path, "--kv-head-range", "0:9"],
+            "heads must be at most",
+        ),
+        (["run", "--kv-head-range", "0:1"], "heads must be none with backend model"),
     ):
         assert main([*argv, *(small if argv[0] == "run" else [])]) == 2
         printed = capsys.readouterr()

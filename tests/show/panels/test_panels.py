@@ -339,13 +339,13 @@ def test_a_fault_of_the_lab_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> No
     """An exception that nobody meant is shown with its type and place."""
     view = panel(SMALL, knobs=("stage",))
     assert view.wait(30)
-    monkeypatch.setattr("attnlab.show.panels.panel.look", lambda *_: {}["planted"])
+    monkeypatch.setattr("attnlab.show.panels.case_panel.look", lambda *_: {}["planted"])
     view.set(stage="sound")
     assert view.wait(30)
     text = view.texts["verdict"].value
     assert "a fault of the lab" in text
     assert "KeyError" in text
-    assert "test_widgets.py" in text
+    assert "test_panels.py" in text
 
 
 def test_cancel_leaves_what_was_shown() -> None:
@@ -437,7 +437,7 @@ def test_progress_goes_forward() -> None:
 
 def test_a_selection_is_the_error_maps_way_back() -> None:
     """Each row and head of a hostile batch: sequence, token, slot, and the largest error's element."""
-    lab, case = Lab(), hostile(fill="context_only", empty="garbage", output="zeros")
+    lab, case = Lab(), hostile(fill="context_only", empty_slots="garbage", output_init="zeros")
     seen = look(lab, case, lambda step: None)
     errors, provenance = seen.result.errors, seen.result.cache.provenance
     assert errors is not None
@@ -479,7 +479,7 @@ def test_a_click_selects_what_the_picture_shows_there() -> None:
 
 def test_the_frame_is_where_the_axes_are() -> None:
     """The pixel in the middle of a cell has the cell's colour: red for the NaN row, no other red."""
-    case = LOST.replace(query_start_loc_dtype="int32", empty="nan")
+    case = LOST.replace(query_start_loc_dtype="int32", empty_slots="nan")
     view = panel(case, knobs=("stage",))
     assert view.wait(30)
     drawn = view._drawn["error"]

@@ -98,7 +98,7 @@ def case() -> Case:
 @pytest.fixture(scope="module")
 def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
     """One of each noun, by its place in the package."""
-    result, setting = lab.run(case), Target.of(case)
+    result, target = lab.run(case), Target.of(case)
     claim = Claim(number="C1", text="<b>all</b> is well", notes="000 & 001")
     judged = ClaimFinding(
         claim=claim, verdict="fails", reading="1 < 2", rests_on="a model", evidence={"n": [1, 2]}
@@ -114,7 +114,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         lab.cache(case),
         lab.call(case),
         decide(case),
-        contract("paged_attention_rocm", setting, case.op),
+        contract("paged_attention_rocm", target, case.op),
         result.violations,
         result.errors,
         result,
@@ -256,7 +256,7 @@ def test_breaches_are_still_a_list(case: Case, lab: Lab) -> None:
 
 
 def test_the_repr_of_a_case_makes_the_case_again() -> None:
-    for one in (Case(), hostile(), Case(sm_scale=0.5, heads=(0, 2), backend="vllm")):
+    for one in (Case(), hostile(), Case(sm_scale=0.5, kv_head_range=(0, 2), backend="vllm")):
         assert eval(repr(one), {"Case": Case}) == one
 
 
