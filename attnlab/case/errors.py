@@ -1,4 +1,6 @@
-"""The lab's errors: one small tree, so that a caller can catch exactly what it can handle."""
+"""The errors that the lab raises on purpose; all derive from AttnLabError."""
+
+from typing import Any
 
 
 class AttnLabError(Exception):
@@ -13,7 +15,22 @@ class OneLine(Exception):
 
 
 class InvalidCase(OneLine, AttnLabError, ValueError):
-    """A Case, or what it is made from, breaks a rule; the text names the field."""
+    """A field of a Case, a flag or a parameter has a value that is not allowed.
+
+    ``field`` is the name of that field, as in the text; None if the text is about no single field.
+    """
+
+    def __init__(self, text: str, *, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _invalid_case, (str(self), self.field)
+
+
+def _invalid_case(text: str, field: str | None) -> InvalidCase:
+    """Restore an InvalidCase that another process raised."""
+    return InvalidCase(text, field=field)
 
 
 class InvalidCall(AttnLabError, ValueError):

@@ -22,7 +22,7 @@ def refuse(name: str, allowed: str, value: object) -> NoReturn:
         shown = " ".join(reprlib.repr(value).split())
     except ValueError:  # an integer of more digits than Python will write
         shown = "a very large integer"
-    raise InvalidCase(f"{name} must be {allowed}, got {shown}")
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}", field=name.partition("[")[0])
 
 
 class FieldType(Protocol):

@@ -144,7 +144,9 @@ def _check_cpu(case: "Case") -> None:
 def _check_lengths(case: "Case") -> None:
     if (case.query_lens is None) != (case.ctx_lens is None):
         missing = "query_lens" if case.query_lens is None else "ctx_lens"
-        raise InvalidCase(f"{missing} must be given where the other lengths are, got None")
+        raise InvalidCase(
+            f"{missing} must be given where the other lengths are, got None", field=missing
+        )
     if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
         refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
     room = case.blocks_per_seq * case.block_size

@@ -21,7 +21,7 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.slot_reads import ReadCounts
 from attnlab.checker.subject import Subject
 from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 
 OnCase = Callable[[int, int], None]
@@ -173,7 +173,7 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
     A default scale by the number of heads is the op's own fault.
     """
     provenance = lab.cache(case).provenance
-    violations = check(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
     return any(b.effect != "harmless" and b.kind != "default_scale" for b in violations)
 
 

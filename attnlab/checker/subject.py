@@ -108,7 +108,7 @@ class Subject:
             result = _run_native(_on_gpu(self.source), case)
         else:
             watched = watch and self.backend == "vllm" and not case.first_block
-            result = lab.run(case.replace(checked=watched))
+            result = lab.run(case.replace(trace_reads=watched))
         if result.error is not None and self.backend == "vllm" and not result.failed:
             raise Unavailable(f"it refuses a case by itself: {result.error}")
         if result.error is not None:

@@ -57,7 +57,7 @@ class Violations(Shown, list[Violation]):
     __slots__ = ()
 
 
-def check(
+def find_violations(
     call: KernelCall, target: Target, kernels: Sequence[str], provenance: Provenance | None = None
 ) -> Violations:
     """Return every violation of the call, in the order in which a person would want to know them.

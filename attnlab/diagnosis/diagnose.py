@@ -11,7 +11,7 @@ from attnlab.case.case import CACHE_WRITE, Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
 from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.candidates import (
@@ -100,7 +100,7 @@ def _kind(problem: Problem, candidate: Candidate) -> str:
 def _rejected(lab: Lab, case: Case, text: str) -> Diagnosis:
     """Return the diagnosis of a Case that its kernel refuses: the violations say why."""
     provenance = lab.cache(case).provenance
-    violations = check(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
     return Diagnosis(status="rejected", rejection=text, violations=violations)
 
 
@@ -117,7 +117,7 @@ def _look(lab: Lab, case: Case, output: torch.Tensor, catalogue: Sequence[Defect
     call = lab.call(case)
     _check_output(output, call.output)
     problem = Problem.of_case(case, lab.batch(case), call, call.output)
-    violations = check(call, problem.target, problem.kernels, lab.cache(case).provenance)
+    violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
     found = locate(problem, output, case.query_heads, lab.reference(case))
     known = gather(problem, output, found, violations)
     return _Look(problem=problem, told=judge(known, catalogue, case.query_heads))
@@ -173,7 +173,7 @@ def diagnose_call(
     output = call.output if output is None else output
     _check_output(output, call.output)
     problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
-    violations = check(call, target, kernels)
+    violations = find_violations(call, target, kernels)
     known = gather(problem, output, locate(problem, output), violations)
     told = judge(known, catalogue, None)
     return dataclasses.replace(told, seconds=time.perf_counter() - began)

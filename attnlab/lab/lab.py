@@ -17,7 +17,7 @@ from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.contracts.contract import contract, written_rows
 from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Decision, Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.source import Source, find_source
@@ -115,7 +115,7 @@ class Lab:
             cache = self.cache(case)
         call = self.call(case)
         decision, target = decide(case), Target.of(case)
-        violations = check(call, target, decision.kernels, cache.provenance)
+        violations = find_violations(call, target, decision.kernels, cache.provenance)
         error, observed, memory, failed = None, RunLog(), None, False
         with self._step(seconds, "kernels"):
             try:

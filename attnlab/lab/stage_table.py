@@ -10,7 +10,7 @@ from attnlab.case.shown import Shown
 from attnlab.case.stages import STAGES
 from attnlab.contracts.contract import contract, unwritten_rows
 from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
@@ -79,7 +79,9 @@ def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
         staged = case.replace(stage=stage, platform=platform)
         call, kernels, target = lab.call(staged), decide(staged).kernels, Target.of(staged)
         terms = [contract(name, target, staged.op) for name in kernels]
-        rejected = any(violation.effect == "rejected" for violation in check(call, target, kernels))
+        rejected = any(
+            violation.effect == "rejected" for violation in find_violations(call, target, kernels)
+        )
         wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
         told.append("rejected" if rejected else wrong)
     return told

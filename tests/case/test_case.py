@@ -61,6 +61,7 @@ def test_each_field_refuses_what_its_kind_does_not_hold(name):
         with pytest.raises(InvalidCase) as caught:
             Case(**{name: value})
         text = str(caught.value)
+        assert caught.value.field == name
         assert text.startswith(name)
         assert " must be " in text
         assert ", got " in text

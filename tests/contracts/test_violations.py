@@ -7,7 +7,7 @@ from helpers.cases import call_of, hostile
 
 from attnlab.case.case import RELEASES
 from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 
 SEED = {
     "query_lens": (880, 410, 1),
@@ -22,7 +22,7 @@ def breaches_of(case, **changes):
     """Return the violations of the Case's call, its scale passed, with ``changes`` to the call."""
     call, cache = call_of(case)
     call = dataclasses.replace(call, **{"sm_scale": case.head_size**-0.5} | changes)
-    return check(call, Target.of(case), decide(case).kernels, cache.provenance)
+    return find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -153,7 +153,7 @@ def test_without_provenance_nothing_is_said_of_slots():
     """A captured call's slots are nobody's business."""
     case = hostile(fill="context_only")
     call, _ = call_of(case)
-    assert check(call, Target.of(case), decide(case).kernels) == []
+    assert find_violations(call, Target.of(case), decide(case).kernels) == []
 
 
 def test_rows_behind_max_query_len():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.contracts.dispatch import CPU_ATTENTION, Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops
 from attnlab.lab.lab import Lab
@@ -150,7 +150,7 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
     """All three are checked, query_start_loc too, and nothing is written."""
     case = own(**{f"{name}_dtype": "int64"})
     call, cache = call_of(case)
-    foretold = check(call, Target.of(case), decide(case).kernels, cache.provenance)
+    foretold = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
     assert [(b.effect, b.subject) for b in foretold if b.kind == "index_dtype"] == [
         ("rejected", name)
     ]

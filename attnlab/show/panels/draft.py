@@ -1,7 +1,6 @@
 """A Case in the making: what the controls say, whether it is a Case, and which control is wrong if not."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,11 +55,7 @@ class Draft:
         try:
             self.case()
         except InvalidCase as error:
-            return Problem(knob=blamed(str(error)) or self.last, text=str(error))
+            return Problem(
+                knob=error.field if error.field in FIELDS else self.last, text=str(error)
+            )
         return None
-
-
-def blamed(text: str) -> str:
-    """Return the knob that an InvalidCase's text names first, or "" where it names none."""
-    name = re.match(r"\w*", text)
-    return name[0] if name is not None and name[0] in FIELDS else ""

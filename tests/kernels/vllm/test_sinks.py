@@ -16,7 +16,7 @@ from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.rules import SINK_OPS
 from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED, Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.defects.sinks import splits
 from attnlab.diagnosis.diagnose import diagnose
@@ -143,7 +143,7 @@ def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
     """Model and real op reject the call with one text, as the violation says; without a prefill it runs."""
     case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
     call, cache = call_of(case)
-    (first, *_) = check(call, Target.of(case), decide(case).kernels, cache.provenance)
+    (first, *_) = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
     assert (first.kind, first.effect, first.subject) == ("unsupported", "rejected", "sinks")
     for run in (modelled, lambda case: real(case, source)):
         with pytest.raises(KernelRejected, match=r"^Sinks arg is not supported with alibi$"):
@@ -173,10 +173,12 @@ def test_breaches_of_a_captured_call():
     call, _ = call_of(case)
     target = Target.of(case)
     for kernel in ("paged_attention_rocm", DECODE_FWD):
-        texts = [one.text for one in check(call, target, (kernel,)) if one.subject == "sinks"]
+        texts = [
+            one.text for one in find_violations(call, target, (kernel,)) if one.subject == "sinks"
+        ]
         assert texts == [f"sinks is given; {kernel} takes none"]
     half = dataclasses.replace(call, sinks=call.sinks.half())
-    (violation,) = check(half, target, ("cpu_attention_with_kv_cache",))
+    (violation,) = find_violations(half, target, ("cpu_attention_with_kv_cache",))
     assert violation.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
 
 

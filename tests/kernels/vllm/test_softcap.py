@@ -15,7 +15,7 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.rules import SOFTCAP_OPS
 from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import DECODE_FWD, UNIFIED, WRAPPER, Target, decide
-from attnlab.contracts.violations import check
+from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinguish import problem_of
@@ -133,7 +133,7 @@ def test_a_captured_call_with_a_cap():
     call, _ = call_of(case)
     assert call.softcap == 0.7
     other = dataclasses.replace(call, op=WRAPPER)
-    found = check(other, Target.of(case), ("context_attention_fwd",))
+    found = find_violations(other, Target.of(case), ("context_attention_fwd",))
     assert "softcap is 0.7; context_attention_fwd takes none" in [one.text for one in found]
 
     def chunked_prefill_paged_decode(query, key, value, output): ...

@@ -20,7 +20,7 @@ from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.case_text import case_texts, read_case
 from attnlab.show.panels.controls import Control, groups
-from attnlab.show.panels.draft import Draft, blamed
+from attnlab.show.panels.draft import Draft
 from attnlab.show.panels.latest import Job, LatestOnly, Outdated
 from attnlab.show.panels.panel_data import band_of, look, select, select_band
 from attnlab.show.panels.progress import Progress, share_done
@@ -286,21 +286,6 @@ def test_a_text_that_is_no_value_is_explained() -> None:
     view.controls["atol"].input.value = ""
     assert view.wait(30)
     assert view.case == SMALL
-
-
-@pytest.mark.parametrize(
-    ("text", "knob"),
-    [
-        ("num_heads must be an integer", "num_heads"),
-        ("query_lens[3] must be", "query_lens"),
-        ("seq_lens[0] must be at most 64", ""),
-        ("block_table[0][1] must be below", "block_table"),
-        ("", ""),
-    ],
-)
-def test_the_knob_that_a_text_blames(text: str, knob: str) -> None:
-    """The first word, where it is a knob; else the knob that was changed last is shown as wrong."""
-    assert blamed(text) == knob
 
 
 def test_the_last_change_is_blamed_where_the_text_names_none() -> None:

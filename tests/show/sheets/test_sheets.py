@@ -21,7 +21,7 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
 from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import Violation, Violations, check
+from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
@@ -245,7 +245,7 @@ def test_a_table_of_breaches_escapes_what_it_holds() -> None:
 def test_breaches_are_still_a_list(case: Case, lab: Lab) -> None:
     """Whoever took a list of violations goes on; none at all says so."""
     sound = case.replace(stage="sound")
-    found = check(lab.call(sound), Target.of(sound), decide(sound).kernels)
+    found = find_violations(lab.call(sound), Target.of(sound), decide(sound).kernels)
     assert found == []
     assert "none" in Page(html(found)).text
     result = lab.run(case)
