@@ -46,8 +46,8 @@ class Draft:
 
     def case(self) -> Case:
         """Return the Case; raise InvalidCase."""
-        for why in self.unread.values():
-            raise InvalidCase(why)
+        for name, why in self.unread.items():
+            raise InvalidCase(why, field=name)
         return Case.from_dict(self.values)
 
     def problem(self) -> Problem | None:
