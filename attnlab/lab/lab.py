@@ -27,6 +27,7 @@ from attnlab.lab.keys import batch_key, cache_key, output_key, prefill_key, refe
 from attnlab.lab.reads import MemoryReport, report, traced
 from attnlab.lab.reference import reference
 from attnlab.lab.result import Result
+from attnlab.lab.steps import OnStep
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
 from attnlab.tensors.call import KernelCall, make_call, make_output
@@ -54,7 +55,7 @@ class Lab:
     keep: int = 2
     source: Path | str | None = None
     device: str | None = None
-    on_step: Callable[[str], None] | None = None
+    on_step: OnStep | None = None
     on_notice: Callable[[str], None] = lambda text: None
     _stores: dict[str, "OrderedDict[tuple[Case, str], Any]"] = field(
         default_factory=dict, repr=False
@@ -304,7 +305,7 @@ class Lab:
 
         def progress(done: int, total: int) -> None:
             if self.on_step is not None:
-                self.on_step(f"kernels, program {done} of {total}")
+                self.on_step("kernels", done, total)
 
         return vllm_ops.run(
             call,

@@ -1,1 +1,1 @@
-"""How results look: sheets, plots and panels."""
+"""Display results: sheets of facts, plots, and interactive panels."""

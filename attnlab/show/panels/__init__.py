@@ -1,7 +1,7 @@
-"""Panels for JupyterLab: toggles for the knobs of a Case, and what comes of it, side by side.
+"""Interactive panels for JupyterLab: controls for the fields of a Case, with the results next to them.
 
-A panel asks a Lab, in the background, for the Case that its controls say, and shows the answer. All that
-it shows is a function's result that a notebook could call itself; nothing is computed here.
+A panel runs its Case in the background and shows the Result. It computes nothing that a notebook cannot
+compute with one call.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ def panel(
     views: Sequence[str] = ("error",),
     lab: Lab | None = None,
 ) -> Panel:
-    """Return a small panel of a Case: toggles for ``knobs``, the verdict and the ``views``.
+    """Return a small panel of a Case: controls for the fields ``knobs``, the verdict and the ``views``.
 
     Views are the texts "dispatch" and "violations" and the pictures "error", "slots" and "seqs". With
-    ``lab``, what the notebook ran already is shared.
+    ``lab`` the panel shares the results that the notebook has already computed.
     """
     return Panel(case, knobs=knobs, views=views, lab=lab)
 
 
 def explorer(case: Case | None = None, *, lab: Lab | None = None) -> Panel:
-    """Return the panel with every knob and every view."""
+    """Return the panel with every field and every view."""
     case = case if case is not None else Case()
     return Panel(case, knobs=list(FIELDS), views=[*FACTS, *VIEWS], lab=lab, is_explorer=True)

@@ -1,4 +1,4 @@
-"""Panel: controls and views of one Case, kept together."""
+"""Panel: controls and views of one Case."""
 
 import base64
 import traceback
@@ -13,37 +13,36 @@ from attnlab.case.case import FIELDS, Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
-from attnlab.show.panels import layout as arrange
-from attnlab.show.panels import texts
+from attnlab.show.panels import layout, texts
+from attnlab.show.panels.case_text_box import CaseTextBox
 from attnlab.show.panels.controls import Control, check_knobs, source_input
 from attnlab.show.panels.draft import Draft
-from attnlab.show.panels.draw import Rendered
-from attnlab.show.panels.exchange_box import ExchangeBox
-from attnlab.show.panels.latest import Job, LatestOnly
-from attnlab.show.panels.panel_data import PanelData, Selection, look
+from attnlab.show.panels.latest_only import Job, LatestOnly
+from attnlab.show.panels.panel_data import PanelData, Selection, make_panel_data
 from attnlab.show.panels.picture import Picture
 from attnlab.show.panels.pointing import Pointer
-from attnlab.show.panels.progress import Progress
+from attnlab.show.panels.progress import PICTURES, Progress
+from attnlab.show.panels.rendering import Rendered
 from attnlab.show.panels.views import VIEWS
+from attnlab.show.sheets import html
 
 FACTS = {
-    "dispatch": lambda result: texts.dispatch_html(result.decision),
-    "violations": lambda result: texts.breaches_html(result.violations),
+    "dispatch": lambda result: html(result.decision),
+    "violations": lambda result: html(result.violations),
 }
-_PATIENCE_S = 0.5  # a panel that is ready within this shows itself at once, whole
-_ORIGIN_GROUP = "where the kernels come from"
+_MAX_DELAY_S = 0.5  # a panel that is ready within this time is displayed complete
+_SOURCE_GROUP = FIELDS["backend"].metadata["group"]
 
 
 class Panel:
-    """Toggles for some knobs of a Case, and what comes of it.
+    """Controls for some fields of a Case, and the results.
 
-    Each change asks for the Case anew, in a thread of the panel's own; only the last answer is shown. A
-    change that gives no Case is explained at the control that is wrong, and the pictures stay, marked as
-    stale. Displayed without JupyterLab's front-end, as in a report, the panel is a static picture of its
-    answer.
+    Every change runs the Case in a background thread; only the newest result is shown. If the values do
+    not form a Case, the control at fault shows why, and the old pictures are marked as stale. Without
+    JupyterLab's front-end, as in a report, the panel is a static picture of its result.
 
-    From Python: :meth:`set` and :meth:`show` turn the knobs, :meth:`wait` waits, :meth:`cancel` stops,
-    ``pointer`` selects. ``result`` is the answer, None until there is one.
+    In Python, :meth:`set` and :meth:`show` change fields, :meth:`wait` waits, :meth:`cancel` stops,
+    ``pointer`` selects, and ``result`` is the Result, or None before the first one.
     """
 
     def __init__(
@@ -58,50 +57,53 @@ class Panel:
         check_knobs(knobs)
         check_views(views)
         self._lab = lab if lab is not None else Lab()
-        self._draft, self._quiet = Draft.of(case), False
-        self._stale = False
-        self.seen: PanelData | None = None
-        self.error: Exception | None = None  # what ended the last answer, where it has no Result
-        self._drawn: dict[str, Rendered] = {}
+        self._draft = Draft.of(case)
+        self._is_showing_values = (
+            False  # while Python changes the controls, their events are ignored
+        )
+        self._is_stale = False
+        self.data: PanelData | None = None
+        self.error: Exception | None = None  # what ended the last run, if it has no Result
+        self._rendered: dict[str, Rendered] = {}
         values = self._draft.values
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
-        shown = ("verdict", *(name for name in FACTS if name in views), "selection")
-        self.texts = {name: ipw.HTML() for name in shown}
-        self.pictures = {name: Picture(hint=VIEWS[name].hint) for name in VIEWS if name in views}
+        names = ("verdict", *(name for name in FACTS if name in views), "selection")
+        self.texts = {name: ipw.HTML(tooltip="") for name in names}
+        self.pictures = {n: Picture(tooltip=VIEWS[n].tooltip) for n in VIEWS if n in views}
         self.progress = Progress(self.cancel)
-        self.pointer = Pointer(self.pictures, self.texts["selection"], self._drawn)
-        self.exchange = ExchangeBox(self.put)
+        self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
+        self.case_text = CaseTextBox(self.put)
         self._source = source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
-        self._latest: LatestOnly[Case] = LatestOnly(self._answer, self._on_error)
+        self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
-        self.widget = self._arranged(is_explorer)
+        self.widget = self._make_layout(is_explorer)
         self._on_draft(self._draft)
 
-    # From Python.
+    # For Python.
 
     @property
     def case(self) -> Case:
-        """Return the Case that the controls say; raise InvalidCase where they say none."""
+        """Return the Case of the controls; raise InvalidCase if their values do not form one."""
         return self._draft.case()
 
     @property
     def result(self) -> Result | None:
         """Return the Result that is shown."""
-        return None if self.seen is None else self.seen.result
+        return None if self.data is None else self.data.result
 
     @property
     def selection(self) -> Selection | None:
-        """Return what is selected."""
+        """Return the selected head of a row."""
         return self.pointer.selection
 
     @property
     def is_stale(self) -> bool:
-        """Answer whether what is shown is not of the Case that the controls say."""
-        return self._stale
+        """Return whether the results shown are not those of the controls."""
+        return self._is_stale
 
     def set(self, **changes: Any) -> None:
-        """Turn knobs, all at once; a wrong combination is explained, as when a person turned them."""
+        """Change several fields at once; a contradiction is explained at a control, not raised."""
         check_knobs(list(changes))
         draft = self._draft
         for name, value in changes.items():
@@ -110,41 +112,41 @@ class Panel:
         self._on_draft(draft)
 
     def put(self, case: Case) -> None:
-        """Turn every knob to what the Case says."""
+        """Set every field to that of the Case."""
         self.set(**Draft.of(case).values)
 
     def show(self, **changes: Any) -> Result:
-        """Turn knobs, wait, and return the Result; raise what went wrong instead."""
+        """Change fields, wait, and return the Result; raise the error if there is none."""
         self.set(**changes)
         self._draft.case()
         self.wait()
         if self.error is not None:
             raise self.error
-        if self.seen is None or self.is_stale:
+        if self.data is None or self.is_stale:
             raise AttnLabError("the panel must not be cancelled while show() waits")
-        return self.seen.result
+        return self.data.result
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the pictures are those of the controls; answer whether that came in time."""
-        return self._latest.wait(timeout_s)
+        """Wait until the results are those of the controls; return whether that was in time."""
+        return self._worker.wait(timeout_s)
 
     def cancel(self) -> None:
-        """End what is under way; its answer is not shown."""
-        with self._latest.lock:
-            if self._latest.busy:
-                self._latest.cancel()
-                self.progress.end("cancelled; what is shown is of an earlier case")
+        """Stop the current run; its results are not shown."""
+        with self._worker.lock:
+            if self._worker.is_busy:
+                self._worker.cancel()
+                self.progress.end("cancelled; the results shown are those of an earlier case")
 
-    # What the front-end sees.
+    # For the front-end.
 
     def _ipython_display_(self) -> None:
-        """Show the panel and, where no front-end is, a static picture: at once, or when there is one."""
+        """Display the panel, with a static picture for pages without front-end, added when it is ready."""
         from IPython.display import display
 
-        if self.wait(_PATIENCE_S):
+        if self.wait(_MAX_DELAY_S):
             display(self._repr_mimebundle_(), raw=True)
             return
-        handle = display(self._live(), raw=True, display_id=True)
+        handle = display(self._widget_bundle(), raw=True, display_id=True)
         try:
             self.wait()
         except KeyboardInterrupt:
@@ -153,40 +155,39 @@ class Panel:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         self.wait()
-        return {**self._live(), "text/html": self.to_html()}
+        return {**self._widget_bundle(), "text/html": self.to_html()}
 
-    def _live(self) -> dict[str, Any]:
+    def _widget_bundle(self) -> dict[str, Any]:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
         text = f"attnlab panel: {', '.join(self.controls)}"
         return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
 
     def to_html(self) -> str:
-        """Return the panel as it stands, without anything to click: texts and pictures."""
+        """Return the current texts and pictures as static HTML."""
         selected = self.selection is not None
         parts = [box.value for name, box in self.texts.items() if name != "selection" or selected]
         parts += [
-            f'<img alt="{escape(drawn.title)}" width="{drawn.width}" style="max-width:100%" '
-            f'src="data:image/png;base64,{base64.b64encode(drawn.png).decode()}">'
-            for drawn in self._drawn.values()
+            f'<img alt="{escape(rendered.title)}" width="{rendered.width}" style="max-width:100%" '
+            f'src="data:image/png;base64,{base64.b64encode(rendered.png).decode()}">'
+            for rendered in self._rendered.values()
         ]
         names = list(self.controls)
-        toggles = ", ".join(names) if len(names) <= 8 else f"all {len(names)} knobs"
-        parts.append(f'<p class="note"><small>In JupyterLab: toggles for {toggles}.</small></p>')
+        fields = ", ".join(names) if len(names) <= 8 else f"all {len(names)} fields of a Case"
+        parts.append(f'<p class="note"><small>In JupyterLab: controls for {fields}.</small></p>')
         return f'<div class="attnlab-static">{"".join(parts)}</div>'
 
-    def _arranged(self, is_explorer: bool) -> Any:
+    def _make_layout(self, is_explorer: bool) -> Any:
+        progress = self.progress.widget
         if not is_explorer:
-            return arrange.small(
-                list(self.controls.values()), self.progress.widget, self.texts, self.pictures
-            )
-        self._boxes = arrange.group_boxes(self.controls, {_ORIGIN_GROUP: self._source})
-        boxes, exchange = list(self._boxes.values()), self.exchange.widget
-        return arrange.large(boxes, self.progress.widget, self.texts, self.pictures, exchange)
+            return layout.small(list(self.controls.values()), progress, self.texts, self.pictures)
+        self._boxes = layout.group_boxes(self.controls, {_SOURCE_GROUP: self._source})
+        boxes, case_text = list(self._boxes.values()), self.case_text.widget
+        return layout.large(boxes, progress, self.texts, self.pictures, case_text)
 
-    # From a control to a question.
+    # From a control to a request.
 
     def _on_control(self, name: str) -> None:
-        if self._quiet:
+        if self._is_showing_values:
             return
         try:
             draft = self._draft.with_value(name, self.controls[name].read())
@@ -195,100 +196,97 @@ class Panel:
         self._on_draft(draft)
 
     def _on_source(self, change: Any) -> None:
-        """Take vLLM from another place; nothing of the Lab before is kept."""
+        """Take the kernels from another vLLM, in a new Lab."""
         self._lab = Lab(source=change["new"].strip() or None, device=self._lab.device)
         self._on_draft(self._draft)
 
     def _show_values(self, draft: Draft) -> None:
-        self._quiet = True
+        self._is_showing_values = True
         try:
             for name, control in self.controls.items():
                 control.show(draft.values[name])
         finally:
-            self._quiet = False
+            self._is_showing_values = False
 
     def _on_draft(self, draft: Draft) -> None:
-        """Ask for the draft's Case, or explain why it is none."""
-        with self._latest.lock:
+        """Request the draft's Case, or explain why its values do not form one."""
+        with self._worker.lock:
             self._draft, problem = draft, draft.problem()
             self._set_stale(True)
-            at = problem.knob if problem is not None else ""
-            at = at if at in self.controls else draft.last
-            for name, control in self.controls.items():
-                is_wrong = problem is not None and name == at
-                control.explain(problem.text if problem is not None and is_wrong else "")
-            self._mark_groups(at if problem is not None else "")
+            at_fault = ""
             if problem is not None:
-                self._latest.cancel()
-                self.progress.end(f"not a case: {problem.text}")
+                at_fault = problem.field if problem.field in self.controls else draft.last
+            for name, control in self.controls.items():
+                control.explain(problem.text if problem is not None and name == at_fault else "")
+            self._update_groups(at_fault)
+            if problem is not None:
+                self._worker.cancel()
+                self.progress.end(f"invalid case: {problem.text}")
                 return
             case = draft.case()
-            self.exchange.show(case)
+            self.case_text.show(case)
             self.progress.begin()
-            self._latest.ask(case)
+            self._worker.submit(case)
 
-    def _mark_groups(self, wrong: str) -> None:
-        """Count in each group's title what differs from the defaults; open the group that is wrong."""
+    def _update_groups(self, at_fault: str) -> None:
+        """Count in each group's title the fields without their default; open the group at fault."""
         changed = {n for n, v in self._draft.values.items() if v != FIELDS[n].default}
         for group, box in self._boxes.items():
             names = [name for name in self.controls if FIELDS[name].metadata["group"] == group]
             count = len(changed & set(names))
             box.titles = (f"{group} ({count} changed)" if count else group,)
-            if wrong in names:
+            if at_fault in names:
                 box.selected_index = 0
 
-    def _set_stale(self, stale: bool) -> None:
-        self._stale = stale
+    def _set_stale(self, is_stale: bool) -> None:
+        self._is_stale = is_stale
         for picture in self.pictures.values():
-            picture.stale = stale
+            picture.stale = is_stale
 
-    # From an answer to the views; these run in the panel's thread.
+    # From a request to the views; these run in the worker's thread.
 
-    def _answer(self, case: Case, turn: Job) -> None:
-        step = self.progress.steps(turn)
-        seen = look(self._lab, case, step)
-        turn.give(lambda: self._show_texts(seen))
-        for name in self.pictures:
-            step(f"picture of {name}")
-            drawn = VIEWS[name].draw(seen)
-            turn.give(lambda name=name, drawn=drawn: self._show_picture(name, drawn))  # type: ignore[misc]
-        turn.give(self._finish)
+    def _run(self, case: Case, job: Job) -> None:
+        on_step = self.progress.on_step_of(job)
+        data = make_panel_data(self._lab, case, on_step)
+        job.publish(lambda: self._show_texts(data))
+        for i, name in enumerate(self.pictures):
+            on_step(PICTURES, i, len(self.pictures))
+            rendered = VIEWS[name].render(data)
+            job.publish(lambda name=name, new=rendered: self._show_picture(name, new))  # type: ignore[misc]
+        job.publish(self._finish)
 
-    def _show_texts(self, seen: PanelData) -> None:
-        self.seen, self.error = seen, None
-        self.texts["verdict"].value = texts.verdict_html(seen.result)
+    def _show_texts(self, data: PanelData) -> None:
+        self.data, self.error = data, None
+        self.texts["verdict"].value = texts.verdict_html(data.result)
         for name, box in self.texts.items():
             if name in FACTS:
-                box.value = FACTS[name](seen.result)
+                box.value = FACTS[name](data.result)
 
-    def _show_picture(self, name: str, drawn: Rendered | None) -> None:
-        self.pictures[name].show(drawn)
-        self._drawn.pop(name, None)
-        if drawn is not None:
-            self._drawn[name] = drawn
+    def _show_picture(self, name: str, rendered: Rendered | None) -> None:
+        self.pictures[name].show(rendered)
+        self._rendered.pop(name, None)
+        if rendered is not None:
+            self._rendered[name] = rendered
 
     def _finish(self) -> None:
         self._set_stale(False)
-        self.pointer.follow(self.seen)
+        self.pointer.follow(self.data)
         self.progress.end("")
 
     def _on_error(self, case: Case, error: Exception) -> None:
-        """Show what ended an answer: what the lab says on purpose in its words, else with its place."""
+        """Show the error that ended a run; an unexpected one with its type and source line."""
         self.error = error
-        title = f"{type(error).__name__}:"
-        if isinstance(error, AttnLabError):
-            self.texts["verdict"].value = texts.failure_html(title, str(error))
-        else:
+        title, text = f"{type(error).__name__}:", str(error)
+        if not isinstance(error, AttnLabError):
             where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{error} ({Path(where.filename).name}, line {where.lineno})"
-            self.texts["verdict"].value = texts.failure_html(
-                "a fault of the lab,", f"{title} {text}"
-            )
-        self.progress.end("what is shown below is of an earlier case" if self.seen else "")
+            place = f"{Path(where.filename).name}, line {where.lineno}"
+            title, text = "Internal error:", f"{type(error).__name__}: {error} ({place})"
+        self.texts["verdict"].value = texts.failure_html(title, text)
+        self.progress.end("the results shown are those of an earlier case" if self.data else "")
 
 
 def check_views(names: Sequence[str]) -> None:
-    """Raise AttnLabError for a name that is no view."""
+    """Raise AttnLabError for a name that is not a view."""
     known = (*FACTS, *VIEWS)
     for name in names:
         if name not in known:

@@ -1,4 +1,4 @@
-"""A Case as text, to take out of a panel and to put into one."""
+"""A Case as text: convert it to JSON, a command line or a test id, and read it back."""
 
 import json
 import shlex
@@ -10,14 +10,17 @@ from attnlab.case.test_id import nearest_id
 
 
 def case_texts(case: Case) -> dict[str, str]:
-    """Return the Case as JSON, as a command line, and as a test id with what the id cannot say; each
-    gives the same Case again by :func:`read_case`, of the last the Python expression does."""
+    """Return the Case as JSON, as a command line, as a Python expression and as a vLLM test id.
+
+    :func:`read_case` reads all but the expression, which starts from the nearest test id. The test id is
+    "" if it cannot express the Case.
+    """
     test_id, changes = nearest_id(case)
-    words = "".join(f", {name}={value!r}" for name, value in changes.items())
+    arguments = "".join(f", {name}={value!r}" for name, value in changes.items())
     return {
         "JSON": json.dumps(case.changes()),
         "command line": case.to_cli(),
-        "from a test id": f'Case.from_test_id("{test_id}"{words})',
+        "from a test id": f'Case.from_test_id("{test_id}"{arguments})',
         "test id": test_id if not changes else "",
     }
 
@@ -35,20 +38,20 @@ def read_case(text: str) -> Case:
     return Case.from_test_id(text)
 
 
-class _Reader(Parser):
-    """Reads the flags of a Case; a wrong command line is an InvalidCase."""
+class _CaseParser(Parser):
+    """Parser of the flags of a Case that raises InvalidCase."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise InvalidCase(f"command line must be that of attnlab run: {message}")
 
 
 def _read_command(text: str) -> Case:
-    reader = _Reader(prog="attnlab run", add_help=False)
-    add_case_flags(reader)
+    parser = _CaseParser(prog="attnlab run", add_help=False)
+    add_case_flags(parser)
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise InvalidCase(f"command line must be well quoted: {error}") from error
+        raise InvalidCase(f"command line must have matching quotes: {error}") from error
     if words[1:2] != ["run"]:
         raise InvalidCase(f"command line must begin with attnlab run, got {text[:40]!r}")
-    return case_of(reader.parse_args(words[2:]))
+    return case_of(parser.parse_args(words[2:]))

@@ -1,7 +1,7 @@
-"""Controls: one for each knob of a Case, made from the knob's declaration.
+"""Controls: an ipywidgets input for each field of a Case, made from the field's declaration.
 
-A knob that is declared in attnlab/case.py has a control by that alone: its kind says which one, its help
-text is the tooltip, its group is where it stands.
+The type of a field selects the input, its help text is the tooltip, its group is the section. A new field
+of :class:`~attnlab.case.case.Case` therefore has a control without further code.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,55 +13,79 @@ import ipywidgets as ipw
 from attnlab.case.case import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
+from attnlab.show.panels.choices import CHOICES, sentence
 
 OnChange = Callable[[str], None]
 _STYLE = {"description_width": "138px"}
-_NONE = ""  # of a choice; ipywidgets takes None for "nothing is chosen"
+_NONE = ""  # the option for None; ipywidgets takes None for "nothing is selected"
 
 
 class Control:
-    """The control of one knob: an input, and below it the reason where its value is wrong.
+    """The input of one field, with a message below it if its value is wrong.
 
-    ``on_change(name)`` is called when a person, or :meth:`show`, changed the input.
+    ``on_change(name)`` is called when the input changes, by the user or by :meth:`show`.
     """
 
     def __init__(self, name: str, on_change: OnChange, value: Any = None) -> None:
         self.name = name
-        self.kind: FieldType = field_type(name)
-        self.input = _input(name, self.kind)
-        self.message = ipw.HTML(layout={"display": "none", "margin": "0 0 4px 8px"})
+        self.type: FieldType = field_type(name)
+        self.input = _make_input(name, self.type)
+        self.message = ipw.HTML(tooltip="", layout={"display": "none", "margin": "0 0 4px 8px"})
         self.widget = ipw.VBox([self.input, self.message], layout={"overflow": "visible"})
         self.widget.add_class("attnlab-control").add_class(f"attnlab-knob-{name}")
         self.show(FIELDS[name].default if value is None else value)
         self.input.observe(lambda change: on_change(name), "value")
 
     def read(self) -> Any:
-        """Return the knob's value; raise InvalidCase where the text is none."""
+        """Return the value of the field; raise InvalidCase if the text cannot be parsed."""
         value = self.input.value
         if isinstance(self.input, ipw.Text):
-            value = self.kind.parse(self.name, value.strip() or "none")
-        return self.kind.check(self.name, None if value == _NONE else value)
+            value = self.type.parse(self.name, value.strip() or "none")
+        return self.type.check(self.name, None if value == _NONE else value)
 
     def show(self, value: Any) -> None:
-        """Put a value of the knob into the input."""
+        """Set the input to a value of the field."""
         if value is None:
             self.input.value = _NONE
         else:
             is_text = isinstance(self.input, ipw.Text)
-            self.input.value = self.kind.text(value) if is_text else value
+            self.input.value = self.type.text(value) if is_text else value
 
     def explain(self, text: str) -> None:
-        """Say below the input why its value is wrong; "" says nothing."""
+        """Show below the input why its value is wrong; "" hides the message."""
         self.message.value = f'<span class="attnlab-wrong">{escape(text)}</span>' if text else ""
         self.message.layout.display = "" if text else "none"
 
 
-def _input(name: str, kind: FieldType) -> Any:
-    """Return the input that suits a knob's kind."""
+def tooltip_of(name: str) -> str:
+    """Return the tooltip of a field: its help text, then its choices or what it may hold.
+
+    A browser shows one tooltip for a whole list, so each choice has a line with its sentence.
+    """
+    field, kind = FIELDS[name], field_type(name)
     inner = kind.kind if isinstance(kind, Maybe) else kind
-    field = FIELDS[name]
-    tooltip = f"{field.metadata['help']}; {kind.allowed}"
-    shared = {"description": name, "style": _STYLE, "layout": {"width": "auto"}, "tooltip": tooltip}
+    lines = [sentence(field.metadata["help"])]
+    if isinstance(inner, OneOf):
+        if isinstance(kind, Maybe):
+            lines.append(f"({kind.meaning}): The default.")
+        sentences = CHOICES.get(name, {})
+        lines += [
+            f"{choice}: {sentences[choice]}" for choice in inner.choices if choice in sentences
+        ]
+    elif not isinstance(inner, Flag):
+        lines.append(f"It must be {kind.allowed}.")
+    return "\n".join(lines)
+
+
+def _make_input(name: str, kind: FieldType) -> Any:
+    """Return the input for a field of a type."""
+    inner = kind.kind if isinstance(kind, Maybe) else kind
+    shared = {
+        "description": name,
+        "style": _STYLE,
+        "layout": {"width": "auto"},
+        "tooltip": tooltip_of(name),
+    }
     if isinstance(inner, Flag) and inner is kind:
         return ipw.Checkbox(**{**shared, "style": {"description_width": "0"}}, indent=False)
     if isinstance(inner, OneOf):
@@ -76,7 +100,7 @@ def _input(name: str, kind: FieldType) -> Any:
 
 
 def groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return knobs by their group, both in the order of their declaration."""
+    """Return fields by group, both in the order of their declaration."""
     found: dict[str, list[str]] = {}
     for name, field in FIELDS.items():
         if name in names:
@@ -85,19 +109,21 @@ def groups(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def check_knobs(names: Sequence[str]) -> None:
-    """Raise InvalidCase for a name that is no knob."""
+    """Raise InvalidCase for a name that is not a field of a Case."""
     for name in names:
         if name not in FIELDS:
-            raise InvalidCase(f"{name} is not a field of a Case; it has {', '.join(FIELDS)}")
+            raise InvalidCase(
+                f"{name} is not a field of a Case; the fields are {', '.join(FIELDS)}", field=name
+            )
 
 
 def source_input(source: str) -> Any:
-    """Return the input for what is no knob: where vLLM is taken from."""
+    """Return the input of the Lab's source, the only setting that is not a field of a Case."""
     return ipw.Text(
         value=source,
         description="source",
         placeholder="the installed vLLM",
-        tooltip="a vLLM wheel, sdist or checkout, for the backends vllm and rocm",
+        tooltip="Path of a vLLM wheel, sdist or checkout whose kernels the backends vllm and rocm run.",
         continuous_update=False,
         style=_STYLE,
         layout={"width": "auto"},

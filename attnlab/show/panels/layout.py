@@ -1,18 +1,19 @@
-"""How a panel is arranged on the screen."""
+"""The layout of a panel: which widget is where on the screen."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ipywidgets as ipw
 
+from attnlab.case.case import FIELDS
 from attnlab.show.panels.controls import Control, groups
 
-_OPEN = ("the stage", "the platform")  # groups that are open at first
+_OPEN = {FIELDS[name].metadata["group"] for name in ("stage", "platform")}  # open at first
 _ROW = {"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "4px 16px"}
 
 
 def group_boxes(controls: Mapping[str, Control], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a box for each group of controls, which can be closed; ``extra`` has more inputs by group."""
+    """Return a collapsible box for each group of controls; ``extra`` has further inputs by group."""
     boxes = {}
     for group, names in groups(list(controls)).items():
         inputs = [controls[name].widget for name in names]
@@ -24,20 +25,20 @@ def group_boxes(controls: Mapping[str, Control], extra: Mapping[str, Any]) -> di
 
 
 def small(controls: Sequence[Control], status: Any, texts: Mapping[str, Any], pictures: Any) -> Any:
-    """Arrange a panel below some text of a notebook: a line of controls, the verdict, the pictures."""
+    """Return the layout of a panel in a notebook: controls in a row, the verdict, the pictures."""
     for control in controls:
         control.input.style.description_width = "initial"
         control.widget.layout.max_width = "340px"
     line = ipw.Box([control.widget for control in controls], layout=_ROW)
-    shown = ipw.Box(list(pictures.values()), layout=_ROW)
+    plots = ipw.Box(list(pictures.values()), layout=_ROW)
     below = [text for name, text in texts.items() if name != "verdict"]
-    return _root([line, texts["verdict"], status, shown, *below])
+    return _root([line, texts["verdict"], status, plots, *below])
 
 
 def large(
-    boxes: Sequence[Any], status: Any, texts: Mapping[str, Any], pictures: Any, exchange: Any
+    boxes: Sequence[Any], status: Any, texts: Mapping[str, Any], pictures: Any, case_text: Any
 ) -> Any:
-    """Arrange the explorer: controls at the left, what comes of them at the right."""
+    """Return the layout of the explorer: controls at the left, results at the right."""
     left = ipw.VBox(
         list(boxes),
         layout={"flex": "0 0 385px", "max_height": "820px", "overflow": "hidden auto"},
@@ -49,7 +50,7 @@ def large(
     first = ipw.Box([pictures["error"], facts], layout=_ROW)
     second = ipw.Box([pictures["slots"], pictures["seqs"]], layout=_ROW)
     right = ipw.VBox(
-        [texts["verdict"], status, first, second, exchange],
+        [texts["verdict"], status, first, second, case_text],
         layout={"flex": "1 1 560px", "min_width": "0"},
     )
     return _root([ipw.Box([left, right], layout=_ROW)])

@@ -1,4 +1,4 @@
-"""What a panel shows of a Case: its Result with what a selection needs, computed in the background."""
+"""PanelData: what a panel shows of a Case, and Selection: one selected head of one row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,16 +11,17 @@ from attnlab.contracts.slot_use import Slot, SlotUse, slot_use
 from attnlab.lab.cache_write import as_numbers, slot_order
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+from attnlab.lab.steps import OnStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PanelData:
-    """A Result, and beside it what was compared.
+    """A Result with the tensors that were compared.
 
-    - ``got``, ``expected``: [rows, heads, elements], or None where the call was rejected; of an op that
-      writes the cache the rows are slots.
-    - ``row_slots``: of such an op the slot of each row, else None.
-    - ``use``: who wrote and who reads each slot.
+    - ``got``, ``expected``: [rows, heads, elements], or None if the call was rejected. For an op that
+      writes the cache a row is a slot.
+    - ``row_slots``: [rows], the slot of each row for such an op, else None.
+    - ``use``: the writer and the reader of each slot.
     """
 
     result: Result
@@ -32,13 +33,13 @@ class PanelData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """One head of one output row, with its place in the cache and its worst element.
+    """One head of one output row, its place in the cache and its worst element.
 
-    - ``seq``, ``token``, ``row``, ``head``: as an ErrorMap counts them. Of an op that writes the cache a
-      row is a slot, and ``seq`` may be one behind the last: the slots that are nobody's.
-    - ``place``: the slot of the token that the row belongs to.
-    - ``error``: the largest absolute error over the head's elements; ``element`` has it, and ``got`` and
-      ``expected`` are its values. Where the head did not run ``error`` is -inf.
+    - ``seq``, ``token``, ``row``, ``head``: as in an ErrorMap. For an op that writes the cache a row is
+      a slot, and slots without owner have the number of sequences as ``seq``.
+    - ``place``: the cache slot of the row's token.
+    - ``error``: the largest absolute error of the head's elements, at index ``element`` with the values
+      ``got`` and ``expected``; -inf if the head did not run.
     """
 
     seq: int
@@ -52,43 +53,45 @@ class Selection:
     expected: float
 
     @property
-    def ran(self) -> bool:
-        """Answer whether the row and head were run at all."""
+    def has_run(self) -> bool:
+        """Return whether the row and head were computed."""
         return self.error != float("-inf")
 
 
-def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> PanelData:
-    """Run the Case and return what a panel shows of it; raises as Lab.run does.
+def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
+    """Run the Case and return what a panel shows of it; raise as Lab.run does.
 
-    ``on_step`` is called with the name of every step before it begins, and may end the work by raising.
+    ``on_step`` is called before each step and may raise to end the run. The results are shared with
+    ``lab``.
     """
-    own = replace(lab, on_step=on_step, on_notice=on_step)  # shares what the Lab holds
-    result = own.run(case)
+    on_notice: Callable[[str], None] = on_step
+    lab = replace(lab, on_step=on_step, on_notice=on_notice)
+    result = lab.run(case)
     provenance = result.cache.provenance
     use = slot_use(result.call, Target.of(case), result.decision.kernels, provenance)
     got = expected = row_slots = None
     if result.errors is not None:
-        got, expected = result.call.output, own.reference(case)
+        got, expected = result.call.output, lab.reference(case)
         if case.op == CACHE_WRITE:
             row_slots = slot_order(case, provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
     return PanelData(result=result, got=got, expected=expected, row_slots=row_slots, use=use)
 
 
-def select(seen: PanelData, row: int, head: int) -> Selection:
-    """Return what is known of one head of one output row; the call must not have been rejected."""
-    errors = seen.result.errors
-    if errors is None or seen.got is None or seen.expected is None:
+def select(data: PanelData, row: int, head: int) -> Selection:
+    """Return the selection of one head of one output row; raise ValueError for a rejected call."""
+    errors = data.result.errors
+    if errors is None or data.got is None or data.expected is None:
         raise ValueError("a rejected call has no output to select from")
     seq, token = errors.lengths.locate(row)
-    got, expected = (tensor[row, head].double().cpu() for tensor in (seen.got, seen.expected))
-    element = int((got - expected).abs().argmax())  # NaN is the greatest
+    got, expected = (tensor[row, head].double().cpu() for tensor in (data.got, data.expected))
+    element = int((got - expected).abs().argmax())  # NaN counts as the largest
     return Selection(
         seq=seq,
         token=token,
         row=row,
         head=head,
-        place=seen.use.at(*_slot(seen, seq, token, row)),
+        place=data.use.at(*_slot_of(data, seq, token, row)),
         error=float(errors.error[row, head]),
         element=element,
         got=float(got[element]),
@@ -96,27 +99,28 @@ def select(seen: PanelData, row: int, head: int) -> Selection:
     )
 
 
-def _slot(seen: PanelData, seq: int, token: int, row: int) -> tuple[int, int]:
+def _slot_of(data: PanelData, seq: int, token: int, row: int) -> tuple[int, int]:
     """Return (block, slot) of the token of an output row."""
-    provenance = seen.use.provenance
-    if seen.row_slots is not None:
-        return divmod(int(seen.row_slots[row]), provenance.seq.shape[1])
-    return provenance.slot(seq, seen.result.case.lengths.ctx_lens[seq] + token)
+    provenance = data.use.provenance
+    if data.row_slots is not None:
+        return divmod(int(data.row_slots[row]), provenance.seq.shape[1])
+    return provenance.slot(seq, data.result.case.lengths.ctx_lens[seq] + token)
 
 
-def select_band(seen: PanelData, band: int, head: int) -> Selection:
-    """Return the selection of the worst row that a row of the picture stands for; NaN is the worst."""
-    errors = seen.result.errors
+def select_band(data: PanelData, band: int, head: int) -> Selection:
+    """Return the selection of the worst row of a band, one row of the error plot; NaN is the worst."""
+    errors = data.result.errors
     if errors is None:
         raise ValueError("a rejected call has no output to select from")
     rows = errors.band_rows(band)
     worst = int(errors.error[rows.start : rows.stop, head].argmax())
-    return select(seen, rows.start + worst, head)
+    return select(data, rows.start + worst, head)
 
 
-def band_of(seen: PanelData, selection: Selection, height: int) -> int:
-    """Return the row of the picture that shows the selection."""
-    errors = seen.result.errors
-    assert errors is not None  # it was selected from
-    bands = range(selection.seq * height, (selection.seq + 1) * height)
+def band_of(data: PanelData, selection: Selection, bands_per_seq: int) -> int:
+    """Return the first band of the error plot that contains the selected row."""
+    errors = data.result.errors
+    assert errors is not None  # a selection exists only with errors
+    first = selection.seq * bands_per_seq
+    bands = range(first, first + bands_per_seq)
     return next(band for band in bands if selection.row in errors.band_rows(band))

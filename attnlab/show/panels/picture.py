@@ -1,4 +1,4 @@
-"""A picture on a panel: a PNG that tells where it was clicked."""
+"""Picture: a widget that shows a PNG and reports clicks and arrow keys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 import anywidget
 import traitlets
 
-from attnlab.show.panels.draw import Rendered
+from attnlab.show.panels.rendering import Rendered
 
 _HERE = Path(__file__).parent
 
 
 class Picture(anywidget.AnyWidget):
-    """Shows a PNG, with a mark on it, and passes on clicks and arrow keys.
+    """A PNG with a mark; it reports clicks and arrow keys.
 
-    ``version`` changes last, and with it the front-end takes ``png``. ``mark`` is left, top, width and
-    height in parts of the picture; no width is no mark.
+    The front-end loads ``png`` when ``version`` changes. ``mark`` is left, top, width and height as
+    fractions of the picture; a width of 0 hides it.
     """
 
     _esm = _HERE / "picture.js"
@@ -25,16 +25,16 @@ class Picture(anywidget.AnyWidget):
     width = traitlets.Int().tag(sync=True)
     version = traitlets.Int().tag(sync=True)
     alt = traitlets.Unicode().tag(sync=True)
-    hint = traitlets.Unicode().tag(sync=True)
+    tooltip = traitlets.Unicode().tag(sync=True)
     mark = traitlets.List([0.0, 0.0, 0.0, 0.0]).tag(sync=True)
     stale = traitlets.Bool().tag(sync=True)
 
-    def show(self, drawn: Rendered | None) -> None:
-        """Show a picture, or none."""
+    def show(self, rendered: Rendered | None) -> None:
+        """Show a picture; None hides it."""
         with self.hold_sync():
-            self.png = drawn.png if drawn is not None else b""
-            self.width = drawn.width if drawn is not None else 0
-            self.alt = drawn.title if drawn is not None else ""
+            self.png = rendered.png if rendered is not None else b""
+            self.width = rendered.width if rendered is not None else 0
+            self.alt = rendered.title if rendered is not None else ""
             self.stale = False
             self.version += 1
 
@@ -43,13 +43,12 @@ class Picture(anywidget.AnyWidget):
         click: Callable[[float, float], None],
         step: Callable[[int, int], None] = lambda right, down: None,
     ) -> None:
-        """Call ``click`` with where the picture was clicked, in parts of its width and height, and
-        ``step`` with the direction of an arrow key."""
+        """Call ``click`` with the clicked point as fractions of the picture, ``step`` for an arrow key."""
 
-        def told(widget: Any, message: Any, buffers: Any) -> None:
+        def on_message(widget: Any, message: Any, buffers: Any) -> None:
             if "click" in message:
                 click(*message["click"])
             elif "step" in message:
                 step(*message["step"])
 
-        self.on_msg(told)
+        self.on_msg(on_message)

@@ -1,32 +1,23 @@
-"""The texts of a panel, as HTML: verdict, dispatch, violations, selection. Each is a function of facts."""
+"""The texts of a panel as HTML: the verdict, an error, a selection and a slot."""
 
 from collections.abc import Sequence
 from html import escape
 
-from attnlab.contracts.dispatch import Decision
 from attnlab.contracts.slot_use import Slot
-from attnlab.contracts.violations import Violation
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
 from attnlab.show.terminal import place_lines
 
-# Mid-tones that read on white and on black; everything else inherits the page's colours.
-_COLOURS = {
-    "match": "#2da44e",
-    "mismatch": "#e5534b",
-    "rejected": "#a475c9",
-    "silent": "#e5534b",
-    "harmless": "#8a8a8a",
-}
-_MOST = 6  # lines of a list
+# Mid-tones that are readable on white and on black; everything else inherits the page's colours.
+_COLOURS = {"match": "#2da44e", "mismatch": "#e5534b", "rejected": "#a475c9"}
 
 
 def verdict_html(result: Result) -> str:
-    """Return the verdict: what came of the Case, on which kernels, and where it is wrong."""
-    words = result.verdict if result.errors is None else f"{result.status}: {result.verdict}"
+    """Return the verdict, the kernels and the first places of errors."""
+    verdict = result.verdict if result.errors is None else f"{result.status}: {result.verdict}"
     kernels = " then ".join(result.decision.kernels)
     parts = [
-        _line(f"<b>{escape(words)}</b>", result.status),
+        _line(f"<b>{escape(verdict)}</b>", result.status),
         f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}, '
         f"vLLM {escape(result.case.release)}, backend {escape(result.backend)}</div>",
     ]
@@ -35,76 +26,52 @@ def verdict_html(result: Result) -> str:
 
 
 def failure_html(title: str, text: str) -> str:
-    """Return what stands in the verdict's place where there is no Result."""
-    words = f"<b>{escape(title)}</b> {escape(text)}"
-    return _block("attnlab-verdict-line attnlab-is-failure", [_line(words, "rejected")])
-
-
-def dispatch_html(decision: Decision) -> str:
-    """Return which kernel runs, and the predicate's terms; those that said no stand out."""
-    parts = [f"<div>{escape(reason)}</div>" for reason in decision.reasons]
-    rows = [
-        f'<tr class="{"" if term.holds else "attnlab-no"}"><td>{"yes" if term.holds else "no"}</td>'
-        f"<td>{escape(term.name)}</td><td>{escape(term.value)}</td><td>{escape(term.allowed)}</td></tr>"
-        for term in decision.terms
-    ]
-    head = "<tr><th></th><th>term</th><th>is</th><th>allowed for the ROCm kernel</th></tr>"
-    if rows:
-        table = f'<table class="attnlab-terms">{head}{"".join(rows)}</table>'
-        parts.append(f"<details><summary>{len(rows)} terms</summary>{table}</details>")
-    parts.append(f'<div class="attnlab-dim">{escape(decision.source)}</div>')
-    return _titled("who runs, and why", parts)
-
-
-def breaches_html(violations: Sequence[Violation]) -> str:
-    """Return the violations of the contracts, in the order in which a person would want to know them."""
-    parts = [
-        f'<div><b style="color:{_COLOURS[one.effect]}">{one.effect}</b> {escape(one.text)}</div>'
-        for one in violations[:_MOST]
-    ]
-    if len(violations) > _MOST:
-        parts.append(f"<div>… and {len(violations) - _MOST} more</div>")
-    return _titled("violations of contract", parts or ["<div>none</div>"])
+    """Return what replaces the verdict if there is no Result."""
+    line = _line(f"<b>{escape(title)}</b> {escape(text)}", "rejected")
+    return _block("attnlab-verdict-line attnlab-is-failure", [line])
 
 
 def selection_html(selection: Selection, query_len: int) -> str:
-    """Return what is known of the selected head and row."""
-    one = selection
-    at = f"sequence {one.seq}, token {one.token} of {query_len} (row {one.row}), head {one.head}"
-    if one.ran:
-        numbers = f"element {one.element}: got {one.got:.6g}, expected {one.expected:.6g}"
-        sizes = f"error {one.error:.4g}; {numbers}"
-    else:
-        sizes = "did not run"
+    """Return the place, the error and the cache slot of the selected head."""
+    place = (
+        f"sequence {selection.seq}, token {selection.token} of {query_len} "
+        f"(row {selection.row}), head {selection.head}"
+    )
+    values = "not computed"
+    if selection.has_run:
+        values = (
+            f"error {selection.error:.4g}; element {selection.element}: "
+            f"got {selection.got:.6g}, expected {selection.expected:.6g}"
+        )
     return _block(
         "attnlab-selection",
-        [f"<div><b>{escape(at)}</b></div>", f"<div>{escape(sizes)}</div>", slot_html(one.place)],
+        [
+            f"<div><b>{escape(place)}</b></div>",
+            f"<div>{escape(values)}</div>",
+            slot_html(selection.place),
+        ],
     )
 
 
 def slot_html(slot: Slot) -> str:
-    """Return what is known of a slot."""
-    at = f"block {slot.block}, slot {slot.slot}"
+    """Return the owner, the writer and the reader of a slot."""
+    place = f"block {slot.block}, slot {slot.slot}"
     if slot.owner is not None:
-        at += f": sequence {slot.owner[0]}, position {slot.owner[1]} of its row"
-    return (
-        f'<div class="attnlab-slot">{escape(at)}<br>written by {_who(slot.writer)}; '
-        f"read by {_who(slot.reader)}</div>"
-    )
+        seq, position = slot.owner
+        place += f": sequence {seq}, position {position} by the block table"
+    writer = f"written by {_token(slot.writer)}" if slot.writer is not None else "never written"
+    reader = f"read by {_token(slot.reader)}" if slot.reader is not None else "not read"
+    return f'<div class="attnlab-slot">{escape(place)}<br>{writer}; {reader}</div>'
 
 
-def _who(pair: tuple[int, int] | None) -> str:
-    return "nobody" if pair is None else f"sequence {pair[0]}, position {pair[1]}"
+def _token(token: tuple[int, int]) -> str:
+    return f"sequence {token[0]}, position {token[1]}"
 
 
-def _line(words: str, status: str) -> str:
-    return f'<div style="border-left:4px solid {_COLOURS[status]};padding-left:.6em">{words}</div>'
+def _line(html: str, status: str) -> str:
+    colour = _COLOURS[status]
+    return f'<div style="border-left:4px solid {colour};padding-left:.6em">{html}</div>'
 
 
-def _block(name: str, parts: Sequence[str]) -> str:
-    return f'<div class="attnlab-text {name}">{"".join(parts)}</div>'
-
-
-def _titled(title: str, parts: Sequence[str]) -> str:
-    name = "attnlab-" + title.split()[0].strip(",")
-    return _block(name, [f'<div class="attnlab-title"><b>{title}</b></div>', *parts])
+def _block(css_class: str, parts: Sequence[str]) -> str:
+    return f'<div class="attnlab-text {css_class}">{"".join(parts)}</div>'

@@ -1,0 +1,114 @@
+"""Rendered: a plot as a PNG, with the transform from its pixels to its data."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+
+DPI = 96
+PIXEL_RATIO = 1.5  # pixels of the PNG per CSS pixel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxesTransform:
+    """The place of the axes in a picture, and the data range that they show.
+
+    - ``left``, ``top``, ``right``, ``bottom``: fractions of the picture, from its upper left corner.
+    - ``x``, ``y``: the data at the left and right, and at the top and bottom edge; linear.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def to_data(self, across: float, down: float) -> tuple[float, float] | None:
+        """Return the data at a point, given as fractions of the picture; None outside the axes."""
+        u = (across - self.left) / (self.right - self.left)
+        v = (down - self.top) / (self.bottom - self.top)
+        if not (0 <= u < 1 and 0 <= v < 1):
+            return None
+        return self.x[0] + u * (self.x[1] - self.x[0]), self.y[0] + v * (self.y[1] - self.y[0])
+
+    def box(self, x: float, y: float) -> list[float]:
+        """Return left, top, width and height of the unit square around a data point, as fractions."""
+        width = (self.right - self.left) / (self.x[1] - self.x[0])
+        height = (self.bottom - self.top) / (self.y[1] - self.y[0])
+        left = self.left + (x - 0.5 - self.x[0]) * width
+        return [left, self.top + (y - 0.5 - self.y[0]) * height, width, height]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A PNG, its width in CSS pixels, its title, and the transform to its data."""
+
+    png: bytes
+    width: int
+    title: str
+    transform: AxesTransform
+
+
+def axes_rect(
+    size: tuple[int, int], margins: tuple[int, int, int, int]
+) -> tuple[float, float, float, float]:
+    """Return left, bottom, width and height of the axes, as fractions of a picture of ``size`` pixels.
+
+    ``margins`` are pixels left, right, below and above the axes.
+    """
+    (width, height), (left, right, below, above) = size, margins
+    return (
+        left / width,
+        below / height,
+        1 - (left + right) / width,
+        1 - (below + above) / height,
+    )
+
+
+def render(
+    plot: Callable[[Axes], object],
+    size: tuple[int, int],
+    rect: tuple[float, float, float, float],
+) -> Rendered:
+    """Render what ``plot`` draws on an Axes at ``rect`` into a picture of ``size`` CSS pixels.
+
+    ``rect`` (see :func:`axes_rect`) is given because matplotlib's layout takes longer than all the rest.
+    Does not use pyplot, which is not safe in a second thread.
+    """
+    width, height = size
+    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI * PIXEL_RATIO)
+    canvas = FigureCanvasAgg(figure)
+    ax = figure.add_axes(rect)
+    plot(ax)
+    ax.title.set_fontsize("medium" if width > 400 else "small")
+    canvas.draw()
+    return Rendered(
+        png=_png(canvas), width=width, title=ax.get_title(), transform=_axes_transform(ax)
+    )
+
+
+def _png(canvas: FigureCanvasAgg) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.asarray(canvas.buffer_rgba())
+    imsave(buffer, pixels, format="png", pil_kwargs={"compress_level": 1})
+    return buffer.getvalue()
+
+
+def _axes_transform(ax: Axes) -> AxesTransform:
+    position = ax.get_position()
+    left_x, right_x = ax.get_xlim()
+    bottom_y, top_y = ax.get_ylim()
+    return AxesTransform(
+        left=position.x0,
+        top=1 - position.y1,
+        right=position.x1,
+        bottom=1 - position.y0,
+        x=(left_x, right_x),
+        y=(top_y, bottom_y),
+    )

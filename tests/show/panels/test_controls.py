@@ -1,0 +1,86 @@
+"""Controls: one per field of a Case, with values, tooltips and groups."""
+
+import pytest
+
+from attnlab.case.case import FIELDS, field_type
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.show.panels.choices import CHOICES
+from attnlab.show.panels.controls import Control, check_knobs, groups, tooltip_of
+from attnlab.show.panels.layout import group_boxes
+
+
+def values_of(name: str) -> list[object]:
+    """Return values of a field, of every form that its type has."""
+    kind = field_type(name)
+    inner = kind.kind if isinstance(kind, Maybe) else kind
+    some: list[object] = {
+        OneOf: lambda: list(inner.choices),
+        Flag: lambda: [True, False],
+        Int: lambda: [inner.least, inner.least + 7],
+        Number: lambda: [0.5, 1e-6, 1 / 3],
+        Lens: lambda: [(7,), (3, 1, 880)],
+        Span: lambda: [(0, 1), (3, 17)],
+        Table: lambda: [((3, 1), (0, 2))],
+    }[type(inner)]()
+    return [*some, None] if isinstance(kind, Maybe) else some
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_control_round_trips(name: str) -> None:
+    events: list[str] = []
+    control = Control(name, events.append, FIELDS[name].default)
+    assert control.read() == FIELDS[name].default
+    for value in values_of(name):
+        before, old = len(events), control.read()
+        control.show(value)
+        assert control.read() == value
+        assert type(control.read()) is type(value)
+        assert len(events) == before + (value != old)
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the choices of a field, or () if it has another type."""
+    kind = field_type(name)
+    inner = kind.kind if isinstance(kind, Maybe) else kind
+    return inner.choices if isinstance(inner, OneOf) else ()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_tooltip_explains_the_field_and_each_choice(name: str) -> None:
+    control = Control(name, lambda name: None)
+    first, *rest = control.input.tooltip.split("\n")
+    assert first.endswith(".")
+    assert first[0] == first[0].upper()
+    for choice in choices_of(name):
+        (line,) = [line for line in rest if line.startswith(f"{choice}: ")]
+        assert line.endswith(".")
+        assert len(line) > len(choice) + 8
+    assert control.message.tooltip == ""
+
+
+def test_a_choice_without_sentence_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(CHOICES["fill"], "all_rows")
+    assert "all_rows: " not in tooltip_of("fill")
+
+
+def test_no_sentence_is_for_an_unknown_choice() -> None:
+    for name, sentences in CHOICES.items():
+        if name not in ("dtype", "reference_dtype"):  # these share a table
+            assert set(sentences) == set(choices_of(name))
+
+
+def test_every_field_is_in_one_group() -> None:
+    names = [name for names in groups(list(FIELDS)).values() for name in names]
+    assert sorted(names) == sorted(FIELDS)
+    controls = {name: Control(name, lambda name: None) for name in FIELDS}
+    boxes = group_boxes(controls, {})
+    assert set(boxes) == {field.metadata["group"] for field in FIELDS.values()}
+    is_open = {group for group, box in boxes.items() if box.selected_index == 0}
+    assert is_open == {FIELDS[name].metadata["group"] for name in ("stage", "platform")}
+
+
+def test_an_unknown_field_is_rejected() -> None:
+    with pytest.raises(InvalidCase) as error:
+        check_knobs(["stage", "stages"])
+    assert error.value.field == "stages"

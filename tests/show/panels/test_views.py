@@ -1,0 +1,96 @@
+"""Views: pictures, clicks and arrow keys."""
+
+import io
+
+import matplotlib.image
+import pytest
+from helpers.panels import LOST, SMALL
+
+from attnlab.case.case import OPS
+from attnlab.case.errors import Unavailable
+from attnlab.show.panels import explorer, panel
+from attnlab.show.panels.panel_data import band_of
+from attnlab.show.plots.errors import BAND
+
+
+def test_a_click_selects_what_the_picture_shows() -> None:
+    """The middle of a cell selects its head and the worst token of its band."""
+    view = panel(LOST, knobs=("stage",), views=("error", "slots"))
+    assert view.wait(30)
+    transform, errors = view._rendered["error"].transform, view.result.errors
+    for band in range(BAND * 4):
+        for head in range(4):
+            left, top, width, height = transform.box(head, band)
+            view.pointer.click_error(left + width / 2, top + height / 2)
+            one = view.selection
+            assert one is not None
+            rows = errors.band_rows(band)
+            assert one.row in rows
+            assert one.head == head
+            assert one.error == float(errors.error[rows.start : rows.stop, head].max())
+            assert band_of(view.data, one, BAND) <= band  # the first band that has the row
+    assert view.selection.seq == 3
+    assert "row 46" in view.texts["selection"].value
+    view.pointer.click_error(0.001, 0.5)  # outside the axes: nothing
+    assert view.selection.seq == 3
+
+
+def test_the_transform_agrees_with_the_pixels() -> None:
+    """The middle of a cell is red if and only if its row is NaN."""
+    case = LOST.replace(query_start_loc_dtype="int32", empty_slots="nan")
+    view = panel(case, knobs=("stage",))
+    assert view.wait(30)
+    rendered = view._rendered["error"]
+    pixels = matplotlib.image.imread(io.BytesIO(rendered.png))
+    height, width = pixels.shape[:2]
+    for band in range(BAND * 4):
+        left, top, wide, tall = rendered.transform.box(1, band)
+        column = int((left + wide / 2) * width)
+        colours = pixels[int((top + tall * 0.2) * height) : int((top + tall) * height), column, :3]
+        is_red = bool((colours[:, 0] > 0.7).any() and (colours[:, 2] < 0.3).any())
+        nan = view.result.errors.error[view.result.errors.band_rows(band), 1].isnan().any()
+        assert is_red == bool(nan), band
+
+
+def test_arrow_keys_move_the_selection() -> None:
+    """One head or one row of the picture, within the edges."""
+    view = panel(SMALL, knobs=("stage",))
+    assert view.wait(30)
+    view.pointer.select(0, 0, 0)
+    view.pointer.step(1, 0)
+    assert (view.selection.row, view.selection.head) == (0, 1)
+    view.pointer.step(-5, -1)
+    assert (view.selection.row, view.selection.head) == (0, 0)
+    view.pointer.step(0, BAND)
+    assert view.selection.seq == 1
+
+
+def test_a_selection_is_kept_if_the_row_exists() -> None:
+    view = panel(LOST, knobs=("stage",))
+    assert view.wait(30)
+    before = view.pointer.select(3, 0, 2)
+    assert before.place.reader is None  # no sequence is served
+    view.show(stage="sound")
+    assert (view.selection.seq, view.selection.head) == (3, 2)
+    assert view.selection.got != before.got
+    assert view.selection.place.reader == (3, 31)
+    view.show(stage="int64")
+    assert view.selection is None
+    with pytest.raises(ValueError, match="no output"):
+        view.pointer.select(0, 0, 0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_its_pictures(op: str) -> None:
+    changes = {"op": op, "x": None, "fill": "all_rows"}
+    if op == "decode_attention_fwd":
+        changes |= {"query_lens": (1, 1), "ctx_lens": (20, 3)}
+    if op == "cpu_attention_with_kv_cache":
+        changes |= {"backend": "vllm-cpu", "platform": "cpu"}
+    view = explorer(SMALL.replace(**changes))
+    assert view.wait(60)
+    if isinstance(view.error, Unavailable):
+        pytest.skip(str(view.error))
+    assert view.error is None
+    assert all(picture.png for picture in view.pictures.values())
+    assert view.result.status == "match"
