@@ -1,7 +1,7 @@
-"""Measure the explorer: seconds from a toggle to its pictures, as JSON.
+"""Measure the explorer: seconds from a change of a control to the new pictures, as JSON.
 
 python tools/panels.py             in this process: from a control's new value to each picture
-python tools/panels.py --browser   in JupyterLab: from the toggle on the page to the picture drawn there
+python tools/panels.py --browser   in JupyterLab: from the change on the page to the picture on the page
 """
 
 import json
@@ -18,7 +18,7 @@ from attnlab.show.panels import explorer
 ROOT = Path(__file__).parent.parent
 CASE = Case(num_heads=8, draw_max_query_len=128, draw_max_ctx_len=128, x=8)
 STAGES = ("cast_after_cumsum", "int32_before_cumsum", "fill_all", "sound", "fill_decode")
-TURNS = [("stage", name) for name in STAGES] + [
+CHANGES = [("stage", name) for name in STAGES] + [
     ("platform", "sm_90"),
     ("empty_slots", "nan"),
     ("distribution", "normal"),
@@ -39,14 +39,13 @@ TOGGLE = """async ([name, value]) => {
 
 
 def in_this_process() -> dict[str, Any]:
-    """Return seconds from a control's change to the picture of errors, to all pictures, and the
-    processor's seconds that all of it took."""
+    """Return for each change the seconds to the error plot, to all pictures, and of processor time."""
     view = explorer(CASE)
     view.wait()
     first: list[float] = []
     view.pictures["error"].observe(lambda change: first.append(time.perf_counter()), "version")
     figures: dict[str, Any] = {}
-    for name, value in TURNS:
+    for name, value in CHANGES:
         start, cpu = time.perf_counter(), time.process_time()
         first.clear()
         view.controls[name].show(value)
@@ -60,10 +59,10 @@ def in_this_process() -> dict[str, Any]:
 
 
 def in_jupyterlab() -> dict[str, float]:
-    """Return seconds from a toggle on the page to the picture of errors drawn on it."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from browser import find_chromium
-    from jupyter import running_lab
+    """Return for each change on the page the seconds until the page shows the new error plot."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "show" / "panels")]
+    from helpers.browser import find_chromium
+    from helpers.jupyter import running_lab
     from playwright.sync_api import sync_playwright
     from test_browser import Browser
 
@@ -71,15 +70,15 @@ def in_jupyterlab() -> dict[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         running_lab(ROOT / "notebooks", Path(folder) / "log") as url,
-        sync_playwright() as one,
+        sync_playwright() as play,
     ):
-        chromium = one.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        chromium = play.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1500, "height": 1000})
         browser = Browser(page=page, url=url)
         browser.open("05-explorer.ipynb")
         browser.run("view = explorer(")
         panel = browser.panel("view = explorer(")
-        for name, value in TURNS:
+        for name, value in CHANGES:
             panel.locator("[data-state=idle]").wait_for(state="attached")
             figures[f"{name} {value}"] = round(page.evaluate(TOGGLE, [name, str(value)]), 3)
             page.wait_for_timeout(500)
@@ -88,11 +87,11 @@ def in_jupyterlab() -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the figures."""
+    """Print the figures as JSON."""
     figures = in_jupyterlab() if "--browser" in sys.argv[1:] else in_this_process()
-    times = [one if isinstance(one, float) else one["error_picture_s"] for one in figures.values()]
-    summary = {"median_s": statistics.median(times), "most_s": max(times)}
-    print(json.dumps({"error_picture": summary, "toggles": figures}, indent=1))
+    times = [t if isinstance(t, float) else t["error_picture_s"] for t in figures.values()]
+    summary = {"median_s": statistics.median(times), "max_s": max(times)}
+    print(json.dumps({"error_picture": summary, "changes": figures}, indent=1))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests: where it is, and a page that cannot reach the network."""
+"""A headless Chromium for the tests, and a page without network access."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_chromium() -> str:
-    """Return the program: $ATTNLAB_CHROMIUM, or the first on the PATH; skip the test where there is none."""
+    """Return $ATTNLAB_CHROMIUM or the first Chromium on the PATH; skip the test if there is none."""
     named = os.environ.get("ATTNLAB_CHROMIUM")
     found = [named] if named else [path for name in NAMES if (path := shutil.which(name))]
     if not found:
@@ -22,10 +22,10 @@ def find_chromium() -> str:
 
 @contextmanager
 def offline_page(**options: Any) -> Iterator[Any]:
-    """Give a page of a browser that is offline; what it asks of any network, and its complaints, are noted.
+    """Yield a page of an offline browser that records network requests and errors.
 
-    `page.asked` are the addresses that it asked for, but for files; `page.complaints` what the console,
-    a script or a failed request said. `options` are those of Playwright's new_context.
+    ``page.asked`` lists the requested URLs except files and data URLs; ``page.complaints`` lists console
+    messages, script errors and failed requests. ``options`` go to Playwright's new_context.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as play:
@@ -35,16 +35,18 @@ def offline_page(**options: Any) -> Iterator[Any]:
         page.asked, page.complaints = [], []
         context.route("http://**", lambda route: route.abort())
         context.route("https://**", lambda route: route.abort())
-        page.on("request", lambda one: _note(page.asked, one.url))
-        page.on("requestfailed", lambda one: page.complaints.append(f"failed: {one.url[:200]}"))
-        page.on("console", lambda one: page.complaints.append(f"{one.type}: {one.text}"))
-        page.on("pageerror", lambda one: page.complaints.append(f"error: {one}"))
+        page.on("request", lambda request: _record(page.asked, request.url))
+        page.on(
+            "requestfailed", lambda request: page.complaints.append(f"failed: {request.url[:200]}")
+        )
+        page.on("console", lambda text: page.complaints.append(f"{text.type}: {text.text}"))
+        page.on("pageerror", lambda error: page.complaints.append(f"error: {error}"))
         try:
             yield page
         finally:
             browser.close()
 
 
-def _note(asked: list[str], url: str) -> None:
+def _record(asked: list[str], url: str) -> None:
     if not url.startswith(("file:", "data:")):
         asked.append(url)

@@ -1,4 +1,4 @@
-"""A Case whose blocks lie beyond 2^31 elements."""
+"""A Case with block offsets beyond 2^31 elements."""
 
 from attnlab.case.case import Case
 from attnlab.checker.hostile import hostile_cases
@@ -6,7 +6,7 @@ from attnlab.checker.subject import Subject
 
 
 def far_case(subject: Subject, op: str) -> Case:
-    """Return the hostile Case of an op whose blocks lie far, with short lengths."""
+    """Return the hostile Case of an op with block offsets beyond 2^31 elements, shortened."""
     case = next(c for c in hostile_cases(subject, op, "sm_90", 20, 0) if c.first_block)
     lens = (1, 1) if op == "decode_attention_fwd" else (5, 1)
     return case.replace(query_lens=lens, ctx_lens=(40, 30), num_blocks=None)

@@ -1,4 +1,4 @@
-"""A real JupyterLab, for the tests of the panels."""
+"""A JupyterLab server for the tests of panels."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ START_S = 60.0
 
 @contextmanager
 def running_lab(folder: Path, log: Path) -> Iterator[str]:
-    """Run JupyterLab in ``folder`` and yield its address with the token; its settings are its own."""
+    """Run JupyterLab in ``folder``, with new settings; yield its URL, with {} for the notebook."""
     port, token = _free_port(), secrets.token_hex(16)
     address = f"http://127.0.0.1:{port}"
     home = log.parent / "jupyter"
@@ -30,9 +30,9 @@ def running_lab(folder: Path, log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
     command += ["--ip=127.0.0.1", f"--IdentityProvider.token={token}", f"--notebook-dir={folder}"]
     command += ["--expose-app-in-browser", "--ServerApp.port_retries=0"]
-    with log.open("w") as said:
+    with log.open("w") as output:
         server = subprocess.Popen(
-            command, stdout=said, stderr=said, env={**os.environ, **folders, **labs}
+            command, stdout=output, stderr=output, env={**os.environ, **folders, **labs}
         )
         try:
             _wait_for(f"{address}/api?token={token}", server, log)
@@ -47,13 +47,13 @@ def running_lab(folder: Path, log: Path) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until the server answers; raise with its last words where it ends or takes too long."""
+    """Wait until the server responds; raise RuntimeError with the end of its log if it does not."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and server.poll() is None:
         try:

@@ -1,14 +1,11 @@
-"""The Triton kernel of examples/ and a small Case for it."""
+"""The source of the Triton example kernel, and a small Case for it."""
 
 from pathlib import Path
 
 from attnlab.case.case import Case
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "my_triton_attention.py"
-
-
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_triton_attention.py"
 TRITON = EXAMPLE.read_text()
-
 
 CASE = Case(
     op="unified_attention",

@@ -1,4 +1,4 @@
-"""The panels in a real JupyterLab, driven by a real browser."""
+"""The panels in JupyterLab, driven by a browser."""
 
 import re
 import shutil
@@ -11,13 +11,14 @@ import pytest
 from helpers.browser import find_chromium
 from helpers.jupyter import running_lab
 
-from attnlab.case.case import Case
+from attnlab.case.case import FIELDS, Case
 from attnlab.lab.lab import Lab
+from attnlab.show.panels.controls import tooltip_of
 
-NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
-LONG_MS = 120_000  # a shared machine may be slow; every wait ends by a state, not by this
+NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
+LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of the page
 
-# JupyterLab's own words on the console, none of them about a panel.
+# Patterns of JupyterLab's own console messages.
 NOISE = ()
 
 READY = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
@@ -36,6 +37,7 @@ RUN = """async ([parameters, text]) => {
     : cell.outputs.toJSON().filter((o) => o.output_type === 'error').map((o) => o.evalue));
 }"""
 PNG = "async (image) => [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]"
+TITLES = "(root) => [...root.querySelectorAll('[title]')].map((element) => element.title)"
 SHOW_CELL = """(text) => {
   const { content } = window.jupyterapp.shell.currentWidget;
   const sources = [...content.model.cells].map((cell) => cell.sharedModel.getSource());
@@ -46,52 +48,56 @@ SHOW_CELL = """(text) => {
 
 @dataclass
 class Browser:
-    """A page in JupyterLab, and what its console said."""
+    """A page in JupyterLab, with the errors and warnings of its console."""
 
     page: Any
     url: str
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def open(self, notebook: str) -> None:
         """Open a notebook and wait for its kernel."""
-        self.page.on("console", self._hear)
-        self.page.on("pageerror", lambda error: self.said.append(f"page error: {error}"))
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.messages.append(f"page error: {error}"))
         self.page.goto(self.url.format(notebook))
         self.page.wait_for_function(READY)
 
-    def _hear(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.said.append(f"{message.type}: {message.text} {message.location.get('url', '')}")
+            self.messages.append(
+                f"{message.type}: {message.text} {message.location.get('url', '')}"
+            )
 
     def run(self, upto: str = "", **parameters: object) -> None:
-        """Run every cell, or those to the one with a text, with parameters; fail where one raises."""
+        """Run all cells, or those up to the one that contains ``upto``; fail if a cell raises."""
         text = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         assert self.page.evaluate(RUN, [text, upto]) == []
 
     def panel(self, source: str) -> Any:
-        """Return the panel of the cell whose source has this text, scrolled into view."""
+        """Scroll to the cell whose source contains a text and return its panel."""
         self.page.wait_for_function(SHOW_CELL, arg=source, polling=200)
         return self.page.locator(".attnlab-panel")
 
     def unexpected(self) -> list[str]:
-        """Return what the console said beyond JupyterLab's own noise."""
-        return [line for line in self.said if not any(re.search(one, line) for one in NOISE)]
+        """Return the console messages that are not JupyterLab's own."""
+        return [
+            line for line in self.messages if not any(re.search(noise, line) for noise in NOISE)
+        ]
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """Start the browser; skip where there is none."""
+    """Start the browser; skip the test if there is none."""
     path = find_chromium()
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as one:
-        browser = one.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run JupyterLab on a copy of the notebooks."""
+    """Run JupyterLab on a copy of the notebooks and yield the URL of its pages."""
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(NOTEBOOKS, folder / "notebooks")
     with running_lab(folder / "notebooks", folder / "jupyter.log") as url:
@@ -100,18 +106,18 @@ def lab_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def browser(chromium: Any, lab_url: str) -> Iterator[Browser]:
-    """Give a page of its own to each test; its console must stay silent."""
+    """Yield a new page; fail if its console shows an error or a warning."""
     context = chromium.new_context(viewport={"width": 1500, "height": 1000})
     context.set_default_timeout(LONG_MS)
-    one = Browser(page=context.new_page(), url=lab_url)
-    yield one
-    heard = one.unexpected()
+    browser = Browser(page=context.new_page(), url=lab_url)
+    yield browser
+    unexpected = browser.unexpected()
     context.close()
-    assert heard == []
+    assert unexpected == []
 
 
 def small_case(**changes: Any) -> Case:
-    """Return the Case that both notebooks begin with, at the size that the tests give them."""
+    """Return the Case with which both notebooks start, at the size of these tests."""
     fields = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60, "x": 8}
     return Case(**{**fields, **changes})
 
@@ -120,11 +126,11 @@ SIZE = {"num_heads": 2, "draw_max_query_len": 40, "draw_max_ctx_len": 60}
 
 
 def expect(panel: Any, case: Case, status: str) -> bytes:
-    """Wait until a panel says what a Lab says of the Case, and return its picture of errors."""
-    told = Lab().run(case)
-    assert told.status == status
-    words = told.verdict if status == "rejected" else f"{status}: {told.verdict}"
-    line = panel.locator(".attnlab-verdict-line").filter(has_text=words)
+    """Wait until a panel shows the result of the Case; return the PNG of its errors."""
+    result = Lab().run(case)
+    assert result.status == status
+    verdict = result.verdict if status == "rejected" else f"{status}: {result.verdict}"
+    line = panel.locator(".attnlab-verdict-line").filter(has_text=verdict)
     line.filter(has_text=f"on {case.platform},").wait_for()
     panel.locator("[data-state=idle]").wait_for(state="attached")
     if status == "rejected":
@@ -134,20 +140,20 @@ def expect(panel: Any, case: Case, status: str) -> bytes:
     return bytes(panel.locator(".attnlab-picture img").first.evaluate(PNG))
 
 
-def choose(panel: Any, knob: str, value: str) -> None:
-    """Choose a value of a knob, as a person does."""
-    panel.locator(f".attnlab-knob-{knob} select").select_option(value)
+def choose(panel: Any, field: str, value: str) -> None:
+    """Select a value of a field."""
+    panel.locator(f".attnlab-knob-{field} select").select_option(value)
 
 
-def enter(panel: Any, knob: str, value: str) -> None:
-    """Type a value of a knob."""
-    box = panel.locator(f".attnlab-knob-{knob} input")
+def enter(panel: Any, field: str, value: str) -> None:
+    """Type a value of a field and press Enter."""
+    box = panel.locator(f".attnlab-knob-{field} input")
     box.fill(value)
     box.press("Enter")
 
 
 def test_the_explorer(browser: Browser) -> None:
-    """Run notebook 05, toggle stage and platform, click, go wrong, cancel, paste."""
+    """Run notebook 05, change stage and platform, select by click and key, enter a wrong value."""
     browser.open("05-explorer.ipynb")
     browser.run(**SIZE)
     panel = browser.panel("view = explorer(")
@@ -187,19 +193,31 @@ def test_the_explorer(browser: Browser) -> None:
     wrong.wait_for(state="detached")
 
 
+def test_no_tooltip_is_null(browser: Browser) -> None:
+    """ipywidgets shows the tooltip None as "null"; every label in the explorer has a text or none."""
+    browser.open("05-explorer.ipynb")
+    browser.run("view = explorer(", **SIZE)
+    panel = browser.panel("view = explorer(")
+    titles = panel.evaluate(TITLES)
+    assert "null" not in titles
+    for name in FIELDS:
+        field = panel.locator(f".attnlab-knob-{name}").first
+        assert any(title.startswith(tooltip_of(name)[:30]) for title in field.evaluate(TITLES))
+
+
 def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
-    """At the test's own size: progress shows, the button ends it, the old verdict stays as stale."""
+    """At full size progress appears; Cancel ends the run and the old verdict remains as stale."""
     browser.open("05-explorer.ipynb")
     browser.run("view = explorer(", **SIZE)
     panel = browser.panel("view = explorer(")
     small = small_case(stage="int32_before_cumsum")
     expect(panel, small, "mismatch")
-    panel.get_by_text("copy this case out, or paste one").click()
+    panel.get_by_text("copy or paste a case as text").click()
     pasted = panel.get_by_placeholder("a test id, JSON or a command line")
     pasted.fill(Case(seed=3, platform="sm_90").to_cli())
     pasted.press("Enter")
     panel.get_by_role("button", name="Cancel").click()
-    panel.get_by_text("cancelled; what is shown is of an earlier case").wait_for()
+    panel.get_by_text("cancelled; the results shown are those of an earlier case").wait_for()
     panel.locator(".attnlab-stale").first.wait_for()
     assert Lab().run(small).verdict in panel.inner_text()
     pasted.fill(small.to_cli())
@@ -208,7 +226,7 @@ def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
 
 
 def test_a_panel_in_a_notebook(browser: Browser) -> None:
-    """Run notebook 03, toggle its panel: what the slot holds, what is written, who decodes."""
+    """Run notebook 03 and change the fill, the platform and the stage of its panel."""
     browser.open("03-missing-decode-token.ipynb")
     browser.run(**SIZE)
     panel = browser.panel('panel(case.replace(empty_slots="nan")')
