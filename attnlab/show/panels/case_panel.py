@@ -69,7 +69,7 @@ class Panel:
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
         names = ("verdict", *(name for name in FACTS if name in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
-        self.pictures = {n: Picture(tooltip=VIEWS[n].tooltip) for n in VIEWS if n in views}
+        self.pictures = {n: Picture(hint=VIEWS[n].tooltip) for n in VIEWS if n in views}
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)

@@ -29,7 +29,7 @@ function render({ model, el }) {
       width: `${100 * width}%`, height: `${100 * height}%`,
     });
     image.alt = model.get("alt");
-    image.title = model.get("tooltip");
+    image.title = model.get("hint");
     box.classList.toggle("attnlab-stale", model.get("stale"));
   };
   const click = (event) => {
@@ -46,7 +46,7 @@ function render({ model, el }) {
   image.addEventListener("click", click);
   image.addEventListener("keydown", press);
   model.on("change:version", showImage);
-  model.on("change:mark change:alt change:tooltip change:stale", showRest);
+  model.on("change:mark change:alt change:hint change:stale", showRest);
   showImage();
   showRest();
   return () => url && URL.revokeObjectURL(url);

@@ -16,7 +16,8 @@ class Picture(anywidget.AnyWidget):
     """A PNG with a mark; it reports clicks and arrow keys.
 
     The front-end loads ``png`` when ``version`` changes. ``mark`` is left, top, width and height as
-    fractions of the picture; a width of 0 hides it.
+    fractions of the picture; a width of 0 hides it. ``hint`` is the tooltip: a trait ``tooltip`` would
+    replace that of ipywidgets and stop the front-end.
     """
 
     _esm = _HERE / "picture.js"
@@ -25,7 +26,7 @@ class Picture(anywidget.AnyWidget):
     width = traitlets.Int().tag(sync=True)
     version = traitlets.Int().tag(sync=True)
     alt = traitlets.Unicode().tag(sync=True)
-    tooltip = traitlets.Unicode().tag(sync=True)
+    hint = traitlets.Unicode().tag(sync=True)
     mark = traitlets.List([0.0, 0.0, 0.0, 0.0]).tag(sync=True)
     stale = traitlets.Bool().tag(sync=True)
 
