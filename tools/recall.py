@@ -1,10 +1,10 @@
-"""Print how many of the defects that vLLM's history fixed `attnlab check` finds, as a Markdown table.
+"""Print which of the defects fixed in vLLM's history `attnlab check` finds, as a Markdown table.
 
 python tools/recall.py REPOSITORY              REPOSITORY is a git directory of vLLM, with its history
-python tools/recall.py REPOSITORY 30887 49294  these alone, by the numbers of their pull requests
+python tools/recall.py REPOSITORY 30887 49294  only these pull requests
 
-For each fix the op just before it runs the hostile cases until one shows a finding of the fix's kind and
-diagnosis; just after the fix the same case must not.
+For each fix, the op of the commit before it runs the hostile cases until one has a finding of the fix's
+kind and diagnosis. With the fix, the same case must not have it.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.checker.case_check import check_case
+from attnlab.checker import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.subject import Subject, vllm
@@ -36,7 +36,7 @@ DECODE, MERGE, WRITE = "decode_attention_fwd", "merge_attn_states", "reshape_and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A commit of vLLM that mended an op: what was wrong, and how a finding of it begins."""
+    """A commit of vLLM that fixed an op: what was wrong, and how its finding's diagnosis begins."""
 
     pull: int
     commit: str
@@ -52,15 +52,15 @@ FIXES = (
         pull=15492,
         commit="33437bc6e7",
         op=MERGE,
-        wrong="a logarithm of +inf, FlashAttention 2's of an empty part, makes NaN",
+        wrong="a log-sum-exp of +inf, as FlashAttention 2 returns for an empty part, makes NaN",
         kind=OUTPUT,
-        diagnosis="padding not left out",  # which such a part comes with
+        diagnosis="padding not left out",  # such a part belongs to a padded row
     ),
     Fix(
         pull=18100,
         commit="269d901734",
         op=UNIFIED,
-        wrong="3 or 5 query heads a KV head do not compile",
+        wrong="3 or 5 query heads per KV head do not compile",
         kind=FAILS,
         diagnosis="arange's range must be a power of #",
     ),
@@ -68,7 +68,7 @@ FIXES = (
         pull=23424,
         commit="6d80ae83e1",
         op=UNIFIED,
-        wrong="more than 16 query heads a KV head divide by zero",
+        wrong="more than 16 query heads per KV head divide by zero",
         kind=FAILS,
         diagnosis="integer division or modulo by zero",
     ),
@@ -84,7 +84,7 @@ FIXES = (
         pull=21197,
         commit="01a583fea4",
         op=UNIFIED,
-        wrong="NaN behind a sequence's end reaches the output",
+        wrong="NaN after a sequence's end reaches the output",
         kind=LEAK,
         diagnosis="empty slots",
     ),
@@ -92,7 +92,7 @@ FIXES = (
         pull=28432,
         commit="15ae8e0784",
         op=WRITE,
-        wrong="padded tokens are written to slots read behind slot_mapping",
+        wrong="padding tokens are written to slots read from after the end of slot_mapping",
         kind="wrong_bytes",
         diagnosis="padding not left out",
     ),
@@ -100,7 +100,7 @@ FIXES = (
         pull=30887,
         commit="b5545d9d5c",
         op=UNIFIED,
-        wrong="NaN in blocks behind the window reaches the output",
+        wrong="NaN in blocks before the window reaches the output",
         kind="reads_freed_blocks",
         diagnosis="empty blocks",
     ),
@@ -108,7 +108,7 @@ FIXES = (
         pull=31380,
         commit="1a19e9cd87",
         op=CHUNKED,
-        wrong="the default scale is by the number of heads",
+        wrong="the default scale uses the number of heads",
         kind=OUTPUT,
         diagnosis="scale_by_num_heads",
     ),
@@ -124,7 +124,7 @@ FIXES = (
         pull=37940,
         commit="dc0428ebb8",
         op=WRITE,
-        wrong="heads before slots (HND) are written elsewhere",
+        wrong="with heads before slots (HND) the write goes to other slots",
         kind="wrong_bytes",
         diagnosis="strides ignored",
     ),
@@ -132,7 +132,7 @@ FIXES = (
         pull=45111,
         commit="aa4990a9a2",
         op=DECODE,
-        wrong="blocks with room between them are read elsewhere",
+        wrong="with gaps between blocks the wrong slots are read",
         kind=OUTPUT,
         diagnosis="strides ignored",
     ),
@@ -140,7 +140,7 @@ FIXES = (
         pull=47305,
         commit="4787f2dd1b",
         op=CHUNKED,
-        wrong="NaN behind a sequence's end reaches the output",
+        wrong="NaN after a sequence's end reaches the output",
         kind=LEAK,
         diagnosis="empty slots",
     ),
@@ -164,45 +164,45 @@ def main() -> None:
     found = 0
     for fix in wanted:
         began = time.perf_counter()
-        there, gone = judged(repository, fix)
-        found += there.startswith("found") and gone == "quiet"
+        before, after = compare_commits(repository, fix)
+        found += before.startswith("found") and after == "no finding"
         seconds = f"{time.perf_counter() - began:.0f}"
         print(
-            f"| #{fix.pull} | {fix.op} | {fix.wrong} | {there} | {gone} | {seconds} |", flush=True
+            f"| #{fix.pull} | {fix.op} | {fix.wrong} | {before} | {after} | {seconds} |", flush=True
         )
-    print(f"\n{found} of {len(wanted)} found before and quiet after")
+    print(f"\n{found} of {len(wanted)} found before the fix and not after it")
 
 
-def judged(repository: str, fix: Fix) -> tuple[str, str]:
-    """Return how the ops just before a fix and just after it did, in words."""
+def compare_commits(repository: str, fix: Fix) -> tuple[str, str]:
+    """Return in words what the check finds before a fix and, with the same case, after it."""
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
         unpack(repository, f"{fix.commit}^", Path(before))
         unpack(repository, fix.commit, Path(after))
         old, lab = vllm(Path(before)), Lab(source=Path(before), device="cpu")
         for i, case in enumerate(hostile_cases(old, fix.op, "sm_90", DEFAULT_CASES, 0), 1):
-            if not is_callers_fault(lab, case) and seen(lab, old, case, fix):
+            if not is_callers_fault(lab, case) and is_found(lab, old, case, fix):
                 new = Lab(source=Path(after), device="cpu")
-                again = seen(new, vllm(Path(after)), case, fix)
-                return f"found, case {i} of {DEFAULT_CASES}", "found" if again else "quiet"
-    return "not found", "not looked at"
+                again = is_found(new, vllm(Path(after)), case, fix)
+                return f"found, case {i} of {DEFAULT_CASES}", "found" if again else "no finding"
+    return "not found", "not run"
 
 
-def seen(lab: Lab, subject: Subject, case: Case, fix: Fix) -> bool:
-    """Answer whether what a fix mended is among the findings of a Case."""
+def is_found(lab: Lab, subject: Subject, case: Case, fix: Fix) -> bool:
+    """Return whether the check of a Case finds the defect that the fix removes."""
     try:
         findings = check_case(lab, subject, case)
     except Unavailable:
         return False
-    return any(one.kind == fix.kind and one.diagnosis.startswith(fix.diagnosis) for one in findings)
+    return any(f.kind == fix.kind and f.diagnosis.startswith(fix.diagnosis) for f in findings)
 
 
 def unpack(repository: str, commit: str, folder: Path) -> None:
-    """Put the attention ops of a commit into a folder."""
+    """Unpack the attention ops of a commit into a folder."""
     for path in OPS_FOLDERS:
         done = subprocess.run(
             ["git", "-C", repository, "archive", commit, path], capture_output=True
         )
-        if done.returncode == 0:  # a commit has the one folder or the other, or both
+        if done.returncode == 0:  # a commit has one or both of the folders
             with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
                 archive.extractall(folder, filter="data")
 

@@ -1,4 +1,4 @@
-"""What vLLM's history got wrong: each kind of hostile case finds the defect that it was made for."""
+"""Defects of vLLM's history: each variant of the hostile cases finds the defect that it is for."""
 
 import base64
 import json
@@ -52,8 +52,8 @@ LOW = SMALL.replace(
 
 
 @pytest.mark.parametrize("strides", ["fused", "HND"])
-def test_strides_change_no_number(strides: str) -> None:
-    """The same values at other addresses, the cache's blocks with room between them."""
+def test_strides_do_not_change_values(strides: str) -> None:
+    """The values are equal at other addresses, with gaps between the cache's blocks."""
     call = Lab().call(SMALL.replace(kv_layout=strides))
     other = strided(call)
     for name in ("query", "key", "value", "key_cache", "value_cache"):
@@ -69,8 +69,8 @@ def test_strides_change_no_number(strides: str) -> None:
     assert (laid[0].stride(1) < laid[0].stride(2)) == (strides == "HND")
 
 
-def test_padding_is_behind_the_batch() -> None:
-    """NaN tokens, sequences of no token and no key, and nothing of the batch's own is changed."""
+def test_padding_follows_the_batch() -> None:
+    """Padding is NaN tokens and empty sequences; the batch itself is unchanged."""
     call = Lab().call(SMALL.replace(pad_batch=3))
     padded = presented(call)
     assert len(padded.query) == len(padded.output) == len(call.query) + 3
@@ -107,8 +107,8 @@ def test_bad_layouts(changes: dict[str, object], words: str) -> None:
         SMALL.replace(**changes)
 
 
-def test_sums_are_held_to_float64() -> None:
-    """An error of rounding passes, one beyond it and a NaN do not, nor a padded row that is not empty."""
+def test_log_sum_exp_is_compared_with_float64() -> None:
+    """Rounding passes; a larger error, a NaN and a padding row that is not empty do not."""
     lab, case = Lab(), SMALL.replace(op="merge_attn_states", pad_batch=2)
     expected, bound = expected_sums(lab, case)
     near = (expected + 0.9 * bound).float()
@@ -127,17 +127,17 @@ def test_sums_are_held_to_float64() -> None:
     assert wrong_padding(case.replace(op="unified_attention"), rows, empty) == ""
 
 
-def test_products_by_hand_are_rounded() -> None:
-    """decode_attention_fwd multiplies by hand where each head has keys of its own, and only there."""
+def test_products_without_tensor_cores_are_rounded() -> None:
+    """decode_attention_fwd multiplies without tl.dot if and only if the GQA ratio is 1."""
     case = SMALL.replace(op="decode_attention_fwd", query_lens=(1, 1, 1))
-    told = {}
+    rounding = {}
     for group in (1, 2):
         one = case.replace(num_queries_per_kv=group)
-        told[group] = Rounding.of(Lab().call(one), Target.of(one), decide(one).kernels)
-    assert (told[1].products, told[2].products) == (1 + 5, 0)
+        rounding[group] = Rounding.of(Lab().call(one), Target.of(one), decide(one).kernels)
+    assert (rounding[1].products, rounding[2].products) == (1 + 5, 0)
     sizes = (1.0, 1.0, 32, 1.0, 0.0)
-    grown = told[1].score_error(*sizes) - told[2].score_error(*sizes)
-    assert grown == pytest.approx(6 * told[1].unit)
+    grown = rounding[1].score_error(*sizes) - rounding[2].score_error(*sizes)
+    assert grown == pytest.approx(6 * rounding[1].unit)
 
 
 KV_LAYOUTS = "query = call.query[rows]"
@@ -157,7 +157,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_a_fault_of_history_is_found_in_a_plugin(tmp_path: Path, name: str) -> None:
-    """Each by the variant that was made for it, and named."""
+    """Each is found by its variant, and named."""
     old, new = PLANTED[name]
     assert old in RIGHT
     report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=14)
@@ -172,7 +172,7 @@ def found(source: Source, case: Case) -> list[Finding]:
     return [one for one in check_case(lab, subject, case) if one.is_fault]
 
 
-def told(source: Source, case: Case) -> set[tuple[str, str]]:
+def kinds_found(source: Source, case: Case) -> set[tuple[str, str]]:
     """Return kind and diagnosis of the findings of a Case on a release."""
     return {(one.kind, one.diagnosis) for one in found(source, case)}
 
@@ -224,22 +224,22 @@ LEAK = ("reads_freed_blocks", "empty blocks")
     ],
 )
 def test_releases(source: Source, case: Case, old, new) -> None:
-    """What 0.11.2 and 0.33.0 do with each, as their sources say."""
-    assert told(source, case) == (new if source.rules == "0.33.0" else old)
+    """The expected findings of each release follow from its source."""
+    assert kinds_found(source, case) == (new if source.rules == "0.33.0" else old)
 
 
-def test_a_limit_that_an_op_states_is_no_finding(source: Source) -> None:
-    """0.11.2's cache write asserts contiguous heads; 0.33.0 takes others."""
+def test_a_documented_limit_is_not_a_finding(source: Source) -> None:
+    """The cache write of 0.11.2 asserts contiguous heads; that of 0.33.0 accepts other strides."""
     case = SMALL.replace(op="reshape_and_cache_flash", fill=None, kv_layout="HND")
     if source.rules == "0.33.0":
-        assert told(source, case) == set()
+        assert kinds_found(source, case) == set()
         return
     with pytest.raises(Unavailable, match="refuses a case by itself: only continous heads"):
-        told(source, case)
+        kinds_found(source, case)
 
 
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A PNG and a page that holds it; the failing head is named; without findings the page says so."""
+    """Each finding has a PNG that the page embeds; without findings the page states that."""
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
     (tmp_path / "mine.py").write_text(wrong)
     drawn = tmp_path / "drawn"
@@ -279,7 +279,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_picture_shows_where(tmp_path: Path) -> None:
-    """The map that is drawn has its errors in the heads that the fault is in, and nowhere else."""
+    """The plotted errors are in the heads with the fault and nowhere else."""
     from attnlab.reports.findings_page import errors_of
 
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
@@ -293,7 +293,7 @@ def test_a_picture_shows_where(tmp_path: Path) -> None:
 def test_no_pictures_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line that says what to install, before anything is run; likewise for a folder that is none."""
+    """Before the check starts, one line names the missing package or the wrong folder."""
     (tmp_path / "file").write_text("")
     assert main(["check", "--pictures", str(tmp_path / "file")]) == 2
     assert "pictures must be a folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The sanitizer: quiet where nothing is wrong, and every planted fault found, named and made small."""
+"""The check of a library: no finding for correct kernels, and every planted fault found and named."""
 
 import json
 from pathlib import Path
@@ -38,17 +38,15 @@ write.kv_cache_dtypes = ("auto",)
 
 @pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
 def test_sound_models_give_no_finding(platform: str) -> None:
-    """More than 500 runs in all, each with two contents of empty slots; not one finding. Where a model does
-    what vLLM does wrong, it is not sound, and is left out."""
+    """Variants in which a model repeats an error of vLLM are left out."""
     report = checked(models("0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
-    assert any("ALiBi beside sinks" in text for text in report.left_out)
+    assert set(models("0.33.0").left_out()) <= set(report.left_out)
 
 
-def test_the_older_models_faults_are_found() -> None:
-    """0.11.2 lets NaN of the last block in and takes the default scale from the heads, and its soft cap
-    overflows; nothing else."""
+def test_the_faults_of_0_11_2_are_found_in_its_models() -> None:
+    """NaN of the last block leaks, the default scale uses the number of heads, the soft cap overflows."""
     report = checked(models("0.11.2"), cases=DEFAULT_CASES)
     faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}
     leaks = {one.group for one in report.findings if one.kind == "reads_unwritten_slots"}
@@ -87,7 +85,7 @@ def test_the_older_models_faults_are_found() -> None:
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
-    """Each fault under its kind; a change that changes nothing is no finding."""
+    """Each fault has its kind; a change without effect has no finding."""
     assert old in RIGHT
     report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=12)
     if kind is None:
@@ -100,7 +98,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
 
 
 def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
-    """0 × NaN of a slot that nobody wrote."""
+    """0 × NaN of a slot that was never written."""
     place = "call.output[rows] = (weights @ value"
     leak = f"{place} + 0.0 * value_cache[blocks].flatten(0, 1)[-1].float().mean()"
     report = checked(planted(tmp_path, RIGHT.replace(place, leak)), cases=4)
@@ -108,16 +106,16 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
-    """A kernel that stops its process stops neither the check nor Python."""
+    """The check continues after the process of a kernel has ended."""
     subject = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
     report = check_library(subject, subject.ops, "sm_90", 3, 60.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
-def test_a_kernel_that_breaks_the_gpus_context_is_a_finding_and_the_rest_is_run(
+def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     tmp_path: Path,
 ) -> None:
-    """Its process can run nothing any more: another goes on with the case behind it."""
+    """A new process continues with the next case."""
     broken = RIGHT.replace(
         "    key_cache, value_cache = to_flash",
         "    if call.sliding_window:\n"
@@ -145,7 +143,7 @@ def test_a_kernel_that_breaks_the_gpus_context_is_a_finding_and_the_rest_is_run(
     ids=["right", "erased", "wrong token", "strays"],
 )
 def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str | None) -> None:
-    """A token that is missing or another's, and bytes where nobody may write."""
+    """A token that is missing, a token of another slot, and bytes in slots without owner."""
     report = checked(planted(tmp_path, WRITE.format(fault=fault), "write"), cases=4)
     kinds = {one.kind for one in report.findings}
     assert kinds == (set() if fault == "pass" else {"wrong_bytes"})
@@ -154,7 +152,7 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 
 def test_a_release(source: Source) -> None:
-    """0.33.0 has no finding; 0.11.2 has the two that are known, on its real kernels."""
+    """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
     report = check_library(vllm(source.path), LIBRARY_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
     if source.rules == "0.33.0":
@@ -165,7 +163,7 @@ def test_a_release(source: Source) -> None:
 
 
 def test_hostile_cases_keep_every_contract() -> None:
-    """No case breaks a contract but by a scale that is left to the op; features are all there."""
+    """No case violates a contract, and the cases use all features."""
     lab, seen = Lab(), set[str]()
     for op in LIBRARY_OPS:
         cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
@@ -177,15 +175,15 @@ def test_hostile_cases_keep_every_contract() -> None:
     assert {"sinks", "softcap"} <= seen
 
 
-def test_a_callers_fault_is_no_finding() -> None:
-    """A context-only cache is the caller's fault, not the kernel's."""
+def test_a_cache_without_new_tokens_is_the_callers_fault() -> None:
+    """unified_attention and decode read the new tokens from the cache."""
     case = Case(fill="context_only", stage="sound", query_lens=(1,), ctx_lens=(9,))
     assert is_callers_fault(Lab(), case)
     assert not is_callers_fault(Lab(), case.replace(fill="all_rows"))
 
 
 def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """0 without findings, 1 with; the document has what a machine asks for."""
+    """Exit 0 without findings, 1 with findings; the JSON document has every field."""
     assert main(["check", "--op", "unified_attention", "--cases", "3", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["version"], document["findings"]) == ("models of 0.33.0", [])
@@ -212,7 +210,7 @@ def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ],
 )
 def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names what is wrong, exit 2."""
+    """One line that names the argument; exit 2."""
     assert main(["check", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error
@@ -227,14 +225,14 @@ def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None
         ("def my_attention(call): pass\nmy_attention.op = 'mine'", "its op must be one of"),
     ],
 )
-def test_a_plugin_that_is_none(tmp_path: Path, text: str, words: str) -> None:
-    """A file without the function, one that does not run, an op that is none."""
+def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> None:
+    """A file without the function, a file that raises, an unknown op."""
     with pytest.raises(InvalidCase, match=words):
         planted(tmp_path, text)
 
 
 def test_the_triton_example(tmp_path: Path) -> None:
-    """It is right where it says that it knows, under the interpreter."""
+    """It has no finding under the interpreter."""
     subject = plugin(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
     case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
     assert check_case(Lab(), subject, case) == []
