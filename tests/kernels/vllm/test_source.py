@@ -126,7 +126,7 @@ def test_command_line_refuses_a_wrong_source(
         (["run", "--backend", "vllm", "--source", path], "release must be 0.11.2"),
         (
             ["run", "--backend", "vllm", "--source", path, "--kv-head-range", "0:9"],
-            "heads must be at most",
+            "kv_head_range must be at most",
         ),
         (["run", "--kv-head-range", "0:1"], "heads must be none with backend model"),
     ):
@@ -156,7 +156,7 @@ def test_ops_load_alone(tmp_path: Path) -> None:
     before = set(sys.modules)
     module = loader(tmp_path).load("one")
     assert (module.WHO, module.NUMBER, module.late()) == ("simulated", 7, 42)
-    with pytest.raises(Unavailable, match=r"vllm\.missing\.thing is called"):
+    with pytest.raises(Unavailable, match=r"vllm\.missing\.thing"):
         module.uses()
     assert {name for name in set(sys.modules) - before if name.startswith("vllm")} == set()
     assert not list(tmp_path.rglob("__pycache__"))
@@ -166,6 +166,6 @@ def test_an_op_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """The reason is told each time; what it imported stays loadable."""
     ops = loader(tmp_path)
     for _ in range(2):
-        with pytest.raises(Unavailable, match=r"broken of vLLM 0\.11\.1 cannot load: ValueError"):
+        with pytest.raises(Unavailable, match=r"broken of vLLM 0\.11\.1 .*: ValueError"):
             ops.load("broken")
     assert ops.load("other").NUMBER == 7
