@@ -128,7 +128,7 @@ def test_command_line_refuses_a_wrong_source(
             ["run", "--backend", "vllm", "--source", path, "--kv-head-range", "0:9"],
             "kv_head_range must be at most",
         ),
-        (["run", "--kv-head-range", "0:1"], "heads must be none with backend model"),
+        (["run", "--kv-head-range", "0:1"], "kv_head_range must be none"),
     ):
         assert main([*argv, *(small if argv[0] == "run" else [])]) == 2
         printed = capsys.readouterr()
