@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.vllm.source import cache_folder
+from attnlab.kernels.cache_folder import check_private, private_folder, writing
 
 DEVICE = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -84,13 +84,13 @@ def build(
     key = hashlib.sha256(
         "\0".join([compiler.version, _processor(), headers(), *_FLAGS, *flags, text]).encode()
     ).hexdigest()[:24]
-    folder = cache_folder() / "hip"
+    folder = private_folder("hip")
     library = folder / f"{name}-{key}.so"
     if library.is_file():
+        check_private(library)
         return library
     on_step(f"compiling {name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with writing(), tempfile.TemporaryDirectory(dir=folder) as work:
         source, made = Path(work) / f"{name}.cpp", Path(work) / "made.so"
         source.write_text(text)
         command = [compiler.command, *_FLAGS, *flags, f"-I{DEVICE}", str(source), "-o", str(made)]

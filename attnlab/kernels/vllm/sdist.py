@@ -15,7 +15,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.vllm.source import cache_folder, check_release
+from attnlab.kernels.cache_folder import cache_folder, private_folder, writing
+from attnlab.kernels.vllm.source import check_release
 
 _SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
 _SECTIONS = (":env:", "download", "global")  # the first section that sets a value wins, as in pip
@@ -32,15 +33,16 @@ def fetch_sdist(version: str) -> Path:
     folder = cache_folder() / "releases" / version
     found = folder / f"vllm-{version}.tar.gz"
     if not found.is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = private_folder("releases", version)
         with (
+            writing(),
             FileLock(folder.parent / f"{version}.sdist.lock"),
             tempfile.TemporaryDirectory(dir=folder.parent) as work,
         ):
             if not found.is_file():
-                fetched = _download(version, Path(work))
+                with writing():  # unearth sets the umask to 0 while it unpacks
+                    fetched = _download(version, Path(work))
                 whole = shutil.copyfile(fetched, Path(work) / "whole")
-                folder.mkdir(exist_ok=True)
                 os.replace(whole, found)
     return found
 

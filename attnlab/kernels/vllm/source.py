@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
+from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 
 OPS_FOLDERS = (
     "vllm/v1/attention/ops",
@@ -37,6 +38,10 @@ _KEPT = re.compile(
 )
 # Part of the cache folder's name: a change of _KEPT unpacks archives again.
 _LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]
+# Limits of what is unpacked. 0.11.2 and 0.33.0 have at most 46 such files with 0.9 MiB in all.
+_MOST_FILES = 500
+_MOST_BYTES = 32 << 20
+_MOST_UNPACKED = 4 << 30  # of all members of a tar file, which must be decompressed to be skipped
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
@@ -101,11 +106,6 @@ def find_source(path: Path | str | None = None) -> Source:
     return _archive(path)
 
 
-def cache_folder() -> Path:
-    """Return the folder for unpacked and downloaded files: $ATTNLAB_CACHE or ~/.cache/attnlab."""
-    return Path(os.environ.get("ATTNLAB_CACHE") or Path.home() / ".cache" / "attnlab")
-
-
 def fetch(version: str) -> Path:
     """Return the wheel of a vLLM release; download it with pip into the cache folder if it is not there.
 
@@ -115,8 +115,8 @@ def fetch(version: str) -> Path:
     check_release(version)
     folder = cache_folder() / "releases" / version
     if not _wheels(folder, version):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f"{version}.lock"):
+        folder = private_folder("releases", version)
+        with writing(), FileLock(folder.parent / f"{version}.lock"):
             if not _wheels(folder, version):
                 _download(version, folder)
     return _wheels(folder, version)[0]
@@ -131,7 +131,6 @@ def _download(version: str, folder: Path) -> None:
         if done.returncode or not _wheels(Path(partial), version):
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no wheel"]
             raise Unavailable(f"pip cannot download vllm=={version}: {lines[0]}")
-        folder.mkdir(exist_ok=True)
         for wheel in _wheels(Path(partial), version):
             os.replace(wheel, folder / wheel.name)
 
@@ -181,9 +180,11 @@ def _archive(path: Path) -> Source:
     """Return the Source of a wheel or an sdist; unpack its ops into the cache folder."""
     with path.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
-    root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
+    root = private_folder("sources") / f"{key}-{_LAYOUT}"
     if not root.is_dir():
-        _unpack(path, root)
+        with writing():
+            _unpack(path, root)
+    check_private(root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
     kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
@@ -192,11 +193,13 @@ def _archive(path: Path) -> Source:
 
 def _unpack(path: Path, root: Path) -> None:
     """Unpack the op files and the metadata to ``root`` in one step: a failure leaves nothing there."""
-    root.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
-        found = False
+        found, files, size = False, 0, 0
         for name, data in _members(path):
+            files, size = files + 1, size + len(data)
+            if files > _MOST_FILES or size > _MOST_BYTES:
+                raise InvalidCase(_too_large(path), field="source")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
             found = found or name.startswith(OPS_FOLDERS)
@@ -214,18 +217,33 @@ def _unpack(path: Path, root: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _too_large(path: Path) -> str:
+    return (
+        f"source must be a wheel or an sdist of vLLM, got {path}: its attention ops exceed {_MOST_FILES} "
+        f"files or {_MOST_BYTES >> 20} MiB"
+    )
+
+
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield each file to keep: its name relative to the archive's top folder, and its bytes."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel:
-                for name in wheel.namelist():
-                    if match := _KEPT.fullmatch(name):
-                        yield match[match.lastindex or 0], wheel.read(name)
+                for info in wheel.infolist():
+                    if match := _KEPT.fullmatch(info.filename):
+                        if info.file_size > _MOST_BYTES:
+                            raise InvalidCase(_too_large(path), field="source")
+                        yield match[match.lastindex or 0], wheel.read(info)
             return
         with tarfile.open(path) as sdist:
+            unpacked = 0
             for member in sdist:
+                unpacked += member.size
+                if unpacked > _MOST_UNPACKED:
+                    raise InvalidCase(_too_large(path), field="source")
                 match = _KEPT.fullmatch(member.name) if member.isreg() else None
+                if match and member.size > _MOST_BYTES:
+                    raise InvalidCase(_too_large(path), field="source")
                 if match and (file := sdist.extractfile(member)):
                     yield match[match.lastindex or 0], file.read()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:

@@ -70,6 +70,26 @@ def sdist(path: Path) -> Path:
     return path
 
 
+def test_a_crafted_archive_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    """Too many bytes or files in a small wheel or sdist."""
+    folder = "vllm/v1/attention/ops"
+    with zipfile.ZipFile(tmp_path / "bytes.whl", "w", zipfile.ZIP_DEFLATED) as file:
+        for i in range(3):
+            file.writestr(f"{folder}/big_{i}.py", b"#" * (20 << 20))
+    with zipfile.ZipFile(tmp_path / "files.whl", "w") as file:
+        for i in range(600):
+            file.writestr(f"{folder}/op_{i}.py", "")
+    with tarfile.open(tmp_path / "bytes.tar.gz", "w:gz") as file:
+        info = tarfile.TarInfo(f"vllm-0.9.9/{folder}/big.py")
+        info.size = 40 << 20
+        file.addfile(info, io.BytesIO(b"#" * info.size))
+    for name in ("bytes.whl", "files.whl", "bytes.tar.gz"):
+        with pytest.raises(InvalidCase, match="exceed") as caught:
+            find_source(tmp_path / name)
+        assert caught.value.field == "source"
+        assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
 def test_each_kind_is_read(tmp_path: Path, cache: Path) -> None:
     """A checkout is read in place; of an archive the ops alone are unpacked, once."""
     found = [
