@@ -46,8 +46,10 @@ SPECIALISATIONS = tuple(
 
 @st.composite
 def cases(draw: st.DrawFn, sound: bool = False) -> Case:
-    """Draw a small Case for ROCm's kernel, with lengths near the edges of blocks and partitions; if ``sound``,
-    it violates no contract."""
+    """Draw a small Case for ROCm's kernel, with lengths near the edges of blocks and partitions.
+
+    If ``sound``, it violates no contract.
+    """
     special = draw(st.sampled_from(SPECIALISATIONS))
     group, head_size, block_size, dtype, fp8, alibi, platform = special
     edges = st.sampled_from((1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300, 513))

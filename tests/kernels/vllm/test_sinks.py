@@ -210,9 +210,9 @@ def test_each_defect_is_found(name, op):
 
 
 def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:
-    """Softmax does not mind, a sink does: rows behind the first of a prefill are wrong, and it is named.
+    """The offset cancels in a softmax without a sink. With one, all rows of a prefill but the first are wrong.
 
-    The same token gives another output where the chunk that it stands in begins elsewhere.
+    The same token then gives another output if its chunk starts elsewhere.
     """
     case = hostile(op=UNIFIED, sinks=True, alibi=True, release=source.rules, platform="sm_90")
     output = real(case, source).output
