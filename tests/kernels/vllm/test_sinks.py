@@ -210,7 +210,7 @@ def test_each_defect_is_found(name, op):
 
 
 def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:
-    """The offset cancels in a softmax without a sink. With one, all rows of a prefill but the first are wrong.
+    """Without a sink the offset cancels in the softmax. With one, all rows after a prefill's first are wrong.
 
     The same token then gives another output if its chunk starts elsewhere.
     """
