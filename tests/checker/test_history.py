@@ -82,14 +82,11 @@ def test_padding_follows_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "field"),
     [
-        (
-            {"kv_layout": "HND", "op": "context_attention_fwd"},
-            "strides must be contiguous or fused",
-        ),
-        ({"kv_layout": "wide"}, "kv_layout must be one of contiguous, fused, HND"),
-        ({"pad_batch": -1}, "pad_batch must be an integer from 0"),
+        ({"kv_layout": "HND", "op": "context_attention_fwd"}, "kv_layout"),
+        ({"kv_layout": "wide"}, "kv_layout"),
+        ({"pad_batch": -1}, "pad_batch"),
         (
             {
                 "pad_batch": 1,
@@ -97,14 +94,14 @@ def test_padding_follows_the_batch() -> None:
                 "op": "chunked_prefill_paged_decode",
                 "platform": "gfx942",
             },
-            "padding must be 0 with backend rocm",
+            "pad_batch",
         ),
     ],
 )
-def test_bad_layouts(changes: dict[str, object], words: str) -> None:
-    """One line that names the field."""
-    with pytest.raises(InvalidCase, match=words):
+def test_a_wrong_layout_names_its_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidCase) as error:
         SMALL.replace(**changes)
+    assert error.value.field == field
 
 
 def test_log_sum_exp_is_compared_with_float64() -> None:
