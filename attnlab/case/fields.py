@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -242,6 +243,12 @@ class Maybe:
         return "none" if value is None else self.kind.text(value)
 
 
-def case_field(default: Any, group: str, kind: FieldType, text: str) -> Any:
-    """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
-    return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})
+def group(title: str) -> Callable[[Any, FieldType, str], Any]:
+    """Return what declares a field of a Case in the group ``title``: its default, type and help text."""
+
+    def declare(default: Any, kind: FieldType, text: str) -> Any:
+        return dataclasses.field(
+            default=default, metadata={"group": title, "kind": kind, "help": text}
+        )
+
+    return declare

@@ -9,7 +9,6 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.fill import write_tokens
@@ -108,24 +107,6 @@ def to_flash(
     return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
 
-def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
-    """Return how many tokens of each sequence the cache holds under a fill policy.
-
-    ``context_only`` is ctx_len, ``all_rows`` is seq_len, ``decode_rows`` is seq_len where query_len is
-    1 and ctx_len elsewhere.
-    """
-    if fill == "all_rows":
-        return lengths.seq_lens
-    if fill == "context_only":
-        return lengths.ctx_lens
-    return tuple(
-        seq_len if query_len == 1 else ctx_len
-        for seq_len, query_len, ctx_len in zip(
-            lengths.seq_lens, lengths.query_lens, lengths.ctx_lens, strict=True
-        )
-    )
-
-
 def freed_blocks(case: Case) -> list[int]:
     """Return how many blocks of each sequence lie wholly before the window of its first new token.
 
@@ -173,7 +154,7 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     device = batch.key.device
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
-    lens = written_lens(batch.lengths, case.staging.fill)
+    lens = batch.lengths.cached_lens(case.staging.fill)
     begins = [count * case.block_size for count in freed_blocks(case)]
     rows, slots, provenance = addresses(
         batch, lens, block_table, key.shape[0], case.block_size, begins

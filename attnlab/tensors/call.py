@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import OPS, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import PagedCache, garbage
@@ -69,6 +70,8 @@ class KernelCall(Shown):
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
+        if self.op not in OPS:
+            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
         tokens, heads, head_size = _shape("query", self.query, 3)
         _, kv_heads, _ = _shape("key", self.key, 3)
         _same("key", self.key, (tokens, kv_heads, head_size))
@@ -79,7 +82,7 @@ class KernelCall(Shown):
             raise InvalidCall(f"key_cache must hold heads of {head_size}, got {chunks} × {x}")
         _same("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
         outputs = (tokens, heads, head_size)
-        if self.op == CACHE_WRITE:
+        if self.spec.writes_cache:
             outputs = (blocks * block_size, kv_heads, 2 * head_size)
         _same("output", self.output, outputs)
         num_seqs, _ = _shape("block_table", self.block_table, 2)
@@ -94,6 +97,11 @@ class KernelCall(Shown):
                 raise InvalidCall(f"sinks must be of a floating dtype, got {self.sinks.dtype}")
         if kv_heads == 0 or heads % kv_heads:
             raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
+
+    @property
+    def spec(self) -> Op:
+        """Return the record of the op."""
+        return OPS[self.op]
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -164,7 +172,7 @@ def make_output(case: Case) -> torch.Tensor:
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     dtype = FORMATS[case.dtype].dtype
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
         dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
     if case.output_init == "recycled":

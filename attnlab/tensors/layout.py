@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE
 from attnlab.tensors.call import KernelCall
 
 
@@ -59,8 +58,8 @@ def _padded(call: KernelCall) -> KernelCall:
     write a number, so that it is seen wherever it is written."""
     if not call.padding:
         return call
-    holds = 3.0 if call.op == CACHE_WRITE else float("nan")
-    names = ("query", "key", "value", "output")[: 3 if call.op == CACHE_WRITE else 4]
+    holds = 3.0 if call.spec.writes_cache else float("nan")
+    names = ("query", "key", "value", "output")[: 3 if call.spec.writes_cache else 4]
     tokens: dict[str, Any] = {
         name: _longer(getattr(call, name), call.padding, holds) for name in names
     }

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Target
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
@@ -42,14 +43,12 @@ _MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """An op: its module and function, and what turns a call into arguments by name.
+    """What turns a call into an op's arguments by name.
 
     ``finish`` puts what the op left into ``call.output`` where that was no argument of it; ``lse`` takes
     what it left as logarithms of sums, [rows, num_heads], from the arguments, None where it gives none.
     """
 
-    module: str
-    function: str
     arguments: Callable[[KernelCall, Target], Arguments]
     finish: Callable[[KernelCall, Arguments], None] = lambda call, arguments: None
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
@@ -68,18 +67,17 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
             given[name] = known[name]
         elif parameter.default is inspect.Parameter.empty:
             raise Unavailable(f"{call.op} asks for {name}, which the lab does not know")
-    scaled = {"k_scale", "k_descale"} & set(given) or call.op == MERGE  # merges what the lab read
+    op = call.spec
+    scaled = op.k_scale in given or op.cache_layout is None  # without a cache, there is no scale
     if call.kv_cache_dtype != "auto" and not scaled:
         raise Unavailable(
             f"kv_cache_dtype must be auto: {call.op} of this vLLM knows no FP8 scales"
         )
-    if call.sinks is not None and "sinks" not in given:
+    if call.sinks is not None and op.sinks not in given:
         raise Unavailable(f"sinks must be false: {call.op} of this vLLM takes none")
-    if call.softcap is not None and not {"softcap", "logit_cap"} & set(given):
+    if call.softcap is not None and op.softcap not in given:
         raise Unavailable(f"softcap must be none: {call.op} of this vLLM takes none")
-    if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
-        given
-    ):
+    if call.num_splits is not None and op.num_splits not in given:
         raise Unavailable(f"num_splits must be none: {call.op} of this vLLM chooses by itself")
     return given
 
@@ -243,25 +241,10 @@ def _finish_write(call: KernelCall, arguments: Arguments) -> None:
 
 
 OP_CALLS = {
-    WRAPPER: OpCall(module=WRAPPER, function=WRAPPER, arguments=_wrapper),
-    PREFILL: OpCall(module="prefix_prefill", function=PREFILL, arguments=_prefill),
-    UNIFIED: OpCall(module="triton_unified_attention", function=UNIFIED, arguments=_unified),
-    DECODE_FWD: OpCall(
-        module="triton_decode_attention",
-        function=DECODE_FWD,
-        arguments=_decode,
-        lse=lambda given: given.get("lse"),
-    ),
-    MERGE: OpCall(
-        module="triton_merge_attn_states",
-        function=MERGE,
-        arguments=_merge,
-        lse=lambda given: given["output_lse"].T,
-    ),
-    WRITE: OpCall(
-        module="triton_reshape_and_cache_flash",
-        function="triton_reshape_and_cache_flash",
-        arguments=_write,
-        finish=_finish_write,
-    ),
+    WRAPPER: OpCall(arguments=_wrapper),
+    PREFILL: OpCall(arguments=_prefill),
+    UNIFIED: OpCall(arguments=_unified),
+    DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
+    MERGE: OpCall(arguments=_merge, lse=lambda given: given["output_lse"].T),
+    WRITE: OpCall(arguments=_write, finish=_finish_write),
 }
