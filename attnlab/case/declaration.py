@@ -25,7 +25,7 @@ KV_LAYOUTS = ("contiguous", "fused", "HND")
 CACHE_WRITES = ("scaled", "numeric")
 REFERENCE_DTYPES = ("float32", "float64")
 
-# What declares a field of each group; a group is a section of the help text and of the panels.
+# Each declares a field of its group: default, type, help text.
 _test, _lengths = group("the test's parameters"), group("lengths")
 _stage, _platform = group("the stage"), group("the platform")
 _backend, _cache = group("the kernels"), group("the cache")

@@ -47,11 +47,9 @@ def find_layout(
         )
     sizes = {"flash": key_cache.shape[1], "HND": key_cache.shape[2]}  # block size by layout
     heads = {"flash": key_cache.shape[2], "HND": key_cache.shape[1]}
-    found = [
-        layout
-        for layout, kv_heads in heads.items()
-        if (kv_heads == num_kv_heads if num_kv_heads else kv_heads and num_heads % kv_heads == 0)
-    ]
+    allowed = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    allowed = allowed if num_kv_heads is None else [num_kv_heads]
+    found = [layout for layout, kv_heads in heads.items() if kv_heads in allowed]
     if len(found) > 1:
         found = [layout for layout in found if sizes[layout] >= min_block_size] or found
     shape = tuple(key_cache.shape)

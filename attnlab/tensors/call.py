@@ -166,23 +166,23 @@ class KernelCall(Shown):
 
     @property
     def num_queries_per_kv(self) -> int:
-        """Return the GQA ratio."""
+        """Return the number of query heads per KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def block_size(self) -> int:
-        """Return tokens of a cache block."""
+        """Return the number of tokens per cache block."""
         return self.value_cache.shape[3]
 
     @property
     def query_lens(self) -> torch.Tensor:
-        """Return the new tokens of each sequence, [num_seqs] int64, as the caller meant them."""
+        """Return the number of new tokens of each sequence, [num_seqs] int64, as the caller intended."""
         return self.query_start_loc.long().diff()
 
     def save(self, path: Path) -> None:
-        """Write the call to a safetensors file: tensors as they are, the rest as metadata.
+        """Write the call to a safetensors file, with scalars as metadata.
 
-        Raises InvalidCall where the file cannot be written.
+        Raises InvalidCall if the file cannot be written.
         """
         tensors, scalars = {}, {}
         for field in fields(self):
@@ -194,11 +194,11 @@ class KernelCall(Shown):
         try:
             save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
         except (OSError, SafetensorError) as error:
-            raise InvalidCall(f"{path} must be a file that can be written: {error}") from error
+            raise InvalidCall(f"{path} must be a writable file: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":
-        """Read a call that :meth:`save` or a capture wrote; raise InvalidCall if it holds none."""
+        """Return the call in a file that :meth:`save` or a capture wrote; raise InvalidCall."""
         try:
             with safe_open(path, framework="pt") as file:
                 scalars = json.loads((file.metadata() or {})["attnlab_call"])
@@ -212,10 +212,10 @@ class KernelCall(Shown):
 
 
 def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
-    """Return the prefix sums of ``query_lens``, [num_seqs + 1], made as a stage of the test made them.
+    """Return the prefix sums of ``query_lens``, [num_seqs + 1], computed as a stage of the test did.
 
-    ``torch.cumsum`` of int32 gives int64, since integer sums promote. So "int32_before_cumsum", the
-    first fix, is int64 again: nothing sets that here, the tensor is built as the test built it.
+    ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64;
+    this function computes it in the same way.
     """
     lens = [0, *query_lens]
     if how == "int64":
@@ -228,8 +228,8 @@ def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
 def make_output(case: Case) -> torch.Tensor:
     """Return the output buffer before the call: recycled memory, NaN or zeros.
 
-    The test allocates it with ``torch.empty``; what that finds there is modelled by
-    :func:`attnlab.tensors.cache.garbage`, so that a row that nobody writes never passes by luck.
+    vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
+    :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     dtype = FORMATS[case.dtype].dtype
@@ -243,7 +243,7 @@ def make_output(case: Case) -> torch.Tensor:
 
 
 def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
-    """Return the Case's call on tensors that were made for it; ``output`` is what will be written."""
+    """Return the Case's call on its batch and cache; the op will write ``output``."""
     staging = case.staging
     new = batch.new_rows()
     return KernelCall(
