@@ -34,7 +34,7 @@ def test_ids_of_the_four_tests(test_id, path, fields):
     assert (case.stage, case.key_x) == ("cast_after_cumsum", 8)
 
 
-def test_the_ratio_stands_before_the_heads():
+def test_the_ratio_precedes_the_heads():
     """``-1-64]`` means 64 heads with a GQA ratio of 1, not 64."""
     case = Case.from_test_id(PLAIN)
     assert (case.num_queries_per_kv, case.num_heads, case.num_kv_heads) == (1, 64, 64)
@@ -65,7 +65,7 @@ def test_sliding_windows(window):
 
 
 def test_changes_override_the_id():
-    """What is given beside the id wins over it."""
+    """Changes override the fields of the id."""
     assert Case.from_test_id(PLAIN, stage="int64", seed=3).stage == "int64"
 
 
@@ -96,7 +96,7 @@ def test_changes_override_the_id():
     ],
 )
 def test_ids_that_are_none(test_id):
-    """Every other text is refused in one line."""
+    """Any other text is refused with one line."""
     with pytest.raises(InvalidCase) as caught:
         Case.from_test_id(test_id)
     assert " must " in str(caught.value)
