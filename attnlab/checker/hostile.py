@@ -8,11 +8,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import OPS
 from attnlab.checker.subject import Subject
 from attnlab.checker.variants import LENGTHS, VARIANTS
-from attnlab.contracts.dispatch import MERGE
 
 _DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -83,14 +83,13 @@ def _make_case(
         **_DEFAULTS,
         **variant,
     }
-    if op == "decode_attention_fwd":
+    if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
     if subject.backend == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if op == CACHE_WRITE:
+    if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    ops_with_splits = ("decode_attention_fwd",) if subject.release == "0.11.2" else CACHE_ONLY_OPS
-    if op not in ops_with_splits:
+    if subject.release not in OPS[op].split_releases:
         fields["num_splits"] = None
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
@@ -109,7 +108,7 @@ def _check_supported(subject: Subject, op: str, variant: dict[str, Any]) -> None
         raise InvalidCase("the models do not define reads before a window")
     if has_sinks_and_alibi and subject.backend == "model":
         raise InvalidCase("the models repeat an error of vLLM's op here")
-    if has_sinks_and_alibi and op != "unified_attention":
+    if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if op == MERGE and variant.get("kv_layout", "contiguous") != "contiguous":
+    if OPS[op].cache_layout is None and variant.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")

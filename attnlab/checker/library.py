@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import Budget, OpReport, check_op, crash, grouped
 from attnlab.checker.subject import Subject
+from attnlab.kernels.child_process import end_with_parent
 
 OnOp = Callable[[int, int], None]
 NOT_COVERED = ("output scales; scales per token and head; bidirectional masks",)
@@ -136,7 +138,9 @@ def _check_in_processes(subject: Subject, op: str, budget: Budget) -> OpReport:
 def _check_in_process(subject: Subject, op: str, budget: Budget, begin: int) -> OpReport:
     """Check an op from case ``begin`` on in a new process; a process that dies is a finding."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_use_one_thread) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
+    ) as pool:
         try:
             return pool.submit(check_op, subject, op, budget, begin).result()
         except BrokenProcessPool:
@@ -150,5 +154,7 @@ def _check_in_process(subject: Subject, op: str, budget: Budget, begin: int) -> 
             )
 
 
-def _use_one_thread() -> None:
+def _begin_worker(parent: int) -> None:
+    """Let this process end with its parent, and use one thread."""
+    end_with_parent(parent)
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Hostile cases and their variants: valid, explained, and all in use."""
 
-from attnlab.case.case import FIELDS, LIBRARY_OPS
+from attnlab.case.declaration import FIELDS
+from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.subject import models
 from attnlab.checker.variants import LENGTHS, VARIANTS
@@ -15,7 +16,7 @@ def test_every_variant_states_its_reason() -> None:
 
 def test_cases_are_reproducible_and_depend_on_the_seed() -> None:
     subject = models("0.33.0")
-    for op in LIBRARY_OPS:
+    for op in TRITON_OPS:
         first, again, other = (
             list(hostile_cases(subject, op, "sm_90", 12, seed)) for seed in (0, 0, 1)
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from attnlab.case.case import FIELDS
+from attnlab.case.declaration import FIELDS
 from attnlab.show.panels.controls import Control, groups
 
 _OPEN = {FIELDS[name].metadata["group"] for name in ("stage", "platform")}  # open at first

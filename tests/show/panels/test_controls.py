@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnlab.case.case import FIELDS, field_type
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.show.panels.choices import CHOICES

@@ -3,7 +3,7 @@
 import pytest
 from helpers.panels import SMALL
 
-from attnlab.case.case import FIELDS
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.case_panel import Panel

@@ -3,7 +3,7 @@
 import pytest
 from helpers.panels import LOST, SMALL
 
-from attnlab.case.case import FIELDS
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer, panel

@@ -6,7 +6,7 @@ import pytest
 from helpers.cases import hostile
 from helpers.panels import SMALL, ignore_step
 
-from attnlab.case.case import CACHE_WRITE
+from attnlab.case.ops import WRITE
 from attnlab.case.stages import STAGES
 from attnlab.contracts.dispatch import Target
 from attnlab.contracts.slot_use import FOREIGN, OWN, SPARE, UNUSED, UNWRITTEN, USES, slot_use
@@ -46,7 +46,7 @@ def test_the_worst_row_of_a_band_is_selected() -> None:
 
 
 def test_a_selection_of_a_cache_write_is_a_slot() -> None:
-    case = SMALL.replace(op=CACHE_WRITE, x=None, num_blocks=40)
+    case = SMALL.replace(op=WRITE, x=None, num_blocks=40)
     view = panel(case, knobs=("stage",), views=("error", "slots"))
     assert view.wait(30)
     assert view.error is None

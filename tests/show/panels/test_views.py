@@ -6,8 +6,8 @@ import matplotlib.image
 import pytest
 from helpers.panels import LOST, SMALL
 
-from attnlab.case.case import OPS
 from attnlab.case.errors import Unavailable
+from attnlab.case.ops import OPS
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.panel_data import band_of
 from attnlab.show.plots.errors import BAND
