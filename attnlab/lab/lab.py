@@ -15,8 +15,9 @@ import torch
 from attnlab.case.case import CACHE_WRITE, DTYPE_BYTES, Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import refuse
-from attnlab.contracts.contract import contract, written_rows
 from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Decision, Target, decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import written_rows
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import RunLog

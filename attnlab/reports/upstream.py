@@ -16,7 +16,8 @@ import attnlab
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
-from attnlab.contracts.contract import cached_lens, contract
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import cached_lens
 from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
 from attnlab.case.errors import InvalidCase
 from attnlab.tensors.formats import written_format

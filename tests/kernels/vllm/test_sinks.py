@@ -14,8 +14,8 @@ from helpers.sources import needs_triton
 from attnlab.case.case import OPS, Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.rules import SINK_OPS
-from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED, Target, decide
+from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.defects.sinks import splits

@@ -13,8 +13,8 @@ from helpers.sources import needs_triton
 from attnlab.case.case import OPS, Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.rules import SOFTCAP_OPS
-from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import DECODE_FWD, UNIFIED, WRAPPER, Target, decide
+from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.diagnosis.diagnose import diagnose

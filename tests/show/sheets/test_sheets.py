@@ -19,9 +19,10 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
-from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import Violation, Violations, find_violations
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.violation import Violation, Violations
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
