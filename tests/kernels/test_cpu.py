@@ -151,7 +151,7 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
     case = own(**{f"{name}_dtype": "int64"})
     call, cache = call_of(case)
     foretold = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
-    assert [(b.effect, b.subject) for b in foretold if b.kind == "index_dtype"] == [
+    assert [(b.effect, b.tensor) for b in foretold if b.kind == "index_dtype"] == [
         ("rejected", name)
     ]
     with pytest.raises(KernelRejected, match=r"^expected scalar type Int but found Long$"):

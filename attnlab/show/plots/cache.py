@@ -72,8 +72,8 @@ def plot_blocks(
 
 def _codes(slot_map: SlotMap) -> Any:
     """Return what the image shows, [num_blocks, block_size]: an index into STATES, NOT_READ or UNUSED."""
-    written = (slot_map.provenance.seq != NOBODY).numpy()
-    return np.where(slot_map.is_read | written, slot_map.states.numpy(), UNUSED)
+    used = slot_map.is_read | (slot_map.provenance.seq != NOBODY)
+    return np.where(used.numpy(), slot_map.states.numpy(), UNUSED)
 
 
 def _draw(ax: Axes, codes: Any) -> None:
