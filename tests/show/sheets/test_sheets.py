@@ -184,7 +184,7 @@ def test_a_result_tells_all_that_matters(nouns: dict[str, Shown]) -> None:
     page = Page(html(nouns["attnlab.lab.result.Result"]))
     for fact in (
         "mismatch: 512 of 17408, first (33, 0, 0)",
-        "row 33 of output (sequence 1, query_len 1) is written by nobody",
+        "row 33 of output (sequence 1, query_len 1)",
         "sequence 1, token 0 of 1 (row 33), heads 0–3: 512 elements",
         "0, 33, 34, … becomes 0, 0, 33, 0, 34, 0, …",
         "backend model",
@@ -231,7 +231,12 @@ def test_a_table_of_breaches_escapes_what_it_holds() -> None:
     found = Violations(
         [
             Violation(
-                kind="k", effect="silent", kernel="<i>", subject="<u>[red]", text="[bold]a & b</td>"
+                kind="unsupported",
+                effect="silent",
+                kernel="[bold]a & b</td>",
+                parameter="<u>[red]",
+                value=1,
+                required=2,
             )
         ]
     )
