@@ -1,53 +1,15 @@
-"""Dispatch: which kernels vLLM runs for a Case, and why; names of :mod:`attnlab.contracts.target` too."""
+"""Dispatch: which kernels vLLM runs for a Case, and why."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.case.shown import Shown
 from attnlab.contracts.contract import Contract
 from attnlab.contracts.kernel_contracts import contracts_of
-from attnlab.contracts.target import (
-    CPU_ATTENTION,
-    CPU_SOURCE,
-    DECODE_FWD,
-    MERGE,
-    PREFILL,
-    ROCM_DECODE,
-    TRITON_DECODE,
-    UNIFIED,
-    WRAPPER,
-    WRITE,
-    Target,
-    ops_source,
-)
-
-__all__ = [
-    "CPU_ATTENTION",
-    "CPU_SOURCE",
-    "DECODE_FWD",
-    "MERGE",
-    "PREFILL",
-    "ROCM_DECODE",
-    "TRITON_DECODE",
-    "UNIFIED",
-    "WRAPPER",
-    "WRITE",
-    "Decision",
-    "Target",
-    "Term",
-    "decide",
-    "ops_source",
-]
-
-_FILES = {  # files of the ops that are called directly
-    PREFILL: "prefix_prefill.py",
-    UNIFIED: "triton_unified_attention.py",
-    DECODE_FWD: "triton_decode_attention.py",
-    MERGE: "triton_merge_attn_states.py",
-    WRITE: "triton_reshape_and_cache_flash.py",
-}
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +78,7 @@ def decide(case: Case) -> Decision:
             release=case.release,
             kernels=(case.op,),
             terms=(),
-            source=CPU_SOURCE
-            if case.op == CPU_ATTENTION
-            else ops_source(case.release, _FILES[case.op]),
+            source=case.spec.source(case.release),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 
 import torch
 
+from attnlab.case.lengths import Lengths
+from attnlab.case.ops import PREFILL, fill_read
 from attnlab.contracts.contract import PREFILL_TILE, Contract
 from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.target import PREFILL, Target
+from attnlab.contracts.target import Target
 from attnlab.tensors.call import KernelCall
 
 
@@ -69,7 +71,10 @@ def cached_lens(contract: Contract, call: KernelCall) -> torch.Tensor:
 
     Positions before a sliding window count here; the kernel does not need them.
     """
-    seq_lens = as_read(contract, call, "seq_lens")
-    if contract.new_tokens_from == "arguments":
-        seq_lens = seq_lens - as_read(contract, call, "query_start_loc").diff()
-    return torch.where(served(contract, call), seq_lens, 0)
+    query_lens = as_read(contract, call, "query_start_loc").diff()
+    ctx_lens = as_read(contract, call, "seq_lens") - query_lens
+    lengths = Lengths(query_lens=tuple(query_lens.tolist()), ctx_lens=tuple(ctx_lens.tolist()))
+    cached = torch.tensor(
+        lengths.cached_lens(fill_read(contract.new_tokens_from)), device=query_lens.device
+    )
+    return torch.where(served(contract, call), cached, 0)

@@ -9,9 +9,9 @@ from enum import StrEnum
 
 import torch
 
+from attnlab.case.ops import WRITE
 from attnlab.contracts.contract import Contract
 from attnlab.contracts.rows import cached_lens
-from attnlab.contracts.target import WRITE
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 

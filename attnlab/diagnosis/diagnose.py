@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.candidates import (
-    Candidate,
-    fit,
-)
+from attnlab.diagnosis.candidates import Candidate, fit
 from attnlab.diagnosis.decide import decided, gather, judge
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinguish import row_slices_of, separate
@@ -49,7 +47,7 @@ def diagnose(
     Raises InvalidCall for an output of another shape. A Case that its kernel refuses is "rejected".
     """
     began = time.perf_counter()
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
     lab = lab or Lab()
     if output is None:

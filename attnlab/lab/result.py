@@ -8,9 +8,10 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.contracts.dispatch import Decision, Target
+from attnlab.contracts.dispatch import Decision
 from attnlab.contracts.rows import unwritten_rows
 from attnlab.contracts.slot_map import SlotMap, slot_map
+from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport

@@ -8,9 +8,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.case.stages import STAGES
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contracts_of
 from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 

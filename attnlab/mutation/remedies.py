@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import Defect
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.problem import Problem, RowSlice

@@ -6,10 +6,11 @@ import sys
 import pytest
 from helpers.cases import hostile
 
-from attnlab.case.case import RELEASES, Case
+from attnlab.case.case import Case
+from attnlab.case.ops import MERGE, PREFILL, RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import MERGE, PREFILL, ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")

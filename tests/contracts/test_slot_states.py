@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cases import call_of, hostile
 
-from attnlab.case.case import RELEASES
+from attnlab.case.ops import RELEASES
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_map import NOT_READ, slot_map
 from attnlab.contracts.slot_states import (

@@ -6,9 +6,9 @@ import json
 import pytest
 from helpers.cases import call_of, hostile
 
-from attnlab.case.case import RELEASES
+from attnlab.case.ops import PREFILL, RELEASES
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import PREFILL, ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.violations import find_violations
 
 SEED = {

@@ -10,8 +10,8 @@ from helpers.sources import sdist
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed
-from attnlab.contracts.dispatch import Target
 from attnlab.contracts.slot_states import STATES, SlotState, slot_states
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.rocm.op import DeviceOptions

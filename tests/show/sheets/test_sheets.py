@@ -19,8 +19,9 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violation, Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
