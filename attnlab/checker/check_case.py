@@ -11,7 +11,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import TOLD, observations
+from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import wrong_padding, wrong_sums
 from attnlab.diagnosis.diagnose import diagnose
@@ -182,7 +182,7 @@ def shrink(lab: Lab, subject: Subject, finding: Finding, seconds: float = math.i
 def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
     """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
-        if finding.kind in TOLD:
+        if finding.kind in OBSERVED:
             found = [*observations(case, subject.run(lab, case, watch=True).memory)]
         else:
             found = look(lab, subject, case)
