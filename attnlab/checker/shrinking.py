@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import TOLD, observations
+from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.checker.subject import Subject
 from attnlab.lab.lab import Lab
 
@@ -58,7 +58,7 @@ def _same_finding(lab: Lab, subject: Subject, finding: Finding, case: Case) -> F
     An observation of slot reads needs one run; every other finding needs the whole check.
     """
     try:
-        if finding.kind in TOLD:
+        if finding.kind in OBSERVED:
             found = [*observations(case, subject.run(lab, case, watch=True).memory)]
         else:
             found = check_case(lab, subject, case)

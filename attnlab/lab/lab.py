@@ -17,8 +17,10 @@ from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.ops import PREFILL
-from attnlab.contracts.contract import contract, written_rows
-from attnlab.contracts.dispatch import ROCM_DECODE, Decision, Target, decide
+from attnlab.contracts.dispatch import Decision, decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import written_rows
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import RunLog

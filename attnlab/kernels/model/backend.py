@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from attnlab.case.errors import KernelRejected
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRITE
-from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
 from attnlab.kernels.model.merge import merge_attn_states
 from attnlab.kernels.model.prefill import (

@@ -18,7 +18,7 @@ import torch
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
 from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target
-from attnlab.contracts.slot_use import Slot, SlotUse, slot_use
+from attnlab.contracts.slot_map import Slot, SlotMap
 from attnlab.lab.cache_write import as_numbers, slot_order
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -21,14 +20,14 @@ class PanelData:
     - ``got``, ``expected``: [rows, heads, elements], or None if the call was rejected. For an op that
       writes the cache a row is a slot.
     - ``row_slots``: [rows], the slot of each row for such an op, else None.
-    - ``use``: the writer and the reader of each slot.
+    - ``slot_map``: the writer and the reader of each slot.
     """
 
     result: Result
     got: torch.Tensor | None
     expected: torch.Tensor | None
     row_slots: torch.Tensor | None
-    use: SlotUse
+    slot_map: SlotMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +66,15 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     on_notice: Callable[[str], None] = on_step
     lab = replace(lab, on_step=on_step, on_notice=on_notice)
     result = lab.run(case)
-    provenance = result.cache.provenance
-    use = slot_use(result.call, Target.of(case), result.decision.kernels, provenance)
     got = expected = row_slots = None
     if result.errors is not None:
         got, expected = result.call.output, lab.reference(case)
         if case.spec.writes_cache:
-            row_slots = slot_order(case, provenance.block_table)
+            row_slots = slot_order(case, result.cache.provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
-    return PanelData(result=result, got=got, expected=expected, row_slots=row_slots, use=use)
+    return PanelData(
+        result=result, got=got, expected=expected, row_slots=row_slots, slot_map=result.slot_map()
+    )
 
 
 def select(data: PanelData, row: int, head: int) -> Selection:
@@ -91,7 +90,7 @@ def select(data: PanelData, row: int, head: int) -> Selection:
         token=token,
         row=row,
         head=head,
-        place=data.use.at(*_slot_of(data, seq, token, row)),
+        place=data.slot_map.at(*_slot_of(data, seq, token, row)),
         error=float(errors.error[row, head]),
         element=element,
         got=float(got[element]),
@@ -101,7 +100,7 @@ def select(data: PanelData, row: int, head: int) -> Selection:
 
 def _slot_of(data: PanelData, seq: int, token: int, row: int) -> tuple[int, int]:
     """Return (block, slot) of the token of an output row."""
-    provenance = data.use.provenance
+    provenance = data.slot_map.provenance
     if data.row_slots is not None:
         return divmod(int(data.row_slots[row]), provenance.seq.shape[1])
     return provenance.slot(seq, data.result.case.lengths.ctx_lens[seq] + token)

@@ -81,8 +81,8 @@ class Pointer:
         at = self._data_at("slots", across, down)
         if at is None or self._data is None:
             return
-        block = int(self._data.use.order()[round(at[0])])
-        slot = self._data.use.at(block, round(at[1]))
+        block = int(self._data.slot_map.order()[round(at[0])])
+        slot = self._data.slot_map.at(block, round(at[1]))
         lengths = self._data.result.case.lengths
         if slot.owner is not None and self._data.got is not None and self._data.row_slots is None:
             seq, position = slot.owner
@@ -116,7 +116,7 @@ class Pointer:
 
     def _marks(self, data: PanelData, selection: Selection) -> dict[str, list[float]]:
         """Return the mark of the selection on each picture that can show it."""
-        order = data.use.order().tolist()
+        order = data.slot_map.order().tolist()
         points = {
             "error": (selection.head, band_of(data, selection, BAND)),
             "slots": (order.index(selection.place.block), selection.place.slot),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from attnlab.contracts.slot_use import Slot
+from attnlab.contracts.slot_map import Slot
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
 from attnlab.show.terminal import place_lines

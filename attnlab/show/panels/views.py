@@ -69,7 +69,9 @@ def _move_legend(ax: Axes) -> None:
 
 def _render_slots(data: PanelData) -> Rendered | None:
     size = (600, 198)
-    return render(lambda ax: plot_cache(data.use, ax=ax), size, axes_rect(size, (52, 10, 75, 26)))
+    return render(
+        lambda ax: plot_cache(data.slot_map, ax=ax), size, axes_rect(size, (52, 10, 75, 26))
+    )
 
 
 def _render_seqs(data: PanelData) -> Rendered | None:

@@ -8,8 +8,10 @@ from helpers.panels import SMALL, ignore_step
 
 from attnlab.case.ops import WRITE
 from attnlab.case.stages import STAGES
-from attnlab.contracts.dispatch import Target
-from attnlab.contracts.slot_use import FOREIGN, OWN, SPARE, UNUSED, UNWRITTEN, USES, slot_use
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.slot_map import slot_map
+from attnlab.contracts.slot_states import SlotState
+from attnlab.contracts.target import Target
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import panel
 from attnlab.show.panels.panel_data import make_panel_data, select, select_band
@@ -72,13 +74,10 @@ def test_slots_by_writer_and_reader(stage: str) -> None:
             "all_rows": ctx_len + query_len,
         }[fill]
         read, written, own = read + reads, written + writes, own + min(reads, writes)
-    counts = [int((data.use.use == state).sum()) for state in range(len(USES))]
-    assert counts[OWN] == own
-    assert counts[SPARE] == written - own
-    assert counts[UNWRITTEN] == read - own
-    assert counts[FOREIGN] == 0
-    assert sum(counts) == data.use.use.numel()
-    assert counts[UNUSED] == sum(counts) - written - (read - own)
+    expected = {SlotState.OWN: own, SlotState.UNWRITTEN: read - own}
+    assert data.slot_map.counts() == {state: count for state, count in expected.items() if count}
+    is_written = data.slot_map.provenance.seq >= 0
+    assert int((is_written & ~data.slot_map.is_read).sum()) == written - own
 
 
 def test_a_foreign_slot_is_recognized() -> None:
@@ -89,17 +88,18 @@ def test_a_foreign_slot_is_recognized() -> None:
     call = replace(data.result.call, block_table=table)
     provenance = data.result.cache.provenance
     kernels = data.result.decision.kernels
-    use = slot_use(call, Target.of(SMALL), kernels[:1], provenance)  # the prefill kernel alone
-    assert int((use.use == FOREIGN).sum()) == 16
+    contracts = contracts_of(kernels[:1], Target.of(SMALL), call.op)  # the prefill kernel alone
+    slots = slot_map(call, contracts, provenance)
+    assert slots.counts()[SlotState.OTHER_SEQUENCE] == 16
     block = int(provenance.block_table[1, 0])
-    slot = use.at(block, 3)
+    slot = slots.at(block, 3)
     assert (slot.writer, slot.reader, slot.owner) == ((1, 3), (0, 3), (1, 3))
 
 
 def test_blocks_are_in_the_order_of_the_block_table() -> None:
     """Blocks that no sequence uses are last."""
     data = make_panel_data(Lab(), SMALL.replace(num_blocks=30), ignore_step)
-    order = data.use.order().tolist()
+    order = data.slot_map.order().tolist()
     table = data.result.cache.provenance.block_table.flatten().tolist()
     assert order[: len(table)] == table
     assert sorted(order) == list(range(30))
