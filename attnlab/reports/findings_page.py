@@ -18,7 +18,7 @@ from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
 from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import expected_sums
-from attnlab.diagnosis.locate import locate
+from attnlab.diagnosis.error_location import locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

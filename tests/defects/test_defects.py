@@ -58,7 +58,9 @@ def problems() -> dict[str, Problem]:
 
 def right_of(problem: Problem) -> dict[int, torch.Tensor]:
     """Return the right output of each sequence."""
-    return {row_slice.seq: problem.right(row_slice).output for row_slice in rows_of(problem, "all")}
+    return {
+        row_slice.seq: problem.correct(row_slice).output for row_slice in rows_of(problem, "all")
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -96,10 +98,10 @@ def test_a_defect_moves_what_it_says_and_nothing_else(problems, defect):
             continue  # no longer the same to a row's sum
         applied = True
         for row_slice in rows_of(problem, "all"):
-            told, right = defect.compute(problem, row_slice), problem.right(row_slice)
+            told, right = defect.compute(problem, row_slice), problem.correct(row_slice)
             if not may_touch(problem, defect, row_slice):
                 assert same_bits(told.output, right.output)
-            apart = (told.output - right.output).abs() > told.noise + right.noise
+            apart = (told.output - right.output).abs() > told.bound + right.bound
             moved |= bool((apart | ~told.output.isfinite()).any())
     if defect.name == "block_16_bit":  # needs more blocks than a small cache has
         assert not applied
@@ -132,13 +134,13 @@ def test_a_high_block_is_read_with_its_low_bits_only():
     defect = NAMED["block_16_bit"]
     assert defect.applies(problem)
     row_slice = RowSlice(seq=0, tokens=torch.tensor([0]), heads=torch.arange(2))
-    reading = problem.reading(0)
-    low = dataclasses.replace(reading, block=lambda blocks: blocks & 0xFFFF)
+    cache_read = problem.cache_read(0)
+    low = dataclasses.replace(cache_read, block=lambda blocks: blocks & 0xFFFF)
     first = problem.stored_key(low, torch.arange(16), torch.arange(2))
-    second = problem.stored_key(reading, torch.arange(16, 32), torch.arange(2))
+    second = cache_read.keys(problem.call, torch.arange(16, 32), torch.arange(2))
     assert first.equal(second)
     assert (
-        defect.compute(problem, row_slice).output - problem.right(row_slice).output
+        defect.compute(problem, row_slice).output - problem.correct(row_slice).output
     ).abs().max() > 0.01
 
 

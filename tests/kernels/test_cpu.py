@@ -221,7 +221,7 @@ def test_its_soft_cap_overflows() -> None:
     case = own(softcap=0.02, num_blocks=None)
     told = diagnose(case, ran(case), propose=False)
     assert told.cause is not None
-    assert (told.cause.name, told.cause.scope) == ("softcap_overflows", "all")
+    assert (told.cause.name, told.cause.scope.rows) == ("softcap_overflows", "all")
     assert diagnose(case.replace(softcap=2.0), propose=False).status == "nothing wrong"
 
 
