@@ -127,9 +127,10 @@ def _with_reruns(
     defects: Iterable[Defect],
 ) -> Diagnosis:
     """Return the first diagnosis, refined by what reruns show."""
+    diagnosis = _with_finite_contents(lab, case, first, rerun, defects)  # its cache is reused below
     dependence = find_dependence(rerun, case, output)
     return dataclasses.replace(
-        _with_finite_contents(lab, case, first, rerun, defects),
+        diagnosis,
         unwritten=dependence.unwritten.tolist(),
         unwritten_by="reruns" if len(dependence.unwritten) else "",
         slot_dependent=dependence.on_slots.tolist(),

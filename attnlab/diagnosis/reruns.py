@@ -43,7 +43,7 @@ def find_dependence(rerun: Rerun, case: Case, output: torch.Tensor) -> Dependenc
     unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
     outputs = {
         fill: output if fill == case.empty_slots else rerun(case.replace(empty_slots=fill))
-        for fill in ("zeros", "garbage", "nan")
+        for fill in ("garbage", "zeros", "nan")
     }
     on_finite = ~rows_equal(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
     on_nan = ~rows_equal(outputs["zeros"][:, ran], outputs["nan"][:, ran])
