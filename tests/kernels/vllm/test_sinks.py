@@ -203,7 +203,7 @@ def test_each_defect_is_found(name, op):
     problem, output = correct_run(lab, case)
     diagnosis = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab, propose=False)
     assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
     rest = [defect for defect in DEFECTS.values() if defect.name != name]
     blind = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab, defects=rest)
     assert blind.status == "unexplained"
@@ -219,7 +219,7 @@ def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source)
     assert agrees(modelled(case).output, output, between(case))
     diagnosis = diagnose(case, output, propose=False)
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_beside_alibi", "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("sink_beside_alibi", "all")
     assert diagnose(case.replace(**DECODES, num_blocks=None)).status == "nothing wrong"
     plain = case.replace(sinks=False)
     assert diagnose(plain, real(plain, source).output, propose=False).status == "nothing wrong"
@@ -246,7 +246,7 @@ def test_in_decodes_alone_it_is_placed_there():
     model.run(blind, Target.of(case), (TRITON_DECODE,))
     diagnosis = diagnose(case, call.output, lab=lab, propose=False)
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_ignored", "decode")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("sink_ignored", "decode")
     right = Lab().output(case)
     wrong = (call.output != right).flatten(1).any(1)
     assert torch.equal(wrong, decode_rows(case))

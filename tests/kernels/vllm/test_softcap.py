@@ -91,7 +91,7 @@ def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
         return
     assert output.isnan().flatten(1).any(1).sum() > 50
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("softcap_overflows", "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
 
 
 @pytest.mark.parametrize("name", CAPS)
@@ -103,7 +103,7 @@ def test_each_defect_is_found(name):
     broken = plant(problem, output, DEFECTS[name], "all")
     diagnosis = diagnose(case, broken, lab=lab, propose=False)
     assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
     rest = [defect for defect in DEFECTS.values() if defect.name != name]
     assert diagnose(case, broken, lab=lab, defects=rest).status == "unexplained"
 
