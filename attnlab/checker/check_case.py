@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import TOLD, observations
+from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import wrong_padding, wrong_sums
 from attnlab.diagnosis.diagnose import diagnose
@@ -67,7 +67,7 @@ def _beside_output(lab: Lab, case: Case, ran: RunOutput) -> list[Finding]:
 
 def _of_output(lab: Lab, subject: Subject, case: Case, ran: RunOutput) -> Finding | None:
     """Return what is wrong with an output, or an observation of what it depends on, or None."""
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return _of_cache(lab, subject, case, ran)
     told = diagnose(case, ran.output, lab=lab, propose=False)
     if told.is_wrong:
@@ -127,7 +127,7 @@ def _leak(lab: Lab, subject: Subject, case: Case, told: Diagnosis) -> Finding:
 def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
     """Answer whether a Case's output is off by rounding at most."""
     ran = subject.run(lab, case)
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return not _cache_errors(lab, case, ran).mismatched
     return not diagnose(case, ran.output, lab=lab, propose=False).is_wrong
 
@@ -182,7 +182,7 @@ def shrink(lab: Lab, subject: Subject, finding: Finding, seconds: float = math.i
 def _same(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
     """Return the finding of the same group at another Case, or None; what was read shows in one run."""
     try:
-        if finding.kind in TOLD:
+        if finding.kind in OBSERVED:
             found = [*observations(case, subject.run(lab, case, watch=True).memory)]
         else:
             found = look(lab, subject, case)

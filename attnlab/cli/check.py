@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES, field_type
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import RELEASES, TRITON_OPS
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report
@@ -25,9 +26,9 @@ DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
 _DOCUMENT = """
 --json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
 case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
-unwritten_tail, other_sequence, never_mapped, by_nobody}}, how many slots were read of each kind, of ops
-whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them read; reports, the files of
---report; left_out, what was not looked at.
+freed, unwritten_tail, other_position, other_sequence, never_mapped, unknown}}, how many slots were read
+of each kind, of ops whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them
+read; reports, the files of --report; left_out, what was not looked at.
 """
 Progress = Callable[[str], AbstractContextManager[Any]]
 
@@ -53,7 +54,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         help="whose models to check, where neither kernel nor vLLM is given (default: %(default)s)",
     )
     parser.add_argument(
-        "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
+        "--op", action="append", choices=TRITON_OPS, help="an op; again for more (default: all)"
     )
     parser.add_argument(
         "--device",

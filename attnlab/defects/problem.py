@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import PREFILL, Target, decide
+from attnlab.case.ops import PREFILL
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
 from attnlab.defects.attention_inputs import AttentionInputs, Predicted, attention, concatenate
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.row_slice import RowSlice

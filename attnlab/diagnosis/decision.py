@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.violations import Violation, Violations
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.violation import Violation, Violations
 from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.candidates import (
@@ -61,7 +62,7 @@ def collect_evidence(
     if problem.before is not None and _is_recognisable(problem.before):
         unwritten, source = rows_equal(output, problem.before), "buffer"
     else:
-        contracts = [contract(name, problem.target, problem.call.op) for name in problem.kernels]
+        contracts = contracts_of(problem.kernels, problem.target, problem.call.op)
         unwritten = unwritten_rows(contracts, problem.call) & locations.is_wrong.any(1)
         source = "contracts"
     rows = torch.nonzero(unwritten).flatten()

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
@@ -47,7 +48,7 @@ def diagnose(
     cache write. If the kernel raises for the Case, the status is "rejected".
     """
     began = time.perf_counter()
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
     defects = tuple(defects)
     lab = lab or Lab()

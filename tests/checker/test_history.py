@@ -17,7 +17,8 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.subject import vllm
 from attnlab.checker.sums import expected_sums, wrong_padding, wrong_sums
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.rounding import Rounding

@@ -11,7 +11,8 @@ import torch
 from helpers.cases import hostile, same_bits
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem, make_problem
 from attnlab.defects.row_slice import RowSlice

@@ -11,7 +11,8 @@ from helpers.cases import call_of, hostile
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.bench.fault_injection import correct_run, plant
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import Candidate, Confirmation, Scope, is_by_chance
 from attnlab.diagnosis.decision import select_cause

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_ONLY_OPS, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.rules import SINK_OPS
+from attnlab.case.ops import OPS
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.problem import Problem
@@ -65,7 +65,9 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
         "distribution": "normal" if rng.random() < 0.9 else "uniform_1e-3",
         "empty_slots": rng.choice(("zeros", "garbage", "nan")),
-        "fill": "all_rows" if op in CACHE_ONLY_OPS else rng.choice(("all_rows", "decode_rows")),
+        "fill": "all_rows"
+        if OPS[op].fill_read == "all_rows"
+        else rng.choice(("all_rows", "decode_rows")),
         "platform": platform,
         "num_blocks": 5 * 32 + rng.randint(0, 9),
         "max_blocks_per_seq": rng.choice((None, 36)),
@@ -79,7 +81,7 @@ def _has_sinks(op: str, variant: str, rng: random.Random) -> bool:
 
     Never with ALiBi: one op rejects the combination, and unified_attention computes it wrong.
     """
-    return op in SINK_OPS and variant != "alibi" and rng.random() < 0.4
+    return OPS[op].sinks is not None and variant != "alibi" and rng.random() < 0.4
 
 
 def correct_run(lab: Lab, case: Case) -> tuple[Problem, torch.Tensor]:

@@ -6,7 +6,7 @@ for each KV head its key, then its value, in the elements' dtype.
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
