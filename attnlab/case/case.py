@@ -14,6 +14,7 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import (
+    BackendName,
     FieldType,
     Flag,
     Int,
@@ -181,7 +182,9 @@ class Case(Shown):
         False, _PLATFORM, Flag(), "AITER paged attention switched on (0.11.2 asks for it)"
     )
 
-    backend: str = case_field("model", _BACKEND, OneOf(BACKENDS), "where the kernels come from")
+    backend: str = case_field(
+        "model", _BACKEND, BackendName(BACKENDS), "where the kernels come from"
+    )
     kv_head_range: tuple[int, int] | None = case_field(
         None,
         _BACKEND,

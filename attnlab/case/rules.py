@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import refuse
+from attnlab.case.fields import is_plugin, refuse
 
 if TYPE_CHECKING:
     from attnlab.case.case import Case
@@ -54,12 +54,8 @@ def _check_heads(case: "Case") -> None:
 
 def _check_backend(case: "Case") -> None:
     _check_cpu(case)
-    if case.trace_reads and case.backend not in ("rocm", "vllm"):
-        refuse(
-            "trace_reads",
-            f"false with backend {case.backend}, which nobody watches",
-            case.trace_reads,
-        )
+    if case.trace_reads and case.backend not in ("rocm", "vllm") and not is_plugin(case.backend):
+        refuse("trace_reads", f"false with backend {case.backend}", case.trace_reads)
     _check_memory(case)
     limits = {
         "kv_head_range": (case.num_kv_heads, "the KV heads"),
@@ -77,10 +73,15 @@ def _check_backend(case: "Case") -> None:
             refuse(name, f"at most 0:{limit}, {words}", span)
 
 
+def _takes_layouts(case: "Case") -> bool:
+    """Return whether the backend takes tensors with other strides, padding, and caches of any size."""
+    return case.backend in ("model", "vllm") or is_plugin(case.backend)
+
+
 def _check_memory(case: "Case") -> None:
     """Check how tensors lie in memory, which only vLLM's Triton ops are asked to follow."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
-        if case.backend not in ("model", "vllm") and getattr(case, name) != plain:
+        if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
     if case.kv_layout == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
         refuse("kv_layout", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
@@ -185,7 +186,7 @@ def _check_first_block(case: "Case") -> None:
     """Refuse untouched blocks where something copies the cache whole, or the table says where to begin."""
     for name, copies in (
         ("op", case.op in PARTS_UNKNOWN),
-        ("backend", case.backend not in ("model", "vllm")),
+        ("backend", not _takes_layouts(case)),
         ("block_table", case.block_table is not None),
     ):
         if copies:

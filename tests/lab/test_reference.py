@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import CACHE_ONLY_OPS, OPS
 from attnlab.lab import reference as reference_module
-from attnlab.lab.reference import attend, causal_flops, reference, seen
+from attnlab.lab.reference import attend, causal_flops, reference, stored_tokens
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
 
 DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
@@ -49,7 +49,7 @@ def plainly(case, batch):
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
         new = q if (q == 1 and case.op == OPS[0]) or case.op in CACHE_ONLY_OPS else 0
         key, value = (
-            seen(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
+            stored_tokens(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
             for tensor, scale_of in ((batch.key, case.k_scale), (batch.value, case.v_scale))
         )
         query = batch.query[rows[i] : rows[i + 1]]
@@ -124,12 +124,12 @@ def test_only_stored_keys_are_quantised():
     """New keys of a prefill count as they are, those of a decode row as the cache stores them."""
     case = hostile(kv_cache_dtype="fp8", query_lens=(3, 1), ctx_lens=(4, 4))
     tokens = make_batch(case).key[:7]
-    stored = seen(case, tokens, 4, 1.0)
+    stored = stored_tokens(case, tokens, 4, 1.0)
     assert stored.dtype == torch.float64
     assert torch.equal(stored[4:], tokens[4:].double())
     assert not torch.equal(stored[:4], tokens[:4].double())
     wide = hostile()
-    assert seen(wide, tokens, 4, 1.0) is tokens
+    assert stored_tokens(wide, tokens, 4, 1.0) is tokens
 
 
 MUTANTS = {
