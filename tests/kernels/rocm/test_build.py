@@ -59,15 +59,19 @@ def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
         (
             "__shared__ float shared_global_exp_sum;",
             "__shared__ my::type<3> sum;",
-            "'__shared__' in a form",
+            "'__shared__'",
         ),
-        ("v_max_f32_dpp", "v_min_i32_dpp", "v_…_dpp row_ror are there 4 times"),
+        ("v_max_f32_dpp", "v_min_i32_dpp", "v_…_dpp row_ror 4 times"),
         (
             "<<<grid, block, 0, stream>>>",
             "<<<grid, block, 64, stream>>>",
-            "launches of the attention kernels are there 0 times",
+            "launches of the attention kernels 0 times",
         ),
-        ("#define LAUNCH_CUSTOM_ATTENTION_MFMA16", "#define LAUNCH_16", "it has no"),
+        (
+            "#define LAUNCH_CUSTOM_ATTENTION_MFMA16",
+            "#define LAUNCH_16",
+            "LAUNCH_CUSTOM_ATTENTION_MFMA16",
+        ),
     ],
 )
 def test_an_unexpected_text_is_refused(own: Source, old: str, new: str, words: str) -> None:
@@ -140,7 +144,7 @@ def test_a_source_without_the_kernel_is_told_where_to_get_one(tmp_path: Path, ca
 
 def test_a_platform_that_is_not_emulated_is_refused() -> None:
     """Waves of 32 lanes are another device."""
-    with pytest.raises(Unavailable, match="gfx1100 need waves of 32"):
+    with pytest.raises(Unavailable, match="got gfx1100"):
         Op(root=Path(), platform=PLATFORMS["gfx1100"])
 
 

@@ -82,7 +82,7 @@ def test_an_int32_product_that_wraps_is_told(triton):
     (wrap,) = plan.observed.wraps.values()
     assert (wrap.left, wrap.right) == (70000, 65536)
     assert wrap.file == __file__
-    assert "70000 × 65536 = 4587520000 is beyond 2^31" in wrap.text()
+    assert "70000 × 65536 = 4587520000" in wrap.text()
     assert int(target) == 70000 * 65536 - 2**32
     sound = interpreter.LaunchPlan()
     with interpreter.launching(sound):

@@ -70,6 +70,26 @@ def sdist(path: Path) -> Path:
     return path
 
 
+def test_a_crafted_archive_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    """Too many bytes or files in a small wheel or sdist."""
+    folder = "vllm/v1/attention/ops"
+    with zipfile.ZipFile(tmp_path / "bytes.whl", "w", zipfile.ZIP_DEFLATED) as file:
+        for i in range(3):
+            file.writestr(f"{folder}/big_{i}.py", b"#" * (20 << 20))
+    with zipfile.ZipFile(tmp_path / "files.whl", "w") as file:
+        for i in range(600):
+            file.writestr(f"{folder}/op_{i}.py", "")
+    with tarfile.open(tmp_path / "bytes.tar.gz", "w:gz") as file:
+        info = tarfile.TarInfo(f"vllm-0.9.9/{folder}/big.py")
+        info.size = 40 << 20
+        file.addfile(info, io.BytesIO(b"#" * info.size))
+    for name in ("bytes.whl", "files.whl", "bytes.tar.gz"):
+        with pytest.raises(InvalidCase, match="exceed") as caught:
+            find_source(tmp_path / name)
+        assert caught.value.field == "source"
+        assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
 def test_each_kind_is_read(tmp_path: Path, cache: Path) -> None:
     """A checkout is read in place; of an archive the ops alone are unpacked, once."""
     found = [
@@ -126,9 +146,9 @@ def test_command_line_refuses_a_wrong_source(
         (["run", "--backend", "vllm", "--source", path], "release must be 0.11.2"),
         (
             ["run", "--backend", "vllm", "--source", path, "--kv-head-range", "0:9"],
-            "heads must be at most",
+            "kv_head_range must be at most",
         ),
-        (["run", "--kv-head-range", "0:1"], "heads must be none with backend model"),
+        (["run", "--kv-head-range", "0:1"], "kv_head_range must be none"),
     ):
         assert main([*argv, *(small if argv[0] == "run" else [])]) == 2
         printed = capsys.readouterr()
@@ -156,7 +176,7 @@ def test_ops_load_alone(tmp_path: Path) -> None:
     before = set(sys.modules)
     module = loader(tmp_path).load("one")
     assert (module.WHO, module.NUMBER, module.late()) == ("simulated", 7, 42)
-    with pytest.raises(Unavailable, match=r"vllm\.missing\.thing is called"):
+    with pytest.raises(Unavailable, match=r"vllm\.missing\.thing"):
         module.uses()
     assert {name for name in set(sys.modules) - before if name.startswith("vllm")} == set()
     assert not list(tmp_path.rglob("__pycache__"))
@@ -166,6 +186,6 @@ def test_an_op_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """The reason is told each time; what it imported stays loadable."""
     ops = loader(tmp_path)
     for _ in range(2):
-        with pytest.raises(Unavailable, match=r"broken of vLLM 0\.11\.1 cannot load: ValueError"):
+        with pytest.raises(Unavailable, match=r"broken of vLLM 0\.11\.1 .*: ValueError"):
             ops.load("broken")
     assert ops.load("other").NUMBER == 7
