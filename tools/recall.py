@@ -18,9 +18,9 @@ from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import is_callers_fault
+from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.subject import Subject, vllm
 from attnlab.cli.check import DEFAULT_CASES
 from attnlab.kernels.vllm.source import OPS_FOLDERS
@@ -190,7 +190,7 @@ def judged(repository: str, fix: Fix) -> tuple[str, str]:
 def seen(lab: Lab, subject: Subject, case: Case, fix: Fix) -> bool:
     """Answer whether what a fix mended is among the findings of a Case."""
     try:
-        findings = look(lab, subject, case)
+        findings = check_case(lab, subject, case)
     except Unavailable:
         return False
     return any(one.kind == fix.kind and one.diagnosis.startswith(fix.diagnosis) for one in findings)

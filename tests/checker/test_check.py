@@ -9,10 +9,11 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import LIBRARY_OPS, Case
 from attnlab.case.errors import InvalidCase
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library, is_callers_fault
+from attnlab.checker.library import check_library
+from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.subject import models, plugin, vllm
 from attnlab.cli.check import DEFAULT_CASES
 from attnlab.cli.main import main
@@ -24,10 +25,10 @@ pytestmark = needs_triton
 WRITE = """
 import torch
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash, slot_mapping
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.dispatch import Target
 
 def write(call):
-    reshape_and_cache_flash(call, Setting())
+    reshape_and_cache_flash(call, Target())
     {fault}
 
 write.op = "reshape_and_cache_flash"
@@ -236,4 +237,4 @@ def test_the_triton_example(tmp_path: Path) -> None:
     """It is right where it says that it knows, under the interpreter."""
     subject = plugin(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
     case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert look(Lab(), subject, case) == []
+    assert check_case(Lab(), subject, case) == []

@@ -12,7 +12,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.subject import vllm
 from attnlab.checker.sums import expected_sums, wrong_padding, wrong_sums
@@ -169,7 +169,7 @@ def found(source: Source, case: Case) -> list[Finding]:
     subject = vllm(source.path)
     case = case.replace(backend="vllm", release=subject.release)
     lab = Lab(source=source.path, device="cpu")
-    return [one for one in look(lab, subject, case) if one.is_fault]
+    return [one for one in check_case(lab, subject, case) if one.is_fault]
 
 
 def told(source: Source, case: Case) -> set[tuple[str, str]]:

@@ -10,9 +10,10 @@ from helpers.triton_example import CASE, EXAMPLE, TRITON
 
 from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, LIBRARY_OPS
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library, is_callers_fault
+from attnlab.checker.library import check_library
+from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.slot_reads import ReadCounts, slots_by_kind
 from attnlab.checker.subject import RunOutput, plugin, vllm
 from attnlab.contracts.dispatch import Target
@@ -86,7 +87,7 @@ def planted(folder: Path, old: str, new: str):
 @pytest.mark.parametrize(("old", "new", "kind", "fault", "changes"), STRAYS.values(), ids=STRAYS)
 def test_a_stray_read_is_told(tmp_path: Path, old, new, kind, fault, changes) -> None:
     """Its kind, whatever comes of the output; of a kernel that reads its own nothing is told."""
-    found = look(Lab(), planted(tmp_path, old, new), CASE.replace(**changes))
+    found = check_case(Lab(), planted(tmp_path, old, new), CASE.replace(**changes))
     assert {one.kind for one in found if one.is_fault} == ({fault} if fault else set())
     assert {
         one.diagnosis for one in found if one.kind.startswith("reads_") and not one.is_fault
@@ -228,7 +229,7 @@ def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
     old = "q = tl.load(query"
     subject = planted(tmp_path, old, "tl.load(out - 1); " + old)
     case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert "out_of_bounds" in {one.kind for one in look(Lab(), subject, case)}
+    assert "out_of_bounds" in {one.kind for one in check_case(Lab(), subject, case)}
 
 
 @pytest.mark.parametrize("freed", ["empty", "recycled"])
@@ -242,12 +243,14 @@ def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None
     case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
     lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
     assert not is_callers_fault(lab, case)
-    found = {one.kind for one in look(lab, subject, case) if one.kind != "out_of_bounds"}
+    found = {one.kind for one in check_case(lab, subject, case) if one.kind != "out_of_bounds"}
     keeps_out = op == "unified_attention" and source.rules == "0.33.0"
     assert ("reads_freed_blocks" in found) == (not keeps_out), found
     assert ("reads_foreign_slots" in found) == (freed == "recycled")
     assert "reads_outside_window" in found
-    plain = {one.kind for one in look(lab, subject, case.replace(freed="kept")) if one.is_fault}
+    plain = {
+        one.kind for one in check_case(lab, subject, case.replace(freed="kept")) if one.is_fault
+    }
     assert plain == set()
 
 

@@ -16,7 +16,7 @@ from helpers.upstream import RUNNER, written
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.checker import library
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.subject import models, plugin, vllm
 from attnlab.kernels.vllm.source import Source
@@ -36,11 +36,11 @@ import json, resource, sys
 from pathlib import Path
 from helpers.far import far_case
 from attnlab.lab.lab import Lab
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.subject import vllm
 subject = vllm(Path(sys.argv[1]))
 for op in sys.argv[2:]:
-    look(Lab(source=Path(sys.argv[1]), device="cpu"), subject, far_case(subject, op))
+    check_case(Lab(source=Path(sys.argv[1]), device="cpu"), subject, far_case(subject, op))
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 """
 
@@ -55,7 +55,7 @@ def test_offsets_are_beyond_the_limit_and_models_right(op: str) -> None:
     assert least >= case.first_block
     assert least * call.key_cache.stride(0) > 2**31
     assert least * call.value_cache.stride(0) > 2**31
-    assert look(lab, subject, case) == []
+    assert check_case(lab, subject, case) == []
 
 
 def test_what_wraps_is_found(source: Source) -> None:
@@ -63,7 +63,7 @@ def test_what_wraps_is_found(source: Source) -> None:
     subject = vllm(source.path)
     for op in OPS:
         lab = Lab(source=source.path, device="cpu")
-        found = {one.kind: one for one in look(lab, subject, far_case(subject, op))}
+        found = {one.kind: one for one in check_case(lab, subject, far_case(subject, op))}
         wraps = op == "decode_attention_fwd" and source.rules == "0.11.2"
         assert ("int32_wrap" in found) == wraps, op
         assert ("wrong_output" in found) == wraps, op
@@ -83,7 +83,7 @@ def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
     file = tmp_path / "kernel.py"
     file.write_text(text)
     subject = plugin(f"{file}:my_attention")
-    found = {one.kind for one in look(Lab(), subject, far_case(subject, "unified_attention"))}
+    found = {one.kind for one in check_case(Lab(), subject, far_case(subject, "unified_attention"))}
     assert ({"int32_wrap", "wrong_output"} <= found) == (not wide)
     assert wide == (not found)
 
