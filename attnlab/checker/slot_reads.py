@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
-from attnlab.checker.subject import RunOutput
 from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import Target, decide
 from attnlab.lab.reads import KINDS, MemoryReport
+from attnlab.lab.result import Result
 from attnlab.tensors.cache import NOBODY
 
 # What is told of slots by their kinds, the worst first.
@@ -34,7 +34,7 @@ class ReadCounts:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*KINDS, "by nobody"), 0))
     allowed: set[str] = field(default_factory=set)
 
-    def add(self, case: Case, ran: RunOutput) -> None:
+    def add(self, case: Case, ran: Result) -> None:
         """Count what a run of a Case read, where that was seen."""
         if ran.memory is None:
             return

@@ -39,7 +39,9 @@ from attnlab.tensors.layout import strided
 
 GROUP = "attnlab.kernels"
 Kernel = Callable[[KernelCall], Any]
-_NO_LARGE_CACHES = "block offsets beyond 2^31 elements: set large_caches = True on the kernel if it copies no cache"
+_NO_LARGE_CACHES = (
+    "block offsets beyond 2^31 elements: set large_caches = True on a kernel that copies no cache"
+)
 _LOADED: dict[tuple[str, int], Kernel] = {}  # by name and time of the last change of the file
 
 

@@ -82,7 +82,9 @@ def output_key(case: Case) -> Key:
 def prefill_key(case: Case) -> Key:
     """Return the key of the prefill kernel's rows: stage, fill and buffers do not reach them."""
     names = (*_STORED_FIELDS, *_TABLE_FIELDS, "op", "sliding_window", "sm_scale", "max_query_len")
-    by_heads = case.sm_scale is None and case.release == "0.11.2"  # the scale depends on the release
+    by_heads = (
+        case.sm_scale is None and case.release == "0.11.2"
+    )  # the scale depends on the release
     return (
         *_values(case, names),
         case.platform if case.is_fp8 else None,

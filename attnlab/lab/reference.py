@@ -139,10 +139,10 @@ def attend(
         )
         for row in range(0, query_len, rows_at_once):
             tile = slice(row, row + rows_at_once)
-            mixed, scores = tiles.attend(row, min(row + rows_at_once, query_len))
+            mixed, row_scores = tiles.attend(row, min(row + rows_at_once, query_len))
             output[tile, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
             if lse is not None:
-                lse[tile, heads] = scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)
+                lse[tile, heads] = row_scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)
 
 
 def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,12 @@ class MutationReport(Shown):
             f"(computed on {self.sampled[0]} of {self.sampled[1]} rows, {self.heads} heads of each)"
         ]
         if self.proposal is not None and survived:
-            passes = {True: "the models pass", False: "the models do not pass", None: "not run"}
+            who = (
+                "the models"
+                if self.case.backend == "model"
+                else f"the kernels of {self.case.backend}"
+            )
+            passes = {True: f"{who} pass", False: f"{who} do not pass", None: "not run"}
             rest = f"; {', '.join(self.left)} survive" if self.left else "; all of them die"
             told.append(f"with {changes_text(self.proposal)}{rest}, and {passes[self.models_pass]}")
         return told

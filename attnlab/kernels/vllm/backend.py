@@ -120,7 +120,7 @@ class VllmBackend(Backend):
     ) -> RunOutput:
         subset = _subset(options, call.num_queries_per_kv)
         if self.device == "cpu":
-            seconds = estimated_s(call, kernels, subset)
+            seconds = estimated_s(call, tuple(kernels), subset)
             if seconds > _NOTICE_S:
                 options.on_notice(
                     f"about {seconds / 60:.0f} min under Triton's interpreter; "

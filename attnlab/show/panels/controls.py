@@ -12,7 +12,7 @@ import ipywidgets as ipw
 
 from attnlab.case.case import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
+from attnlab.case.fields import BackendName, FieldType, Flag, Int, Maybe, OneOf, is_plugin
 
 OnChange = Callable[[str], None]
 _STYLE = {"description_width": "138px"}
@@ -47,6 +47,9 @@ class Control:
         if value is None:
             self.input.value = _NONE
         else:
+            if isinstance(self.kind, BackendName) and is_plugin(value):  # a choice of its own
+                choices = dict.fromkeys((*self.kind.choices, value))
+                self.input.options = [(choice, choice) for choice in choices]
             is_text = isinstance(self.input, ipw.Text)
             self.input.value = self.kind.text(value) if is_text else value
 
