@@ -1,4 +1,4 @@
-"""Plugins with planted faults, and the check of them."""
+"""Users' kernels with planted faults, and their check."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ RIGHT = (EXAMPLES / "my_attention.py").read_text()
 
 
 def planted(folder: Path, text: str, name: str = "my_attention") -> Backend:
-    """Return the plugin of a file's text."""
+    """Return the backend of a file's text."""
     file = folder / "kernel.py"
     file.write_text(text)
     return find_backend(f"{file}:{name}")

@@ -116,7 +116,7 @@ def test_a_notebook_gets_an_absolute_path(monkeypatch):
 
 def test_the_explorer(doubled):
     ipywidgets = pytest.importorskip("ipywidgets")
-    from attnlab.show.notebook import explorer
+    from attnlab.show.panels import explorer
 
     view = explorer(small(SPEC))
     assert view.show().status == "match"
