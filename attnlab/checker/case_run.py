@@ -16,7 +16,7 @@ _BROKEN_CONTEXT = re.compile(r"illegal|misaligned|launch failure|device-side ass
 
 
 def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> Result:
-    """Run a Case of the backend and return its Result, with tensors on the CPU.
+    """Run a Case on the backend, whatever backend it names, and return its Result, tensors on the CPU.
 
     ``lab`` runs on the CPU; a backend on a GPU has a Lab of its own. ``trace_reads`` records which slots are
     read, if the backend can.
@@ -24,6 +24,7 @@ def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = Fals
     Raises KernelRejected or KernelFailed with what the kernel raises, Unavailable for a limit that the
     kernel states itself, DeviceLost if the kernel broke the GPU's context.
     """
+    case = case if case.backend == backend.name else case.replace(backend=backend.name)
     if backend.device == "cuda":
         result = _on_cpu(_run_native(_gpu_lab(backend), case))
     else:

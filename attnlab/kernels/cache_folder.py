@@ -43,7 +43,8 @@ def check_private(path: Path) -> None:
     facts = path.stat()
     if facts.st_mode & _OTHERS_WRITE or facts.st_uid not in (os.geteuid(), 0):
         raise Unavailable(
-            f"{path} must be writable only by you, because its code is executed: remove it, and it is made again"
+            f"{path} must be writable only by you, because its code is executed; "
+            "remove it, and it is created again"
         )
 
 

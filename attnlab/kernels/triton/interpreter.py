@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.triton.memory import Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Launch, RunLog
@@ -234,10 +235,12 @@ def _fork(
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        parent = os.getpid()
         child = os.fork()
     if child:
         os.close(writer)
         return child, reader
+    end_with_parent(parent)
     problem = ""
     torch.set_num_threads(1)
     try:

@@ -21,7 +21,6 @@ from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unav
 from attnlab.case.platforms import Platform
 from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
-from attnlab.kernels.model.rocm_decode import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
@@ -29,6 +28,7 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
+from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
 from attnlab.tensors.call import KernelCall
@@ -181,7 +181,7 @@ def run(
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
     arguments = bind(loaded.function(call.op), moved, target)
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
-    loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
+    loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
     plan = interpreter.LaunchPlan(
@@ -253,51 +253,6 @@ def _on_device(call: KernelCall, target: Target, where: str) -> dict[str, torch.
         for name in ("block_table", "seq_lens", "query_start_loc"):
             moved[name] = moved[name].to(torch.int32)
     return moved
-
-
-def _rocm_decode(
-    call: KernelCall,
-    target: Target,
-    source: Source,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Replace ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
-
-    The names of its first parameters are the same since vLLM 0.9: out, exp_sum, max_logits, tmp_out, query,
-    key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, query_start_loc, block_size,
-    max_seq_len, alibi_slopes, kv_cache_dtype, … (vllm/_custom_ops.py).
-    """
-    first = ("out", "exp_sum", "max_logits", "tmp_out", "query", "key_cache", "value_cache")
-    rest = ("num_kv_heads", "scale", "block_tables", "seq_lens", "query_start_loc", "block_size")
-    last = ("max_seq_len", "alibi_slopes", "kv_cache_dtype", "k_scale", "v_scale")
-    given = {**dict(zip(first + rest + last, args, strict=False)), **kwargs}
-    tensors = {
-        name: given[name].cpu()
-        for name in ("query", "key_cache", "value_cache", "seq_lens", "query_start_loc")
-    }
-    if "fp8" in given["kv_cache_dtype"]:
-        tensors |= {name: tensors[name].view(torch.uint8) for name in ("key_cache", "value_cache")}
-    slopes = given["alibi_slopes"]
-    translated = dataclasses.replace(
-        call,
-        **tensors,
-        output=given["out"].cpu(),
-        block_table=given["block_tables"].cpu(),
-        alibi_slopes=None if slopes is None else slopes.cpu(),
-        key=call.key.cpu(),
-        value=call.value.cpu(),
-        max_seq_len=given["max_seq_len"],
-        kv_cache_dtype=given["kv_cache_dtype"],
-        k_scale=float(given["k_scale"]),
-        v_scale=float(given["v_scale"]),
-        sm_scale=given["scale"],
-    )
-    if rocm_source.emulates(source, target.platform):
-        rocm_source.run(translated, target, source)
-    else:
-        paged_attention_rocm(translated, target)
-    given["out"].copy_(translated.output)
 
 
 def _explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:

@@ -48,18 +48,18 @@ void call_with(Arguments& a) {
 extern "C" int attnlab_call(const attnlab::Context* context, Arguments* arguments, char* text, size_t size) {
   attnlab::context = *context;
   attnlab::noted.clear();
-  std::string told;
+  std::string message;
   int outcome = 0;
   try {
     call_with(*arguments);
-    for (const auto& name : attnlab::noted) told += name + "\n";
+    for (const auto& name : attnlab::noted) message += name + "\n";
   } catch (const attnlab::Rejected& error) {
-    outcome = 1, told = error.what();
+    outcome = 1, message = error.what();
   } catch (const attnlab::DeviceFailed&) {
     outcome = 2;
   } catch (const attnlab::Aborted& error) {
-    outcome = 3, told = error.what();
+    outcome = 3, message = error.what();
   }
-  std::snprintf(text, size, "%s", told.c_str());
+  std::snprintf(text, size, "%s", message.c_str());
   return outcome;
 }

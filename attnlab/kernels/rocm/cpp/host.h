@@ -138,12 +138,12 @@ inline int hipGetDeviceProperties(hipDeviceProp_t* properties, int) {
 }
 
 #define TORCH_CHECK(condition, ...) \
-  if (!(condition)) throw attnlab::Rejected(attnlab::told(__VA_ARGS__))
+  if (!(condition)) throw attnlab::Rejected(attnlab::message(__VA_ARGS__))
 
 namespace attnlab {
 
 template <class... Parts>
-std::string told(const Parts&... parts) {
+std::string message(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   return text.str();
