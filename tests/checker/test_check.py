@@ -225,7 +225,7 @@ def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("def other(call): pass", "must have a function"),
         ("raise ValueError('no')", "cannot run: ValueError: no"),
-        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "its op must be one of"),
+        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
     ],
 )
 def test_a_plugin_that_is_none(tmp_path: Path, text: str, words: str) -> None:

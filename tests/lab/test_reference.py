@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import CACHE_ONLY_OPS, OPS
 from attnlab.lab import reference as reference_module
-from attnlab.lab.reference import attend, causal_flops, reference, stored_tokens
+from attnlab.lab.reference import (
+    attend,
+    cached_tokens,
+    causal_flops,
+    exact_attention,
+    reference,
+    stored_tokens,
+)
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
 
 DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
@@ -215,3 +222,51 @@ def test_alibi_slopes(num_heads):
     above = torch.tensor([2.0 ** (-8 / (2 * below) * (h + 1)) for h in range(2 * below)]).double()
     expected = torch.cat([first, above[::2][: num_heads - below]])
     torch.testing.assert_close(slopes, expected, atol=0, rtol=1e-6)
+
+
+def plain_lse(case, batch):
+    """Return the log-sum-exp of each row's visible scores, [num_tokens, num_heads] float64, row by row."""
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    rows, tokens, lse = batch.token_start_loc, batch.kv_start_loc, []
+    for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
+        key = batch.key[tokens[i] : tokens[i + 1]].double()
+        key = key.repeat_interleave(case.num_queries_per_kv, 1)
+        for token in range(q):
+            last = c + token + 1
+            first = max(0, last - case.sliding_window) if case.sliding_window else 0
+            query = batch.query[rows[i] + token].double()
+            scores = torch.einsum("hd,khd->hk", query, key[first:last]) * scale
+            if case.softcap is not None:
+                scores = case.softcap * (scores / case.softcap).tanh()
+            if batch.alibi_slopes is not None:
+                away = torch.arange(first, last) - (c + token)
+                scores = scores + batch.alibi_slopes.double()[:, None] * away
+            lse.append(scores.logsumexp(1))
+    return torch.stack(lse)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 5}, {"alibi": True}, {"sinks": True}, {"softcap": 2.0}],
+    ids=str,
+)
+def test_the_lse_is_that_of_the_keys(changes):
+    """The output does not depend on whether it is asked for; a sink is not part of it."""
+    case = hostile(op="unified_attention", **changes)
+    batch = make_batch(case)
+    got = exact_attention(case, batch, with_lse=True)
+    assert torch.equal(got.output, reference(case, batch))
+    assert exact_attention(case, batch).lse is None
+    expected = plain_lse(case, batch)
+    torch.testing.assert_close(got.lse, expected, atol=DOUBLE, rtol=DOUBLE)
+    moved = plain_lse(case.replace(sm_scale=0.9 * case.head_size**-0.5), batch)
+    assert not torch.allclose(got.lse, moved, atol=DOUBLE, rtol=DOUBLE)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cached_tokens(op):
+    lens = {"query_lens": (1, 1), "ctx_lens": (7, 9)}
+    cpu = {"backend": "vllm-cpu", "platform": "cpu"} if op == OPS[-1] else {}
+    case = hostile(op=op, **lens, **cpu)
+    cached = (cached_tokens(case, 1, 7), cached_tokens(case, 3, 7))
+    assert cached == ((8, 10) if op in CACHE_ONLY_OPS else (8, 7) if op == OPS[0] else (7, 7))

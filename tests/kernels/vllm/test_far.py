@@ -15,7 +15,7 @@ from helpers.upstream import RUNNER, written
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.checker import library
+from attnlab.checker import library, op_check
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
@@ -113,7 +113,7 @@ def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -
         raise MemoryError
 
     backend = ModelBackend(rules="0.33.0")
-    monkeypatch.setattr(library, "hostile_cases", lambda *args: iter([far_case(backend, OPS[0])]))
+    monkeypatch.setattr(op_check, "hostile_cases", lambda *args: iter([far_case(backend, OPS[0])]))
     monkeypatch.setattr(np, "zeros", refuse)
     with pytest.raises(Unavailable, match=r"does not give 4\.0 GiB of addresses"):
         untouched((2**31,), torch.float16)
