@@ -120,7 +120,7 @@ def test_the_explorer(doubled):
 
     view = explorer(small(SPEC))
     assert view.show().status == "match"
-    assert isinstance(view.controls["backend"].input, ipywidgets.Dropdown)
+    assert isinstance(view.controls["backend"].input, ipywidgets.Combobox)
     assert view.controls["backend"].input.value == SPEC
     assert view.show(backend=doubled).status == "mismatch"
     assert view.show(backend="model").status == "match"
