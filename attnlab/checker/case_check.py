@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
@@ -68,7 +68,7 @@ def _check_side_outputs(lab: Lab, case: Case, run: Result) -> list[Finding]:
 
 def _check_output(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding | None:
     """Return the fault of the output, else the observation that it follows empty slots, else None."""
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return _check_cache(lab, backend, case, run)
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
@@ -157,7 +157,7 @@ def _cache_errors(lab: Lab, case: Case, run: Result) -> ErrorMap:
 def _is_correct(lab: Lab, backend: Backend, case: Case) -> bool:
     """Run a Case and return whether its output is correct up to rounding."""
     run = run_case(lab, backend, case)
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return not _cache_errors(lab, case, run).mismatched
     return not _diagnose(lab, case, run.output).is_wrong
 

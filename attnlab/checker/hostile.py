@@ -8,11 +8,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
+from attnlab.case.ops import OPS
 from attnlab.checker.variants import LENGTHS, VARIANTS
-from attnlab.contracts.dispatch import MERGE
 from attnlab.kernels.backend import Backend
 
 _DEFAULTS: dict[str, Any] = {
@@ -73,6 +73,8 @@ def _make_case(
     """Return the Case of lengths and a variant's fields; raise InvalidCase if they do not fit."""
     _check_supported(backend, op, variant)
     query_lens, ctx_lens = lengths
+    if not OPS[op].prefill:
+        query_lens = (1,) * len(query_lens)
     fields: dict[str, Any] = {
         "op": op,
         "backend": backend.name,
@@ -88,10 +90,9 @@ def _make_case(
         fields["query_lens"] = (1,) * len(fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if op == CACHE_WRITE:
+    if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    ops_with_splits = ("decode_attention_fwd",) if backend.release == "0.11.2" else CACHE_ONLY_OPS
-    if op not in ops_with_splits:
+    if backend.release not in OPS[op].split_releases:
         fields["num_splits"] = None
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
@@ -110,7 +111,7 @@ def _check_supported(backend: Backend, op: str, variant: dict[str, Any]) -> None
         raise InvalidCase("the models do not define reads before a window")
     if has_sinks_and_alibi and backend.name == "model":
         raise InvalidCase("the models repeat an error of vLLM's op here")
-    if has_sinks_and_alibi and op != "unified_attention":
+    if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if op == MERGE and variant.get("kv_layout", "contiguous") != "contiguous":
+    if OPS[op].cache_layout is None and variant.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")

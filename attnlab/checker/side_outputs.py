@@ -6,9 +6,10 @@ A later merge weights an output by its LSE. A wrong LSE, or NaN in it, makes a c
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import MERGE, Target, decide
+from attnlab.case.ops import MERGE
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.lab.lab import Lab
-from attnlab.lab.reference import cached_tokens, stored_tokens
+from attnlab.lab.reference import stored_tokens
 from attnlab.lab.rounding import Rounding
 
 
@@ -56,11 +57,8 @@ def expected_lse(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     slope = 0.0 if batch.alibi_slopes is None else float(batch.alibi_slopes.max())
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     bound = torch.empty_like(expected)
-    for i, (query_len, ctx_len) in enumerate(
-        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
-    ):
+    for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here = slice(rows[i], rows[i + 1])
-        cached = cached_tokens(case, query_len, ctx_len)
         key = stored_tokens(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale)
         query_norm, key_norm = (
             float(t.double().norm(dim=2).max()) for t in (batch.query[here], key)

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES, field_type
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin, refuse
+from attnlab.case.ops import RELEASES, TRITON_OPS
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report
@@ -54,7 +55,7 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         help="whose models to check, where neither kernel nor vLLM is given (default: %(default)s)",
     )
     parser.add_argument(
-        "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
+        "--op", action="append", choices=TRITON_OPS, help="an op; again for more (default: all)"
     )
     parser.add_argument(
         "--device",

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from attnlab import __version__
-from attnlab.case.case import Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int, is_plugin
 from attnlab.case.flags import (

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnlab.case.case import DTYPE_BYTES, KV_CACHE_DTYPES, RELEASES, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
+from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
 from attnlab.contracts.dispatch import Target
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog

@@ -20,7 +20,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected, Unavailable
-from attnlab.contracts.dispatch import CPU_ATTENTION, Target
+from attnlab.case.ops import CPU_ATTENTION
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import KV_CACHE_DTYPES, LIBRARY_OPS, OPS
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
@@ -30,6 +29,7 @@ from attnlab.case.errors import (
     Unavailable,
 )
 from attnlab.case.fields import ENTRY_POINT
+from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.dispatch import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
@@ -63,9 +63,9 @@ class PluginBackend(Backend):
 
     def __post_init__(self) -> None:
         """Load the function and check its attributes."""
-        if self.op not in LIBRARY_OPS:
+        if self.op not in TRITON_OPS:
             raise InvalidCase(
-                f"{self.name}: op must be one of {', '.join(LIBRARY_OPS)}, got {self.op!r}",
+                f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
                 field="op",
             )
 
@@ -80,7 +80,7 @@ class PluginBackend(Backend):
     @property
     def op(self) -> str:
         """Return the op that the function stands for."""
-        op: str = getattr(self.kernel, "op", OPS[0])
+        op: str = getattr(self.kernel, "op", DEFAULT_OP)
         return op
 
     @property

@@ -8,7 +8,8 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.json import json_value
-from attnlab.contracts.dispatch import PREFILL, decide
+from attnlab.case.ops import PREFILL
+from attnlab.contracts.dispatch import decide
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
 _GREATEST = re.compile(

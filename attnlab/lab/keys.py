@@ -5,7 +5,7 @@ Two Cases with the same key have the same product. A key is a plain tuple; nothi
 
 from typing import Any
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 
 Key = tuple[Any, ...]
 
@@ -73,7 +73,7 @@ def reference_key(case: Case) -> Key:
 
 def output_key(case: Case) -> Key:
     """Return the key of the output buffer's first contents."""
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         names = (*_STORED_FIELDS, *_TABLE_FIELDS, "output_init", "op")
         return (*_values(case, names), case.platform if case.is_fp8 else None)
     return _values(case, (*_BATCH_FIELDS, "output_init"))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import contract, written_rows
-from attnlab.contracts.dispatch import PREFILL, Target, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
@@ -89,7 +90,7 @@ class Lab:
         [num_tokens, num_heads, head_size] in the dtype ``case.reference_dtype``. Of a cache write, the cache
         with every token, [num_blocks × block_size, num_kv_heads, 2 × head_size].
         """
-        if case.op == CACHE_WRITE:
+        if case.spec.writes_cache:
             return expected_cache(self.cache(case.replace(fill="all_rows")))
         return self._reference(case, with_lse=False).output
 
@@ -177,7 +178,7 @@ class Lab:
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
-        if case.op != CACHE_WRITE:
+        if not case.spec.writes_cache:
             return compare(
                 call.output,
                 expected,

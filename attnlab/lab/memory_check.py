@@ -2,7 +2,8 @@
 
 import os
 
-from attnlab.case.case import DTYPE_BYTES, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import Unavailable
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import CACHE_ONLY_OPS, OPS, Case
+from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.formats import store, written_format
 
@@ -43,7 +43,7 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
     """Return the right result of a Case, with its log-sum-exp if ``with_lse``.
 
     A key that the op reads from the cache counts as it is stored: encoded and decoded in the cache's
-    format. These are all context tokens, and the new tokens that :func:`cached_tokens` counts. Other new
+    format. These are all context tokens, and the new tokens that the op reads there (``case.spec.fill_read``). Other new
     tokens count as they are.
     """
     shape, device = batch.query.shape, batch.query.device
@@ -52,10 +52,7 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
     lse = torch.empty(shape[:2], dtype=dtype, device=device) if with_lse else None
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
-    for i, (query_len, ctx_len) in enumerate(
-        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
-    ):
-        cached = cached_tokens(case, query_len, ctx_len)
+    for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here = slice(rows[i], rows[i + 1])
         attend(
             batch.query[here],
@@ -70,17 +67,6 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
             None if lse is None else lse[here],
         )
     return Reference(output=output, lse=lse)
-
-
-def cached_tokens(case: Case, query_len: int, ctx_len: int) -> int:
-    """Return how many tokens of a sequence the op reads from the cache.
-
-    The ops of CACHE_ONLY_OPS read every token there; chunked_prefill_paged_decode the context, and the new
-    token of a decode; all others the context.
-    """
-    if case.op in CACHE_ONLY_OPS or (query_len == 1 and case.op == OPS[0]):
-        return ctx_len + query_len
-    return ctx_len
 
 
 def stored_tokens(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:

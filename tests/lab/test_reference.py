@@ -6,11 +6,10 @@ from helpers.cases import hostile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.case.case import CACHE_ONLY_OPS, OPS
+from attnlab.case.ops import OPS
 from attnlab.lab import reference as reference_module
 from attnlab.lab.reference import (
     attend,
-    cached_tokens,
     causal_flops,
     exact_attention,
     reference,
@@ -54,7 +53,8 @@ def plainly(case, batch):
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens, out = batch.token_start_loc, batch.kv_start_loc, []
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
-        new = q if (q == 1 and case.op == OPS[0]) or case.op in CACHE_ONLY_OPS else 0
+        decode = q == 1 and case.op == "chunked_prefill_paged_decode"
+        new = q if decode or case.spec.new_tokens_from == "cache" else 0
         key, value = (
             stored_tokens(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
             for tensor, scale_of in ((batch.key, case.k_scale), (batch.value, case.v_scale))
@@ -68,7 +68,7 @@ def plainly(case, batch):
 @st.composite
 def shapes(draw):
     """Return a small Case over ratios, head sizes, windows, sinks, caps, lengths and formats."""
-    op = draw(st.sampled_from([*OPS[:3], "unified_attention"]))
+    op = draw(st.sampled_from([*list(OPS)[:3], "unified_attention"]))
     unified = op == "unified_attention"
     group, count = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(1, 3))
     alibi = draw(st.booleans())
@@ -261,12 +261,3 @@ def test_the_lse_is_that_of_the_keys(changes):
     torch.testing.assert_close(got.lse, expected, atol=DOUBLE, rtol=DOUBLE)
     moved = plain_lse(case.replace(sm_scale=0.9 * case.head_size**-0.5), batch)
     assert not torch.allclose(got.lse, moved, atol=DOUBLE, rtol=DOUBLE)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_cached_tokens(op):
-    lens = {"query_lens": (1, 1), "ctx_lens": (7, 9)}
-    cpu = {"backend": "vllm-cpu", "platform": "cpu"} if op == OPS[-1] else {}
-    case = hostile(op=op, **lens, **cpu)
-    cached = (cached_tokens(case, 1, 7), cached_tokens(case, 3, 7))
-    assert cached == ((8, 10) if op in CACHE_ONLY_OPS else (8, 7) if op == OPS[0] else (7, 7))

@@ -3,18 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.dispatch import (
-    DECODE_FWD,
-    MERGE,
-    PREFILL,
-    ROCM_DECODE,
-    TRITON_DECODE,
-    UNIFIED,
-    WRITE,
-    Target,
-)
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, RELEASES, TRITON_OPS, UNIFIED, WRITE
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
 from attnlab.kernels.model.merge import merge_attn_states
@@ -65,7 +56,7 @@ class ModelBackend(Backend):
     rules: str = RELEASES[-1]
 
     name = "model"
-    ops = LIBRARY_OPS
+    ops = TRITON_OPS
     models_prefill = True
     blind_spots = (
         "blocks that a sliding window freed: the models do not define what is read before a window",

@@ -9,8 +9,9 @@
 import torch
 
 from attnlab.case.errors import KernelRejected
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
 from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, Target
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import LIBRARY_OPS, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
+from attnlab.case.ops import PREFILL, TRITON_OPS
 from attnlab.case.platforms import Platform
 from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Target
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.cache_reads import scale_of
@@ -40,7 +41,7 @@ class RocmBackend(Backend):
     path: Path | str | None = None
 
     name = "rocm"
-    ops = LIBRARY_OPS
+    ops = TRITON_OPS
     models_prefill = True
     traces_reads = True
     states_limits = True

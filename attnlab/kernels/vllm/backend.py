@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
+from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Target
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
@@ -48,7 +49,7 @@ class Loaded:
 
     def function(self, op: str) -> Callable[..., None]:
         """Return the op; raise Unavailable if the release has none."""
-        named = OP_CALLS[op]
+        named = OPS[op]
         module = self.loader.load(named.module)
         found: Callable[..., None] | None = getattr(module, named.function, None)
         if found is None:
@@ -68,7 +69,7 @@ class VllmBackend(Backend):
     requested_device: str | None = None
 
     name = "vllm"
-    ops = LIBRARY_OPS
+    ops = TRITON_OPS
     traces_reads = True
     states_limits = True
 
