@@ -13,7 +13,8 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.shrinking import shrink
 from attnlab.checker.slot_reads import ReadCounts
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab

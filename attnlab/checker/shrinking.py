@@ -10,7 +10,7 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import TOLD, observations
+from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 
@@ -59,7 +59,7 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
     An observation of slot reads needs one run; every other finding needs the whole check.
     """
     try:
-        if finding.kind in TOLD:
+        if finding.kind in OBSERVED:
             found = [*observations(case, run_case(lab, backend, case, trace_reads=True).memory)]
         else:
             found = check_case(lab, backend, case)

@@ -7,7 +7,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.ops import MERGE
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import stored_tokens
 from attnlab.lab.rounding import Rounding

@@ -27,9 +27,9 @@ DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
 _DOCUMENT = """
 --json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
 case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
-unwritten_tail, other_sequence, never_mapped, by_nobody}}, how many slots were read of each kind, of ops
-whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them read; reports, the files of
---report; left_out, what was not looked at.
+freed, unwritten_tail, other_position, other_sequence, never_mapped, unknown}}, how many slots were read
+of each kind, of ops whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them
+read; reports, the files of --report; left_out, what was not looked at.
 """
 Progress = Callable[[str], AbstractContextManager[Any]]
 

@@ -24,13 +24,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Int, is_plugin
-from attnlab.case.flags import (
-    Parser,
-    add_case_flags,
-    add_source_flag,
-    case_of,
-    read_text,
-)
+from attnlab.case.flags import Parser, add_case_flags, add_source_flag, case_of, read_text
 from attnlab.cli.check import add_check_flags, draw_findings, run_check, show_report
 from attnlab.cli.investigate import add_investigate_flags, exit_code, run_investigate
 

@@ -12,8 +12,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.ops import PREFILL
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
 from attnlab.defects.attention_inputs import AttentionInputs, Predicted, join, mix
 from attnlab.defects.cache_read import CacheRead
 from attnlab.lab.rounding import Rounding

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.violations import Violation, Violations
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.violation import Violation, Violations
 from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.candidates import Candidate, Confirmed, confirm, is_by_chance, screen
@@ -39,7 +40,7 @@ def gather(
         same = rows_equal(output, problem.before)
         unwritten, how = torch.nonzero(same).flatten(), "they hold what the buffer held"
     else:
-        terms = [contract(name, problem.target, problem.call.op) for name in problem.kernels]
+        terms = contracts_of(problem.kernels, problem.target, problem.call.op)
         nobody = unwritten_rows(terms, problem.call) & found.touched.any(1)
         unwritten, how = torch.nonzero(nobody).flatten(), "by the kernels' contracts"
     return Evidence(

@@ -10,14 +10,12 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.candidates import (
-    Candidate,
-    fit,
-)
+from attnlab.diagnosis.candidates import Candidate, fit
 from attnlab.diagnosis.decide import decided, gather, judge
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinguish import row_slices_of, separate

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.contracts.violations import Violations
+from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
@@ -145,7 +145,7 @@ class Diagnosis(Shown):
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "by_slots": self.by_slots,
-            "violations": [dataclasses.asdict(violation) for violation in self.violations],
+            "violations": [violation.to_dict() for violation in self.violations],
             "separation": self._separation_dict(),
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),

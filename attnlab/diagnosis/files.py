@@ -7,7 +7,8 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab

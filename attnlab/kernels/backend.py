@@ -13,7 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
 from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.source import Source

@@ -30,7 +30,7 @@ from attnlab.case.errors import (
 )
 from attnlab.case.fields import ENTRY_POINT
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
 from attnlab.kernels.triton.trace import Watched

@@ -13,8 +13,10 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.case.ops import PREFILL
-from attnlab.contracts.contract import contract, written_rows
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import written_rows
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput

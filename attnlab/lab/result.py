@@ -9,9 +9,11 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Decision, Target
-from attnlab.contracts.violations import Violations
+from attnlab.contracts.dispatch import Decision
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.slot_map import SlotMap, slot_map
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport
 from attnlab.lab.reads import to_dict as memory_to_dict
@@ -80,10 +82,14 @@ class Result(Shown):
         return [] if self.errors is None else self.errors.places()
 
     def unwritten_rows(self) -> torch.Tensor:
-        """Return which output rows no kernel writes according to its contract, [num_tokens] bool."""
-        target = Target.of(self.case)
-        contracts = [contract(name, target, self.call.op) for name in self.decision.kernels]
+        """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
+        contracts = self.decision.contracts(Target.of(self.case), self.call.op)
         return unwritten_rows(contracts, self.call)
+
+    def slot_map(self) -> SlotMap:
+        """Return who wrote each slot of the cache, and who reads it by the kernels' contracts."""
+        contracts = self.decision.contracts(Target.of(self.case), self.call.op)
+        return slot_map(self.call, contracts, self.cache.provenance)
 
     @property
     def verdict(self) -> str:
@@ -116,7 +122,7 @@ class Result(Shown):
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),
-            "violations": [dataclasses.asdict(violation) for violation in self.violations],
+            "violations": [violation.to_dict() for violation in self.violations],
             "launches": list(self.launches),
             "wraps": list(self.wraps),
             "outside": list(self.outside),

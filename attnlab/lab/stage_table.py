@@ -10,8 +10,10 @@ from attnlab.case.fields import is_plugin
 from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 from attnlab.case.stages import STAGES
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 
@@ -84,7 +86,7 @@ def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
     for stage in STAGES:
         staged = case.replace(stage=stage, platform=platform)
         call, kernels, target = lab.call(staged), decide(staged).kernels, Target.of(staged)
-        terms = [contract(name, target, staged.op) for name in kernels]
+        terms = contracts_of(kernels, target, staged.op)
         rejected = any(
             violation.effect == "rejected" for violation in find_violations(call, target, kernels)
         )

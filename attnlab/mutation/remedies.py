@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import Defect
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.problem import Problem, RowSlice
@@ -119,8 +119,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
         store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
     own = case.sm_scale is None and case.release == "0.11.2"
     scale = {"sm_scale": case.head_size**-0.5} if own else {}
-    target = Target.of(case)
-    terms = [contract(name, target, case.op) for name in decide(case).kernels]
+    terms = decide(case).contracts(Target.of(case), case.op)
     leaks = any(one.reads_tail != "nothing" for one in terms)
     poison = {"empty_slots": "garbage" if leaks else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]

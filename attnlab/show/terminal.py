@@ -13,7 +13,7 @@ from attnlab.contracts.dispatch import Decision
 from attnlab.lab.decode_error import DecodedError
 
 if TYPE_CHECKING:  # these need torch, which the light commands do without
-    from attnlab.contracts.violations import Violation
+    from attnlab.contracts.violation import Violation
     from attnlab.lab.error_map import Place
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell

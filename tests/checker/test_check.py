@@ -27,7 +27,7 @@ pytestmark = needs_triton
 WRITE = """
 import torch
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash, slot_mapping
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 
 def write(call):
     reshape_and_cache_flash(call, Target())

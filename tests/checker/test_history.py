@@ -16,7 +16,8 @@ from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.side_outputs import expected_lse, wrong_lse, wrong_padding
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab

@@ -10,7 +10,8 @@ import torch
 from helpers.cases import hostile, same_bits
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.diagnose import diagnose

@@ -11,7 +11,8 @@ from helpers.cases import call_of, hostile
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.bench.diagnosis import bench_diagnose
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.defects import CATALOGUE
 from attnlab.diagnosis.candidates import Candidate, Confirmed, is_by_chance
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call

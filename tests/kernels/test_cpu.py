@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import CPU_ATTENTION
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops
@@ -152,7 +153,7 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
     case = own(**{f"{name}_dtype": "int64"})
     call, cache = call_of(case)
     foretold = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
-    assert [(b.effect, b.subject) for b in foretold if b.kind == "index_dtype"] == [
+    assert [(b.effect, b.tensor) for b in foretold if b.kind == "index_dtype"] == [
         ("rejected", name)
     ]
     with pytest.raises(KernelRejected, match=r"^expected scalar type Int but found Long$"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import SEED_CASE, _seconds
-from attnlab.contracts.dispatch import TRITON_DECODE, Target
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops

@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import _seconds
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source, find_source

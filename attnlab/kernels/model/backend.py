@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnlab.case.errors import KernelRejected
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, RELEASES, TRITON_OPS, UNIFIED, WRITE
-from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
 from attnlab.kernels.model.merge import merge_attn_states

@@ -2,8 +2,8 @@
 
 import torch
 
-from attnlab.contracts.contract import default_scale
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.rows import default_scale
+from attnlab.contracts.target import Target
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import ElementFormat, read_format

@@ -7,7 +7,7 @@ the value of each KV head, in the dtype of the stored elements.
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall

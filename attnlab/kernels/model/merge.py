@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 

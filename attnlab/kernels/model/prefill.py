@@ -10,8 +10,10 @@ import torch
 
 from attnlab.case.errors import KernelRejected
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
-from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.contract import PREFILL_TILE
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, cached_lens, served
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.contract import PARTITION_SIZE, Contract, as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.contract import PARTITION_SIZE, Contract
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import garbage
 from attnlab.tensors.call import KernelCall

@@ -3,8 +3,9 @@
 
 import torch
 
-from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import TRITON_DECODE, Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 

@@ -18,8 +18,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.ops import PREFILL, TRITON_OPS
 from attnlab.case.platforms import Platform
-from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.cache_reads import scale_of

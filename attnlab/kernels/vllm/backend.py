@@ -20,7 +20,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.vllm.source import Source

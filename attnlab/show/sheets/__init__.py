@@ -22,7 +22,7 @@ SHEETS: dict[str, str] = {  # the function in attnlab.show.sheets that makes eac
     "attnlab.tensors.call.KernelCall": "inputs.call",
     "attnlab.contracts.dispatch.Decision": "inputs.decision",
     "attnlab.contracts.contract.Contract": "inputs.contract",
-    "attnlab.contracts.violations.Violations": "results.violations",
+    "attnlab.contracts.violation.Violations": "results.violations",
     "attnlab.lab.error_map.ErrorMap": "results.errors",
     "attnlab.lab.result.Result": "results.result",
     "attnlab.lab.stage_table.StageTable": "results.stages",

@@ -18,7 +18,7 @@ from attnlab.show.sheets.sheet import (
 from attnlab.show.terminal import describe, place_lines
 
 if TYPE_CHECKING:
-    from attnlab.contracts.violations import Violation, Violations
+    from attnlab.contracts.violation import Violation, Violations
     from attnlab.lab.error_map import ErrorMap
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell as StageCell

@@ -14,7 +14,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab

@@ -14,8 +14,9 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import TRITON_DECODE, Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.defects.sinks import splits
@@ -145,7 +146,7 @@ def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
     case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
     call, cache = call_of(case)
     (first, *_) = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
-    assert (first.kind, first.effect, first.subject) == ("unsupported", "rejected", "sinks")
+    assert (first.kind, first.effect, first.tensor) == ("unsupported", "rejected", "sinks")
     for run in (modelled, lambda case: real(case, source)):
         with pytest.raises(KernelRejected, match=r"^Sinks arg is not supported with alibi$"):
             run(case)
@@ -174,13 +175,12 @@ def test_breaches_of_a_captured_call():
     call, _ = call_of(case)
     target = Target.of(case)
     for kernel in ("paged_attention_rocm", DECODE_FWD):
-        texts = [
-            one.text for one in find_violations(call, target, (kernel,)) if one.subject == "sinks"
-        ]
-        assert texts == [f"sinks is given; {kernel} takes none"]
+        found = [v for v in find_violations(call, target, (kernel,)) if v.tensor == "sinks"]
+        assert [(v.kernel, v.effect, v.required) for v in found] == [(kernel, "rejected", "none")]
     half = dataclasses.replace(call, sinks=call.sinks.half())
     (violation,) = find_violations(half, target, ("cpu_attention_with_kv_cache",))
-    assert violation.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
+    assert (violation.tensor, violation.dtype) == ("sinks", "float16")
+    assert violation.required == "bfloat16, float32"
 
 
 def test_splits_are_those_of_unified_attention():

@@ -13,8 +13,9 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, WRAPPER
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import CATALOGUE
 from attnlab.diagnosis.diagnose import diagnose
@@ -135,7 +136,8 @@ def test_a_captured_call_with_a_cap():
     assert call.softcap == 0.7
     other = dataclasses.replace(call, op=WRAPPER)
     found = find_violations(other, Target.of(case), ("context_attention_fwd",))
-    assert "softcap is 0.7; context_attention_fwd takes none" in [one.text for one in found]
+    capped_by = [(v.kernel, v.value, v.required) for v in found if v.parameter == "softcap"]
+    assert capped_by == [("context_attention_fwd", 0.7, "none")]
 
     def chunked_prefill_paged_decode(query, key, value, output): ...
 

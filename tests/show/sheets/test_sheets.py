@@ -19,9 +19,11 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import Violation, Violations, find_violations
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violation, Violations
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
@@ -183,7 +185,7 @@ def test_a_result_tells_all_that_matters(nouns: dict[str, Shown]) -> None:
     page = Page(html(nouns["attnlab.lab.result.Result"]))
     for fact in (
         "mismatch: 512 of 17408, first (33, 0, 0)",
-        "row 33 of output (sequence 1, query_len 1) is written by nobody",
+        "row 33 of output (sequence 1, query_len 1)",
         "sequence 1, token 0 of 1 (row 33), heads 0–3: 512 elements",
         "0, 33, 34, … becomes 0, 0, 33, 0, 34, 0, …",
         "backend model",
@@ -230,7 +232,12 @@ def test_a_table_of_breaches_escapes_what_it_holds() -> None:
     found = Violations(
         [
             Violation(
-                kind="k", effect="silent", kernel="<i>", subject="<u>[red]", text="[bold]a & b</td>"
+                kind="unsupported",
+                effect="silent",
+                kernel="[bold]a & b</td>",
+                parameter="<u>[red]",
+                value=1,
+                required=2,
             )
         ]
     )
