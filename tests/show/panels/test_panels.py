@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
-from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.case.ops import OPS, WRITE
 from attnlab.case.stages import STAGES
 from attnlab.case.test_id import nearest_id
@@ -47,6 +47,7 @@ def values_of(name: str) -> list[object]:
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
+        BackendName: lambda: [*inner.choices, "mine.py:fast", "plugin:fast"],
         Flag: lambda: [True, False],
         Int: lambda: [inner.least, inner.least + 7],
         Number: lambda: [0.5, 1e-6, 1 / 3],
