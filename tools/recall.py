@@ -21,8 +21,9 @@ from attnlab.case.errors import Unavailable
 from attnlab.checker import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import is_callers_fault
-from attnlab.checker.subject import Subject, vllm
 from attnlab.cli.check import DEFAULT_CASES
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import OPS_FOLDERS
 from attnlab.lab.lab import Lab
 
@@ -178,19 +179,19 @@ def compare_commits(repository: str, fix: Fix) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
         unpack(repository, f"{fix.commit}^", Path(before))
         unpack(repository, fix.commit, Path(after))
-        old, lab = vllm(Path(before)), Lab(source=Path(before), device="cpu")
+        old, lab = find_backend("vllm", Path(before), "cpu"), Lab(source=Path(before), device="cpu")
         for i, case in enumerate(hostile_cases(old, fix.op, "sm_90", DEFAULT_CASES, 0), 1):
             if not is_callers_fault(lab, case) and is_found(lab, old, case, fix):
                 new = Lab(source=Path(after), device="cpu")
-                again = is_found(new, vllm(Path(after)), case, fix)
+                again = is_found(new, find_backend("vllm", Path(after), "cpu"), case, fix)
                 return f"found, case {i} of {DEFAULT_CASES}", "found" if again else "no finding"
     return "not found", "not run"
 
 
-def is_found(lab: Lab, subject: Subject, case: Case, fix: Fix) -> bool:
+def is_found(lab: Lab, backend: Backend, case: Case, fix: Fix) -> bool:
     """Return whether the check of a Case finds the defect that the fix removes."""
     try:
-        findings = check_case(lab, subject, case)
+        findings = check_case(lab, backend, case)
     except Unavailable:
         return False
     return any(f.kind == fix.kind and f.diagnosis.startswith(fix.diagnosis) for f in findings)

@@ -10,9 +10,10 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import is_plugin
 from attnlab.case.ops import OPS
-from attnlab.checker.subject import Subject
 from attnlab.checker.variants import LENGTHS, VARIANTS
+from attnlab.kernels.backend import Backend
 
 _DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -33,12 +34,12 @@ _EDGES = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 127, 255, 256, 257, 300)
 
 
 def hostile_cases(
-    subject: Subject, op: str, platform: str, count: int, seed: int
+    backend: Backend, op: str, platform: str, count: int, seed: int
 ) -> Iterator[Case]:
     """Yield ``count`` Cases of an op, the most informative first.
 
     The first round pairs each variant with fixed lengths, later rounds with random ones. Variants that
-    the op or the subject does not support are skipped.
+    the op or the backend does not support are skipped.
     """
     rng = random.Random(seed)
     made = 0
@@ -48,7 +49,7 @@ def hostile_cases(
         lengths = LENGTHS[i % len(LENGTHS)] if i < len(VARIANTS) else _random_lengths(rng)
         fields = VARIANTS[i % len(VARIANTS)].fields
         try:
-            yield _make_case(subject, op, platform, lengths, fields, rng.randrange(1 << 30))
+            yield _make_case(backend, op, platform, lengths, fields, rng.randrange(1 << 30))
         except InvalidCase:
             continue
         made += 1
@@ -62,7 +63,7 @@ def _random_lengths(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _make_case(
-    subject: Subject,
+    backend: Backend,
     op: str,
     platform: str,
     lengths: tuple[tuple[int, ...], tuple[int, ...]],
@@ -70,12 +71,12 @@ def _make_case(
     seed: int,
 ) -> Case:
     """Return the Case of lengths and a variant's fields; raise InvalidCase if they do not fit."""
-    _check_supported(subject, op, variant)
+    _check_supported(backend, op, variant)
     query_lens, ctx_lens = lengths
     fields: dict[str, Any] = {
         "op": op,
-        "backend": "model" if subject.backend == "plugin" else subject.backend,
-        "release": subject.release,
+        "backend": backend.name,
+        "release": backend.release,
         "platform": platform,
         "seed": seed,
         "query_lens": query_lens,
@@ -85,28 +86,28 @@ def _make_case(
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
-    if subject.backend == "plugin" and fields["stage"] == "int64":
+    if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if subject.release not in OPS[op].split_releases:
+    if backend.release not in OPS[op].split_releases:
         fields["num_splits"] = None
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
 
 
-def _check_supported(subject: Subject, op: str, variant: dict[str, Any]) -> None:
-    """Raise InvalidCase for a variant that the subject or the op does not support."""
+def _check_supported(backend: Backend, op: str, variant: dict[str, Any]) -> None:
+    """Raise InvalidCase for a variant that the backend or the op does not support."""
     has_sinks_and_alibi = variant.get("sinks") and variant.get("alibi")
-    if variant.get("kv_cache_dtype", "auto") not in subject.kv_cache_dtypes:
-        raise InvalidCase("the subject does not support the variant's kv_cache_dtype")
-    if variant.get("dtype", "float16") not in subject.dtypes:
-        raise InvalidCase("the subject's device does not compute the variant's dtype exactly")
-    if "first_block" in variant and not subject.large_caches:
-        raise InvalidCase("the subject may copy the cache, which is too large here")
-    if "freed" in variant and subject.backend == "model":
+    if variant.get("kv_cache_dtype", "auto") not in backend.kv_cache_dtypes:
+        raise InvalidCase("the backend does not support the variant's kv_cache_dtype")
+    if variant.get("dtype", "float16") not in backend.dtypes:
+        raise InvalidCase("the backend's device does not compute the variant's dtype exactly")
+    if "first_block" in variant and not backend.large_caches:
+        raise InvalidCase("the backend may copy the cache, which is too large here")
+    if "freed" in variant and backend.name == "model":
         raise InvalidCase("the models do not define reads before a window")
-    if has_sinks_and_alibi and subject.backend == "model":
+    if has_sinks_and_alibi and backend.name == "model":
         raise InvalidCase("the models repeat an error of vLLM's op here")
     if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")

@@ -16,7 +16,7 @@ from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import Budget, OpReport, check_op, crash, grouped
-from attnlab.checker.subject import Subject
+from attnlab.kernels.backend import Backend
 from attnlab.kernels.child_process import end_with_parent
 
 OnOp = Callable[[int, int], None]
@@ -59,7 +59,7 @@ class Report(Shown):
 
 
 def check_library(
-    subject: Subject,
+    backend: Backend,
     ops: Sequence[str],
     platform: str,
     cases: int,
@@ -78,14 +78,14 @@ def check_library(
         platform=platform, cases=cases, seconds=seconds * processes / len(ops), seed=seed
     )
     op_reports: list[OpReport] = []
-    for op_report in _check_ops(subject, ops, budget, processes):
+    for op_report in _check_ops(backend, ops, budget, processes):
         op_reports.append(op_report)
         on_op(len(op_reports), len(ops))
     op_reports.sort(key=lambda op_report: ops.index(op_report.op))
-    return _merged(subject, op_reports, time.perf_counter() - start)
+    return _merged(backend, op_reports, time.perf_counter() - start)
 
 
-def _merged(subject: Subject, op_reports: Sequence[OpReport], seconds: float) -> Report:
+def _merged(backend: Backend, op_reports: Sequence[OpReport], seconds: float) -> Report:
     """Return one report of all ops, findings in the order of the ops, then by kind."""
     findings = [
         finding
@@ -95,37 +95,37 @@ def _merged(subject: Subject, op_reports: Sequence[OpReport], seconds: float) ->
     reads = {op_report.op: op_report.reads for op_report in op_reports if op_report.reads.watched}
     left_out = [text for op_report in op_reports for text in op_report.left_out]
     return Report(
-        source=subject.source or subject.backend,
-        version=subject.version,
+        source=str(backend.path or backend.name),
+        version=backend.version,
         cases_run=sum(op_report.cases_run for op_report in op_reports),
         seconds=seconds,
         findings=[finding for finding in findings if finding.is_fault],
         observations=[finding for finding in findings if not finding.is_fault],
         reads={op: counts.to_dict() for op, counts in reads.items()},
         reads_allowed={op: sorted(counts.allowed) for op, counts in reads.items()},
-        left_out=[*left_out, *subject.left_out(), *NOT_COVERED],
+        left_out=[*left_out, *backend.blind_spots, *NOT_COVERED],
     )
 
 
 def _check_ops(
-    subject: Subject, ops: Sequence[str], budget: Budget, processes: int
+    backend: Backend, ops: Sequence[str], budget: Budget, processes: int
 ) -> Iterator[OpReport]:
     """Yield the report of each op as soon as the op is finished."""
     if processes == 1:
         for op in ops:
-            yield check_op(subject, op, budget)
+            yield check_op(backend, op, budget)
         return
     with ThreadPoolExecutor(processes) as threads:
-        futures = [threads.submit(_check_in_processes, subject, op, budget) for op in ops]
+        futures = [threads.submit(_check_in_processes, backend, op, budget) for op in ops]
         for future in as_completed(futures):
             yield future.result()
 
 
-def _check_in_processes(subject: Subject, op: str, budget: Budget) -> OpReport:
+def _check_in_processes(backend: Backend, op: str, budget: Budget) -> OpReport:
     """Check an op in a process of its own; if a kernel breaks the GPU's context, continue in a new one."""
-    parts = [_check_in_process(subject, op, budget, 0)]
+    parts = [_check_in_process(backend, op, budget, 0)]
     while (resume := parts[-1].resume) is not None:
-        parts.append(_check_in_process(subject, op, budget, resume))
+        parts.append(_check_in_process(backend, op, budget, resume))
     return OpReport(
         op=op,
         cases_run=sum(part.cases_run for part in parts),
@@ -135,16 +135,16 @@ def _check_in_processes(subject: Subject, op: str, budget: Budget) -> OpReport:
     )
 
 
-def _check_in_process(subject: Subject, op: str, budget: Budget, begin: int) -> OpReport:
+def _check_in_process(backend: Backend, op: str, budget: Budget, begin: int) -> OpReport:
     """Check an op from case ``begin`` on in a new process; a process that dies is a finding."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         1, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
     ) as pool:
         try:
-            return pool.submit(check_op, subject, op, budget, begin).result()
+            return pool.submit(check_op, backend, op, budget, begin).result()
         except BrokenProcessPool:
-            cases = hostile_cases(subject, op, budget.platform, budget.cases, budget.seed)
+            cases = hostile_cases(backend, op, budget.platform, budget.cases, budget.seed)
             text = "the process died while it ran this case or a later one"
             return OpReport(
                 op=op,

@@ -13,10 +13,10 @@ from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.shrinking import shrink
 from attnlab.checker.slot_reads import ReadCounts
-from attnlab.checker.subject import Subject
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
+from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 
 
@@ -49,13 +49,13 @@ class OpReport:
     resume: int | None = None
 
 
-def check_op(subject: Subject, op: str, budget: Budget, begin: int = 0) -> OpReport:
+def check_op(backend: Backend, op: str, budget: Budget, begin: int = 0) -> OpReport:
     """Check the hostile Cases of an op, from index ``begin`` on, until the time is up."""
     start, cases_run = time.perf_counter(), 0
-    lab = Lab(source=subject.source if subject.backend == "vllm" else None, device="cpu", keep=3)
+    lab = Lab(source=backend.path, device="cpu", keep=3)
     findings, left_out = list[Finding](), list[str]()
     reads, resume = ReadCounts(), None
-    cases = hostile_cases(subject, op, budget.platform, budget.cases, budget.seed)
+    cases = hostile_cases(backend, op, budget.platform, budget.cases, budget.seed)
     for i, case in itertools.islice(enumerate(cases), begin, None):
         if time.perf_counter() - start > budget.seconds:
             count = budget.cases - i
@@ -64,7 +64,7 @@ def check_op(subject: Subject, op: str, budget: Budget, begin: int = 0) -> OpRep
         try:
             if is_callers_fault(lab, case):
                 continue
-            findings += check_case(lab, subject, case, reads.add)
+            findings += check_case(lab, backend, case, reads.add)
         except DeviceLost as error:
             findings.append(crash(case, str(error)))
             resume = i + 1
@@ -76,7 +76,7 @@ def check_op(subject: Subject, op: str, budget: Budget, begin: int = 0) -> OpRep
             break
     findings = grouped(findings)
     if resume is None:  # nothing can run on a broken GPU context
-        findings = _shrink_all(lab, subject, findings, start + budget.seconds)
+        findings = _shrink_all(lab, backend, findings, start + budget.seconds)
     return OpReport(
         op=op,
         cases_run=cases_run,
@@ -113,7 +113,7 @@ def grouped(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _shrink_all(
-    lab: Lab, subject: Subject, findings: list[Finding], deadline: float
+    lab: Lab, backend: Backend, findings: list[Finding], deadline: float
 ) -> list[Finding]:
     """Shrink faults before observations; split the remaining time equally.
 
@@ -123,7 +123,7 @@ def _shrink_all(
     findings = sorted(findings, key=lambda finding: not finding.is_fault)
     for i, finding in enumerate(findings):
         seconds = (deadline - time.perf_counter()) / (len(findings) - i)
-        small = shrink(lab, subject, finding, seconds)
+        small = shrink(lab, backend, finding, seconds)
         first = None if small.case == finding.case else finding.case
         smallest.append(dataclasses.replace(small, seen=finding.seen, first=first))
     return smallest

@@ -8,9 +8,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import OBSERVED, observations
-from attnlab.checker.subject import Subject
+from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 
 _MAX_TRIES = 24
@@ -30,7 +31,7 @@ _PLAIN = {
 }
 
 
-def shrink(lab: Lab, subject: Subject, finding: Finding, seconds: float = math.inf) -> Finding:
+def shrink(lab: Lab, backend: Backend, finding: Finding, seconds: float = math.inf) -> Finding:
     """Return the same finding at a smaller Case.
 
     The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
@@ -45,23 +46,23 @@ def shrink(lab: Lab, subject: Subject, finding: Finding, seconds: float = math.i
             tries += 1
             if tries > _MAX_TRIES or time.perf_counter() > deadline:
                 break
-            same = _same_finding(lab, subject, finding, case)
+            same = _same_finding(lab, backend, finding, case)
             if same is not None:
                 finding, is_smaller = same, True
                 break
     return finding
 
 
-def _same_finding(lab: Lab, subject: Subject, finding: Finding, case: Case) -> Finding | None:
+def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> Finding | None:
     """Return the finding of the same group at another Case, or None.
 
     An observation of slot reads needs one run; every other finding needs the whole check.
     """
     try:
         if finding.kind in OBSERVED:
-            found = [*observations(case, subject.run(lab, case, watch=True).memory)]
+            found = [*observations(case, run_case(lab, backend, case, trace_reads=True).memory)]
         else:
-            found = check_case(lab, subject, case)
+            found = check_case(lab, backend, case)
     except AttnLabError:
         return None
     return next((other for other in found if other.group == finding.group), None)

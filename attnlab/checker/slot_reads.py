@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
-from attnlab.checker.subject import RunOutput
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState, readable_states
 from attnlab.contracts.target import Target
 from attnlab.lab.reads import MemoryReport
+from attnlab.lab.result import Result
 
 # The states that each kind of observation reports, the most serious kind first.
 OBSERVED = {
@@ -36,7 +36,7 @@ class ReadCounts:
     counts: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
     allowed: set[SlotState] = field(default_factory=set)
 
-    def add(self, case: Case, ran: RunOutput) -> None:
+    def add(self, case: Case, ran: Result) -> None:
         """Add the reads of a run of a Case, if they were traced; changes the counts."""
         if ran.memory is None:
             return

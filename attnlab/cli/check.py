@@ -16,11 +16,12 @@ from rich.table import Table
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import is_plugin, refuse
 from attnlab.case.ops import RELEASES, TRITON_OPS
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report
-    from attnlab.checker.subject import Subject
+    from attnlab.kernels.backend import Backend
 
 DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
 _DOCUMENT = """
@@ -40,8 +41,8 @@ def add_check_flags(parser: argparse.ArgumentParser) -> None:
         "kernel",
         nargs="?",
         metavar="FILE.py:FUNCTION",
-        help="a kernel of your own: it takes a KernelCall and writes call.output; its attribute op names "
-        "the op that it stands for",
+        help="your own kernel, or plugin:NAME of an installed one: it takes a KernelCall and writes "
+        "call.output; its attribute op names the op that it stands for",
     )
     parser.add_argument(
         "--source", type=Path, metavar="PATH", help="a vLLM: a wheel, an sdist or a checkout"
@@ -94,7 +95,7 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     """Run the sanitizer as the flags say; raises InvalidCase and Unavailable."""
     from attnlab.checker.library import check_library
 
-    subject = _subject(args)
+    backend = _backend(args)
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 
@@ -103,15 +104,15 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
         if getattr(args, name) < least:
             raise InvalidCase(f"{name} must be at least {least}, got {getattr(args, name)}")
-    ops = [op for op in args.op or subject.ops if op in subject.ops]
+    ops = [op for op in args.op or backend.ops if op in backend.ops]
     if not ops:
-        raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
-    if args.report is not None and subject.backend != "vllm":
+        raise InvalidCase(f"op must be one of {', '.join(backend.ops)}, got {', '.join(args.op)}")
+    if args.report is not None and backend.name != "vllm":
         raise InvalidCase("report must be given with a vLLM: --source PATH or --installed")
-    processes = 1 if subject.backend == "model" else max(2, os.cpu_count() or 1)
-    with progress(f"checking {subject.version}") as show:
+    processes = 1 if backend.name == "model" else max(2, os.cpu_count() or 1)
+    with progress(f"checking {backend.version}") as show:
         report = check_library(
-            subject,
+            backend,
             ops,
             args.platform,
             args.cases,
@@ -123,7 +124,7 @@ def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
     if args.report is not None:
         from attnlab.reports.upstream import write_reports
 
-        written = write_reports(report.findings, args.report, report.version, subject.device)
+        written = write_reports(report.findings, args.report, report.version, backend.device)
         report = dataclasses.replace(report, reports=[str(path) for path in written])
     return report
 
@@ -136,23 +137,27 @@ def draw_findings(args: argparse.Namespace, report: "Report", progress: Progress
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
-        return write_pictures(report, _subject(args), args.pictures, shlex.join(words))
+        return write_pictures(report, _backend(args), args.pictures, shlex.join(words))
 
 
-def _subject(args: argparse.Namespace) -> "Subject":
-    from attnlab.checker.subject import models, plugin, vllm
+def _backend(args: argparse.Namespace) -> "Backend":
+    """Return the backend that the flags name; raise InvalidCase or Unavailable."""
+    from attnlab.kernels import find_backend
+    from attnlab.kernels.model.backend import ModelBackend
 
     given = [args.kernel is not None, args.source is not None, args.installed]
     if sum(given) > 1:
         raise InvalidCase("kernel, source and installed must not be given together")
     if args.kernel is not None:
-        return plugin(args.kernel)
+        if not is_plugin(args.kernel):
+            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", args.kernel)
+        return find_backend(args.kernel)
     if args.source is not None or args.installed:
-        return vllm(args.source, args.device)
+        return find_backend("vllm", args.source, args.device)
     if args.device != "cpu":
         raise InvalidCase(f"device must be cpu without a vLLM, got {args.device}")
     field_type("release").check("release", args.release)
-    return models(args.release)
+    return ModelBackend(rules=args.release)
 
 
 def show_report(console: Console, report: "Report") -> None:

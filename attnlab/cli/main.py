@@ -23,7 +23,7 @@ from attnlab import __version__
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import Int
+from attnlab.case.fields import Int, is_plugin
 from attnlab.case.flags import Parser, add_case_flags, add_source_flag, case_of, read_text
 from attnlab.cli.check import add_check_flags, draw_findings, run_check, show_report
 from attnlab.cli.investigate import add_investigate_flags, exit_code, run_investigate
@@ -227,11 +227,23 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if report.findings else 0
 
 
+def _case_of(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; the op of a user's kernel, if no flag names one, is the kernel's own."""
+    from_scratch = not (args.test_id or args.case or args.knob_op)
+    if args.knob_backend is not None and is_plugin(args.knob_backend) and from_scratch:
+        from attnlab.kernels.plugin import PluginBackend
+
+        args.knob_op = PluginBackend(spec=args.knob_backend).op
+    return case_of(args)
+
+
 def _case_with_source(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise InvalidCase where its backend has no use for --source."""
-    case = case_of(args)
-    if args.source is not None and case.backend == "model":
-        raise InvalidCase("source must not be given with backend model; add --backend vllm or rocm")
+    case = _case_of(args)
+    if args.source is not None and case.backend not in ("vllm", "rocm"):
+        raise InvalidCase(
+            f"source must not be given with backend {case.backend}; add --backend vllm or rocm"
+        )
     return case
 
 
@@ -282,7 +294,7 @@ def _explain(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
     from attnlab.show.terminal import show_decision
 
-    decision = decide(case_of(args))
+    decision = decide(_case_of(args))
     if args.json:
         _print_json(decision.to_dict())
     else:
@@ -325,7 +337,7 @@ def _power(args: argparse.Namespace) -> int:
     from attnlab.mutation.power import power
 
     with _progress("planting defects") as show:
-        told = power(case_of(args), on_step=show)
+        told = power(_case_of(args), on_step=show)
     if args.json:
         _print_json(told.to_dict())
     else:

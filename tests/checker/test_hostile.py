@@ -3,8 +3,8 @@
 from attnlab.case.declaration import FIELDS
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.subject import models
 from attnlab.checker.variants import LENGTHS, VARIANTS
+from attnlab.kernels.model.backend import ModelBackend
 
 
 def test_every_variant_states_its_reason() -> None:
@@ -15,7 +15,7 @@ def test_every_variant_states_its_reason() -> None:
 
 
 def test_cases_are_reproducible_and_depend_on_the_seed() -> None:
-    subject = models("0.33.0")
+    subject = ModelBackend(rules="0.33.0")
     for op in TRITON_OPS:
         first, again, other = (
             list(hostile_cases(subject, op, "sm_90", 12, seed)) for seed in (0, 0, 1)
@@ -26,6 +26,6 @@ def test_cases_are_reproducible_and_depend_on_the_seed() -> None:
 
 def test_later_rounds_have_other_lengths() -> None:
     fixed = {lengths for lengths in LENGTHS}
-    cases = list(hostile_cases(models("0.33.0"), "unified_attention", "sm_90", 60, 0))
+    cases = list(hostile_cases(ModelBackend(rules="0.33.0"), "unified_attention", "sm_90", 60, 0))
     late = cases[len(VARIANTS) :]
     assert any((c.query_lens, c.ctx_lens) not in fixed for c in late)

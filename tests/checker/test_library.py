@@ -15,9 +15,10 @@ from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.op_check import is_callers_fault
-from attnlab.checker.subject import models, plugin, vllm
 from attnlab.cli.check import DEFAULT_CASES
 from attnlab.cli.main import main
+from attnlab.kernels import find_backend
+from attnlab.kernels.model.backend import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 
@@ -40,15 +41,13 @@ write.kv_cache_dtypes = ("auto",)
 @pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
 def test_sound_models_give_no_finding(platform: str) -> None:
     """Variants in which a model repeats an error of vLLM are left out."""
-    report = checked(models("0.33.0"), cases=30, platform=platform, seed=11)
+    report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
-    assert set(models("0.33.0").left_out()) <= set(report.left_out)
+    assert set(ModelBackend(rules="0.33.0").blind_spots) <= set(report.left_out)
 
-
-def test_the_faults_of_0_11_2_are_found_in_its_models() -> None:
     """NaN of the last block leaks, the default scale uses the number of heads, the soft cap overflows."""
-    report = checked(models("0.11.2"), cases=DEFAULT_CASES)
+    report = checked(ModelBackend(rules="0.11.2"), cases=DEFAULT_CASES)
     faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}
     leaks = {one.group for one in report.findings if one.kind == "reads_unwritten_slots"}
     assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
@@ -108,8 +107,8 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
 
 def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     """The check continues after the process of a kernel has ended."""
-    subject = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
-    report = check_library(subject, subject.ops, "sm_90", 3, 60.0, processes=2)
+    backend = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
+    report = check_library(backend, backend.ops, "sm_90", 3, 60.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
@@ -125,8 +124,8 @@ def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     )
     whole = checked(planted(tmp_path, RIGHT), cases=6)
     (tmp_path / "broken").mkdir()
-    subject = planted(tmp_path / "broken", broken)
-    report = check_library(subject, subject.ops, "sm_90", 6, 600.0, processes=2)
+    backend = planted(tmp_path / "broken", broken)
+    report = check_library(backend, backend.ops, "sm_90", 6, 600.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
     assert report.findings[0].case.sliding_window
     assert "illegal memory access" in report.findings[0].evidence
@@ -154,7 +153,7 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 def test_a_release(source: Source) -> None:
     """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
-    report = check_library(vllm(source.path), TRITON_OPS, "sm_90", 5, 600.0)
+    report = check_library(find_backend("vllm", source.path, "cpu"), TRITON_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
     if source.rules == "0.33.0":
         assert report.findings == []
@@ -167,7 +166,7 @@ def test_hostile_cases_keep_every_contract() -> None:
     """No case violates a contract, and the cases use all features."""
     lab, seen = Lab(), set[str]()
     for op in TRITON_OPS:
-        cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
+        cases = list(hostile_cases(ModelBackend(rules="0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
         assert len(cases) == DEFAULT_CASES
         for case in cases:
             assert not is_callers_fault(lab, case)
@@ -223,7 +222,7 @@ def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("def other(call): pass", "must have a function"),
         ("raise ValueError('no')", "cannot run: ValueError: no"),
-        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "its op must be one of"),
+        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
     ],
 )
 def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> None:
@@ -234,6 +233,6 @@ def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> No
 
 def test_the_triton_example(tmp_path: Path) -> None:
     """It has no finding under the interpreter."""
-    subject = plugin(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
-    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert check_case(Lab(), subject, case) == []
+    backend = find_backend(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
+    case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
+    assert check_case(Lab(), backend, case) == []

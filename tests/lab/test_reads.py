@@ -1,6 +1,7 @@
 """Traced slot reads: their states, program by program; every planted stray read is reported."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from helpers.triton_example import CASE, EXAMPLE, TRITON
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.slot_reads import ReadCounts, slots_by_state
-from attnlab.checker.subject import RunOutput, plugin, vllm
 from attnlab.contracts.slot_states import SlotState
 from attnlab.contracts.target import Target
+from attnlab.kernels import find_backend
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
@@ -82,7 +84,7 @@ def planted(folder: Path, old: str, new: str):
     assert old in TRITON
     file = folder / "kernel.py"
     file.write_text(TRITON.replace(old, new) if old else TRITON)
-    return plugin(f"{file}:my_attention")
+    return find_backend(f"{file}:my_attention")
 
 
 @pytest.mark.parametrize(("old", "new", "state", "fault", "changes"), STRAYS.values(), ids=STRAYS)
@@ -97,9 +99,9 @@ def test_a_stray_read_is_reported(tmp_path: Path, old, new, state, fault, change
 
 def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
     """A correct kernel reads every key that a row may see, and no other."""
-    lab, subject = Lab(), planted(tmp_path, "", "")
+    lab, backend = Lab(), planted(tmp_path, "", "")
     case = CASE.replace(sliding_window=9)
-    memory = subject.run(lab, case, watch=True).memory
+    memory = run_case(lab, backend, case, trace_reads=True).memory
     assert memory is not None
     provenance = lab.cache(case).provenance
     for seq, (query_len, ctx_len) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
@@ -183,7 +185,7 @@ def test_rows_of_two_sequences_and_of_none() -> None:
     none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
     assert [(one.seq, one.counts[SlotState.UNKNOWN]) for one in none.slots] == [(NOBODY, 1)]
     tally = ReadCounts()
-    tally.add(CASE, RunOutput(output=torch.empty(0), memory=none))
+    tally.add(CASE, SimpleNamespace(memory=none))
     assert tally.to_dict()["unknown"] == 1
 
 
@@ -212,15 +214,17 @@ def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, mon
 
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
-    subject = planted(tmp_path, "both = seen", "both = (pos <= end)")
-    report = check_library(subject, subject.ops, "sm_90", 4, 600.0)
+    backend = planted(tmp_path, "both = seen", "both = (pos <= end)")
+    report = check_library(backend, backend.ops, "sm_90", 4, 600.0)
     counts = report.to_dict()["reads"]["unified_attention"]
     assert counts["own"] > 300
     assert counts["outside_window"] > 100
     assert report.reads_allowed["unified_attention"] == ["own"]
     assert {one.kind for one in report.observations} == {"reads_outside_window"}
     text = EXAMPLE.with_name("my_attention.py")
-    report = check_library(plugin(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0)
+    report = check_library(
+        find_backend(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0
+    )
     assert report.reads == {}
     assert any(line.startswith("unified_attention: slot reads") for line in report.left_out)
 
@@ -228,9 +232,9 @@ def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
 def test_an_out_of_bounds_access_of_a_plugin_is_reported(tmp_path: Path) -> None:
     """Before the first element of a tensor."""
     old = "q = tl.load(query"
-    subject = planted(tmp_path, old, "tl.load(out - 1); " + old)
-    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert "out_of_bounds" in {one.kind for one in check_case(Lab(), subject, case)}
+    backend = planted(tmp_path, old, "tl.load(out - 1); " + old)
+    case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
+    assert "out_of_bounds" in {one.kind for one in check_case(Lab(), backend, case)}
 
 
 @pytest.mark.parametrize("freed", ["empty", "recycled"])
@@ -242,15 +246,15 @@ def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None
     lens = {"query_lens": (3, 20, 2), "ctx_lens": (75, 50, 40)}
     fields = {"op": op, "backend": "vllm", "release": source.rules, "sliding_window": 16, **lens}
     case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
-    lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
+    lab, backend = Lab(source=source.path, device="cpu"), find_backend("vllm", source.path, "cpu")
     assert not is_callers_fault(lab, case)
-    found = {one.kind for one in check_case(lab, subject, case) if one.kind != "out_of_bounds"}
+    found = {one.kind for one in check_case(lab, backend, case) if one.kind != "out_of_bounds"}
     ignores = op == "unified_attention" and source.rules == "0.33.0"
     assert ("reads_freed_blocks" in found) == (not ignores), found
     assert ("reads_foreign_slots" in found) == (freed == "recycled")
     assert "reads_outside_window" in found
     plain = {
-        one.kind for one in check_case(lab, subject, case.replace(freed="kept")) if one.is_fault
+        one.kind for one in check_case(lab, backend, case.replace(freed="kept")) if one.is_fault
     }
     assert plain == set()
 

@@ -12,7 +12,7 @@ import ipywidgets as ipw
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
+from attnlab.case.fields import BackendName, FieldType, Flag, Int, Maybe, OneOf
 from attnlab.show.panels.choices import CHOICES, sentence
 
 OnChange = Callable[[str], None]
@@ -88,6 +88,8 @@ def _make_input(name: str, kind: FieldType) -> Any:
     }
     if isinstance(inner, Flag) and inner is kind:
         return ipw.Checkbox(**{**shared, "style": {"description_width": "0"}}, indent=False)
+    if isinstance(inner, BackendName):  # or the name of a user's kernel, typed in
+        return ipw.Combobox(options=list(inner.choices), continuous_update=False, **shared)
     if isinstance(inner, OneOf):
         options = [(choice, choice) for choice in inner.choices]
         if isinstance(kind, Maybe):

@@ -1,16 +1,17 @@
 """PanelData: what a panel shows of a Case, and Selection: one selected head of one row."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.contracts.slot_map import Slot, SlotMap
+from attnlab.kernels.steps import OnStep
 from attnlab.lab.cache_write import as_numbers, slot_order
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
-from attnlab.lab.steps import OnStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +65,8 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     ``lab``.
     """
     on_notice: Callable[[str], None] = on_step
-    lab = replace(lab, on_step=on_step, on_notice=on_notice)
+    lab = copy(lab)  # with the same shared products
+    lab.on_step, lab.on_notice = on_step, on_notice
     result = lab.run(case)
     got = expected = row_slots = None
     if result.errors is not None:

@@ -8,7 +8,7 @@ from html import escape
 
 import ipywidgets as ipw
 
-from attnlab.lab.steps import STEPS, OnStep
+from attnlab.kernels.steps import STEPS, OnStep
 from attnlab.show.panels.latest_only import Job, Outdated
 
 _DELAY_S, _INTERVAL_S = 0.4, 0.1  # until progress is first shown, and between two updates

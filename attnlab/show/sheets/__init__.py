@@ -27,7 +27,7 @@ SHEETS: dict[str, str] = {  # the function in attnlab.show.sheets that makes eac
     "attnlab.lab.result.Result": "results.result",
     "attnlab.lab.stage_table.StageTable": "results.stages",
     "attnlab.diagnosis.diagnosis.Diagnosis": "conclusions.diagnosis",
-    "attnlab.mutation.power.MutationReport": "conclusions.power",
+    "attnlab.mutation.report.MutationReport": "conclusions.power",
     "attnlab.study.claims.ledger.Finding": "conclusions.claim",
     "attnlab.study.claims.ledger.Findings": "conclusions.claims",
     "attnlab.study.overview.Chapters": "conclusions.chapters",

@@ -148,7 +148,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
         raise Unavailable("enough")
 
     source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
-    monkeypatch.setattr("attnlab.lab.lab.find_source", lambda path: source)
+    monkeypatch.setattr("attnlab.kernels.vllm.backend.find_source", lambda path: source)
     monkeypatch.setattr("attnlab.kernels.vllm.backend.run", stop)
     for heads, announced in ((None, 1), ((0, 1), 0)):
         notices.clear()

@@ -4,7 +4,7 @@ import pytest
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.show.panels.choices import CHOICES
 from attnlab.show.panels.controls import Control, check_knobs, groups, tooltip_of
 from attnlab.show.panels.layout import group_boxes
@@ -16,6 +16,7 @@ def values_of(name: str) -> list[object]:
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
+        BackendName: lambda: [*inner.choices, "mine.py:fast", "plugin:fast"],
         Flag: lambda: [True, False],
         Int: lambda: [inner.least, inner.least + 7],
         Number: lambda: [0.5, 1e-6, 1 / 3],

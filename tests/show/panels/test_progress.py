@@ -7,8 +7,8 @@ import pytest
 from helpers.panels import SMALL
 
 from attnlab.case.case import Case
+from attnlab.kernels.steps import STEPS
 from attnlab.lab.lab import Lab
-from attnlab.lab.steps import STEPS
 from attnlab.show.panels import panel
 from attnlab.show.panels.latest_only import Job, LatestOnly, Outdated
 from attnlab.show.panels.progress import PICTURES, Progress, share_done

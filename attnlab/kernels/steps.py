@@ -14,3 +14,7 @@ class OnStep(Protocol):
         ``done`` of ``total`` programs of the step have run, if the step counts them. The function may
         raise to end the run.
         """
+
+
+def ignore_step(step: str, done: int | None = None, total: int | None = None) -> None:
+    """Display nothing."""
