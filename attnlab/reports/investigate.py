@@ -14,18 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.case.parameters import share_out
 from attnlab.reports.baseline import Change, Kept, compare, read_baseline
-from attnlab.reports.notebook_result import (
-    Outcome,
-    Results,
-    plain_dict,
-    write_junit,
-    write_verdicts,
-)
-from attnlab.reports.pages import write_index
+from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.reports.runner import OnProgress, Run
+from attnlab.reports.notebook_result import Outcome, Results, plain_dict, write_junit, write_verdicts
+from attnlab.case.parameters import share_out
+from attnlab.reports.pages import write_index
 
 __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
 

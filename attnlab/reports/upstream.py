@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
-from attnlab.checker.finding import KINDS, Finding
-from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
-from attnlab.kernels.vllm.op_calls import OP_CALLS
-from attnlab.lab.lab import Lab
+import attnlab
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
+from attnlab.case.case import Case
+from attnlab.contracts.contract import cached_lens, contract
+from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
+from attnlab.case.errors import InvalidCase
 from attnlab.tensors.formats import written_format
+from attnlab.kernels.vllm.op_calls import OP_CALLS
+from attnlab.lab.lab import Lab
+from attnlab.checker.finding import KINDS, Finding
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PAGED, _FLASH = (WRAPPER, PREFILL), (UNIFIED, DECODE_FWD)  # by the layout of their caches
