@@ -165,6 +165,7 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
 COMMAND = Command(
     name="check",
     purpose="Run a library of kernels, or your own kernel, over hostile cases and report its faults.",
+    arguments="[FILE.py:FUNCTION]",
     examples=(
         "attnlab check mine.py:my_kernel",
         "attnlab check --source vllm-0.33.0.whl --op unified_attention",
