@@ -129,7 +129,9 @@ def _checked(args: argparse.Namespace) -> "Report":
 
         check_drawable(args.pictures)  # before minutes are spent
     if args.report is not None and subject.backend != "vllm":
-        raise InvalidCase("report requires a vLLM: --source PATH or --installed", field="report")
+        raise InvalidCase(
+            "report must be given with a vLLM: --source PATH or --installed", field="report"
+        )
     with progress(f"checking {subject.version}") as on_step:
         report = check(
             **_library(args),

@@ -63,7 +63,7 @@ OWN_FLAGS = [
     (["check", "mine.py:f", "--installed"], "kernel, source and installed must"),
     (["check", "/no/such.py:f"], "/no/such.py"),
     (["check", "--source", "/no/such"], "/no/such"),
-    (["check", "--report", "x"], "report requires"),
+    (["check", "--report", "x"], "report must"),
     (["claims", "C1"], "C1"),
     (["investigate", "99"], "99"),
     (["investigate", "01", "-p", "platform"], "parameter must be"),
