@@ -19,9 +19,11 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import Report
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import Violation, Violations, find_violations
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violation, Violations
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
@@ -263,7 +265,12 @@ def test_a_table_of_violations_escapes_its_text() -> None:
     found = Violations(
         [
             Violation(
-                kind="k", effect="silent", kernel="<i>", subject="<u>[red]", text="[bold]a & b</td>"
+                kind="unsupported",
+                effect="silent",
+                kernel="[bold]a & b</td>",
+                parameter="<u>[red]",
+                value=1,
+                required=2,
             )
         ]
     )
