@@ -21,7 +21,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.checker import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import is_callers_fault
-from attnlab.cli.check import DEFAULT_CASES
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import OPS_FOLDERS

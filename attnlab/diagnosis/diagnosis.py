@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
@@ -141,7 +142,7 @@ class Diagnosis(Shown):
             "wrong_rows": self.wrong_rows,
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),
-            "largest": number(self.largest),
+            "largest": json_number(self.largest),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,
@@ -160,7 +161,7 @@ class Diagnosis(Shown):
             "pair": list(self.distinction.pair),
             "case": None if case is None else case.changes(),
             "changes": self.distinction.changes,
-            "gap": number(self.distinction.gap),
+            "gap": json_number(self.distinction.gap),
             "tried": self.distinction.tried,
             "sentence": self.distinction.sentence(),
         }
@@ -185,13 +186,9 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
     if candidate.scope is not None:
         values["scope"] = dataclasses.asdict(candidate.scope)
     return {
-        name: number(value) if isinstance(value, float) else value for name, value in values.items()
+        name: json_number(value) if isinstance(value, float) else value
+        for name, value in values.items()
     }
-
-
-def number(value: float) -> float | str:
-    """Return a finite number, or "nan", "inf" or "-inf", which JSON does not have as numbers."""
-    return value if value - value == 0 else str(value)
 
 
 def rows_text(rows: list[int]) -> str:

@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.json import json_value
 from attnlab.case.ops import PREFILL
+from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import decide
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
@@ -18,8 +19,8 @@ _GREATEST = re.compile(
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedError:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DecodedError(Shown):
     """The message of a failed assertion, in terms of a Case.
 
     - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message.

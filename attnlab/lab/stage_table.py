@@ -1,7 +1,7 @@
 """The table of stages: one Case in every stage of the test, on several platforms."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,13 @@ class Cell:
 
 
 class StageTable(Shown, list[Cell]):
-    """The cells of a table of stages, stage by stage."""
+    """The cells of a table of stages, stage by stage; ``case``: the Case that they were made from."""
 
-    __slots__ = ()
+    __slots__ = ("case",)
+
+    def __init__(self, cells: Iterable[Cell] = (), *, case: Case | None = None) -> None:
+        super().__init__(cells)
+        self.case = case
 
 
 def stage_table(
@@ -68,7 +72,7 @@ def stage_table(
     share batch, cache and reference as far as their stages allow.
     """
     plan = [(stage, platform) for stage in stages for platform in platforms]
-    cells = StageTable()
+    cells = StageTable(case=case)
     for done, (stage, platform) in enumerate(plan):
         if on_cell is not None:
             on_cell(done, len(plan))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
-from attnlab.diagnosis.diagnosis import number
 from attnlab.mutation.remedies import changes_text
 
 OUTCOMES = ("killed", "survived", "equivalent")
@@ -115,4 +115,4 @@ class MutationReport(Shown):
 
 def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
     values = dataclasses.asdict(mutant)
-    return values | {"effect": number(mutant.effect), "margin": number(mutant.margin)}
+    return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}

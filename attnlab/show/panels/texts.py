@@ -6,7 +6,7 @@ from html import escape
 from attnlab.contracts.slot_map import Slot
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
-from attnlab.show.terminal import place_lines
+from attnlab.show.sheets.results import place_lines
 
 # Mid-tones that are readable on white and on black; everything else inherits the page's colours.
 _COLOURS = {"match": "#2da44e", "mismatch": "#e5534b", "rejected": "#a475c9"}
