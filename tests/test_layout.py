@@ -120,7 +120,8 @@ def imported_tests(source: str) -> list[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module or "", *(alias.name for alias in node.names)}
-    return sorted(n for n in names if n.split(".")[-1].startswith("test_") or n == "conftest")
+    outside = (name for name in names if not name.startswith("attnlab."))
+    return sorted(n for n in outside if n.split(".")[-1].startswith("test_") or n == "conftest")
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,15 @@ import ipywidgets as ipw
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import BackendName, FieldType, Flag, Int, Maybe, OneOf
+from attnlab.case.fields import BackendName, FieldType, Flag, Maybe, OneOf
 from attnlab.show.panels.choices import CHOICES, sentence
 
 OnChange = Callable[[str], None]
-_STYLE = {"description_width": "138px"}
 _NONE = ""  # the option for None; ipywidgets takes None for "nothing is selected"
 
 
 class Control:
-    """The input of one field, with a message below it if its value is wrong.
+    """The label and the input of one field, with a message below them if the value is wrong.
 
     ``on_change(name)`` is called when the input changes, by the user or by :meth:`show`.
     """
@@ -30,8 +29,9 @@ class Control:
         self.name = name
         self.type: FieldType = field_type(name)
         self.input = _make_input(name, self.type)
-        self.message = ipw.HTML(tooltip="", layout={"display": "none", "margin": "0 0 4px 8px"})
-        self.widget = ipw.VBox([self.input, self.message], layout={"overflow": "visible"})
+        self.message = ipw.HTML(tooltip="", layout={"display": "none"})
+        self.message.add_class("attnlab-message")
+        self.widget = ipw.VBox([labelled(name, self.input), self.message])
         self.widget.add_class("attnlab-control").add_class(f"attnlab-knob-{name}")
         self.show(FIELDS[name].default if value is None else value)
         self.input.observe(lambda change: on_change(name), "value")
@@ -40,21 +40,47 @@ class Control:
         """Return the value of the field; raise InvalidCase if the text cannot be parsed."""
         value = self.input.value
         if isinstance(self.input, ipw.Text):
-            value = self.type.parse(self.name, value.strip() or "none")
+            empty = "none" if isinstance(self.type, Maybe) else ""
+            value = self.type.parse(self.name, value.strip() or empty)
         return self.type.check(self.name, None if value == _NONE else value)
 
     def show(self, value: Any) -> None:
         """Set the input to a value of the field."""
         if value is None:
             self.input.value = _NONE
-        else:
-            is_text = isinstance(self.input, ipw.Text)
-            self.input.value = self.type.text(value) if is_text else value
+            return
+        if isinstance(self.type, BackendName) and value not in self.input.options:
+            self.input.options = (*self.type.choices, value)  # a user's kernel
+        is_text = isinstance(self.input, ipw.Text)
+        self.input.value = self.type.text(value) if is_text else value
 
     def explain(self, text: str) -> None:
         """Show below the input why its value is wrong; "" hides the message."""
         self.message.value = f'<span class="attnlab-wrong">{escape(text)}</span>' if text else ""
         self.message.layout.display = "" if text else "none"
+
+    def mark(self, is_changed: bool) -> None:
+        """Mark the label of a field that the user has changed, or remove the mark."""
+        set_class(self.widget, "attnlab-changed", is_changed)
+
+
+def set_class(widget: Any, name: str, is_set: bool) -> None:
+    """Add a CSS class to a widget or remove it; changes the widget."""
+    if is_set:
+        widget.add_class(name)
+    else:
+        widget.remove_class(name)
+
+
+def labelled(name: str, widget: Any) -> Any:
+    """Return a widget with a label at its left that has the same tooltip.
+
+    The label is HTML, because ipywidgets shows no tooltip on the description of most inputs. It shows the
+    tooltip on the input itself only if the description is empty.
+    """
+    title = escape(widget.tooltip, quote=True)
+    label = ipw.HTML(f'<label title="{title}">{escape(name)}</label>', tooltip="")
+    return ipw.HBox([label.add_class("attnlab-name"), widget]).add_class("attnlab-row")
 
 
 def tooltip_of(name: str) -> str:
@@ -78,25 +104,22 @@ def tooltip_of(name: str) -> str:
 
 
 def _make_input(name: str, kind: FieldType) -> Any:
-    """Return the input for a field of a type."""
+    """Return the input for a field of a type.
+
+    Numbers are typed as text: a browser's number input drops what it does not accept, so that 1e9 becomes
+    another number without a message.
+    """
     inner = kind.kind if isinstance(kind, Maybe) else kind
-    shared = {
-        "description": name,
-        "style": _STYLE,
-        "layout": {"width": "auto"},
-        "tooltip": tooltip_of(name),
-    }
+    shared: dict[str, Any] = {"layout": {"width": "auto"}, "tooltip": tooltip_of(name)}
     if isinstance(inner, Flag) and inner is kind:
-        return ipw.Checkbox(**{**shared, "style": {"description_width": "0"}}, indent=False)
-    if isinstance(inner, BackendName):  # or the name of a user's kernel, typed in
-        return ipw.Combobox(options=list(inner.choices), continuous_update=False, **shared)
+        return ipw.Checkbox(indent=False, style={"description_width": "0"}, **shared)
     if isinstance(inner, OneOf):
-        options = [(choice, choice) for choice in inner.choices]
+        options = list(inner.choices)
         if isinstance(kind, Maybe):
-            options = [(f"({kind.meaning})", _NONE), *options]
+            return ipw.Dropdown(
+                options=[(f"({kind.meaning})", _NONE), *((c, c) for c in options)], **shared
+            )
         return ipw.Dropdown(options=options, **shared)
-    if kind == inner and isinstance(kind, Int):
-        return ipw.IntText(continuous_update=False, **shared)
     placeholder = kind.meaning if isinstance(kind, Maybe) else ""
     return ipw.Text(continuous_update=False, placeholder=placeholder, **shared)
 
@@ -120,13 +143,21 @@ def check_knobs(names: Sequence[str]) -> None:
 
 
 def source_input(source: str) -> Any:
-    """Return the input of the Lab's source, the only setting that is not a field of a Case."""
+    """Return the input of the Lab's source, which is not a field of a Case."""
     return ipw.Text(
         value=source,
-        description="source",
         placeholder="the installed vLLM",
         tooltip="Path of a vLLM wheel, sdist or checkout whose kernels the backends vllm and rocm run.",
         continuous_update=False,
-        style=_STYLE,
+        layout={"width": "auto"},
+    )
+
+
+def kernel_input() -> Any:
+    """Return the input of a user's kernel, which becomes the value of the field backend."""
+    return ipw.Text(
+        placeholder="FILE.py:FUNCTION",
+        tooltip="Your own kernel as backend: FILE.py:FUNCTION, or plugin:NAME for an entry point.",
+        continuous_update=False,
         layout={"width": "auto"},
     )

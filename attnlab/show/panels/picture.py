@@ -1,4 +1,4 @@
-"""Picture: a widget that shows a PNG and reports clicks and arrow keys."""
+"""Picture: a widget that shows a PNG, with the value at the pointer, and reports clicks and arrow keys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,12 @@ _HERE = Path(__file__).parent
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG with a mark; it reports clicks and arrow keys.
+    """A PNG with a mark; it shows the value at the pointer and reports clicks and arrow keys.
 
-    The front-end loads ``png`` when ``version`` changes. ``mark`` is left, top, width and height as
-    fractions of the picture; a width of 0 hides it. ``hint`` is the tooltip: a trait ``tooltip`` would
-    replace that of ipywidgets and stop the front-end.
+    The front-end loads ``png`` when ``version`` changes; it sets ``dark``, whether the page's theme is
+    dark. ``mark`` is left, top, width and height as fractions of the picture; a width of 0 hides it.
+    ``cells`` is :meth:`attnlab.show.panels.rendering.Cells.state`. ``hint`` is the tooltip: a trait
+    ``tooltip`` would replace that of ipywidgets and stop the front-end.
     """
 
     _esm = _HERE / "picture.js"
@@ -28,7 +29,9 @@ class Picture(anywidget.AnyWidget):
     alt = traitlets.Unicode().tag(sync=True)
     hint = traitlets.Unicode().tag(sync=True)
     mark = traitlets.List([0.0, 0.0, 0.0, 0.0]).tag(sync=True)
+    cells = traitlets.Dict().tag(sync=True)
     stale = traitlets.Bool().tag(sync=True)
+    dark = traitlets.Bool().tag(sync=True)
 
     def show(self, rendered: Rendered | None) -> None:
         """Show a picture; None hides it."""
@@ -36,6 +39,7 @@ class Picture(anywidget.AnyWidget):
             self.png = rendered.png if rendered is not None else b""
             self.width = rendered.width if rendered is not None else 0
             self.alt = rendered.title if rendered is not None else ""
+            self.cells = rendered.cells.state(rendered.transform) if rendered is not None else {}
             self.stale = False
             self.version += 1
 

@@ -1,8 +1,9 @@
 """Rendered: a plot as a PNG, with the transform from its pixels to its data."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +13,8 @@ from matplotlib.image import imsave
 
 DPI = 96
 PIXEL_RATIO = 1.5  # pixels of the PNG per CSS pixel
+_MAX_CELLS = 400_000  # larger pictures have no text at the pointer
+_DARK, _LIGHT_TEXT = "#1c1c1c", "#d6d6d6"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +40,62 @@ class AxesTransform:
             return None
         return self.x[0] + u * (self.x[1] - self.x[0]), self.y[0] + v * (self.y[1] - self.y[0])
 
-    def box(self, x: float, y: float) -> list[float]:
-        """Return left, top, width and height of the unit square around a data point, as fractions."""
+    def box(self, x: float, y: float, rows: int = 1) -> list[float]:
+        """Return left, top, width and height of cells of an image, as fractions of the picture.
+
+        ``x``, ``y``: the centre of the first cell; ``rows``: the number of cells from it downwards.
+        """
         width = (self.right - self.left) / (self.x[1] - self.x[0])
         height = (self.bottom - self.top) / (self.y[1] - self.y[0])
         left = self.left + (x - 0.5 - self.x[0]) * width
-        return [left, self.top + (y - 0.5 - self.y[0]) * height, width, height]
+        return [left, self.top + (y - 0.5 - self.y[0]) * height, width, rows * height]
+
+    def column(self, x: float) -> list[float]:
+        """Return left, top, width and height of the full column around ``x``, as fractions."""
+        left, _, width, _ = self.box(x, 0)
+        return [left, self.top, width, self.bottom - self.top]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cells:
+    """What a picture shows in each cell, for the text at the pointer.
+
+    - ``rows``, ``columns``: their names. With one row, the whole height of the axes is that row.
+    - ``values``: [rows, columns] float32; if there are ``names``, indices into them.
+    - ``unit``: the text before a number.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Any
+    names: Sequence[str] = ()
+    unit: str = ""
+
+    def state(self, transform: AxesTransform) -> dict[str, Any]:
+        """Return the cells and their place in a picture, for the front-end; {} if they are too many."""
+        if len(self.rows) * len(self.columns) > _MAX_CELLS:
+            return {}
+        t = transform
+        return {
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            "values": np.ascontiguousarray(self.values, dtype="<f4").tobytes(),
+            "names": list(self.names),
+            "unit": self.unit,
+            "place": [t.left, t.top, t.right, t.bottom],
+            "range": [*t.x, *t.y],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rendered:
-    """A PNG, its width in CSS pixels, its title, and the transform to its data."""
+    """A PNG, its width in CSS pixels, its title, the transform to its data, and its cells."""
 
     png: bytes
     width: int
     title: str
     transform: AxesTransform
+    cells: Cells
 
 
 def axes_rect(
@@ -75,6 +118,9 @@ def render(
     plot: Callable[[Axes], object],
     size: tuple[int, int],
     rect: tuple[float, float, float, float],
+    cells: Cells,
+    *,
+    is_dark: bool = False,
 ) -> Rendered:
     """Render what ``plot`` draws on an Axes at ``rect`` into a picture of ``size`` CSS pixels.
 
@@ -87,10 +133,31 @@ def render(
     ax = figure.add_axes(rect)
     plot(ax)
     ax.title.set_fontsize("medium" if width > 400 else "small")
+    if is_dark:
+        _make_dark(figure)
     canvas.draw()
     return Rendered(
-        png=_png(canvas), width=width, title=ax.get_title(), transform=_axes_transform(ax)
+        png=_png(canvas),
+        width=width,
+        title=ax.get_title(),
+        transform=_axes_transform(ax),
+        cells=cells,
     )
+
+
+def _make_dark(figure: Figure) -> None:
+    """Give the figure a dark background and light texts; changes the figure."""
+    figure.set_facecolor(_DARK)
+    for ax in figure.axes:
+        ax.set_facecolor(_DARK)
+        texts = [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts]
+        if legend := ax.get_legend():
+            texts += legend.get_texts()
+        for text in texts:
+            text.set_color(_LIGHT_TEXT)
+        ax.tick_params(which="both", colors=_LIGHT_TEXT)
+        for spine in ax.spines.values():
+            spine.set_color(_LIGHT_TEXT)
 
 
 def _png(canvas: FigureCanvasAgg) -> bytes:
