@@ -1,10 +1,12 @@
 """The measurement of the emulated device, on a case of its own small size."""
 
+import pytest
 from helpers.sources import sdist
 
 from attnlab.cli.bench.rocm import DECODE, bench_rocm
 
 
+@pytest.mark.releases
 def test_figures_are_those_of_a_right_run() -> None:
     """Every figure is there and positive, the output right, the threads as before."""
     source = sdist("0.33.0")

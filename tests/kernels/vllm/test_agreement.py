@@ -147,6 +147,7 @@ def test_on_mi300_the_wrapper_calls_the_model_of_the_rocm_kernel(source: Source)
     assert (result.status, result.error) == ("rejected", "expected scalar type Int but found Long")
 
 
+@pytest.mark.releases
 def test_findings_by_release() -> None:
     """0.11.2 takes the default scale from the heads and lets NaN of the last block in; 0.33.0 neither."""
     found = {}
@@ -196,6 +197,7 @@ def test_compare_counts_the_heads_that_ran() -> None:
     assert [place.heads for place in errors.places()] == [(3,)]
 
 
+@pytest.mark.releases
 def test_the_labs_launch_gives_the_bits_of_tritons_own() -> None:
     """What the launch leaves out and remembers changes no bit; 0.33.0, which the stock one can run."""
     source = release("0.33.0")

@@ -154,6 +154,7 @@ def test_where_it_makes_no_sense(changes) -> None:
         Case(**{"first_block": 9, **changes})
 
 
+@pytest.mark.releases
 def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
     """Without a GPU it cannot tell, and says why; with strides as a GPU has them it tells releases apart."""
     case = far_case(vllm(of_release("0.11.2").path), "decode_attention_fwd")

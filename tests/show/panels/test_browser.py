@@ -14,6 +14,7 @@ from helpers.jupyter import running_lab
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 
+pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 LONG_MS = 120_000  # a shared machine may be slow; every wait ends by a state, not by this
 
