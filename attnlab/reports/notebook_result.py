@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from attnlab.reports.baseline import Change
 from attnlab.case.errors import AttnLabError
+from attnlab.case.shown import Shown
 from attnlab.show.notebook import Json, Verdict, plain, versions
 
 Status = Literal[
@@ -45,8 +46,8 @@ class Outcome:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Results(Shown):
     """Hold what a run of several notebooks has found so far.
 
     `not_run` names the notebooks that have not ended; `changes` are None without a baseline.

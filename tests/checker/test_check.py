@@ -14,7 +14,7 @@ from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library, is_callers_fault
 from attnlab.checker.subject import models, plugin, vllm
-from attnlab.cli.check import DEFAULT_CASES
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.cli.main import main
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
