@@ -45,6 +45,7 @@ def test_sound_models_give_no_finding(platform: str) -> None:
     assert any("ALiBi beside sinks" in text for text in report.left_out)
 
 
+@pytest.mark.slow
 def test_the_older_models_faults_are_found() -> None:
     """0.11.2 lets NaN of the last block in and takes the default scale from the heads, and its soft cap
     overflows; nothing else."""

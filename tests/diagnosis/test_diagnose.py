@@ -314,6 +314,7 @@ def test_planting_leaves_other_rows_alone():
     assert changed == [0, 31, 49, 90, 91, 95]
 
 
+@pytest.mark.slow
 def test_the_benchmark_finds_what_is_planted():
     """A few dozen trials: all that can be told apart are named, nothing is explained falsely."""
     figures = bench_diagnose(trials=25, sound=10, seed=424242)
@@ -324,6 +325,7 @@ def test_the_benchmark_finds_what_is_planted():
     assert sum(sum(row.values()) for row in figures["matrix"].values()) == 25
 
 
+@pytest.mark.slow
 def test_the_benchmark_sees_a_diagnosis_that_guesses(monkeypatch):
     """A diagnosis that always names the first candidate is caught by the same benchmark."""
 

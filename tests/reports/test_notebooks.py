@@ -25,6 +25,7 @@ from attnlab.reports.investigate import find_notebooks, investigate
 from attnlab.show.notebook import PROVENANCE_MIME
 from attnlab.study.production import check_available
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = find_notebooks([], FOLDER)
 CASED = [
     path for path in NOTEBOOKS if '"platform = ' in path.read_text()
