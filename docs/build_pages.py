@@ -32,7 +32,10 @@ def _executed(root: Path, pages: Path, sources: list[Path]) -> Path:
 
     for folder in (root / "reports" / "executed", pages / ".run" / "executed"):
         copies = [folder / source.name for source in sources]
-        if all(c.is_file() and c.stat().st_mtime > s.stat().st_mtime for c, s in zip(copies, sources, strict=True)):
+        if all(
+            c.is_file() and c.stat().st_mtime > s.stat().st_mtime
+            for c, s in zip(copies, sources, strict=True)
+        ):
             return folder
     run = pages / ".run"
     shutil.rmtree(run, ignore_errors=True)
@@ -45,7 +48,9 @@ def _as_page(text: str) -> str:
     notebook = json.loads(text)
     notebook["metadata"].pop("widgets", None)
     for cell in notebook["cells"]:
-        cell["source"] = re.sub(r"\]\(\.\./README\.md[^)]*\)", "](../index.md)", "".join(cell["source"]))
+        cell["source"] = re.sub(
+            r"\]\(\.\./README\.md[^)]*\)", "](../index.md)", "".join(cell["source"])
+        )
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return json.dumps(notebook, indent=1)
@@ -83,7 +88,10 @@ def _heading(title: str, file: str, document: Mapping[str, Any]) -> str:
 def _machine_table(document: Mapping[str, Any]) -> str:
     parts = [_heading("The lab on a CPU", "cpu.json", document), document["note"]]
     for section in document["sections"]:
-        rows = [[row["what"], row["measured"], row.get("goal", ""), row.get("note", "")] for row in section["rows"]]
+        rows = [
+            [row["what"], row["measured"], row.get("goal", ""), row.get("note", "")]
+            for row in section["rows"]
+        ]
         parts.append(f"### {section['title']}\n\n`{section['command']}`")
         parts.append(_table(["measured", "result", "goal", "note"], rows))
     return "\n\n".join(parts)
@@ -91,7 +99,9 @@ def _machine_table(document: Mapping[str, Any]) -> str:
 
 def _matrix(document: Mapping[str, Any]) -> str:
     whole = document["whole_matrix_warm_lab"]
-    steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in whole["by_step"].items() if seconds >= 0.05)
+    steps = ", ".join(
+        f"{name} {seconds:.1f} s" for name, seconds in whole["by_step"].items() if seconds >= 0.05
+    )
     rows = [
         [name, part["compared"], f"{part['vllm_seconds']:.1f}", f"{part['lab_seconds']:.2f}"]
         for name in ("cold", "warm")
@@ -121,13 +131,24 @@ def _check(document: Mapping[str, Any]) -> str:
 
 def _fills(document: Mapping[str, Any]) -> str:
     rows = [
-        [f["data"], f["empty"], f["fill"], f["origin"], f"{f['decode_error']:.3g}" if isinstance(f["decode_error"], float) else f["decode_error"], f["mismatched"]]
+        [
+            f["data"],
+            f["empty"],
+            f["fill"],
+            f["origin"],
+            f"{f['decode_error']:.3g}"
+            if isinstance(f["decode_error"], float)
+            else f["decode_error"],
+            f["mismatched"],
+        ]
         for f in document["fills"]
     ]
     return "\n\n".join(
         (
             _heading("Models and kernels on the same data", "h200.json", document),
             "The largest error of the decode row, by data, content of empty slots, and cache fill:",
-            _table(["data", "empty slots", "fill", "backend", "decode error", "elements off"], rows),
+            _table(
+                ["data", "empty slots", "fill", "backend", "decode error", "elements off"], rows
+            ),
         )
     )

@@ -12,8 +12,9 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 sys.path.insert(0, str(DOCS.parent))
 
-import attnlab  # noqa: E402
 from build_pages import write_benchmarks, write_notebooks  # noqa: E402
+
+import attnlab  # noqa: E402
 
 project = "attnlab"
 author = "The attnlab contributors"

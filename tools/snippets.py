@@ -166,7 +166,9 @@ def run_python(snippet: Snippet, names: dict[str, object]) -> None:
             exec(compile(source, snippet.name, "exec"), names)
             continue
         value = eval(compile(source, snippet.name, "eval"), names)
-        _, _, comment = lines[(node.end_lineno or 1) - 1][node.end_col_offset or 0 :].partition("# ")
+        _, _, comment = lines[(node.end_lineno or 1) - 1][node.end_col_offset or 0 :].partition(
+            "# "
+        )
         with contextlib.suppress(ValueError, SyntaxError):
             stated = ast.literal_eval(comment.strip())
             if value != stated:
@@ -182,9 +184,9 @@ def check_sh(snippet: Snippet) -> None:
             unknown = {word for word in words[1:] if "=" not in word} - targets
             assert not unknown, f"{snippet.name}: no target {unknown}"
         elif words[:1] == ["attnlab"]:
-            from attnlab.cli.main import _parser
+            from attnlab.cli.main import make_parser
 
-            _parser().parse_args(words[1:])
+            make_parser().parse_args(words[1:])
 
 
 def run_page(page: Path, allowed: set[str]) -> list[tuple[Snippet, list[tuple[str, str, bool]]]]:
@@ -205,9 +207,7 @@ def run_page(page: Path, allowed: set[str]) -> list[tuple[Snippet, list[tuple[st
     return results
 
 
-def write_outputs(
-    page: Path, results: list[tuple[Snippet, list[tuple[str, str, bool]]]]
-) -> None:
+def write_outputs(page: Path, results: list[tuple[Snippet, list[tuple[str, str, bool]]]]) -> None:
     """Write what the commands of a page print into the page.
 
     Of a command whose last stated line is ``...``, as many lines are written as the page has.
@@ -226,7 +226,9 @@ def write_outputs(
             if stated[-1] == "...":
                 lines = [*lines[: len(stated) - 1], "..."]
             parts.append(block[: block.index("\n".join(stated))] + "\n".join(lines) + "\n")
-        text = text.replace(f"```console\n{snippet.text}```", "```console\n" + "".join(parts) + "```")
+        text = text.replace(
+            f"```console\n{snippet.text}```", "```console\n" + "".join(parts) + "```"
+        )
     page.write_text(text, encoding="utf-8")
 
 

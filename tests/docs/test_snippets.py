@@ -47,7 +47,9 @@ def test_snippets_of_a_page(page: Path, allowed: set[str]) -> None:
 
 def test_every_skip_states_its_reason() -> None:
     notes = {s.note for page in snippets.pages() for s in snippets.snippets(page)}
-    assert [n for n in notes if n not in ("", "slow", "releases") and not n.startswith("skip: ")] == []
+    assert [
+        n for n in notes if n not in ("", "slow", "releases") and not n.startswith("skip: ")
+    ] == []
 
 
 def planted(text: str, kind: str = "python") -> snippets.Snippet:
