@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# What attnlab and the widgets store for themselves; a page shows the picture or table next to it.
+PRIVATE = ("application/vnd.attnlab", "application/vnd.jupyter.widget")
 # Small enough to execute all notebooks in about two minutes.
 REDUCED = {"num_heads": 8, "draw_max_query_len": 96, "draw_max_ctx_len": 300}
 
@@ -18,7 +20,7 @@ def write_notebooks(docs: Path, *, execute: bool) -> None:
     """
     root, pages = docs.parent, docs / "notebooks"
     sources = sorted((root / "notebooks").glob("*.ipynb"))
-    folder = _executed(root, pages, sources) if execute else root / "notebooks"
+    folder = _executed(root, sources) if execute else root / "notebooks"
     pages.mkdir(exist_ok=True)
     for source in sources:
         found = folder / source.name
@@ -26,18 +28,18 @@ def write_notebooks(docs: Path, *, execute: bool) -> None:
         _write_if_changed(pages / source.name, _as_page(text))
 
 
-def _executed(root: Path, pages: Path, sources: list[Path]) -> Path:
+def _executed(root: Path, sources: list[Path]) -> Path:
     """Return the folder with the executed notebooks; execute them if there is none up to date."""
     from attnlab.reports.investigate import investigate
 
-    for folder in (root / "reports" / "executed", pages / ".run" / "executed"):
+    run = root / "docs" / "_generated" / "run"
+    for folder in (root / "reports" / "executed", run / "executed"):
         copies = [folder / source.name for source in sources]
         if all(
             c.is_file() and c.stat().st_mtime > s.stat().st_mtime
             for c, s in zip(copies, sources, strict=True)
         ):
             return folder
-    run = pages / ".run"
     shutil.rmtree(run, ignore_errors=True)
     investigate(sources, parameters=REDUCED, reports=run, timeout_s=900, jobs=2)
     return run / "executed"
@@ -52,7 +54,9 @@ def _as_page(text: str) -> str:
             r"\]\(\.\./README\.md[^)]*\)", "](../index.md)", "".join(cell["source"])
         )
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            data = output.get("data", {})
+            for mime in [mime for mime in data if mime.startswith(PRIVATE)]:
+                del data[mime]
     return json.dumps(notebook, indent=1)
 
 

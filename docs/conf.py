@@ -31,7 +31,6 @@ html_css_files = ["notebooks.css"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
-nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
