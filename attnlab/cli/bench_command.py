@@ -89,6 +89,7 @@ def _measure(args: argparse.Namespace, trials: int, seed: int) -> tuple[dict[str
 COMMAND = Command(
     name="bench",
     purpose="Measure the lab on this machine, each figure with a yardstick of the same run.",
+    arguments="[speed | diagnose]",
     examples=("attnlab bench", "attnlab bench diagnose --trials 100"),
     exit_codes="0 always",
     add_flags=_add_flags,

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a Case, and those of the source of its kernels."""
+    group: Any = parser.add_argument_group("the vLLM whose kernels run")
+    add_source_flag(group)
     add_case_flags(parser)
-    add_source_flag(parser)
 
 
 def case_with_source(args: argparse.Namespace) -> Case:

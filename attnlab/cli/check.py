@@ -129,7 +129,9 @@ def _checked(args: argparse.Namespace) -> "Report":
 
         check_drawable(args.pictures)  # before minutes are spent
     if args.report is not None and subject.backend != "vllm":
-        raise InvalidCase("report requires a vLLM: --source PATH or --installed", field="report")
+        raise InvalidCase(
+            "report must be given with a vLLM: --source PATH or --installed", field="report"
+        )
     with progress(f"checking {subject.version}") as on_step:
         report = check(
             **_library(args),
@@ -165,6 +167,7 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
 COMMAND = Command(
     name="check",
     purpose="Run a library of kernels, or your own kernel, over hostile cases and report its faults.",
+    arguments="[FILE.py:FUNCTION]",
     examples=(
         "attnlab check mine.py:my_kernel",
         "attnlab check --source vllm-0.33.0.whl --op unified_attention",

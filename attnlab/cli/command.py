@@ -12,8 +12,8 @@ BAD_INPUT = "2 bad input"
 class Command:
     """One command of the command line.
 
-    - ``purpose``: one sentence; ``examples``: command lines; ``exit_codes``: those besides 2, as
-      "0 …; 1 …"; ``notes``: a further paragraph of the help.
+    - ``purpose``: one sentence; ``examples``: command lines; ``exit_codes``: all but 2, as
+      "0 …; 1 …"; ``arguments``: the positional ones, for the usage line; ``notes``: the end of the help.
     - ``add_flags`` adds the command's flags; ``run`` runs it and returns the exit code.
     """
 
@@ -23,22 +23,24 @@ class Command:
     exit_codes: str
     run: Callable[[argparse.Namespace], int]
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    arguments: str = ""
     notes: str = ""
 
     @property
-    def epilog(self) -> str:
-        """Return the end of the help: examples, exit codes and notes."""
-        lines = ["examples:", *(f"  {example}" for example in self.examples)]
-        lines += ["", "exit codes:", f"  {self.exit_codes}; {BAD_INPUT}"]
-        return "\n".join([*lines, *(["", self.notes.strip()] if self.notes else [])])
+    def description(self) -> str:
+        """Return the beginning of the help: purpose, examples and exit codes."""
+        examples = "\n".join(f"  {example}" for example in self.examples)
+        codes = f"{self.exit_codes}; {BAD_INPUT}"
+        return f"{self.purpose}\n\nexamples:\n{examples}\n\nexit codes: {codes}"
 
     def add_to(self, commands: Any) -> None:
         """Add the command to the subparsers of the command line."""
         parser: argparse.ArgumentParser = commands.add_parser(
             self.name,
             help=self.purpose[0].lower() + self.purpose[1:].rstrip("."),
-            description=self.purpose,
-            epilog=self.epilog,
+            usage=f"attnlab {self.name} [OPTIONS] {self.arguments}".rstrip(),
+            description=self.description,
+            epilog=self.notes.strip() or None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_flags(parser)

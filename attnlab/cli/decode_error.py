@@ -32,6 +32,7 @@ def _run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     name="decode-error",
     purpose="Print which sequence, token and kernel the message of a failed test is about.",
+    arguments="[FILE]",
     examples=("pytest … | attnlab decode-error --test-id 'test_contexted_kv_attention[…]'",),
     exit_codes="0 always",
     add_flags=_add_flags,

@@ -32,6 +32,7 @@ def _run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     name="fetch",
     purpose="Download a release of vLLM with pip, for --source, and print its path.",
+    arguments="VERSION",
     examples=("attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",),
     exit_codes="0 downloaded, now or earlier",
     add_flags=_add_flags,

@@ -209,6 +209,7 @@ def _run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     name="investigate",
     purpose="Run the notebooks without a browser and write reports/.",
+    arguments="[NAME …]",
     examples=(
         "attnlab investigate",
         "attnlab investigate 01 04 -p platform=sm_90 --baseline baseline.json",

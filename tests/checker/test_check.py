@@ -205,7 +205,7 @@ def test_json_and_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ("arguments", "words"),
     [
         (["nothing.py:f"], "FILE.py:FUNCTION of a file that exists"),
-        (["--cases", "0"], "cases must be at least 1"),
+        (["--cases", "0"], "cases must be"),
         (["--platform", "gfx1"], "platform must be one of"),
         (["--release", "1.0"], "release must be one of"),
         (["--source", "a", "--installed"], "must not be given together"),
