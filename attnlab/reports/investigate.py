@@ -35,6 +35,11 @@ def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
     A name is a number (`03` or `3`), a slug, or a file name. No names mean all `NN-*.ipynb`.
     """
     known = sorted(root.glob("[0-9][0-9]-*.ipynb"))
+    if not known and root.resolve() == NOTEBOOKS:
+        raise AttnLabError(
+            "attnlab is installed without its notebooks: give --notebooks-folder PATH, such as notebooks/ "
+            "of a checkout or of the sdist"
+        )
     if not known:
         raise AttnLabError(f"{root} must hold notebooks named NN-slug.ipynb, got none")
     found: dict[Path, None] = {}
