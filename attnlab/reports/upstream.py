@@ -17,7 +17,8 @@ from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
 from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
+from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.contracts.dispatch import Target
 from attnlab.case.errors import InvalidCase
 from attnlab.tensors.formats import written_format
 from attnlab.kernels.vllm.op_calls import OP_CALLS
@@ -25,7 +26,6 @@ from attnlab.lab.lab import Lab
 from attnlab.checker.finding import KINDS, Finding
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_PAGED, _FLASH = (WRAPPER, PREFILL), (UNIFIED, DECODE_FWD)  # by the layout of their caches
 _KNOWN = (  # knobs that a script knows, or that say nothing to it
     *(
         "op",
@@ -47,8 +47,26 @@ _KNOWN = (  # knobs that a script knows, or that say nothing to it
         "stage",
     ),
     *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *("query_start_loc_dtype", "release", "backend", "trace_reads", "num_blocks", "max_blocks_per_seq"),
-    *("block_table", "x", "k_scale", "v_scale", "freed", "empty_slots", "distribution", "output_init", "atol", "rtol"),
+    *(
+        "query_start_loc_dtype",
+        "release",
+        "backend",
+        "trace_reads",
+        "num_blocks",
+        "max_blocks_per_seq",
+    ),
+    *(
+        "block_table",
+        "x",
+        "k_scale",
+        "v_scale",
+        "freed",
+        "empty_slots",
+        "distribution",
+        "output_init",
+        "atol",
+        "rtol",
+    ),
     *("reference_dtype", "sinks", "softcap", "first_block"),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
@@ -86,7 +104,12 @@ def write_reports(
 def has_script(case: Case) -> bool:
     """Answer whether a script can stand for a Case: an attention op over a cache that production fills,
     and no knob that the script does not know."""
-    known = case.op in _PAGED + _FLASH and case.distribution == "normal" and case.staging.fill == "all_rows"
+    known = (
+        case.op in TRITON_OPS
+        and case.spec.attends_to_cache
+        and case.distribution == "normal"
+        and case.staging.fill == "all_rows"
+    )
     return known and set(case.changes()) <= set(_KNOWN)
 
 
@@ -102,7 +125,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "version": version,
         "seen": finding.seen,
         "op": finding.op,
-        "module": OP_CALLS[finding.op].module,
+        "module": OPS[finding.op].module,
         "target": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
@@ -148,10 +171,6 @@ def _of_case(case: Case) -> dict[str, Any]:
     given = OP_CALLS[case.op].arguments(call, target)
     arguments = {name: _expression(name, value, call) for name, value in given.items()}
     cached = cached_lens(contract(case.op, target, case.op), call)
-    if (
-        case.op == WRAPPER
-    ):  # a decode takes its new token from the cache, a prefill from the arguments
-        cached = call.seq_lens - torch.where(call.query_lens == 1, 0, call.query_lens)
     return {
         "query_lens": list(case.lengths.query_lens),
         "ctx_lens": list(case.lengths.ctx_lens),
@@ -168,7 +187,9 @@ def _of_case(case: Case) -> dict[str, Any]:
         "sliding_window": case.sliding_window,
         "block_table": call.block_table.tolist(),
         "block_table_dtype": str(call.block_table.dtype).removeprefix("torch."),
-        "seeds": [(case.seed << 24) + (salt << 20) for salt in range(3)],  # as attnlab.tensors.batch draws
+        "seeds": [
+            (case.seed << 24) + (salt << 20) for salt in range(3)
+        ],  # as attnlab.tensors.batch draws
         "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
         "k_scale": case.k_scale,
         "v_scale": case.v_scale,
@@ -176,7 +197,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "first_kept": kept if any(kept) else None,
         "fill": _FILL[case.empty_slots],
         "buffer": _BUFFER[case.output_init],
-        "flash": case.op in _FLASH,
+        "flash": case.spec.cache_layout == "flash",
         "x": case.key_x,
         "cached": cached.tolist(),
         "arguments": arguments,

@@ -15,7 +15,8 @@ from helpers.sources import sdist
 from helpers.notebooks import SMALL
 from nbformat import read
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import Unavailable
 from attnlab.case.flags import case_of, notebook_parameters
 from attnlab.case.parameters import read_parameters, share_out
@@ -96,7 +97,12 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
 @pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
 def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release: str) -> None:
     """The same story with the ROCm kernel's own source on the emulated device."""
-    parameters = {**SMALL, "backend": "rocm", "source": str(sdist(release).path), "release": release}
+    parameters = {
+        **SMALL,
+        "backend": "rocm",
+        "source": str(sdist(release).path),
+        "release": release,
+    }
     outcomes = investigate(STORY, parameters=parameters, reports=tmp_path, timeout_s=300, jobs=2)
     assert [(one.name, one.status, one.message) for one in outcomes] == [
         (path.stem, "passed", "") for path in STORY
