@@ -144,7 +144,7 @@ def _lines(text: str) -> list[str]:
 def is_like(printed: str, stated: list[str]) -> bool:
     """Compare what a command printed with what the page states; ``...`` stands for any lines."""
     parts = [re.escape(line) for line in _lines("\n".join(stated))]
-    pattern = "\n".join(parts).replace(re.escape("..."), r"[^\0]*?")
+    pattern = "\n".join(parts).replace("\n" + re.escape("..."), r"(\n[^\0]*)?")
     return re.fullmatch(pattern, "\n".join(_lines(printed))) is not None
 
 

@@ -74,6 +74,7 @@ def test_a_snippet_that_raises_is_found() -> None:
         ("a\nb\n", ["a", "c"], False),
         ("a\nb\nc\n", ["a", "..."], True),
         ("a\nb\nc\n", ["b", "..."], False),
+        ("a\nb\n", ["a", "b", "..."], True),
         ("error 1.2e-06 in 3 s", ["error 1.1e-06 in 12.5 s"], True),
         ("error 1.2e-06", ["error 1.2e-05"], False),
         ("8192 of 10", ["8193 of 10"], False),
