@@ -15,7 +15,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
     from attnlab.checker.public import check
     from attnlab.contracts.public import explain
-    from attnlab.defects import CATALOGUE as DEFECTS
+    from attnlab.defects import DEFECTS
     from attnlab.diagnosis.public import diagnose, violations
     from attnlab.lab.lab import Lab
     from attnlab.lab.public import compare, decode_error, reference, run, stages
@@ -52,7 +52,7 @@ __all__ = [
     "violations",
 ]
 _PLACES = {  # of each public name: its module, and its name there if that differs
-    "DEFECTS": "attnlab.defects:CATALOGUE",
+    "DEFECTS": "attnlab.defects",
     "AttnLabError": "attnlab.case.errors",
     "Case": "attnlab.case.case",
     "InvalidCase": "attnlab.case.errors",

@@ -1,6 +1,10 @@
-"""A kernel of one's own, to be checked: attnlab check examples/my_attention.py:my_attention
+"""A user's kernel in torch. It is a backend of every command:
 
-It is right. Let it forget the newest token (``[:seq_len - 1]``), or leave out the scale, and run it again.
+    attnlab run --backend examples/my_attention.py:my_attention
+    attnlab diagnose --backend examples/my_attention.py:my_attention
+    attnlab check examples/my_attention.py:my_attention
+
+It is correct. Drop the newest token (``[:seq_len - 1]``) or the scale, and run the commands again.
 """
 
 import torch
@@ -10,7 +14,10 @@ from attnlab.tensors.call import KernelCall
 
 
 def my_attention(call: KernelCall) -> None:
-    """Write causal attention of every sequence to ``call.output``; every key comes from the cache."""
+    """Write causal attention of every sequence to ``call.output``; every key comes from the cache.
+
+    ``call`` is an :class:`attnlab.tensors.call.KernelCall`, which documents the shapes.
+    """
     key_cache, value_cache = to_flash(call.key_cache, call.value_cache)
     starts, group = call.query_start_loc.tolist(), call.num_queries_per_kv
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
@@ -36,14 +43,14 @@ def my_attention(call: KernelCall) -> None:
         hidden = away > 0
         if call.sliding_window:
             hidden |= away <= -call.sliding_window
-        value[:, hidden.all(0)] = 0.0  # freed by now, and 0 × NaN is NaN
+        value[:, hidden.all(0)] = 0.0  # these blocks may be freed, and 0 × NaN is NaN
         scores = scores.masked_fill(hidden, -torch.inf)
-        if call.sinks is not None:  # one more logit of each row; its column has no value
+        if call.sinks is not None:  # one more logit per row, without a value
             sinks = call.sinks[:, None, None].expand_as(scores[..., :1])
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., : key.shape[1]]
         call.output[rows] = (weights @ value).transpose(0, 1).to(call.output.dtype)
 
 
-my_attention.op = "unified_attention"  # whose place it takes: what its caller promises
-my_attention.kv_cache_dtypes = ("auto",)  # it decodes no FP8
+my_attention.op = "unified_attention"  # the op that it stands for: its callers keep this contract
+my_attention.kv_cache_dtypes = ("auto",)  # it does not decode FP8

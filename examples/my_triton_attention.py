@@ -1,6 +1,9 @@
-"""A Triton kernel of one's own: attnlab check examples/my_triton_attention.py:my_attention
+"""A user's Triton kernel. It is a backend of every command:
 
-Without a GPU it runs under Triton's interpreter. One program works on one query row and head.
+    attnlab run --backend examples/my_triton_attention.py:my_attention --trace-reads
+    attnlab check examples/my_triton_attention.py:my_attention
+
+Without a GPU it runs under Triton's interpreter. Each program computes one query row of one head.
 """
 
 import torch
@@ -22,7 +25,7 @@ def row_kernel(
     end = tl.load(last + row)  # the row's position
     q = tl.load(query + (row * HEADS + head) * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
     largest, total = -float("inf"), 0.0
-    if SINKS:  # a logit that counts in the sum and has no value
+    if SINKS:  # a logit that is part of the sum and has no value
         largest, total = tl.load(sinks + head).to(tl.float32), 1.0
     mixed = tl.zeros([PAD], dtype=tl.float32)
     for first in range(0, end + 1, BLOCK):
@@ -47,7 +50,7 @@ def row_kernel(
 def my_attention(call: KernelCall) -> None:
     """Write every row of every sequence to ``call.output``; every key comes from the cache."""
     if call.alibi_slopes is not None or call.softcap is not None:
-        raise NotImplementedError("neither ALiBi nor a soft cap here")
+        raise NotImplementedError("ALiBi and soft caps are not implemented")
     key, value = to_flash(call.key_cache, call.value_cache)
     rows, heads, dim = call.query.shape
     seq = torch.repeat_interleave(torch.arange(len(call.query_lens)), call.query_lens)

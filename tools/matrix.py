@@ -171,7 +171,7 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
 
     lab = Lab(source=source, device="cuda", keep=4)
     start = time.perf_counter()
-    lab.vllm(Case(backend="vllm"))
+    lab.backend(Case(backend="vllm")).check(Case(backend="vllm"))
     torch.zeros(1, device="cuda")
     setup = time.perf_counter() - start
     cases, steps, outcomes = {}, dict[str, float](), dict[str, int]()

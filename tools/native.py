@@ -20,6 +20,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.declaration import DISTRIBUTIONS, EMPTY_SLOTS
 from attnlab.case.stages import FILLS
+from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table, to_json
 
@@ -43,7 +44,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "versions": {
-            "vllm": lab.vllm(case).version,
+            "vllm": find_source(args.source).version,
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
-from attnlab.show.plots.errors import plot_error, plot_stages
+from attnlab.show.plots import plot_error, plot_stages
 
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
 

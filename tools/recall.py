@@ -18,11 +18,12 @@ from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import is_callers_fault
-from attnlab.checker.subject import Subject, vllm
+from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.public import DEFAULT_CASES
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import OPS_FOLDERS
 from attnlab.lab.lab import Lab
 
@@ -178,19 +179,19 @@ def judged(repository: str, fix: Fix) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
         unpack(repository, f"{fix.commit}^", Path(before))
         unpack(repository, fix.commit, Path(after))
-        old, lab = vllm(Path(before)), Lab(source=Path(before), device="cpu")
+        old, lab = find_backend("vllm", Path(before), "cpu"), Lab(source=Path(before), device="cpu")
         for i, case in enumerate(hostile_cases(old, fix.op, "sm_90", DEFAULT_CASES, 0), 1):
             if not is_callers_fault(lab, case) and seen(lab, old, case, fix):
                 new = Lab(source=Path(after), device="cpu")
-                again = seen(new, vllm(Path(after)), case, fix)
+                again = seen(new, find_backend("vllm", Path(after), "cpu"), case, fix)
                 return f"found, case {i} of {DEFAULT_CASES}", "found" if again else "quiet"
     return "not found", "not looked at"
 
 
-def seen(lab: Lab, subject: Subject, case: Case, fix: Fix) -> bool:
+def seen(lab: Lab, backend: Backend, case: Case, fix: Fix) -> bool:
     """Answer whether what a fix mended is among the findings of a Case."""
     try:
-        findings = look(lab, subject, case)
+        findings = check_case(lab, backend, case)
     except Unavailable:
         return False
     return any(one.kind == fix.kind and one.diagnosis.startswith(fix.diagnosis) for one in findings)

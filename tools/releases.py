@@ -14,7 +14,8 @@ import sys
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source, fetch, find_source
 from attnlab.lab.lab import Lab

@@ -9,7 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.adapt import has_source
 from attnlab.kernels.rocm.op import PLAIN, DeviceOptions

@@ -8,7 +8,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab.case.fields import FieldType, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table, group
+from attnlab.case.fields import (
+    BackendName,
+    FieldType,
+    Flag,
+    Int,
+    Lens,
+    Maybe,
+    Number,
+    OneOf,
+    Span,
+    Table,
+    group,
+)
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.shown import Shown
@@ -161,7 +173,7 @@ class CaseFields(Shown):
 
     backend: str = _backend(
         "model",
-        OneOf(BACKENDS),
+        BackendName(BACKENDS),
         "kernels to run: models in torch; vLLM's Triton source; vLLM's compiled CPU op; or vLLM's HIP "
         "source on an emulated device (rocm)",
     )

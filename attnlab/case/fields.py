@@ -8,6 +8,7 @@ one line that names the field, what is allowed and what was given.
 import dataclasses
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,33 @@ class OneOf:
 
     def text(self, value: Any) -> str:
         return str(value)
+
+
+# A user's kernel as a backend: a function in a file, or an entry point of group attnlab.kernels.
+ENTRY_POINT = re.compile(r"plugin:[\w.-]+")
+_FILE_FUNCTION = re.compile(r"[^\n]+\.py:[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class BackendName(OneOf):
+    """One of a few names, or a user's kernel: "FILE.py:FUNCTION", or "plugin:NAME" for an entry point.
+
+    Only the form is checked; :mod:`attnlab.kernels.plugin` loads the function.
+    """
+
+    @property
+    def allowed(self) -> str:
+        return f"one of {', '.join(self.choices)}, FILE.py:FUNCTION or plugin:NAME"
+
+    def check(self, name: str, value: Any) -> str:
+        if isinstance(value, str) and is_plugin(value):
+            return value
+        return super().check(name, value)
+
+
+def is_plugin(backend: str) -> bool:
+    """Return whether the name of a backend has the form of a user's kernel."""
+    return bool(ENTRY_POINT.fullmatch(backend) or _FILE_FUNCTION.fullmatch(backend))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,10 @@ def typed(name: str, value: Any, default: Any) -> Any:
     """
     kind = _KINDS.get(type(default))
     if name in FIELDS:
-        return field_type(name).check(name, value)
+        value = field_type(name).check(name, value)
+        if name == "backend" and ".py:" in value:
+            value = str(Path(value).absolute())
+        return value
     if name == "source" and value:
         if not Path(value).exists():
             refuse(name, "a path that exists", value)

@@ -1,7 +1,7 @@
 """Rules between the fields of a Case, which no field can check alone."""
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import refuse
+from attnlab.case.fields import is_plugin, refuse
 from attnlab.case.ops import OPS
 from attnlab.case.quantities import CaseQuantities
 
@@ -33,7 +33,7 @@ def _check_heads(case: CaseQuantities) -> None:
 def _check_backend(case: CaseQuantities) -> None:
     """Check that the op runs on the backend, the platform and the release."""
     op = case.spec
-    if case.backend not in op.backends:
+    if case.backend not in op.backends and not (is_plugin(case.backend) and "model" in op.backends):
         if case.backend == "vllm-cpu":
             names = (name for name, other in OPS.items() if case.backend in other.backends)
             refuse("op", f"{' or '.join(names)} with backend {case.backend}", case.op)
@@ -42,8 +42,8 @@ def _check_backend(case: CaseQuantities) -> None:
         refuse("platform", f"{' or '.join(op.platforms)} with op {case.op}", case.platform)
     if case.release not in op.releases:
         refuse("release", f"{' or '.join(op.releases)} with op {case.op}", case.release)
-    if case.trace_reads and case.backend not in ("rocm", "vllm"):
-        refuse("trace_reads", "false unless backend is rocm or vllm", case.trace_reads)
+    if case.trace_reads and case.backend not in ("rocm", "vllm") and not is_plugin(case.backend):
+        refuse("trace_reads", f"false with backend {case.backend}", case.trace_reads)
 
 
 def _check_subset(case: CaseQuantities) -> None:
@@ -65,10 +65,15 @@ def _check_subset(case: CaseQuantities) -> None:
             refuse(name, f"at most 0:{limit}, {noun}", span)
 
 
+def _takes_layouts(case: CaseQuantities) -> bool:
+    """Return whether the backend takes tensors with other strides, padding, and caches of any size."""
+    return case.backend in ("model", "vllm") or is_plugin(case.backend)
+
+
 def _check_layout(case: CaseQuantities) -> None:
-    """Check strides and padding, which only vLLM's Triton ops and their models support."""
+    """Check strides and padding, which only vLLM's Triton ops, their models and plugins support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
-        if case.backend not in ("model", "vllm") and getattr(case, name) != plain:
+        if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
     if case.kv_layout == "HND" and not case.spec.hnd:
         refuse("kv_layout", f"contiguous or fused with {case.op}", case.kv_layout)
@@ -112,7 +117,7 @@ def _check_first_block(case: CaseQuantities) -> None:
     """Refuse untouched blocks if something copies the whole cache, or a block table is given."""
     for name, conflicts in (
         ("op", not case.spec.attends_to_cache),
-        ("backend", case.backend not in ("model", "vllm")),
+        ("backend", not _takes_layouts(case)),
         ("block_table", case.block_table is not None),
     ):
         if conflicts:

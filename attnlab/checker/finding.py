@@ -1,7 +1,7 @@
-"""Finding: something that a kernel does wrong, with the smallest Case that shows it.
+"""Finding: one fault of a kernel, or one observation, with the smallest Case that shows it.
 
-A finding's output is off by more than rounding. What changes no result, or none by more than that, is an
-observation: worth knowing, no fault by itself.
+A fault makes a result wrong by more than rounding. An observation does not: it is worth knowing, but no
+error by itself.
 """
 
 import dataclasses
@@ -12,33 +12,35 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 
 KINDS = {
-    "wrong_output": "it writes numbers that rounding does not explain",
-    "wrong_bytes": "it leaves other bytes in the cache",
-    "wrong_lse": "the logarithms of sums beside its output are wrong",
-    "rows_not_written": "it leaves rows of the output as they were",
-    "reads_unwritten_slots": "its output depends on slots that nobody wrote",
-    "reads_freed_blocks": "its output depends on blocks that the sliding window has freed",
-    "fails": "it raises where nothing in its contract says so",
+    "wrong_output": "the output differs from the reference by more than rounding",
+    "wrong_bytes": "the cache holds other bytes than it should after the write",
+    "wrong_lse": "the log-sum-exp returned with the output is wrong",
+    "rows_not_written": "rows of the output are not written",
+    "reads_unwritten_slots": "the output depends on slots that were never written",
+    "reads_freed_blocks": "the output depends on blocks that the sliding window has freed",
+    "fails": "the op raises an error that its contract does not state",
 }
 OBSERVATIONS = {
-    "out_of_bounds": "it reads or writes where none of its tensors is",
-    "int32_wrap": "a product of int32 numbers does not fit",
-    "follows_empty_slots": "bits of its output depend on slots that nobody wrote, within rounding",
-    "reads_foreign_slots": "it loads slots of another sequence, or of blocks that are nobody's",
-    "reads_future_slots": "it loads tokens behind the last row that a program works on",
-    "reads_empty_slots": "it loads slots of its own blocks that nobody wrote",
-    "reads_outside_window": "it loads tokens before the sliding window of every row at work",
+    "out_of_bounds": "a kernel reads or writes outside its tensors",
+    "int32_wrap": "a product of int32 numbers overflows",
+    "follows_empty_slots": "the output depends on unwritten slots, within rounding",
+    "reads_foreign_slots": "a kernel reads slots of another sequence, or slots that no sequence owns",
+    "reads_future_slots": "a kernel reads tokens after the last row that the program computes",
+    "reads_empty_slots": "a kernel reads unwritten slots of the sequence's own blocks",
+    "reads_outside_window": "a kernel reads tokens before the sliding window of every row",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Finding(Shown):
-    """One thing that goes wrong.
+    """One fault or observation.
 
-    - ``kind``: of KINDS, or of OBSERVATIONS; ``evidence``: what was seen, in a sentence.
-    - ``diagnosis``: the defect that explains it, or what the diagnosis says instead.
-    - ``case``: the smallest; ``first``: where it was first seen, None where that is the same.
-    - ``seen``: how many of the cases that were run show the same.
+    - ``kind``: a key of KINDS (a fault) or of OBSERVATIONS.
+    - ``evidence``: what the run showed, in one sentence.
+    - ``diagnosis``: the name of the defect that explains it, or the status of the diagnosis.
+    - ``case``: the smallest Case that shows it.
+    - ``first``: the Case that showed it first; None if that is ``case``.
+    - ``seen``: the number of cases that showed it.
     """
 
     op: str
@@ -51,16 +53,16 @@ class Finding(Shown):
 
     @property
     def is_fault(self) -> bool:
-        """Answer whether it makes a result wrong."""
+        """Return whether the finding makes a result wrong."""
         return self.kind in KINDS
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Return what makes two findings the same."""
+        """Return (op, kind, diagnosis); findings with the same group are reported once."""
         return self.op, self.kind, self.diagnosis
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as JSON-able values."""
+        """Return the finding as JSON-able values; ``run`` is the command line of its Case."""
         fields = dataclasses.asdict(self)
         first = None if self.first is None else self.first.to_cli()
         return {**fields, "run": self.case.to_cli(), "first": first}

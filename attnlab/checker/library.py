@@ -1,10 +1,9 @@
-"""Running a whole library: every op over its hostile cases, equal findings in one, in several processes."""
+"""Check a kernel library: every op, in this process or one process per op, merged into one report."""
 
 import dataclasses
-import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -12,31 +11,28 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, DeviceLost
 from attnlab.case.shown import Shown
-from attnlab.checker.check_case import look, shrink
 from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.slot_reads import ReadCounts
-from attnlab.checker.subject import Subject
-from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import find_violations
-from attnlab.lab.lab import Lab
+from attnlab.checker.op_check import Budget, OpReport, check_op, crash, grouped
+from attnlab.kernels.backend import Backend
 
-OnCase = Callable[[int, int], None]
-LEFT_OUT = ("output scales, quantisation by token and head, bidirectional masks",)
+OnOp = Callable[[int, int], None]
+NOT_COVERED = ("output scales; scales per token and head; bidirectional masks",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Shown):
-    """What came of a library.
+    """The findings of a library.
 
-    - ``findings``: one for each group of equal ones, at its smallest Case; ``observations`` likewise.
-    - ``reads``: by op how many slots of each kind its kernels read (:mod:`attnlab.lab.reads`), of ops whose
-      reads were seen; ``reads_allowed``: the kinds that their contracts let them read.
-    - ``reports``: files that were written for the findings, by path.
-    - ``left_out``: what was not looked at, and why, in words.
+    - ``source``, ``version``: the path of the vLLM or the plugin, and its version in words.
+    - ``cases_run``, ``seconds``: the number of cases of all ops, and the time that they took.
+    - ``findings``, ``observations``: one per group, each at its smallest Case.
+    - ``reads``: per op, the number of slots that its kernels read, by kind
+      (:mod:`attnlab.lab.reads`); only ops whose reads were traced.
+    - ``reads_allowed``: per op, the kinds that the contracts of its kernels allow.
+    - ``reports``: the paths of the files written for the findings.
+    - ``left_out``: what was not checked, and why.
     """
 
     source: str
@@ -56,186 +52,103 @@ class Report(Shown):
         return {
             **fields,
             "findings": [finding.to_dict() for finding in self.findings],
-            "observations": [one.to_dict() for one in self.observations],
+            "observations": [finding.to_dict() for finding in self.observations],
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What came of one op, or of its first cases.
-
-    ``resume``: the case that another process has to go on with, where one has broken the GPU's context.
-    """
-
-    cases_run: int
-    op: str
-    findings: list[Finding]
-    left_out: list[str]
-    tally: ReadCounts = field(default_factory=ReadCounts)
-    resume: int | None = None
-
-
 def check_library(
-    subject: Subject,
+    backend: Backend,
     ops: Sequence[str],
     platform: str,
     cases: int,
     seconds: float,
     seed: int = 0,
     processes: int = 1,
-    on_op: OnCase = lambda done, total: None,
+    on_op: OnOp = lambda done, total: None,
 ) -> Report:
-    """Run ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in all.
+    """Check ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in total.
 
-    With more than one of ``processes`` each op runs in a process of its own, so that one that dies is a
-    finding, and the others are not lost.
+    With ``processes`` > 1 each op runs in a process of its own. A process that dies becomes a finding;
+    the other ops continue. ``on_op`` is called with the number of finished ops and of all ops.
     """
-    began = time.perf_counter()
-    share = seconds * processes / len(ops)
-    parts: list[_Part] = []
-    for part in _parts(subject, ops, (platform, cases, share, seed), processes):
-        parts.append(part)
-        on_op(len(parts), len(ops))
-    found = [finding for part in parts for finding in part.findings]
-    found.sort(key=lambda one: (ops.index(one.op), one.kind))
-    parts.sort(key=lambda part: ops.index(part.op))
-    tallies = {part.op: part.tally for part in parts if part.tally.watched}
+    start = time.perf_counter()
+    budget = Budget(
+        platform=platform, cases=cases, seconds=seconds * processes / len(ops), seed=seed
+    )
+    op_reports: list[OpReport] = []
+    for op_report in _check_ops(backend, ops, budget, processes):
+        op_reports.append(op_report)
+        on_op(len(op_reports), len(ops))
+    op_reports.sort(key=lambda op_report: ops.index(op_report.op))
+    return _merged(backend, op_reports, time.perf_counter() - start)
+
+
+def _merged(backend: Backend, op_reports: Sequence[OpReport], seconds: float) -> Report:
+    """Return one report of all ops, findings in the order of the ops, then by kind."""
+    findings = [
+        finding
+        for op_report in op_reports
+        for finding in sorted(op_report.findings, key=lambda finding: finding.kind)
+    ]
+    reads = {op_report.op: op_report.reads for op_report in op_reports if op_report.reads.watched}
+    left_out = [text for op_report in op_reports for text in op_report.left_out]
     return Report(
-        source=subject.source or subject.backend,
-        version=subject.version,
-        cases_run=sum(part.cases_run for part in parts),
-        seconds=time.perf_counter() - began,
-        findings=[one for one in found if one.is_fault],
-        observations=[one for one in found if not one.is_fault],
-        reads={op: tally.to_dict() for op, tally in tallies.items()},
-        reads_allowed={op: sorted(tally.allowed) for op, tally in tallies.items()},
-        left_out=[
-            *(text for part in parts for text in part.left_out),
-            *subject.left_out(),
-            *LEFT_OUT,
-        ],
+        source=str(backend.path or backend.name),
+        version=backend.version,
+        cases_run=sum(op_report.cases_run for op_report in op_reports),
+        seconds=seconds,
+        findings=[finding for finding in findings if finding.is_fault],
+        observations=[finding for finding in findings if not finding.is_fault],
+        reads={op: counts.to_dict() for op, counts in reads.items()},
+        reads_allowed={op: sorted(counts.allowed) for op, counts in reads.items()},
+        left_out=[*left_out, *backend.blind_spots, *NOT_COVERED],
     )
 
 
-def _parts(
-    subject: Subject, ops: Sequence[str], how: tuple[str, int, float, int], processes: int
-) -> Iterator[_Part]:
-    """Yield what came of each op, as it comes."""
+def _check_ops(
+    backend: Backend, ops: Sequence[str], budget: Budget, processes: int
+) -> Iterator[OpReport]:
+    """Yield the report of each op as soon as the op is finished."""
     if processes == 1:
         for op in ops:
-            yield check_op(subject, op, *how)
+            yield check_op(backend, op, budget)
         return
     with ThreadPoolExecutor(processes) as threads:
-        waiting = [threads.submit(_in_a_process, subject, op, how) for op in ops]
-        for future in as_completed(waiting):
+        futures = [threads.submit(_check_in_processes, backend, op, budget) for op in ops]
+        for future in as_completed(futures):
             yield future.result()
 
 
-def _in_a_process(subject: Subject, op: str, how: tuple[str, int, float, int]) -> _Part:
-    """Return what came of an op in processes of its own: one that dies, or breaks the GPU's context, is a
-    finding, and in the latter case another goes on behind it."""
-    parts = [_in_one_process(subject, op, how, 0)]
+def _check_in_processes(backend: Backend, op: str, budget: Budget) -> OpReport:
+    """Check an op in a process of its own; if a kernel breaks the GPU's context, continue in a new one."""
+    parts = [_check_in_process(backend, op, budget, 0)]
     while (resume := parts[-1].resume) is not None:
-        parts.append(_in_one_process(subject, op, how, resume))
-    return _Part(
+        parts.append(_check_in_process(backend, op, budget, resume))
+    return OpReport(
         op=op,
         cases_run=sum(part.cases_run for part in parts),
-        findings=_grouped(one for part in parts for one in part.findings),
+        findings=grouped(finding for part in parts for finding in part.findings),
         left_out=list(dict.fromkeys(text for part in parts for text in part.left_out)),
-        tally=parts[0].tally,
+        reads=parts[0].reads,
     )
 
 
-def _in_one_process(
-    subject: Subject, op: str, how: tuple[str, int, float, int], begin: int
-) -> _Part:
-    """Return what came of an op's cases from ``begin`` on."""
+def _check_in_process(backend: Backend, op: str, budget: Budget, begin: int) -> OpReport:
+    """Check an op from case ``begin`` on in a new process; a process that dies is a finding."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_alone) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_use_one_thread) as pool:
         try:
-            return pool.submit(check_op, subject, op, *how, begin).result()
+            return pool.submit(check_op, backend, op, budget, begin).result()
         except BrokenProcessPool:
-            platform, cases, _, seed = how
-            first = next(hostile_cases(subject, op, platform, cases, seed))
-            text = "its process died at one of the cases, this one or a later one"
-            died = Finding(op=op, kind="fails", case=first, evidence=text, diagnosis="crash")
-            lost = f"{op}: every case after the crash"
-            return _Part(op=op, cases_run=0, findings=[died], left_out=[lost])
+            cases = hostile_cases(backend, op, budget.platform, budget.cases, budget.seed)
+            text = "the process died while it ran this case or a later one"
+            return OpReport(
+                op=op,
+                cases_run=0,
+                findings=[crash(next(cases), text)],
+                left_out=[f"{op}: every case after the crash"],
+            )
 
 
-def _alone() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def is_callers_fault(lab: Lab, case: Case) -> bool:
-    """Answer whether the Case's call breaks a contract, so that nothing wrong with it is the kernel's.
-
-    A default scale by the number of heads is the op's own fault.
-    """
-    provenance = lab.cache(case).provenance
-    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
-    return any(b.effect != "harmless" and b.kind != "default_scale" for b in violations)
-
-
-def check_op(
-    subject: Subject, op: str, platform: str, cases: int, seconds: float, seed: int, begin: int = 0
-) -> _Part:
-    """Run one op over its hostile Cases, from ``begin`` on, and shrink one finding of each group, until the
-    time is up."""
-    began, ran, left_out = time.perf_counter(), 0, list[str]()
-    lab = Lab(source=subject.source if subject.backend == "vllm" else None, device="cpu", keep=3)
-    every = list[Finding]()
-    tally, resume = ReadCounts(), None
-    hostile = enumerate(hostile_cases(subject, op, platform, cases, seed))
-    for i, case in itertools.islice(hostile, begin, None):
-        if time.perf_counter() - began > seconds:
-            left_out.append(f"{op}: {cases - i} of {cases} cases, the time was up")
-            break
-        try:
-            if is_callers_fault(lab, case):
-                continue
-            found = look(lab, subject, case, tally.add)
-        except DeviceLost as error:
-            text, resume = str(error), i + 1
-            found = [Finding(op=op, kind="fails", case=case, evidence=text, diagnosis="crash")]
-        except AttnLabError as error:
-            left_out.append(f"{op}: {error}")
-            continue
-        ran += 1
-        every += found
-        if resume is not None:
-            break
-    small = _grouped(every)
-    if resume is None:  # a broken GPU shrinks nothing
-        small = _shrunk(lab, subject, small, began + seconds)
-    return _Part(
-        op=op,
-        cases_run=ran,
-        findings=small,
-        left_out=[*dict.fromkeys(left_out), *tally.left_out(op)],
-        tally=tally,
-        resume=resume,
-    )
-
-
-def _grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the first of each group of equal findings, which tells how many Cases show it."""
-    groups: dict[tuple[str, str, str], Finding] = {}
-    for finding in findings:
-        first = groups.get(finding.group)
-        seen = finding.seen + (first.seen if first else 0)
-        groups[finding.group] = dataclasses.replace(first or finding, seen=seen)
-    return list(groups.values())
-
-
-def _shrunk(lab: Lab, subject: Subject, findings: list[Finding], until: float) -> list[Finding]:
-    """Return each finding at its smallest Case, with the one where it was seen first: faults before what
-    is told beside, each with an equal part of the time that is left."""
-    small = []
-    findings = sorted(findings, key=lambda one: not one.is_fault)
-    for i, finding in enumerate(findings):
-        left = (until - time.perf_counter()) / (len(findings) - i)
-        least = shrink(lab, subject, finding, left)
-        first = None if least.case == finding.case else finding.case
-        small.append(dataclasses.replace(least, seen=finding.seen, first=first))
-    return small

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Int, Number, refuse
+from attnlab.case.fields import Int, Number, is_plugin, refuse
 from attnlab.case.ops import RELEASES
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report
-    from attnlab.checker.subject import Subject
+    from attnlab.kernels.backend import Backend
 
 DEFAULT_CASES = 31  # for each op: every variant of the hostile cases once
 DEFAULT_SECONDS = 150.0
@@ -34,7 +34,7 @@ def check(
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
-    - ``kernel``: your own, "FILE.py:FUNCTION"; or ``source``: a vLLM wheel, sdist or checkout; or
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or checkout; or
       ``installed``: the vLLM that is installed; or none of these: the lab's models of ``release``.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op; ``seconds``: about the time in total.
@@ -44,35 +44,38 @@ def check(
     """
     from attnlab.checker.library import check_library
 
-    subject = subject_of(kernel, source=source, installed=installed, release=release, device=device)
+    backend = backend_of(kernel, source=source, installed=installed, release=release, device=device)
     field_type("platform").check("platform", platform)
     cases, seed = Int(1).check("cases", cases), Int(0).check("seed", seed)
     seconds = Number().check("seconds", seconds)
-    chosen = [op for op in ops or subject.ops if op in subject.ops]
+    chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
-        refuse("op", f"one of {', '.join(subject.ops)}", ", ".join(ops or ()))
-    processes = 1 if subject.backend == "model" else max(2, os.cpu_count() or 1)
-    return check_library(subject, chosen, platform, cases, seconds, seed, processes, on_op)
+        refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
+    processes = 1 if backend.name == "model" else max(2, os.cpu_count() or 1)
+    return check_library(backend, chosen, platform, cases, seconds, seed, processes, on_op)
 
 
-def subject_of(
+def backend_of(
     kernel: str | None = None,
     *,
     source: Path | str | None = None,
     installed: bool = False,
     release: str = RELEASES[-1],
     device: str = "cpu",
-) -> "Subject":
+) -> "Backend":
     """Return what :func:`check` runs; raise InvalidCase if more than one thing is given."""
-    from attnlab.checker.subject import models, plugin, vllm
+    from attnlab.kernels import find_backend
+    from attnlab.kernels.model.backend import ModelBackend
 
     if sum((kernel is not None, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
     if kernel is not None:
-        return plugin(kernel)
+        if not is_plugin(kernel):
+            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
+        return find_backend(kernel)
     if source is not None or installed:
-        return vllm(None if source is None else Path(source), device)
+        return find_backend("vllm", source, device)
     if device != "cpu":
         refuse("device", "cpu without a vLLM", device)
     field_type("release").check("release", release)
-    return models(release)
+    return ModelBackend(rules=release)

@@ -1,87 +1,89 @@
-"""Slots that were read: counted by what they are to the sequence that they were read for, and told where
-its contract does not ask for them."""
+"""Count slot reads by state, and report those that the contracts do not allow."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
-from attnlab.checker.subject import RunOutput
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
-from attnlab.lab.reads import KINDS, MemoryReport
-from attnlab.tensors.cache import NOBODY
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.slot_states import STATES, SlotState, readable_states
+from attnlab.contracts.target import Target
+from attnlab.lab.reads import MemoryReport
+from attnlab.lab.result import Result
 
-# What is told of slots by their kinds, the worst first.
-TOLD = {
-    "reads_foreign_slots": ("other sequence", "never mapped"),
-    "reads_future_slots": ("own future",),
-    "reads_empty_slots": ("own unwritten", "unwritten tail"),
-    "reads_outside_window": ("outside window",),
+# The states that each kind of observation reports, the most serious kind first.
+OBSERVED = {
+    "reads_foreign_slots": (
+        SlotState.OTHER_POSITION,
+        SlotState.OTHER_SEQUENCE,
+        SlotState.NEVER_MAPPED,
+    ),
+    "reads_future_slots": (SlotState.OWN_FUTURE,),
+    "reads_empty_slots": (SlotState.UNWRITTEN, SlotState.UNWRITTEN_TAIL),
+    "reads_outside_window": (SlotState.OUTSIDE_WINDOW,),
 }
 
 
 @dataclass(slots=True)
 class ReadCounts:
-    """How many slots the cases of an op read, by kind; a slot of key and value counts once for a
-    sequence.
+    """How many slots the cases of an op read, by state.
 
-    ``watched``: cases in which somebody looked; ``allowed``: kinds that the contracts of the op's
-    kernels let them read.
+    A slot whose key and value are both read counts once per sequence. ``watched``: cases whose reads were
+    traced; ``allowed``: states that the contracts of the op's kernels allow.
     """
 
     watched: int = 0
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*KINDS, "by nobody"), 0))
-    allowed: set[str] = field(default_factory=set)
+    counts: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
+    allowed: set[SlotState] = field(default_factory=set)
 
-    def add(self, case: Case, ran: RunOutput) -> None:
-        """Count what a run of a Case read, where that was seen."""
+    def add(self, case: Case, ran: Result) -> None:
+        """Add the reads of a run of a Case, if they were traced; changes the counts."""
         if ran.memory is None:
             return
         self.watched += 1
-        self.allowed |= allowed(case)
-        for (seq, kind), slots in slots_by_kind(ran.memory).items():
-            self.counts["by nobody" if seq == NOBODY else kind] += len(slots)
+        self.allowed |= readable_states(decide(case).contracts(Target.of(case), case.op))
+        for (_, state), slots in slots_by_state(ran.memory).items():
+            self.counts[state] += len(slots)
 
     def left_out(self, op: str) -> list[str]:
-        """Return in words that nobody looked, where that is so."""
-        text = f"{op}: which slots are read; that is seen of Triton kernels under the lab's interpreter"
+        """Return a line that says that reads were not traced, if so."""
+        text = (
+            f"{op}: slot reads, which are traced only of Triton kernels under the lab's interpreter"
+        )
         return [] if self.watched else [text]
 
     def to_dict(self) -> dict[str, int]:
-        """Return the counts under names for machines."""
-        return {kind.replace(" ", "_"): count for kind, count in self.counts.items()}
+        """Return the counts as JSON-able values, by state."""
+        return {state.replace(" ", "_"): count for state, count in self.counts.items()}
 
 
-def allowed(case: Case) -> set[str]:
-    """Return the kinds of slots that the contracts of a Case's kernels let them read."""
-    target = Target.of(case)
-    terms = [contract(name, target, case.op) for name in decide(case).kernels]
-    tail = {"unwritten tail"} if any(one.reads_tail != "nothing" for one in terms) else set()
-    return {"own", *tail}
-
-
-def slots_by_kind(memory: MemoryReport) -> dict[tuple[int, str], set[tuple[int, int]]]:
-    """Return the slots that were read of key or value, by the sequence they were read for and kind."""
-    found: dict[tuple[int, str], set[tuple[int, int]]] = {}
-    for one in memory.slots:
-        for kind, slots in one.slots.items():
+def slots_by_state(memory: MemoryReport) -> dict[tuple[int, SlotState], set[tuple[int, int]]]:
+    """Return the slots whose key or value was read, by the sequence they were read for and by state."""
+    found: dict[tuple[int, SlotState], set[tuple[int, int]]] = {}
+    for entry in memory.slots:
+        for state, slots in entry.slots.items():
             if slots:
-                found.setdefault((one.seq, kind), set()).update(slots)
+                found.setdefault((entry.seq, state), set()).update(slots)
     return found
 
 
 def observations(case: Case, memory: MemoryReport | None) -> Iterable[Finding]:
-    """Yield what is to be told of the slots that a Case's kernels read: those that are not their own."""
+    """Yield a finding for each kind of OBSERVED that the kernels of a Case read.
+
+    A freed block counts as outside the window: a kernel that ignores the window reads both.
+    """
     if memory is None:
         return
-    found = slots_by_kind(memory)
-    for kind, kinds in TOLD.items():
-        at = [(seq, one) for seq, one in sorted(found) if one in kinds and seq != NOBODY]
+    found: dict[tuple[int, SlotState], set[tuple[int, int]]] = {}
+    for (seq, state), slots in slots_by_state(memory).items():
+        state = SlotState.OUTSIDE_WINDOW if state is SlotState.FREED else state
+        found.setdefault((seq, state), set()).update(slots)
+    for kind, states in OBSERVED.items():
+        at = sorted((seq, state) for seq, state in found if state in states)
         if not at:
             continue
         seq, first = at[0]
         block, slot = min(found[seq, first])
-        count = sum(len(found[one]) for one in at)
+        count = sum(len(found[place]) for place in at)
         text = f"{count} slots; first for sequence {seq}: block {block}, slot {slot} ({first})"
-        yield Finding(op=case.op, kind=kind, case=case, evidence=text, diagnosis=first)
+        yield Finding(op=case.op, kind=kind, case=case, evidence=text, diagnosis=str(first))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import is_plugin
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
 from attnlab.cli.output import notice
 
@@ -20,12 +21,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_case_flags(parser)
 
 
+def case_of_flags(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
+    from_scratch = not (args.test_id or args.case or args.knob_op)
+    if args.knob_backend is not None and is_plugin(args.knob_backend) and from_scratch:
+        from attnlab.kernels.plugin import PluginBackend
+
+        args.knob_op = PluginBackend(spec=args.knob_backend).op
+    return case_of(args)
+
+
 def case_with_source(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
-    case = case_of(args)
-    if args.source is not None and case.backend == "model":
+    case = case_of_flags(args)
+    if args.source is not None and case.backend not in ("vllm", "rocm"):
         raise InvalidCase(
-            "source must not be given with backend model; add --backend vllm or --backend rocm",
+            f"source must not be given with backend {case.backend}; add --backend vllm or --backend rocm",
             field="source",
         )
     return case

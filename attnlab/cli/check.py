@@ -33,8 +33,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "kernel",
         nargs="?",
         metavar="FILE.py:FUNCTION",
-        help="your own kernel: a function that takes a KernelCall and writes call.output; its attribute "
-        "op names the op that it implements",
+        help="your own kernel, or plugin:NAME of an installed one: a function that takes a KernelCall and "
+        "writes call.output; its attribute op names the op that it implements",
     )
     library.add_argument(
         "--source", type=Path, metavar="PATH", help="a vLLM: a wheel, an sdist or a checkout"
@@ -121,18 +121,18 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
 
 def _checked(args: argparse.Namespace) -> "Report":
     """Check the library of the flags, and write the reports."""
-    from attnlab.checker.public import check, subject_of
+    from attnlab.checker.public import backend_of, check
 
-    subject = subject_of(**_library(args))
+    backend = backend_of(**_library(args))
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 
         check_drawable(args.pictures)  # before minutes are spent
-    if args.report is not None and subject.backend != "vllm":
+    if args.report is not None and backend.name != "vllm":
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
-    with progress(f"checking {subject.version}") as on_step:
+    with progress(f"checking {backend.version}") as on_step:
         report = check(
             **_library(args),
             ops=args.op,
@@ -146,7 +146,7 @@ def _checked(args: argparse.Namespace) -> "Report":
         return report
     from attnlab.reports.upstream import write_reports
 
-    written = write_reports(report.findings, args.report, report.version, subject.device)
+    written = write_reports(report.findings, args.report, report.version, backend.device)
     return dataclasses.replace(report, reports=[str(path) for path in written])
 
 
@@ -154,13 +154,13 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
     """Write the pictures of --pictures; return their page, or None without the flag."""
     if args.pictures is None:
         return None
-    from attnlab.checker.public import subject_of
+    from attnlab.checker.public import backend_of
     from attnlab.reports.findings_page import write_pictures
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
         return write_pictures(
-            report, subject_of(**_library(args)), args.pictures, shlex.join(words)
+            report, backend_of(**_library(args)), args.pictures, shlex.join(words)
         )
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 
-from attnlab.case.flags import add_case_flags, case_of
+from attnlab.case.flags import add_case_flags
+from attnlab.cli.case_source import case_of_flags
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, show
 
@@ -10,7 +11,7 @@ from attnlab.cli.output import print_json, show
 def _run(args: argparse.Namespace) -> int:
     from attnlab.contracts.dispatch import decide
 
-    decision = decide(case_of(args))
+    decision = decide(case_of_flags(args))
     if args.json:
         print_json(decision.to_dict())
     else:

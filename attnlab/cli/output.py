@@ -1,16 +1,16 @@
 """What commands print: a document or a sheet on standard output, everything else on standard error."""
 
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 
 ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -19,17 +19,6 @@ ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 def print_json(document: Any) -> None:
     """Print one strict JSON document on standard output."""
     print(json.dumps(json_value(document), indent=2, allow_nan=False))
-
-
-def json_value(value: Any) -> Any:
-    """Return a value with NaN and infinities as the strings "nan", "inf" and "-inf"."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {name: json_value(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    return value
 
 
 def show(noun: Shown) -> None:

@@ -2,7 +2,8 @@
 
 import argparse
 
-from attnlab.case.flags import add_case_flags, case_of
+from attnlab.case.flags import add_case_flags
+from attnlab.cli.case_source import case_of_flags
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 
@@ -10,7 +11,7 @@ from attnlab.cli.output import print_json, progress, show
 def _run(args: argparse.Namespace) -> int:
     from attnlab.mutation.power import power
 
-    case = case_of(args)
+    case = case_of_flags(args)
     with progress("planting defects") as on_step:
         report = power(case, on_step=on_step)
     if args.json:

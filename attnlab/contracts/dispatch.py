@@ -1,4 +1,4 @@
-"""Dispatch: which decode kernel vLLM picks, term by term."""
+"""Dispatch: which kernels vLLM runs for a Case, and why."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,38 +6,15 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
-from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
-
-TRITON_DECODE = "kernel_paged_attention_2d"
-ROCM_DECODE = "paged_attention_rocm"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a call runs and on what rules: everything about it that is no argument of the op."""
-
-    platform: Platform = PLATFORMS["gfx942"]
-    release: str = "0.33.0"
-    wrapper_cast: bool = False
-    rocm_custom_paged_attn: bool = True
-    aiter_paged_attn: bool = False
-
-    @classmethod
-    def of(cls, case: Case) -> "Target":
-        """Return the Case's target."""
-        return cls(
-            platform=case.machine,
-            release=case.release,
-            wrapper_cast=case.staging.wrapper_cast,
-            rocm_custom_paged_attn=case.rocm_custom_paged_attn,
-            aiter_paged_attn=case.aiter_paged_attn,
-        )
+from attnlab.contracts.contract import Contract
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One condition of the dispatch predicate, and whether it holds."""
+    """One condition of the dispatch predicate: the Case's value, what is allowed, whether it holds."""
 
     name: str
     value: str
@@ -49,8 +26,7 @@ class Term:
 class Decision(Shown):
     """Which kernels run, in order, and the predicate that chose the decode kernel.
 
-    ``terms`` is empty where nothing was decided: every op but chunked_prefill_paged_decode is one
-    kernel.
+    ``terms`` is empty for every op but chunked_prefill_paged_decode: these run one kernel.
     """
 
     platform: str
@@ -61,18 +37,18 @@ class Decision(Shown):
 
     @property
     def decode(self) -> str | None:
-        """Return the kernel that takes decode rows from the cache, or None where none runs."""
+        """Return the kernel that computes decode rows from the cache, or None if none runs."""
         decodes = (TRITON_DECODE, ROCM_DECODE, UNIFIED, DECODE_FWD)
         return next((name for name in self.kernels if name in decodes), None)
 
     @property
     def refused(self) -> tuple[Term, ...]:
-        """Return the terms that kept the ROCm custom kernel from running."""
+        """Return the terms that do not hold: why the ROCm custom kernel does not run."""
         return tuple(term for term in self.terms if not term.holds)
 
     @property
     def reasons(self) -> list[str]:
-        """Return one sentence for each term that said no, or one that says that all said yes."""
+        """Return one sentence per term that does not hold, or one sentence if all hold."""
         if not self.terms:
             return [f"{self.kernels[0]} is called directly: nothing is dispatched"]
         if not self.refused:
@@ -80,6 +56,10 @@ class Decision(Shown):
         return [
             f"not {ROCM_DECODE}: {t.name} is {t.value}, allowed: {t.allowed}" for t in self.refused
         ]
+
+    def contracts(self, target: Target, op: str) -> tuple[Contract, ...]:
+        """Return the contracts of the kernels that run, in their order."""
+        return contracts_of(self.kernels, target, op)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as JSON-able values."""
@@ -113,7 +93,7 @@ def decide(case: Case) -> Decision:
 
 
 def _terms(case: Case) -> list[Term]:
-    """Return the predicate's terms in vLLM's order; off AMD GPUs the platform alone decides."""
+    """Return the predicate's terms in vLLM's order; without an AMD GPU the platform alone decides."""
     if not case.machine.is_rocm:
         allowed = "gfx90a, gfx942, gfx950, gfx11…, gfx12…"
         return [Term(name="platform", value=case.platform, allowed=allowed, holds=False)]

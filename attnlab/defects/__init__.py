@@ -1,12 +1,17 @@
-"""The catalogue of defects: each one way for a kernel, or what feeds it, to be wrong.
+"""The catalogue of defects, each a way for a kernel or its caller to be wrong.
 
-Used in two directions: forwards it scores a test (:mod:`attnlab.mutation.power`), backwards it diagnoses an output
-(:mod:`attnlab.diagnosis.diagnose`). What it leaves out, and why: races, compiler faults and reduced-precision products,
-which no transformation of the reference shows.
+A mutation report asks which defects a test would notice; a diagnosis asks which defect explains an
+output. Not covered: races, compiler bugs, and reduced-precision products, because no transformation of
+the reference reproduces them.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from attnlab.defects.defect import Defect
 from attnlab.defects.heads import HEADS
+from attnlab.defects.masks import MASKS
+from attnlab.defects.partitions import PARTITIONS
 from attnlab.defects.reads import READS
 from attnlab.defects.rows import ROWS
 from attnlab.defects.scores import SCORES
@@ -14,6 +19,12 @@ from attnlab.defects.sinks import SINKS
 from attnlab.defects.softcap import SOFTCAP
 from attnlab.defects.tokens import TOKENS
 
-CATALOGUE: tuple[Defect, ...] = (*TOKENS, *SCORES, *SINKS, *SOFTCAP, *HEADS, *READS, *ROWS)
+DEFECTS: Mapping[str, Defect] = MappingProxyType(
+    {
+        defect.name: defect
+        for family in (MASKS, PARTITIONS, TOKENS, SCORES, SINKS, SOFTCAP, HEADS, READS, ROWS)
+        for defect in family
+    }
+)
 
-__all__ = ["CATALOGUE", "Defect"]
+__all__ = ["DEFECTS", "Defect"]

@@ -1,4 +1,4 @@
-"""Reading: how a sequence's tokens are read from a paged cache, rightly or wrongly."""
+"""CacheRead: how one sequence's keys and values are read from a paged cache, correctly or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class CacheRead:
     """How one sequence's tokens are read from the cache.
 
     - ``key_row``, ``value_row``: rows of the block table.
-    - ``block``, ``offset``: what becomes of a block number and of an offset on the way.
-    - ``format``, ``k_scale``, ``v_scale``: what the bytes are taken for.
-    - ``key_x``: what the innermost size of the key cache is taken for, or None for what it is.
-    - ``turned``: which of "key" and "value" is read with its block's inner dimensions exchanged.
+    - ``block``, ``offset``: functions applied to block numbers and to offsets within a block.
+    - ``format``, ``k_scale``, ``v_scale``: how the stored bytes are decoded.
+    - ``key_x``: the innermost size of the key cache that the kernel assumes, or None for the true one.
+    - ``transposed``: "key" or "value" (or both) whose inner block dimensions are read in exchanged order.
     """
 
     key_row: int
@@ -28,32 +28,32 @@ class CacheRead:
     block: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks
     offset: Callable[[torch.Tensor], torch.Tensor] = lambda offsets: offsets
     key_x: int | None = None
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
     def keys(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Return keys at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
+        """Read the keys at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
         blocks, offsets = self._slots(call, self.key_row, positions)
         cache = call.key_cache
         if self.key_x is not None:
             chunks = cache.shape[2] * cache.shape[4] // self.key_x
             cache = cache.view(*cache.shape[:2], chunks, cache.shape[3], self.key_x)
-        if "key" in self.turned:  # [chunks, block_size, x] taken for [block_size, chunks, x]
+        if "key" in self.transposed:  # [chunks, block_size, x] read as [block_size, chunks, x]
             shape = (*cache.shape[:2], cache.shape[3], cache.shape[2], cache.shape[4])
-            found = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
+            stored = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
         else:
-            found = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        return self._decoded(found.flatten(2), self.k_scale)
+            stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
+        return self._decoded(stored.flatten(2), self.k_scale)
 
     def values(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Return values at ``positions`` of some KV heads, [n, len(kv), head_size] float64."""
+        """Read the values at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
         blocks, offsets = self._slots(call, self.value_row, positions)
         cache = call.value_cache
-        if "value" in self.turned:  # [head_size, block_size] taken for [block_size, head_size]
+        if "value" in self.transposed:  # [head_size, block_size] read as [block_size, head_size]
             shape = (*cache.shape[:2], cache.shape[3], cache.shape[2])
-            found = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
+            stored = cache.view(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
         else:
-            found = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
-        return self._decoded(found, self.v_scale)
+            stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
+        return self._decoded(stored, self.v_scale)
 
     def _slots(
         self, call: KernelCall, row: int, positions: torch.Tensor

@@ -1,29 +1,33 @@
-"""Defect: one way to be wrong, as a transformation of what a row sees."""
+"""Defect: one way for a kernel, or for the code that calls it, to be wrong."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnlab.defects.attention_inputs import AttentionInputs, Predicted
 from attnlab.defects.cache_read import CacheRead
-from attnlab.defects.problem import Problem, RowSlice
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
 
 Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
+ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
+ChangeCacheRead = Callable[[Problem, int, CacheRead], CacheRead]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Defect:
-    """One way for a kernel, or what feeds it, to be wrong.
+    """One way for a kernel, or for the code that calls it, to be wrong.
 
-    - ``name``, ``family``: unique, and the file it stands in.
-    - ``text``: what happens, in a sentence.
-    - ``seen_in``: upstream threads where it was seen.
-    - ``touches``: which rows it can change: "all", "cached" (rows whose keys come from the cache, in
-      part or whole), "decode" or "unwritten".
+    - ``name``: unique; ``family``: the module that defines it.
+    - ``text``: what happens, in one sentence without a full stop.
+    - ``seen_in``: public issues and pull requests that report it, as "repository #number".
+    - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
+      "decode" or "unwritten" (rows that the kernel never writes).
     - ``links``: kinds of Violation that would cause it.
-    - ``compute``: the output of some rows under the defect; rows that it does not touch come out right.
-    - ``applies``: whether a call has what the defect is about, a window say.
-    - ``harmless``: it changes nothing but rounding.
+    - ``compute``: returns the output of some rows under the defect; rows that it does not touch come out
+      correct.
+    - ``applies``: answers whether a call has the feature that the defect is about, such as a window.
+    - ``harmless``: the defect changes only the rounding.
     """
 
     name: str
@@ -37,25 +41,26 @@ class Defect:
     harmless: bool = False
 
 
-def by_sight(change: Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]) -> Compute:
-    """Return the computation of a defect that changes what rows see."""
+def changing_inputs(change: ChangeInputs) -> Compute:
+    """Return the ``compute`` of a defect that changes the inputs of attention."""
 
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        return problem.mix(change(problem, row_slice, problem.sight(row_slice)))
+        inputs = problem.attention_inputs(row_slice)
+        return problem.predict(change(problem, row_slice, inputs))
 
     return compute
 
 
-def by_reading(change: Callable[[Problem, int, CacheRead], CacheRead]) -> Compute:
-    """Return the computation of a defect that changes how the cache is read."""
+def changing_cache_read(change: ChangeCacheRead) -> Compute:
+    """Return the ``compute`` of a defect that changes how a sequence is read from the cache."""
 
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        reading = change(problem, row_slice.seq, problem.reading(row_slice.seq))
-        return problem.mix(problem.sight_as_read(row_slice, reading))
+        cache_read = change(problem, row_slice.seq, problem.cache_read(row_slice.seq))
+        return problem.predict(problem.inputs_read_by(row_slice, cache_read))
 
     return compute
 
 
 def always(problem: Problem) -> bool:
-    """Answer yes: the defect needs nothing of a call but that it is one."""
+    """Answer True: the defect applies to every call."""
     return True

@@ -1,4 +1,4 @@
-"""Defects of which output rows are written, and with whose result."""
+"""Defects in which output rows are written, and with which result."""
 
 import dataclasses
 import itertools
@@ -7,85 +7,83 @@ import torch
 
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect, always
-from attnlab.defects.problem import Problem, RowSlice
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
 
 
-def _constant(problem: Problem, row_slice: RowSlice, output: torch.Tensor) -> Predicted:
-    """Return rows whose bits are known: nothing is rounded on the way."""
-    return Predicted(output=output.double(), noise=torch.zeros(output.shape, dtype=torch.float64))
-
-
-def _kept(problem: Problem, rows: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """Return what the buffer held in some rows before the call; NaN where that is not known."""
-    if problem.before is None:
-        return torch.full((len(rows), len(heads), problem.call.query.shape[2]), torch.nan)
-    return problem.before[rows][:, heads]
+def _exactly(output: torch.Tensor) -> Predicted:
+    """Return a prediction without rounding error: the bits are known."""
+    return Predicted(output=output.double(), bound=torch.zeros(output.shape, dtype=torch.float64))
 
 
 def _never_written(problem: Problem, row_slice: RowSlice) -> Predicted:
-    return _constant(problem, row_slice, _kept(problem, problem.rows(row_slice), row_slice.heads))
+    """Return what the buffer held before the call; NaN if that is unknown."""
+    rows, heads = problem.rows(row_slice), row_slice.heads
+    if problem.before is None:
+        shape = (len(rows), len(heads), problem.call.query.shape[2])
+        return _exactly(torch.full(shape, torch.nan))
+    return _exactly(problem.before[rows][:, heads])
 
 
 def _one_row_late(problem: Problem, row_slice: RowSlice) -> Predicted:
     rows = (problem.rows(row_slice) - 1) % problem.call.query.shape[0]
-    return problem.right_rows(rows, row_slice.heads)
+    return problem.correct_rows(rows, row_slice.heads)
 
 
 def _on_sequence_0(problem: Problem, row_slice: RowSlice) -> Predicted:
-    """Write every sequence to the rows of sequence 0, one after the other; the last one stays."""
-    starts = problem.starts()
+    """Write every sequence to the rows of sequence 0, in order, so that the last writer's rows stay."""
     if row_slice.seq != 0:
         return _never_written(problem, row_slice)
-    parts = []
+    rows = []
     for token in row_slice.tokens.tolist():
-        last = max(seq for seq in range(problem.num_seqs) if problem.query_len(seq) > token)
-        parts.append(starts[last] + token)
-    return problem.right_rows(torch.tensor(parts, dtype=torch.int64), row_slice.heads)
+        writer = max(seq for seq in range(problem.num_seqs) if problem.query_len(seq) > token)
+        rows.append(problem.row_starts()[writer] + token)
+    return problem.correct_rows(torch.tensor(rows, dtype=torch.int64), row_slice.heads)
 
 
 def _zeros(problem: Problem, row_slice: RowSlice) -> Predicted:
     shape = (len(row_slice.tokens), len(row_slice.heads), problem.call.query.shape[2])
-    return _constant(problem, row_slice, torch.zeros(shape))
+    return _exactly(torch.zeros(shape))
 
 
 def _start_loc_as_int32(problem: Problem, row_slice: RowSlice) -> Predicted:
-    """Decode as ROCm's kernel does that reads an int64 query_start_loc as int32.
+    """Decode as ROCm's kernel does when it reads an int64 query_start_loc as int32.
 
-    It writes, for each sequence whose misread length is 1, one row: the query at the misread start
-    attending to that sequence's cache. Other rows of decode sequences stay unwritten.
+    The kernel writes one row for each sequence whose misread length is 1: the query at the misread start,
+    attending to that sequence's cache. All other rows of decode sequences stay unwritten.
+
+    query_start_loc [0, 1, 4] in int64 is read as [0, 0, 1], so sequence 1 has length 1 and start 0: row 0
+    attends to the cache of sequence 1.
     """
-    starts = problem.call.query_start_loc.long().view(torch.int32)[: problem.num_seqs + 1].tolist()
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    writers = {starts[seq]: seq for seq, length in enumerate(lengths) if length == 1}
-    right = (
-        _never_written(problem, row_slice)
-        if problem.is_decode(row_slice.seq)
-        else problem.right(row_slice)
-    )
-    output, noise = right.output.clone(), right.noise.clone()
+    misread = problem.call.query_start_loc.long().view(torch.int32)[: problem.num_seqs + 1].tolist()
+    lengths = [end - start for start, end in itertools.pairwise(misread)]
+    writers = {misread[seq]: seq for seq, length in enumerate(lengths) if length == 1}
+    unwritten = problem.is_decode(row_slice.seq)
+    base = _never_written(problem, row_slice) if unwritten else problem.correct(row_slice)
+    output, bound = base.output.clone(), base.bound.clone()
     for i, row in enumerate(problem.rows(row_slice).tolist()):
         if row in writers:
-            one = dataclasses.replace(row_slice, tokens=row_slice.tokens[i : i + 1])
-            wrong = _decoded(problem, one, writers[row])
-            output[i], noise[i] = wrong.output[0], wrong.noise[0]
-    return Predicted(output=output, noise=noise)
+            token = dataclasses.replace(row_slice, tokens=row_slice.tokens[i : i + 1])
+            wrong = _decoded_from_cache(problem, token, writers[row])
+            output[i], bound[i] = wrong.output[0], wrong.bound[0]
+    return Predicted(output=output, bound=bound)
 
 
-def _decoded(problem: Problem, row_slice: RowSlice, seq: int) -> Predicted:
-    """Return a row whose query attends to all that the cache holds of another sequence."""
-    there = problem.sight(
-        RowSlice(seq=seq, tokens=torch.tensor([problem.query_len(seq) - 1]), heads=row_slice.heads)
-    )
+def _decoded_from_cache(problem: Problem, row_slice: RowSlice, seq: int) -> Predicted:
+    """Return a row whose query attends to all tokens of sequence ``seq``, read from the cache."""
+    last_token = torch.tensor([problem.query_len(seq) - 1])
+    inputs = problem.attention_inputs(RowSlice(seq=seq, tokens=last_token, heads=row_slice.heads))
     positions = torch.arange(problem.seq_len(seq))
-    reading, kv = problem.reading(seq), problem.kv_of(row_slice.heads)
-    own = problem.call.query[problem.rows(row_slice)][:, row_slice.heads].double()
-    sight = dataclasses.replace(
-        there,
-        query=own,
-        key=problem.stored_key(reading, positions, kv),
-        value=problem.stored_value(reading, positions, kv),
+    cache_read, kv = problem.cache_read(seq), problem.kv_heads_of(row_slice.heads)
+    query = problem.call.query[problem.rows(row_slice)][:, row_slice.heads].double()
+    return problem.predict(
+        dataclasses.replace(
+            inputs,
+            query=query,
+            key=cache_read.keys(problem.call, positions, kv),
+            value=cache_read.values(problem.call, positions, kv),
+        )
     )
-    return problem.mix(sight)
 
 
 def _knows_buffer(problem: Problem) -> bool:
@@ -96,8 +94,8 @@ ROWS = (
     Defect(
         name="query_start_loc_as_int32",
         family="rows",
-        text="the decode kernel reads the bytes of an int64 query_start_loc as int32, finds other "
-        "lengths, and writes the rows of no sequence or of the wrong one",
+        text="the decode kernel reads an int64 query_start_loc as int32; it gets wrong query lengths and "
+        "leaves rows unwritten or computes them from the wrong sequence",
         seen_in=("vllm #28424", "vllm #28905"),
         touches="decode",
         compute=_start_loc_as_int32,
@@ -111,7 +109,7 @@ ROWS = (
     Defect(
         name="rows_never_written",
         family="rows",
-        text="rows are written by nobody and keep what the buffer held",
+        text="the kernel does not write these rows; they keep the previous contents of the output buffer",
         seen_in=("vllm #28490", "vllm #28905"),
         touches="unwritten",
         compute=_never_written,
@@ -121,7 +119,7 @@ ROWS = (
     Defect(
         name="rows_one_late",
         family="rows",
-        text="every row is written one row too late",
+        text="each row's result is written to the row after it",
         seen_in=("vllm #57094",),
         touches="all",
         compute=_one_row_late,
@@ -130,7 +128,8 @@ ROWS = (
     Defect(
         name="folded_on_sequence_0",
         family="rows",
-        text="every sequence is written to the rows of sequence 0, the others keep what the buffer held",
+        text="every sequence is written to the rows of sequence 0; all other rows keep the previous "
+        "contents of the output buffer",
         seen_in=("vllm-project/flash-attention #176",),
         touches="all",
         compute=_on_sequence_0,
@@ -139,7 +138,7 @@ ROWS = (
     Defect(
         name="rows_zero",
         family="rows",
-        text="rows are zero",
+        text="the rows are all zeros",
         seen_in=("vllm #43990",),
         touches="all",
         compute=_zeros,

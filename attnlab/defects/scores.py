@@ -1,4 +1,4 @@
-"""Defects of how a row weighs the keys that it sees."""
+"""Defects in the scores: scale, ALiBi, and a sink that was not passed."""
 
 import dataclasses
 import math
@@ -7,21 +7,22 @@ from collections.abc import Callable
 import torch
 
 from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import Defect, always, by_sight
-from attnlab.defects.problem import Problem, RowSlice
+from attnlab.defects.defect import ChangeInputs, Defect, always, changing_inputs
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
 
 
 def _scale(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    scale: Callable[[Problem], float],
+    sm_scale: Callable[[Problem], float],
     links: tuple[str, ...] = (),
 ) -> Defect:
-    """Return the defect of another scale of the scores."""
+    """Return the defect of a wrong scale; ``sm_scale`` returns the wrong one."""
 
-    def change(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
-        return dataclasses.replace(sight, scale=scale(problem))
+    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+        return dataclasses.replace(inputs, sm_scale=sm_scale(problem))
 
     return Defect(
         name=name,
@@ -29,17 +30,22 @@ def _scale(
         text=text,
         seen_in=seen_in,
         touches="all",
-        compute=by_sight(change),
-        applies=lambda problem: not math.isclose(scale(problem), problem.scale),
+        compute=changing_inputs(change),
+        applies=lambda problem: not math.isclose(sm_scale(problem), problem.sm_scale),
         links=links,
     )
+
+
+def _has_alibi(problem: Problem) -> bool:
+    return problem.call.alibi_slopes is not None
 
 
 def _alibi(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    change: Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs],
+    change: ChangeInputs,
+    applies: Callable[[Problem], bool] = always,
 ) -> Defect:
     return Defect(
         name=name,
@@ -47,50 +53,47 @@ def _alibi(
         text=text,
         seen_in=seen_in,
         touches="all",
-        compute=by_sight(change),
-        applies=lambda problem: problem.call.alibi_slopes is not None,
+        compute=changing_inputs(change),
+        applies=lambda problem: _has_alibi(problem) and applies(problem),
     )
 
 
-def _next_heads_slopes(
-    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
-) -> AttentionInputs:
-    slopes = problem.call.alibi_slopes
-    if slopes is None:
-        return sight
-    return dataclasses.replace(sight, slopes=slopes[(row_slice.heads + 1) % len(slopes)].double())
+def _slopes_of(heads: Callable[[Problem, torch.Tensor], torch.Tensor]) -> ChangeInputs:
+    """Return the change that gives each query head the ALiBi slope of another head; ``heads`` maps query
+    heads [n] to the heads [n] whose slopes they take."""
+
+    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+        slopes = problem.call.alibi_slopes
+        if slopes is None:
+            return inputs
+        wrong = slopes[heads(problem, row_slice.heads)].double()
+        return dataclasses.replace(inputs, alibi_slopes=wrong)
+
+    return change
 
 
-def _kv_heads_slopes(
-    problem: Problem, row_slice: RowSlice, sight: AttentionInputs
-) -> AttentionInputs:
-    slopes = problem.call.alibi_slopes
-    if slopes is None:
-        return sight
-    return dataclasses.replace(sight, slopes=slopes[problem.kv_of(row_slice.heads)].double())
+def _no_scores(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+    return dataclasses.replace(inputs, query=torch.zeros_like(inputs.query), alibi_slopes=None)
 
 
-def _no_scores(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
-    return dataclasses.replace(sight, query=torch.zeros_like(sight.query), slopes=None)
-
-
-def _zero_sink(problem: Problem, row_slice: RowSlice, sight: AttentionInputs) -> AttentionInputs:
-    return dataclasses.replace(sight, sinks=torch.zeros(len(row_slice.heads), dtype=torch.float64))
+def _zero_sink(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+    sinks = torch.zeros(len(row_slice.heads), dtype=torch.float64)
+    return dataclasses.replace(inputs, sinks=sinks)
 
 
 SCORES = (
     _scale(
         "scale_by_num_heads",
-        "the scale is 1 / sqrt of the number of heads, not of the head size",
+        "the scale is 1 / sqrt(num_heads) instead of 1 / sqrt(head_size)",
         ("vllm #20011",),
         lambda problem: problem.num_heads**-0.5,
         links=("default_scale",),
     ),
     _scale(
         "scale_doubled",
-        "the scale is twice what it should be",
+        "the scale is twice the correct value",
         ("vllm #20011",),
-        lambda problem: 2 * problem.scale,
+        lambda problem: 2 * problem.sm_scale,
     ),
     _scale(
         "scale_missing", "the scores are not scaled", ("flashinfer #4979",), lambda problem: 1.0
@@ -98,48 +101,44 @@ SCORES = (
     Defect(
         name="scores_ignored",
         family="scores",
-        text="every visible key has the same weight: query and key do not count",
+        text="every visible key has the same weight; query and key have no effect",
         seen_in=("mlir-air #1427",),
         touches="all",
-        compute=by_sight(_no_scores),
+        compute=changing_inputs(_no_scores),
         applies=always,
     ),
     _alibi(
         "alibi_ignored",
-        "ALiBi is left out",
+        "the ALiBi bias is not added",
         ("vllm #57614",),
-        lambda problem, row_slice, sight: dataclasses.replace(sight, slopes=None),
+        lambda problem, row_slice, inputs: dataclasses.replace(inputs, alibi_slopes=None),
     ),
     _alibi(
         "alibi_shifted",
-        "ALiBi counts distances from one position further: without a sink softmax does not change",
+        "all ALiBi distances are too large by 1, which softmax cancels unless there is an attention sink",
         ("vllm #945",),
-        lambda problem, row_slice, sight: dataclasses.replace(sight, shift=1),
+        lambda problem, row_slice, inputs: dataclasses.replace(inputs, alibi_shift=1),
     ),
     _alibi(
         "alibi_next_head",
-        "a head takes the ALiBi slope of the next head",
+        "each query head uses the ALiBi slope of the next head",
         ("vllm #57614",),
-        _next_heads_slopes,
+        _slopes_of(lambda problem, heads: (heads + 1) % problem.num_heads),
     ),
-    dataclasses.replace(
-        _alibi(
-            "alibi_kv_head",
-            "a query head takes the ALiBi slope by the number of its KV head",
-            ("vllm #57614",),
-            _kv_heads_slopes,
-        ),
-        applies=lambda problem: (
-            problem.call.alibi_slopes is not None and problem.call.num_queries_per_kv > 1
-        ),
+    _alibi(
+        "alibi_kv_head",
+        "query head h uses the ALiBi slope with the index of its KV head, h // num_queries_per_kv",
+        ("vllm #57614",),
+        _slopes_of(lambda problem, heads: problem.kv_heads_of(heads)),
+        lambda problem: problem.call.num_queries_per_kv > 1,
     ),
     Defect(
         name="sink_counted",
         family="scores",
-        text="an attention sink with logit 0 is counted where none was passed",
+        text="softmax includes an attention sink with logit 0 although none was passed",
         seen_in=("rocm-libraries #12229", "sglang #35092"),
         touches="all",
-        compute=by_sight(_zero_sink),
+        compute=changing_inputs(_zero_sink),
         applies=lambda problem: problem.call.sinks is None,
     ),
 )

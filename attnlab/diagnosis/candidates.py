@@ -1,7 +1,8 @@
-"""Suspects: each defect of the catalogue held against an output, on the rows that matter.
+"""Candidates: each defect of the catalogue, compared with an output.
 
-First all of them on a few wrong rows, which most do not survive; then those that are left on many rows,
-wrong ones and right ones, since a defect that explains the one must not touch the other.
+There are two rounds. ``screen`` compares every defect with a few wrong rows, which excludes most of them.
+``confirm`` compares the remaining ones with many rows, wrong and correct, because a defect that explains
+the wrong rows must not touch the correct ones.
 """
 
 import dataclasses
@@ -13,27 +14,56 @@ import torch
 
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect
-from attnlab.defects.problem import Problem, RowSlice
-from attnlab.diagnosis.locate import ErrorLocations
-from attnlab.diagnosis.row_sample import Sample
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.error_location import ErrorLocations
+from attnlab.diagnosis.row_sample import RowSample
 
-CHANCE = 1e-9  # of rounding alone leaning as far towards another candidate as is held against a candidate
+MAX_CHANCE = (
+    1e-9  # below this probability, a better fit of another candidate is not due to rounding
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """The sequences in which a defect occurs.
+
+    - ``rows``: "all"; "decode" or "prefill", all sequences of that kind; or "sequences", only those with
+      wrong rows.
+    - ``sequences``: their indices, ascending.
+    """
+
+    rows: str
+    sequences: tuple[int, ...]
+
+    @property
+    def degree(self) -> int:
+        """Return how closely the scope was fitted to the wrong rows: 0 not at all, 1 to a kind of
+        sequence, 2 to single sequences."""
+        return {"all": 0, "decode": 1, "prefill": 1, "sequences": 2}[self.rows]
+
+    @property
+    def text(self) -> str:
+        """Return the scope in words, such as "decode rows" or "sequences 2, 5"."""
+        if self.rows != "sequences":
+            return f"{self.rows} rows"
+        names = ", ".join(map(str, self.sequences[:8])) + (", …" if len(self.sequences) > 8 else "")
+        return f"{'sequence' if len(self.sequences) == 1 else 'sequences'} {names}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What came of one defect.
+    """One defect and how it compares with the output.
 
-    - ``verdict``: "explains", "excluded by value" (it predicts something else where the output is
-      wrong), "excluded by place" (it would touch rows that are right, or not all that are wrong) or
-      "less likely" (the output leans towards another candidate further than rounding can by chance).
-    - ``predicted``, ``observed``: the largest difference from the right output at the failing place,
-      as the defect has it and as it is; ``residual``: the largest that the defect leaves unexplained
-      there; ``ratio``: the same in units of the rounding bound. NaN or infinity where one of them is.
-    - ``scope``: which sequences it is in: "all", "decode", "prefill", or "sequence …", and ``seqs``
-      the same by number.
-    - ``rows``: how many wrong rows it was confirmed on.
-    - ``linked``: kinds of violation that were found in the call and would cause it.
+    - ``verdict``: "explains"; "excluded by value" (it predicts something else in the worst rows);
+      "excluded by place" (it would change rows that are correct, or does not explain all wrong ones); or
+      "less likely" (another candidate fits better than rounding allows by chance).
+    - ``predicted``, ``observed``: largest difference from the correct output in the worst rows, under the
+      defect and in the output; ``residual``: the largest difference between the two; ``ratio``: the same
+      in units of the rounding bound. NaN or infinite if an element is not finite.
+    - ``scope``: the sequences that it explains, or None if it explains nothing.
+    - ``rows``: number of wrong rows on which it was confirmed.
+    - ``linked``: kinds of violations found in the call that would cause this defect.
     """
 
     name: str
@@ -44,8 +74,7 @@ class Candidate:
     observed: float
     residual: float
     ratio: float
-    scope: str = ""
-    seqs: tuple[int, ...] = ()
+    scope: Scope | None = None
     rows: int = 0
     linked: tuple[str, ...] = ()
     defect: Defect = dataclasses.field(repr=False, compare=False)
@@ -53,49 +82,61 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """How well a prediction fits an output on some rows: ``ratio`` [rows, heads] is the largest
-    residual of a head in units of the bound, ``squares`` the sum of the squared ratios of all
-    elements, ``freedom`` in how many directions rounding may have gone."""
+    """How well a prediction fits an output on some rows.
 
+    - ``residual``: the largest absolute difference.
+    - ``ratio``: [rows, heads], the largest difference of each head in units of the rounding bound.
+    - ``squares``: the sum of the squared ratios of all elements; ``freedom``: the number of independent
+      directions in which rounding can move the output.
+    """
+
+    residual: float
     ratio: torch.Tensor
-    squares: torch.Tensor
+    squares: float
     freedom: int
 
 
-def fit(output: torch.Tensor, mixed: Predicted, keys: int) -> Fit:
-    """Return how well ``mixed`` predicts ``output``, both [rows, heads, head_size]; NaN fits NaN.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Confirmation:
+    """A candidate after the second round, with ``squares`` and ``freedom`` of its Fit over all rows of the
+    sample. Rows outside its scope are compared with the correct output."""
 
-    ``keys`` a row has: rounded weights push a head's output in as many directions as it has keys or
-    elements, whichever is less.
+    candidate: Candidate
+    squares: float = 0.0
+    freedom: int = 0
+
+
+def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
+    """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN.
+
+    Rounded weights move a head's output in at most as many directions as there are keys or elements.
     """
-    wrong = _residual(output.double(), mixed)
-    scaled = torch.where(wrong == 0, 0.0, wrong / mixed.noise).nan_to_num(torch.inf, torch.inf)
-    directions = min(keys, output.shape[2])
+    residual = (output.double() - predicted.output).abs()
+    is_odd, predicts_odd = ~output.isfinite(), ~predicted.output.isfinite()
+    residual = residual.masked_fill(is_odd != predicts_odd, torch.inf)
+    residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
+    ratio = torch.where(residual == 0, 0.0, residual / predicted.bound)
+    ratio = ratio.nan_to_num(torch.inf, torch.inf)
+    rows, heads, head_size = output.shape
     return Fit(
-        ratio=scaled.amax(2),
-        squares=scaled.square().sum(2),
-        freedom=output.shape[0] * output.shape[1] * directions,
+        residual=float(residual.max()),
+        ratio=ratio.amax(2),
+        squares=float(ratio.square().sum(2).sum()),
+        freedom=rows * heads * min(seq_len, head_size),
     )
-
-
-def _residual(output: torch.Tensor, mixed: Predicted) -> torch.Tensor:
-    """Return |output - predicted|: 0 where neither is finite, infinity where one of them is not."""
-    wrong = (output - mixed.output).abs()
-    odd = ~output.isfinite(), ~mixed.output.isfinite()
-    return wrong.masked_fill(odd[0] != odd[1], torch.inf).masked_fill(odd[0] & odd[1], 0.0)
 
 
 def screen(
     problem: Problem,
     output: torch.Tensor,
-    row_slices: Sequence[RowSlice],
-    catalogue: Iterable[Defect],
+    worst_rows: Sequence[RowSlice],
+    defects: Iterable[Defect],
 ) -> list[Candidate]:
-    """Return every defect that applies, held against the wrong rows of ``row_slices``, the worst first."""
-    rights = [problem.right(row_slice) for row_slice in row_slices]
+    """Compare every defect that applies with ``worst_rows``, given with the worst ones first."""
+    correct = [problem.correct(row_slice) for row_slice in worst_rows]
     return [
-        _screened(problem, output, row_slices, rights, defect)
-        for defect in catalogue
+        _screened(problem, output, worst_rows, correct, defect)
+        for defect in defects
         if not defect.harmless and defect.applies(problem)
     ]
 
@@ -103,22 +144,22 @@ def screen(
 def _screened(
     problem: Problem,
     output: torch.Tensor,
-    row_slices: Sequence[RowSlice],
-    rights: Sequence[Predicted],
+    worst_rows: Sequence[RowSlice],
+    correct: Sequence[Predicted],
     defect: Defect,
 ) -> Candidate:
     verdict = "explains"
-    predicted = observed = residual = worst = 0.0
-    for i, (row_slice, right) in enumerate(zip(row_slices, rights, strict=True)):
-        seen = at(problem, output, row_slice)
-        told = defect.compute(problem, row_slice)
+    predicted = observed = residual = ratio = 0.0
+    for i, (row_slice, right) in enumerate(zip(worst_rows, correct, strict=True)):
+        rows = at(problem, output, row_slice)
+        prediction = defect.compute(problem, row_slice)
+        prediction_fit = fit(rows, prediction, problem.seq_len(row_slice.seq))
         if i == 0:
-            predicted = _largest(told.output - right.output)
-            observed = _largest(seen.double() - right.output)
-            residual = float(_residual(seen.double(), told).max())
-            worst = float(fit(seen, told, problem.seq_len(row_slice.seq)).ratio.max())
-        wrong = fit(seen, right, problem.seq_len(row_slice.seq)).ratio > 1
-        if (fit(seen, told, problem.seq_len(row_slice.seq)).ratio[wrong] > 1).any():
+            predicted = _largest(prediction.output - right.output)
+            observed = _largest(rows.double() - right.output)
+            residual, ratio = prediction_fit.residual, float(prediction_fit.ratio.max())
+        is_wrong = fit(rows, right, problem.seq_len(row_slice.seq)).ratio > 1
+        if (prediction_fit.ratio[is_wrong] > 1).any():
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return Candidate(
@@ -129,111 +170,112 @@ def _screened(
         predicted=predicted,
         observed=observed,
         residual=residual,
-        ratio=worst,
+        ratio=ratio,
         defect=defect,
     )
 
 
 def at(problem: Problem, output: torch.Tensor, row_slice: RowSlice) -> torch.Tensor:
-    """Return an output at a spot, [rows, heads, head_size]."""
+    """Return the rows and heads of a RowSlice in an output, [rows, heads, ...]."""
     return output[problem.rows(row_slice)][:, row_slice.heads]
 
 
 def _largest(difference: torch.Tensor) -> float:
-    """Return the largest magnitude; NaN where there is one."""
+    """Return the largest magnitude; NaN if there is one."""
     return float(difference.abs().max()) if difference.numel() else math.nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Confirmed:
-    """A candidate after the second look: its squared residuals over all rows of the sample, those out of
-    its scope held against the right output."""
-
-    candidate: Candidate
-    squares: float = 0.0
-    freedom: int = 0
 
 
 def confirm(
     problem: Problem,
     output: torch.Tensor,
-    sample: Sample,
-    found: ErrorLocations,
+    sample: RowSample,
+    locations: ErrorLocations,
     candidates: Sequence[Candidate],
-) -> list[Confirmed]:
-    """Return each candidate with the scope in which it explains all wrong rows and touches no right one."""
+) -> list[Confirmation]:
+    """Return each candidate with the widest scope in which it explains all wrong rows of the sample and
+    touches no correct one, or as "excluded by place" if there is none."""
     if not candidates:
         return []
-    looked = [
-        found.touched[problem.rows(row_slice)][:, row_slice.heads] for row_slice in sample.many
-    ]
-    wrong_seqs = {s.seq for s, wrong in zip(sample.many, looked, strict=True) if bool(wrong.any())}
-    wrong_seqs |= {row_slice.seq for row_slice in sample.first}
-    rows = sum(int(wrong.any(1).sum()) for wrong in looked)
-    rights = _fits(problem, output, sample.many, None)
-    found_scopes = scopes(problem, wrong_seqs)
-    confirmed = []
+    is_wrong = [at(problem, locations.is_wrong, row_slice) for row_slice in sample.many]
+    wrong_seqs = {row_slice.seq for row_slice in sample.worst} | {
+        row_slice.seq
+        for row_slice, wrong in zip(sample.many, is_wrong, strict=True)
+        if bool(wrong.any())
+    }
+    wrong_rows = sum(int(wrong.any(1).sum()) for wrong in is_wrong)
+    correct_fits = _fits(problem, output, sample.many, None)
+    scopes = possible_scopes(problem, wrong_seqs)
+    confirmations = []
     for candidate in candidates:
         fits = _fits(problem, output, sample.many, candidate.defect)
-        agrees = {seq for seq, one in fits.items() if bool((one.ratio <= 1).all())}
-        fitting = [
-            (name, members)
-            for name, members in found_scopes
-            if wrong_seqs <= members and members & fits.keys() <= agrees
-        ]
-        if not fitting:
-            told = dataclasses.replace(candidate, verdict="excluded by place")
-            confirmed.append(Confirmed(candidate=told))
+        scope = _widest_scope(scopes, fits, wrong_seqs)
+        if scope is None:
+            excluded = dataclasses.replace(candidate, verdict="excluded by place")
+            confirmations.append(Confirmation(candidate=excluded))
             continue
-        name, members = fitting[0]
-        parts = [fits[seq] if seq in members else rights[seq] for seq in fits]
-        confirmed.append(
-            Confirmed(
-                candidate=dataclasses.replace(
-                    candidate, scope=name, seqs=tuple(sorted(members)), rows=rows
-                ),
-                squares=sum(float(part.squares.sum()) for part in parts),
+        parts = [fits[seq] if seq in scope.sequences else correct_fits[seq] for seq in fits]
+        confirmations.append(
+            Confirmation(
+                candidate=dataclasses.replace(candidate, scope=scope, rows=wrong_rows),
+                squares=sum(part.squares for part in parts),
                 freedom=sum(part.freedom for part in parts),
             )
         )
-    return confirmed
+    return confirmations
 
 
 def _fits(
     problem: Problem, output: torch.Tensor, row_slices: Sequence[RowSlice], defect: Defect | None
 ) -> dict[int, Fit]:
-    """Return by sequence how well a defect, or the right output, fits."""
-    fits = {}
-    for row_slice in row_slices:
-        told = problem.right(row_slice) if defect is None else defect.compute(problem, row_slice)
-        fits[row_slice.seq] = fit(
-            at(problem, output, row_slice), told, problem.seq_len(row_slice.seq)
+    """Return, by sequence, how well a defect fits the output; None stands for the correct output."""
+    compute = Problem.correct if defect is None else defect.compute
+    return {
+        row_slice.seq: fit(
+            at(problem, output, row_slice),
+            compute(problem, row_slice),
+            problem.seq_len(row_slice.seq),
         )
-    return fits
+        for row_slice in row_slices
+    }
 
 
-def scopes(problem: Problem, wrong: set[int]) -> list[tuple[str, set[int]]]:
-    """Return where a defect may be: in all sequences, in those of one kernel, or in the wrong ones."""
-    every = set(problem.ran())
-    decode = {seq for seq in every if problem.is_decode(seq)}
-    names = ", ".join(map(str, sorted(wrong)[:8])) + (", …" if len(wrong) > 8 else "")
-    noun = "sequence" if len(wrong) == 1 else "sequences"
-    found = [("all", every)]
-    if decode and decode != every:
-        found += [("decode", decode), ("prefill", every - decode)]
-    return [*found, (f"{noun} {names}", wrong)]
+def possible_scopes(problem: Problem, wrong_seqs: set[int]) -> list[Scope]:
+    """Return the scopes that a defect may have, the widest first: all sequences, those of one kind, or
+    the wrong ones."""
+    computed = set(problem.computed_seqs())
+    decode = {seq for seq in computed if problem.is_decode(seq)}
+    members = {"all": computed, "sequences": wrong_seqs}
+    if decode and decode != computed:
+        members = {
+            "all": computed,
+            "decode": decode,
+            "prefill": computed - decode,
+            "sequences": wrong_seqs,
+        }
+    return [Scope(rows=rows, sequences=tuple(sorted(seqs))) for rows, seqs in members.items()]
 
 
-def is_by_chance(better: Confirmed, worse: Confirmed) -> bool:
-    """Answer whether rounding may lean as far from ``worse`` towards ``better`` as it does.
+def _widest_scope(
+    scopes: Sequence[Scope], fits: dict[int, Fit], wrong_seqs: set[int]
+) -> Scope | None:
+    """Return the first scope that has all wrong sequences and in which the defect fits every sequence."""
+    agreeing = {seq for seq, part in fits.items() if bool((part.ratio <= 1).all())}
+    for scope in scopes:
+        members = set(scope.sequences)
+        if wrong_seqs <= members and members & fits.keys() <= agreeing:
+            return scope
+    return None
 
-    If ``worse`` were the cause, its residual would be rounding, and that ``better`` leaves less of it
-    would be chance: the share of its squares that lies in the one direction between the two. Of a
-    random direction among ``freedom`` that share exceeds r with a probability below
-    (1 - r)^((freedom - 1) / 2).
+
+def is_by_chance(better: Confirmation, worse: Confirmation) -> bool:
+    """Answer whether rounding could make ``better`` fit this much better although ``worse`` is the cause.
+
+    If ``worse`` is the cause, its residual is rounding. ``better`` then fits better only by the share of
+    the squares that lies in the one direction between the two predictions. For a random direction among
+    ``freedom`` directions, that share exceeds r with a probability below (1 - r)^((freedom - 1) / 2).
     """
     if worse.squares == 0:
         return True
-    left = min(1.0, better.squares / worse.squares)
+    remaining = min(1.0, better.squares / worse.squares)
     exponent = (worse.freedom - 1) / 2
-    return exponent * math.log(max(left, 1e-300)) > math.log(CHANCE)
+    return exponent * math.log(max(remaining, 1e-300)) > math.log(MAX_CHANCE)

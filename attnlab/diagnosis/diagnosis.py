@@ -1,58 +1,60 @@
-"""Diagnosis: what explains an output, on what evidence."""
+"""Diagnosis: what explains an output, and the evidence for it."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.case import Case
+from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
-from attnlab.contracts.violations import Violations
+from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.distinction import Distinction
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
+_UNWRITTEN_BY = {
+    "reruns": "shown by reruns with other contents of the output buffer",
+    "buffer": "they keep the previous contents of the output buffer",
+    "contracts": "by the contracts of the kernels",
+}
+CANDIDATE_COLUMNS = (
+    "candidate",
+    "predicted",
+    "observed",
+    "residual",
+    "residual / bound",
+    "verdict",
+    "scope",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Separation:
-    """A changed Case that would tell two candidates apart.
+class ErrorPlace:
+    """The position of an error: sequence, new token of that sequence, output row and query head."""
 
-    - ``case``: the Case, or None where none of the changes that were tried tells them apart.
-    - ``changes``: what differs from the Case that was diagnosed.
-    - ``pair``: the candidates; ``gap``: how far apart they are there, in units of the rounding bounds.
-    """
-
-    pair: tuple[str, str]
-    case: Case | None
-    changes: dict[str, Any]
-    gap: float
-    tried: int
-
-    def sentence(self) -> str:
-        """Return what to do, for a person."""
-        one, other = self.pair
-        if self.case is None:
-            return f"{one} and {other} are the same under all {self.tried} changes that were tried"
-        words = ", ".join(f"{name}={value}" for name, value in self.changes.items())
-        return f"{one} and {other} are {self.gap:.3g} bounds apart with {words}"
+    seq: int
+    token: int
+    row: int
+    head: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Diagnosis(Shown):
     """What explains an output.
 
-    - ``status``: "nothing wrong" (rounding explains all of it), "explained" (one defect leaves only
-      rounding), "ambiguous" (several do, and are the same here), "unexplained", or
-      "rejected" where the kernel raised ``rejection``.
-    - ``cause``: the defect that explains it, or None; ``explanations``: those among which the output
-      does not decide; ``candidates``: all that were held against it, the best first.
-    - ``wrong_rows``, ``wrong_heads``: how many are off by more than rounding; ``place``: the worst of
-      them as sequence, token, row, head; ``largest``: the largest error there.
-    - ``unwritten``: rows that nobody writes, found by two runs, by the buffer's known contents or by
-      the contracts, as ``unwritten_by`` says; ``by_slots``: rows that depend on slots that nobody
-      wrote; None where no run was made to see it.
-    - ``violations``: what the contracts say of the call.
-    - ``separation``: for an ambiguous one, the Case that would tell.
-    - ``looked_at``: (rows, of how many) that the confirmation covers.
+    - ``status``: "nothing wrong" (rounding explains every element); "explained" (one defect does);
+      "ambiguous" (several defects do, and the output does not decide between them); "unexplained"; or
+      "rejected" (the kernel raised ``rejection``).
+    - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
+      only rounding; ``candidates``: all defects that were compared, the best first.
+    - ``wrong_rows``, ``wrong_heads``: how many rows and heads have an error above the rounding bound;
+      ``place``: the worst of them; ``largest``: the absolute error there. ``tolerance``: the test's.
+    - ``unwritten``: rows that no kernel wrote; ``unwritten_by``: how that is known, "reruns", "buffer",
+      "contracts" or "".
+    - ``slot_dependent``: rows that depend on the contents of unwritten cache slots, or None without
+      reruns.
+    - ``violations``: violations of the kernels' contracts by the call.
+    - ``distinction``: for an ambiguous output, the search for a Case that decides.
+    - ``looked_at``: (rows on which candidates were confirmed, all rows).
     """
 
     status: str
@@ -61,14 +63,14 @@ class Diagnosis(Shown):
     candidates: list[Candidate] = field(default_factory=list)
     wrong_rows: int = 0
     wrong_heads: int = 0
-    place: dict[str, int] | None = None
+    place: ErrorPlace | None = None
     largest: float = 0.0
     tolerance: float | None = None
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
-    by_slots: list[int] | None = None
+    slot_dependent: list[int] | None = None
     violations: Violations = field(default_factory=Violations)
-    separation: Separation | None = None
+    distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
     seconds: float = 0.0
@@ -78,128 +80,121 @@ class Diagnosis(Shown):
         """Answer whether there is anything to explain."""
         return self.status != "nothing wrong"
 
+    @property
+    def is_within_tolerance(self) -> bool:
+        """Answer whether the test's tolerance accepts the largest error."""
+        return self.tolerance is not None and self.largest <= self.tolerance
+
     def sentences(self) -> list[str]:
-        """Return what a person wants to know, a sentence each."""
+        """Return the diagnosis in words, one fact per sentence."""
         if not self.is_wrong:
-            return [
-                "nothing is wrong: every element is within its kernel's rounding of the right one"
-            ]
+            return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
-            return [f"the kernel rejects the call: {self.rejection}", *self._link_sentences()]
+            return [f"the kernel rejects the call: {self.rejection}", *self._violation_sentences()]
+        distinction = [] if self.distinction is None else [self.distinction.sentence()]
         return [
             *self._place_sentences(),
-            *self._cause_sentences(),
-            *self._link_sentences(),
+            self._cause_sentence(),
+            *self._violation_sentences(),
+            *distinction,
         ]
 
     def _place_sentences(self) -> list[str]:
-        told = []
+        sentences = []
         if self.place is not None:
-            told.append(
-                "{} of {} rows wrong, the worst in sequence {seq}, token {token} (row {row}), head "
-                "{head}: off by {size:.4g}".format(
-                    self.wrong_rows, self.looked_at[1], size=self.largest, **self.place
-                )
+            sentences.append(
+                f"{self.wrong_rows} of {self.looked_at[1]} rows are wrong; the largest error, "
+                f"{self.largest:.4g}, is in sequence {self.place.seq}, token {self.place.token} "
+                f"(row {self.place.row}), head {self.place.head}"
             )
-        if self.tolerance is not None and self.largest <= self.tolerance:
-            told.append(f"the tolerance of {self.tolerance:g} does not see it")
+        if self.is_within_tolerance:
+            sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
         if self.unwritten:
-            told.append(f"{rows_text(self.unwritten)} written by nobody ({self.unwritten_by})")
-        if self.by_slots:
-            told.append(f"{rows_text(self.by_slots)} depending on slots that nobody wrote")
-        return told
+            source = _UNWRITTEN_BY[self.unwritten_by]
+            sentences.append(f"no kernel writes {rows_text(self.unwritten)} ({source})")
+        if self.slot_dependent:
+            rows = rows_text(self.slot_dependent)
+            sentences.append(f"the result of {rows} depends on unwritten cache slots")
+        return sentences
 
-    def _cause_sentences(self) -> list[str]:
-        if self.cause is not None:
-            one = self.cause
-            others = [s.name for s in self.explanations if s.name != one.name]
-            same = f"; the same here: {', '.join(others)}" if others else ""
-            return [f"explained by {one.name} in {one.scope}: {one.text}{same}"]
+    def _cause_sentence(self) -> str:
+        names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
-            names = ", ".join(candidate.name for candidate in self.explanations)
-            return [f"ambiguous: {names} leave nothing but rounding"]
-        return [f"unexplained: none of {len(self.candidates)} candidates predicts it"]
+            return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.cause is None or self.cause.scope is None:
+            return f"unexplained: none of {len(self.candidates)} candidates explains the output"
+        others = [name for name in names if name != self.cause.name]
+        same = f" ({', '.join(others)} would give the same output)" if others else ""
+        return f"{self.cause.name} in {self.cause.scope.text}: {self.cause.text}{same}"
 
-    def _link_sentences(self) -> list[str]:
-        told = [
-            f"violation: {violation.text}"
-            for violation in self.violations
-            if violation.effect != "harmless"
-        ]
-        if self.separation is not None:
-            told.append(self.separation.sentence())
-        return told
+    def _violation_sentences(self) -> list[str]:
+        silent = [violation for violation in self.violations if violation.effect != "harmless"]
+        return [f"contract violation: {violation.text}" for violation in silent]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as JSON-able values; NaN and infinity are strings."""
         return {
             "status": self.status,
-            "cause": None if self.cause is None else suspect_dict(self.cause),
+            "cause": None if self.cause is None else candidate_dict(self.cause),
             "explanations": [candidate.name for candidate in self.explanations],
-            "candidates": [suspect_dict(candidate) for candidate in self.candidates],
+            "candidates": [candidate_dict(candidate) for candidate in self.candidates],
             "rejection": self.rejection or None,
             "wrong_rows": self.wrong_rows,
             "wrong_heads": self.wrong_heads,
-            "place": self.place,
-            "largest": number(self.largest),
+            "place": None if self.place is None else dataclasses.asdict(self.place),
+            "largest": json_number(self.largest),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
-            "by_slots": self.by_slots,
-            "violations": [dataclasses.asdict(violation) for violation in self.violations],
-            "separation": self._separation_dict(),
+            "slot_dependent": self.slot_dependent,
+            "violations": [violation.to_dict() for violation in self.violations],
+            "distinction": self._distinction_dict(),
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),
             "seconds": self.seconds,
         }
 
-    def _separation_dict(self) -> dict[str, Any] | None:
-        if self.separation is None:
+    def _distinction_dict(self) -> dict[str, Any] | None:
+        if self.distinction is None:
             return None
-        told = self.separation
-        case = None if told.case is None else told.case.changes()
+        case = self.distinction.case
         return {
-            "pair": list(told.pair),
-            "case": case,
-            "changes": told.changes,
-            "gap": number(told.gap),
-            "tried": told.tried,
-            "sentence": told.sentence(),
+            "pair": list(self.distinction.pair),
+            "case": None if case is None else case.changes(),
+            "changes": self.distinction.changes,
+            "gap": json_number(self.distinction.gap),
+            "tried": self.distinction.tried,
+            "sentence": self.distinction.sentence(),
         }
 
 
-CANDIDATE_COLUMNS = ("candidate", "predicts", "seen", "left", "in bounds", "verdict", "in")
-
-
 def candidate_cells(candidate: Candidate) -> list[str]:
-    """Return a candidate as the cells of a table."""
+    """Return a candidate as the cells of a table with ``CANDIDATE_COLUMNS``."""
     numbers = (candidate.predicted, candidate.observed, candidate.residual, candidate.ratio)
     linked = f" (violation: {', '.join(candidate.linked)})" if candidate.linked else ""
     return [
         candidate.name,
         *(f"{value:.3g}" for value in numbers),
         candidate.verdict + linked,
-        candidate.scope,
+        "" if candidate.scope is None else candidate.scope.text,
     ]
 
 
-def suspect_dict(candidate: Candidate) -> dict[str, Any]:
+def candidate_dict(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON-able values."""
-    fields = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
-    del fields["defect"]
+    values = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
+    del values["defect"]
+    if candidate.scope is not None:
+        values["scope"] = dataclasses.asdict(candidate.scope)
     return {
-        name: number(value) if isinstance(value, float) else value for name, value in fields.items()
+        name: json_number(value) if isinstance(value, float) else value
+        for name, value in values.items()
     }
 
 
-def number(value: float) -> float | str:
-    """Return a finite number, or its name: JSON has neither NaN nor infinity."""
-    return value if value - value == 0 else str(value)
-
-
 def rows_text(rows: list[int]) -> str:
-    """Return "row 5 is", "rows 5–9 are" or "rows 5, 7, 9, … are"."""
+    """Return "row 5", "rows 5–9" or "rows 5, 7, 9, …"."""
     if len(rows) == 1:
-        return f"row {rows[0]} is"
+        return f"row {rows[0]}"
     if rows[-1] - rows[0] == len(rows) - 1:
-        return f"rows {rows[0]}–{rows[-1]} are"
-    return f"rows {', '.join(map(str, rows[:6]))}{', …' if len(rows) > 6 else ''} are"
+        return f"rows {rows[0]}–{rows[-1]}"
+    return f"rows {', '.join(map(str, rows[:6]))}{', …' if len(rows) > 6 else ''}"

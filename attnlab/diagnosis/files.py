@@ -1,4 +1,4 @@
-"""Diagnosing what lies in files: an output beside a Case, or a saved call."""
+"""Diagnose what files hold: an output of a Case, or a saved call."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
@@ -15,35 +16,37 @@ from attnlab.tensors.call import KernelCall
 
 
 def diagnose_files(case: Case, lab: Lab, output: Path | None, call: Path | None) -> Diagnosis:
-    """Return what explains the output in a file, or of a saved call, or else of the Case's own run.
+    """Diagnose the saved call, or else the output in a file, or else the Case's own run.
 
-    Raises InvalidCall for a file that does not hold what it should.
+    Raises InvalidCall if a file does not hold what it should.
     """
     if call is not None:
-        loaded = KernelCall.load(call)
-        return diagnose_call(loaded, Target.of(case), kernels_of(case, loaded))
+        saved_call = KernelCall.load(call)
+        return diagnose_call(saved_call, Target.of(case), kernels_of(case, saved_call))
     if output is not None:
         return diagnose(case, load_output(output), lab=lab)
     return diagnose(case, lab=lab)
 
 
 def load_output(path: Path) -> torch.Tensor:
-    """Return the tensor "output" of a safetensors file, as a saved call has one too."""
+    """Load the tensor "output" from a safetensors file; a saved call has one, too."""
     try:
         with safe_open(path, framework="pt") as file:
             output: torch.Tensor = file.get_tensor("output")
     except (OSError, SafetensorError) as error:
-        raise InvalidCall(f"{path} must be a safetensors file with an output: {error}") from error
+        raise InvalidCall(
+            f"{path} must be a safetensors file with a tensor output: {error}"
+        ) from error
     return output
 
 
 def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
-    """Return the kernels that would take a saved call on the Case's platform and release.
+    """Return the kernels that would serve a call on the Case's platform and release.
 
-    The knobs that dispatch looks at are taken from the call's own tensors.
+    Everything else that dispatch depends on comes from the call.
     """
     _, num_heads, head_size = call.query.shape
-    own = case.replace(
+    call_case = case.replace(
         op=call.op,
         num_heads=num_heads,
         num_queries_per_kv=call.num_queries_per_kv,
@@ -66,4 +69,4 @@ def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
         num_blocks=None,
         max_blocks_per_seq=None,
     )
-    return decide(own).kernels
+    return decide(call_case).kernels

@@ -6,8 +6,10 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.public import as_case
-from attnlab.contracts.dispatch import Target, decide
-from attnlab.contracts.violations import Violations, find_violations
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violations
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.files import kernels_of

@@ -1,65 +1,77 @@
-"""Sample: the rows and heads of an output on which candidates are heard."""
+"""RowSample: the rows and heads of an output on which candidates are compared."""
 
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import Problem, RowSlice
-from attnlab.diagnosis.locate import ErrorLocations
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.error_location import ErrorLocations
 
-SPOTS, TOKENS, HEADS = 3, 4, 6  # looked at first: sequences, tokens of each, heads
-_MANY = 1 << 18  # elements up to which every row is looked at, else a sample
-_SAMPLED = 12  # tokens of a sequence in the sample, and heads
+WORST_SEQS, WORST_TOKENS, WORST_HEADS = 3, 4, 6
+_ALL_ELEMENTS = 1 << 18  # up to this size of an output, every row and head is taken
+_SAMPLED = 12  # tokens and heads of each sequence in a larger output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """The spots that are looked at, first a few wrong ones, then many of both kinds; ``complete`` where
-    the second are all rows and heads of the output."""
+class RowSample:
+    """A sample of an output: ``worst``, a few rows with the largest errors, and ``many``, wrong and
+    correct rows of every sequence."""
 
-    first: list[RowSlice]
+    worst: list[RowSlice]
     many: list[RowSlice]
-    complete: bool
 
 
-def choose(
-    problem: Problem, found: ErrorLocations, ignore: torch.Tensor, heads: range | None
-) -> Sample:
-    """Return the spots to look at; rows in ``ignore`` [n] are not looked at."""
+def sample_output(
+    problem: Problem, locations: ErrorLocations, ignored: torch.Tensor, heads: range | None
+) -> RowSample:
+    """Sample an output, without the rows in ``ignored`` [n]; ``heads`` ran, None for all."""
     ran = torch.arange(problem.num_heads) if heads is None else torch.tensor(heads)
-    ratio = found.ratio.clone()
-    ratio[ignore] = -1
-    worst_seqs = sorted(
-        problem.ran(), key=lambda seq: -_worst(problem, ratio, seq)
-    )  # the worst of each kind first
-    kinds = {problem.is_decode(seq): seq for seq in reversed(worst_seqs)}
-    order = list(dict.fromkeys([worst_seqs[0], *kinds.values(), *worst_seqs]))
-    wrong_seqs = [seq for seq in order if _worst(problem, ratio, seq) > 1]
-    first = [
+    ratio = locations.ratio.clone()
+    ratio[ignored] = -1
+    return RowSample(
+        worst=_worst_rows(problem, ratio, ran), many=_many_rows(problem, ratio, ran, ignored)
+    )
+
+
+def _worst_rows(problem: Problem, ratio: torch.Tensor, heads: torch.Tensor) -> list[RowSlice]:
+    """Return the worst rows and heads of the worst sequences, at least one decode and one prefill among
+    them if both kinds are wrong."""
+    by_error = sorted(problem.computed_seqs(), key=lambda seq: -_worst(problem, ratio, seq))
+    worst_of_kind = {problem.is_decode(seq): seq for seq in reversed(by_error)}
+    seqs = dict.fromkeys([by_error[0], *worst_of_kind.values(), *by_error])
+    wrong_seqs = [seq for seq in seqs if _worst(problem, ratio, seq) > 1]
+    return [
         RowSlice(
             seq=seq,
-            tokens=_top(_rows(problem, ratio, seq).amax(1), TOKENS),
-            heads=ran[_top(_rows(problem, ratio, seq)[:, ran].amax(0), HEADS)],
+            tokens=_largest(_rows(problem, ratio, seq).amax(1), WORST_TOKENS),
+            heads=heads[_largest(_rows(problem, ratio, seq)[:, heads].amax(0), WORST_HEADS)],
         )
-        for seq in wrong_seqs[:SPOTS]
+        for seq in wrong_seqs[:WORST_SEQS]
     ]
-    elements = problem.call.output.numel()
-    complete = elements <= _MANY and len(ignore) == 0
-    many = []
-    for seq in problem.ran():
-        own = _rows(problem, ratio, seq)[:, ran]
-        tokens = torch.nonzero(~torch.isin(problem.starts()[seq] + torch.arange(len(own)), ignore))
-        tokens, some = tokens.flatten(), ran
-        if elements > _MANY:
-            tokens = _spread(tokens, own.amax(1))
-            some = ran[_spread(torch.arange(len(ran)), own.amax(0))]
+
+
+def _many_rows(
+    problem: Problem, ratio: torch.Tensor, heads: torch.Tensor, ignored: torch.Tensor
+) -> list[RowSlice]:
+    """Return all rows and heads of every sequence, or some of each if the output is large."""
+    takes_all = problem.call.output.numel() <= _ALL_ELEMENTS
+    row_slices = []
+    for seq in problem.computed_seqs():
+        seq_ratio = _rows(problem, ratio, seq)[:, heads]
+        rows = problem.row_starts()[seq] + torch.arange(len(seq_ratio))
+        tokens = torch.nonzero(~torch.isin(rows, ignored)).flatten()
+        sampled_heads = heads
+        if not takes_all:
+            tokens = _spread(tokens, seq_ratio.amax(1))
+            sampled_heads = heads[_spread(torch.arange(len(heads)), seq_ratio.amax(0))]
         if len(tokens):
-            many.append(RowSlice(seq=seq, tokens=tokens, heads=some))
-    return Sample(first=first, many=many, complete=complete)
+            row_slices.append(RowSlice(seq=seq, tokens=tokens, heads=sampled_heads))
+    return row_slices
 
 
 def _rows(problem: Problem, ratio: torch.Tensor, seq: int) -> torch.Tensor:
-    starts = problem.starts()
+    starts = problem.row_starts()
     return ratio[starts[seq] : starts[seq + 1]]
 
 
@@ -68,17 +80,17 @@ def _worst(problem: Problem, ratio: torch.Tensor, seq: int) -> float:
     return float(rows.max()) if rows.numel() else -1.0
 
 
-def _top(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the greatest values, the greatest first."""
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the largest values, the largest first."""
     order: torch.Tensor = values.argsort(descending=True, stable=True)
     return order[:count]
 
 
 def _spread(indices: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return some of ``indices``: those of greatest weight, the ends, and some evenly between."""
+    """Return some of ``indices``: half evenly spaced, first and last included, half of largest weight."""
     if len(indices) <= _SAMPLED:
         return indices
     even = indices[torch.linspace(0, len(indices) - 1, _SAMPLED // 2).long()]
-    most = indices[_top(weight[indices], _SAMPLED // 2)]
-    chosen: torch.Tensor = torch.cat([even, most]).unique()
+    heaviest = indices[_largest(weight[indices], _SAMPLED // 2)]
+    chosen: torch.Tensor = torch.cat([even, heaviest]).unique()
     return chosen

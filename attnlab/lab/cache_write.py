@@ -1,8 +1,8 @@
-"""What a cache write is held to: the cache as it must be, slot by slot.
+"""The comparison of a cache write: the cache as it must be, slot by slot.
 
-The rows of the comparison are not tokens of a query but slots: those of sequence 0, position by position,
-then of sequence 1, …, and last, as one more sequence, the slots that belong to nobody. So a token that is
-written to the wrong slot shows twice, where it is missing and where it should not be.
+The rows of the comparison are slots: those of sequence 0, position by position, then of sequence 1, …, and
+last, as one more sequence, the slots of no sequence. A token that is written to the wrong slot appears
+twice: where it is missing, and where it must not be.
 """
 
 import torch
@@ -14,7 +14,7 @@ from attnlab.tensors.cache import PagedCache
 
 
 def slot_lengths(case: Case) -> Lengths:
-    """Return the rows of the comparison as lengths: each sequence's positions, then nobody's slots."""
+    """Return the comparison's rows as lengths: each sequence's positions, then the slots of no sequence."""
     owned = case.lengths.seq_lens
     spare = case.total_blocks * case.block_size - sum(owned)
     query_lens = (*owned, spare) if spare else owned
@@ -34,14 +34,18 @@ def slot_order(case: Case, block_table: torch.Tensor) -> torch.Tensor:
 
 
 def expected_cache(written: PagedCache) -> torch.Tensor:
-    """Return a cache that holds every token as the output of the write, [num_slots, num_kv_heads,
-    2 × head_size] in the elements' dtype."""
+    """Return a cache with every token as the output of the write.
+
+    [num_slots, num_kv_heads, 2 × head_size] in the dtype of the stored elements.
+    """
     return written_cache(*(cache.view(written.format.dtype) for cache in written.to_flash()))
 
 
 def as_numbers(output: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as float32, the bytes of both read in the output's dtype; elements whose bytes are the
-    same are 0 in both, NaN among them."""
+    """Return both in float32, as read in the output's dtype.
+
+    Elements with equal bytes, NaN included, are 0 in both.
+    """
     expected = expected.view(output.dtype)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[output.element_size()]
     same = output.view(integer) == expected.view(integer)

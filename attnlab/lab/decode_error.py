@@ -1,4 +1,4 @@
-"""Reading an assertion's text: which sequence, token and kernel a mismatch belongs to."""
+"""Decode the message of a failed assertion: the sequence, token and kernel of a mismatch."""
 
 import dataclasses
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.json import json_value
 from attnlab.case.ops import PREFILL
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import decide
@@ -20,15 +21,17 @@ _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DecodedError(Shown):
-    """What an assertion's text says of a Case.
+    """The message of a failed assertion, in terms of a Case.
 
+    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message.
+    - ``row``, ``head``, ``element``: the index of the greatest difference.
     - ``rows_worth``: mismatches divided by the elements of a row; 1.0 is exactly one token.
-    - ``seq``, ``token``, ``query_len``, ``ctx_len``: whose row the greatest difference is in.
-    - ``kernel``: which kernel should have written that row.
+    - ``seq``, ``token``, ``query_len``, ``ctx_len``: the sequence of that row, and the row's token in it.
+    - ``kernel``: the kernel that should have written that row.
     - ``newest``: (position, column of the block table, offset in the block) of the newest token that
-      the row attends to, where its kernel takes it from the cache.
-    - ``largest_possible``: the largest difference that any weighting of the values could make, or None
-      where the data has no bound.
+      the row attends to; None if its kernel does not read it from the cache.
+    - ``largest_possible``: the largest difference that wrong weights of the values could cause; None if
+      the values have no bound.
     """
 
     mismatched: int
@@ -47,9 +50,9 @@ class DecodedError(Shown):
     largest_possible: float | None
 
     def sentences(self) -> list[str]:
-        """Return what a person wants to know, a sentence each."""
+        """Return the facts as sentences."""
         which = "its only token" if self.query_len == 1 else f"token {self.token} of its query"
-        told = [
+        sentences = [
             f"row {self.row} is sequence {self.seq}, {which} "
             f"(query_len {self.query_len}, ctx_len {self.ctx_len}); head {self.head}, "
             f"element {self.element}",
@@ -59,27 +62,28 @@ class DecodedError(Shown):
         ]
         if self.newest is not None:
             position, column, offset = self.newest
-            told.append(
-                f"it takes every key from the cache, the newest at position {position}: "
+            sentences.append(
+                f"it reads every key from the cache, the newest at position {position}: "
                 f"block_table[{self.seq}][{column}], offset {offset}"
             )
         if self.largest_possible is not None and self.max_abs_error > self.largest_possible:
-            told.append(
-                f"{self.max_abs_error:g} is more than any weighting of these values can be off "
+            sentences.append(
+                f"{self.max_abs_error:g} is more than wrong weights of these values can cause "
                 f"({self.largest_possible:g}): the row was not computed from them"
             )
-        return told
+        return sentences
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the sentences as JSON-able values."""
-        return {**dataclasses.asdict(self), "sentences": self.sentences()}
+        """Return the fields and the sentences as values of strict JSON."""
+        fields: dict[str, Any] = json_value(dataclasses.asdict(self))
+        return {**fields, "sentences": self.sentences()}
 
 
 def decode_error(text: str, case: Case) -> DecodedError:
-    """Return what the text of a failed ``torch.testing.assert_close`` says of the Case.
+    """Return the message of a failed ``torch.testing.assert_close`` in terms of the Case.
 
-    Raises InvalidCase where the text has no counts or no index, or where they belong to tensors of
-    another size than the Case's output.
+    Raises InvalidCase if the text has no counts or no index, or if they are of tensors of another size
+    than the Case's output.
     """
     count, greatest = _COUNT.search(text), _GREATEST.search(text)
     if count is None or greatest is None:
@@ -92,8 +96,8 @@ def decode_error(text: str, case: Case) -> DecodedError:
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     if total != shape[0] * shape[1] * shape[2]:
         raise InvalidCase(
-            f"text must be of an output of {shape[0]} × {shape[1]} × {shape[2]} = "
-            f"{shape[0] * shape[1] * shape[2]} elements, as the case gives it, got {total}"
+            f"text must be about an output of {shape[0]} × {shape[1]} × {shape[2]} = "
+            f"{shape[0] * shape[1] * shape[2]} elements, as in the case, got {total}"
         )
     if row >= shape[0] or head >= shape[1] or element >= shape[2]:
         raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
+from attnlab.case.json import json_number
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
 
-# A megabyte of float32 a head on a CPU, so that no second full-size copy is made; on a GPU there is room.
+# On a CPU few enough rows that no full-size copy is made; on a GPU there is room for one.
 _ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greatest:
-    """A largest value and the first index that has it."""
+    """A largest value and the first index (row, head, element) that has it."""
 
     value: float
     index: tuple[int, int, int]
@@ -25,8 +26,8 @@ class Greatest:
 class Place:
     """One output row with mismatches.
 
-    ``row`` counts from the start of the output, ``token`` from the start of its sequence's new tokens;
-    ``heads`` are the query heads with at least one mismatch, ``elements`` the mismatches.
+    - ``row``: the row of the output; ``token``: the same row, counted from its sequence's first new token.
+    - ``heads``: the query heads with a mismatch; ``elements``: the number of mismatches.
     """
 
     seq: int
@@ -41,16 +42,16 @@ class Place:
 class ErrorMap(Shown):
     """Token × head error of an output, in the terms of ``torch.testing.assert_close``.
 
-    - ``heads``, ``rows``: the query heads and the rows that ran, or None where all did; the rest is
-      neither right nor wrong.
+    - ``heads``, ``rows``: the query heads and the rows that ran, None if all did. The others are not
+      compared.
     - ``error``: [num_tokens, num_heads] float32, the largest absolute difference over the head's
-      elements; NaN where there is a NaN, -inf where the row or head did not run.
-    - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; a NaN
-      is outside.
-    - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all where none does;
-      NaN is greater than any number.
-    - ``first_index``: of the first mismatch, or None.
-    - ``nan_elements``: NaN elements of the output.
+      elements; NaN if one is NaN, -inf if the row or head did not run.
+    - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; NaN is
+      outside.
+    - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all if none does; NaN is
+      greater than any number.
+    - ``first_index``: (row, head, element) of the first mismatch, or None.
+    - ``nan_elements``: the number of NaN elements of the output.
     """
 
     lengths: Lengths
@@ -81,25 +82,25 @@ class ErrorMap(Shown):
 
     @property
     def token_error(self) -> torch.Tensor:
-        """Return the largest error of each row, [num_tokens]; NaN where there is one."""
+        """Return the largest error of each row, [num_tokens] float32; NaN if one is NaN."""
         return self.error.amax(1)
 
     def seq_error(self) -> list[float]:
-        """Return the largest error of each sequence; NaN where there is one."""
+        """Return the largest error of each sequence; NaN if one is NaN."""
         return [float(rows.max()) for rows in self.token_error.split(list(self.lengths.query_lens))]
 
     def bands(self, per_row: torch.Tensor, height: int = 16) -> torch.Tensor:
-        """Return ``per_row`` [num_tokens, …] with ``height`` rows for each sequence, long or short.
+        """Return ``per_row`` [num_tokens, …] with ``height`` rows per sequence, whatever its length.
 
-        A row of the result is the maximum over its share of the sequence's tokens (NaN where there is
-        one), so that a sequence of one token is as tall in a picture as one of a thousand.
+        Each row of the result is the maximum over its part of the sequence's tokens; NaN if one is NaN. So
+        a sequence of one token is as tall in a picture as one of a thousand.
         """
         bands = range(height * len(self.lengths.query_lens))
         rows = (self.band_rows(band, height) for band in bands)
-        return torch.stack([per_row[some.start : some.stop].amax(0) for some in rows])
+        return torch.stack([per_row[part.start : part.stop].amax(0) for part in rows])
 
     def band_rows(self, band: int, height: int = 16) -> range:
-        """Return the output rows that row ``band`` of :meth:`bands` stands for."""
+        """Return the output rows of row ``band`` of :meth:`bands`."""
         seq, i = divmod(band, height)
         start, length = sum(self.lengths.query_lens[:seq]), self.lengths.query_lens[seq]
         first, last = length * i // height, length * (i + 1) // height
@@ -124,7 +125,7 @@ class ErrorMap(Shown):
         return found
 
     def message(self) -> str:
-        """Return what ``torch.testing.assert_close`` says of these two tensors; "" where they match."""
+        """Return the message of ``torch.testing.assert_close`` for these tensors; "" if they match."""
         if not self.mismatched:
             return ""
         exact = self.atol == self.rtol == 0
@@ -143,11 +144,11 @@ class ErrorMap(Shown):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON-able values."""
+        """Return the numbers as values of strict JSON."""
         return {
             "mismatched": self.mismatched,
             "total": self.total,
-            "max_abs_error": _json_number(self.greatest_abs.value),
+            "max_abs_error": json_number(self.greatest_abs.value),
             "max_index": list(self.greatest_abs.index),
             "first_index": None if self.first_index is None else list(self.first_index),
             "nan_elements": self.nan_elements,
@@ -169,36 +170,36 @@ def compare(
 ) -> ErrorMap:
     """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
 
-    Computed in ``expected``'s dtype, some rows at a time. With ``heads`` or ``rows``, those alone are
-    compared.
+    The comparison uses ``expected``'s dtype and works on some rows at a time. ``heads`` and ``rows`` limit
+    it to these query heads and rows.
     """
     if heads is not None or rows is not None:
         part_of = (_slice(rows), _slice(heads))
         part = compare(output[part_of], expected[part_of], lengths, atol, rtol)
-        return _among(part, heads, rows, output.shape[:2])
+        return _embedded(part, heads, rows, output.shape[:2])
     tokens, num_heads, head_size = output.shape
     error = torch.empty(tokens, num_heads)
     mismatches = torch.empty(tokens, num_heads, dtype=torch.int32)
-    # Greatest differences among all elements, and among those that mismatch: absolute, relative.
+    # Greatest absolute and relative difference, of all elements and of those that mismatch.
     overall, outside = [_NONE, _NONE], [_NONE, _NONE]
     first, nans = None, 0
     step = _ROWS_AT_A_TIME[expected.device.type]
     for row in range(0, tokens, step):
-        some = slice(row, row + step)
-        right = expected[some]
+        here = slice(row, row + step)
+        right = expected[here]
         size = right.abs()
-        wrong = (output[some].to(right.dtype) - right).abs_()
+        wrong = (output[here].to(right.dtype) - right).abs_()
         close = wrong <= atol + rtol * size if rtol else wrong <= atol
-        error[some] = wrong.amax(2).float()
-        if not error[some].isfinite().all():  # infinities may be equal, and are never near
-            close = torch.isclose(output[some].to(right.dtype), right, rtol=rtol, atol=atol)
-            error[some] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
-        mismatches[some] = head_size - close.sum(2, dtype=torch.int32)
+        error[here] = wrong.amax(2).float()
+        if not error[here].isfinite().all():  # infinities may be equal, but are never close
+            close = torch.isclose(output[here].to(right.dtype), right, rtol=rtol, atol=atol)
+            error[here] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
+        mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
         relative = wrong / size
         overall = _greater(overall, (wrong, relative), row)
-        if mismatches[some].any():
+        if mismatches[here].any():
             first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
-            nans += int(output[some].isnan().sum())
+            nans += int(output[here].isnan().sum())
             masked = (wrong.masked_fill(close, 0), relative.masked_fill(close, 0))
             outside = _greater(outside, masked, row)
     greatest_abs, greatest_rel = outside if first else overall
@@ -220,8 +221,10 @@ def _slice(span: range | None) -> slice:
     return slice(None) if span is None else slice(span.start, span.stop)
 
 
-def _among(part: ErrorMap, heads: range | None, rows: range | None, shape: torch.Size) -> ErrorMap:
-    """Return the ErrorMap of some rows and heads as one of all, of which the others did not run."""
+def _embedded(
+    part: ErrorMap, heads: range | None, rows: range | None, shape: torch.Size
+) -> ErrorMap:
+    """Return the ErrorMap of some rows and heads as one of all; the others did not run."""
     here = (_slice(rows), _slice(heads))
     error = torch.full(shape, float("-inf"))
     mismatches = torch.zeros(shape, dtype=torch.int32)
@@ -249,7 +252,7 @@ _NONE = Greatest(value=-1.0, index=(0, 0, 0))
 def _greater(
     best: list[Greatest], pair: tuple[torch.Tensor, torch.Tensor], row: int
 ) -> list[Greatest]:
-    """Return, for each of two tensors, ``best`` or its own greatest value where that is greater."""
+    """Return, for each of two tensors, the greater of ``best`` and its greatest value."""
     kept = []
     for before, values in zip(best, pair, strict=True):
         at = int(values.flatten().argmax())
@@ -261,11 +264,6 @@ def _greater(
 
 
 def _index(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:
-    """Return (row, head, element) of a flat index into some rows that begin at ``row``."""
+    """Return (row, head, element) of a flat index into rows that begin at ``row``."""
     _, heads, head_size = shape
     return row + flat // (heads * head_size), flat // head_size % heads, flat % head_size
-
-
-def _json_number(value: float) -> float | None:
-    """Return a finite number, or None: JSON has neither NaN nor infinity."""
-    return value if value - value == 0 else None

@@ -1,9 +1,8 @@
-"""The oracle: attention computed plainly, in float32 or float64, on the bytes that are stored.
+"""The oracle: attention in float32 or float64 on the stored bytes.
 
-For every query row only the keys that it may see are multiplied, in tiles of rows that share a bound:
-the work is the causal triangle, not the square, and a tile's scores stay in the processor's cache.
-Nothing here is shared with the kernel models; the tests hold it to torch's own
-``scaled_dot_product_attention`` in float64.
+For every query row only the visible keys are multiplied, in tiles of rows: the work is the causal
+triangle, not the square, and the scores of a tile stay in the processor's cache. The oracle shares no code
+with the kernel models; tests compare it with torch's ``scaled_dot_product_attention`` in float64.
 """
 
 from dataclasses import dataclass
@@ -14,50 +13,72 @@ from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.formats import store, written_format
 
-# Query rows of a tile, and its scores: on a CPU 1.5 MiB of float32, just below what torch gives huge pages
-# to; on a GPU as many as keep it busy.
+# By device: query rows of a tile, and scores of a tile. On a CPU the scores are 1.5 MiB of float32, just
+# below the size from which torch asks for huge pages; on a GPU there are enough of them to keep it busy.
 _TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """The right result of a Case.
+
+    - ``output``: [num_tokens, num_heads, head_size] in the dtype ``case.reference_dtype``.
+    - ``lse``: [num_tokens, num_heads] in the same dtype, the log-sum-exp of the scores of each row's
+      visible keys, without the sink; None if it was not asked for.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None
 
 
 def reference(case: Case, batch: Batch) -> torch.Tensor:
     """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.reference_dtype``.
 
-    A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
-    format. That is every key of a context, and the new keys that the op reads from the cache
-    (``case.spec.new_tokens_from``). The other new keys count as they are.
+    See :func:`exact_attention`.
     """
-    output = torch.empty(
-        batch.query.shape,
-        dtype=torch.float64 if case.reference_dtype == "float64" else torch.float32,
-        device=batch.query.device,
-    )
+    return exact_attention(case, batch).output
+
+
+def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Reference:
+    """Return the right result of a Case, with its log-sum-exp if ``with_lse``.
+
+    A key that the op reads from the cache counts as it is stored: encoded and decoded in the cache's
+    format. These are all context tokens, and the new tokens that the op reads there (``case.spec.fill_read``). Other new
+    tokens count as they are.
+    """
+    shape, device = batch.query.shape, batch.query.device
+    dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32
+    output = torch.empty(shape, dtype=dtype, device=device)
+    lse = torch.empty(shape[:2], dtype=dtype, device=device) if with_lse else None
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
+        here = slice(rows[i], rows[i + 1])
         attend(
-            batch.query[rows[i] : rows[i + 1]],
-            seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),
-            seen(case, batch.value[tokens[i] : tokens[i + 1]], cached, case.v_scale),
+            batch.query[here],
+            stored_tokens(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),
+            stored_tokens(case, batch.value[tokens[i] : tokens[i + 1]], cached, case.v_scale),
             scale,
-            output[rows[i] : rows[i + 1]],
+            output[here],
             case.sliding_window,
             batch.alibi_slopes,
             batch.sinks,
             case.softcap,
+            None if lse is None else lse[here],
         )
-    return output
+    return Reference(output=output, lse=lse)
 
 
-def seen(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
-    """Return ``tokens`` [n, heads, head_size] as attention sees them: the first ``cached`` as stored.
+def stored_tokens(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
+    """Return ``tokens`` [n, heads, head_size] with the first ``cached`` of them as the cache stores them.
 
-    Tokens of a 16- or 32-bit cache are themselves; with FP8 the result is float64.
+    A 16- or 32-bit cache stores them unchanged: the result is ``tokens``. With FP8 it is float64.
     """
     if not case.is_fp8:
         return tokens
     stored = store(case, tokens[:cached], scale)
-    old = written_format(case).decode(stored).double() * scale
-    return torch.cat([old, tokens[cached:].double()])
+    decoded = written_format(case).decode(stored).double() * scale
+    return torch.cat([decoded, tokens[cached:].double()])
 
 
 def attend(
@@ -70,16 +91,18 @@ def attend(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
 
-    - ``query``, ``output``: [query_len, num_heads, head_size]; row i stands at position
+    - ``query``, ``output``: [query_len, num_heads, head_size]; row i is at position
       seq_len - query_len + i.
     - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
-    - ``sliding_window``: how many keys a row sees at most, itself included; 0 is all.
-    - ``alibi_slopes``: [num_heads], times (key position - query position).
-    - ``softcap``: c of c · tanh(score / c), before ALiBi.
-    - ``sinks``: [num_heads], one more logit of each row's softmax, which has no value.
+    - ``sliding_window``: the number of keys that a row sees, itself included; 0 for all.
+    - ``alibi_slopes``: [num_heads], multiplied by (key position - query position).
+    - ``softcap``: c of c · tanh(score / c), applied before ALiBi; None for no cap.
+    - ``sinks``: [num_heads], one more logit of each row's softmax, without a value.
+    - ``lse``: [query_len, num_heads]; receives the log-sum-exp of each row's scores, without the sink.
     """
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -101,8 +124,11 @@ def attend(
             sliding_window=sliding_window,
         )
         for row in range(0, query_len, rows_at_once):
-            mixed = tiles.attend(row, min(row + rows_at_once, query_len))
-            output[row : row + rows_at_once, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+            tile = slice(row, row + rows_at_once)
+            mixed, row_scores = tiles.attend(row, min(row + rows_at_once, query_len))
+            output[tile, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+            if lse is not None:
+                lse[tile, heads] = row_scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)
 
 
 def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,10 +137,9 @@ def _by_head(tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` in ``dtype``, contiguous; itself where it is both, so never to be changed.
+    """Return ``tensor`` in ``dtype``, contiguous; itself if it is both already, so do not change it.
 
-    ``Tensor.to`` alone hands a permuted tensor of the same dtype back as it is, whatever memory format
-    it is asked for.
+    ``Tensor.to`` alone returns a permuted tensor of the same dtype unchanged, whatever the memory format.
     """
     return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
@@ -132,8 +157,11 @@ class _Tiles:
     softcap: float | None
     sliding_window: int
 
-    def attend(self, first: int, last: int) -> torch.Tensor:
-        """Return attention of the rows from ``first`` to ``last``, [heads, group, rows, head_size]."""
+    def attend(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention of the rows from ``first`` to ``last``, and their scores.
+
+        [heads, group, rows, head_size], and [heads, group, rows, keys] with -inf for hidden keys.
+        """
         ctx_len = self.key.shape[1] - self.query.shape[2]
         begin = max(0, ctx_len + first - self.sliding_window + 1) if self.sliding_window else 0
         end = ctx_len + last
@@ -148,13 +176,15 @@ class _Tiles:
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
         mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
-        return mixed if self.sinks is None else mixed.mul_(_share(scores, self.sinks))
+        if self.sinks is not None:
+            mixed.mul_(_share_of_keys(scores, self.sinks))
+        return mixed, scores
 
 
-def _share(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return what a sink leaves to the keys: their part of the sum, [num_kv_heads, group, rows, 1].
+def _share_of_keys(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the keys' share of the softmax's sum, [num_kv_heads, group, rows, 1]; the sink has the rest.
 
-    With L the logarithm of the keys' own sum it is exp(L) / (exp(L) + exp(sink)).
+    With L, the log-sum-exp of the keys, it is exp(L) / (exp(L) + exp(sink)).
     """
     sums = scores.logsumexp(-1, keepdim=True)
     return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
@@ -163,10 +193,10 @@ def _share(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 def _bias(
     like: torch.Tensor, position: int, rows: int, begin: int, end: int, sliding_window: int
 ) -> torch.Tensor:
-    """Return 0 where a row may see a key and -inf where not, for the keys that not all rows see.
+    """Return 0 for a visible key and -inf for a hidden one, for the keys that some row cannot see.
 
-    [rows, columns]; the columns are the last ones before ``end``: without a window just the diagonal
-    of the tile, with one every column from ``begin``.
+    [rows, columns]; the columns are the last ones before ``end``: those of the tile's diagonal, or every
+    column from ``begin`` with a sliding window.
     """
     begin = begin if sliding_window else position
     at = torch.arange(position, position + rows, device=like.device)[:, None]
@@ -185,7 +215,7 @@ def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def causal_flops(case: Case) -> int:
-    """Return the floating-point operations of the two products, counting visible keys alone."""
+    """Return the floating-point operations of the two matrix products, counting visible keys only."""
     pairs = 0
     for query_len, ctx_len in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True):
         window = case.sliding_window or ctx_len + query_len

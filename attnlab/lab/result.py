@@ -1,4 +1,4 @@
-"""Result: what came of a Case."""
+"""Result: the outcome of running a Case."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Decision, Target
-from attnlab.contracts.violations import Violations
+from attnlab.contracts.dispatch import Decision
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.slot_map import SlotMap, slot_map
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport
 from attnlab.lab.reads import to_dict as memory_to_dict
@@ -33,20 +36,21 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Result(Shown):
-    """What came of a Case.
+    """The outcome of running a Case.
 
-    - ``status``: "match", "mismatch", or "rejected" where the kernel raised ``error``.
-    - ``errors``: the ErrorMap; None where the call was rejected.
-    - ``violations``: what the contracts say of the call, found without running it.
-    - ``seconds``: the time of each step that this run did itself; what it shared is not in it.
-    - ``shared``: the steps whose product an earlier run of the same Lab had left.
-    - ``call``, ``cache``: what was run, for a closer look.
-    - ``memory``: what the kernel read, where the Case asked the emulated device to watch; else None.
-    - ``launches``: the kernels that Triton's interpreter launched, and their grids; ``wraps``,
-      ``outside``: their lines where an int32 product wrapped, or that touched what is none of their
-      tensors; in words.
-    - ``lse``, ``padded``: what the op gave beside the output (:class:`attnlab.kernels.triton.run_log.RunLog`).
-    - ``failed``: of a rejected call, that the kernel broke, and did not state a limit of its own.
+    - ``backend``: where the kernels came from, with their version.
+    - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``.
+    - ``errors``: the ErrorMap; None if the call was rejected.
+    - ``violations``: where the call violates the contracts, found without running it.
+    - ``seconds``: the time of each step, without the steps in ``shared``.
+    - ``shared``: the steps whose products an earlier run of the same Lab had made.
+    - ``call``, ``cache``: what was run.
+    - ``memory``: what the kernels read from the cache; None unless the Case has ``trace_reads``.
+    - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
+      with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
+    - ``lse``, ``padded``: what the op returned in addition to the output, or None
+      (:class:`attnlab.kernels.triton.run_log.RunLog`).
+    - ``failed``: whether a rejected call broke the kernel, instead of exceeding a limit that it states.
     """
 
     case: Case
@@ -68,25 +72,34 @@ class Result(Shown):
     padded: torch.Tensor | None = None
     failed: bool = False
 
+    @property
+    def output(self) -> torch.Tensor:
+        """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
+        return self.call.output
+
     def places(self) -> list[Place]:
-        """Return the rows with mismatches; none where the call was rejected."""
+        """Return the rows with mismatches; none if the call was rejected."""
         return [] if self.errors is None else self.errors.places()
 
     def unwritten_rows(self) -> torch.Tensor:
         """Return which output rows no kernel writes by its contract, [num_tokens] bool."""
-        target = Target.of(self.case)
-        contracts = [contract(name, target, self.call.op) for name in self.decision.kernels]
+        contracts = self.decision.contracts(Target.of(self.case), self.call.op)
         return unwritten_rows(contracts, self.call)
+
+    def slot_map(self) -> SlotMap:
+        """Return who wrote each slot of the cache, and who reads it by the kernels' contracts."""
+        contracts = self.decision.contracts(Target.of(self.case), self.call.op)
+        return slot_map(self.call, contracts, self.cache.provenance)
 
     @property
     def verdict(self) -> str:
-        """Return one line that says what came of it."""
+        """Return the outcome in one line."""
         if self.errors is None:
             return f"rejected: {self.error}"
         line = f"{self.errors.mismatched} of {self.errors.total}"
         if self.errors.heads is not None:
-            ran = self.errors.heads
-            line += f" (query heads {ran.start} to {ran.stop - 1} of {self.case.num_heads} run)"
+            heads = self.errors.heads
+            line += f" (query heads {heads.start} to {heads.stop - 1} of {self.case.num_heads} run)"
         if self.case.seq_range is not None:
             line += f" (sequences {self.case.seq_range[0]} to {self.case.seq_range[1] - 1} run)"
         if self.errors.first_index is not None:
@@ -94,10 +107,10 @@ class Result(Shown):
         return line
 
     def to_dict(self, most_places: int) -> dict[str, Any]:
-        """Return the result as JSON-able values, with the first ``most_places`` places."""
+        """Return the result as values of strict JSON, with the first ``most_places`` places."""
         places = self.places()
         numbers = self.errors.to_dict() if self.errors is not None else dict.fromkeys(_NUMBERS)
-        return {
+        document = {
             "case": dataclasses.asdict(self.case),
             "kernel": self.decision.kernels[-1],
             "kernels": list(self.decision.kernels),
@@ -109,16 +122,18 @@ class Result(Shown):
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),
-            "violations": [dataclasses.asdict(violation) for violation in self.violations],
+            "violations": [violation.to_dict() for violation in self.violations],
             "launches": list(self.launches),
             "wraps": list(self.wraps),
             "outside": list(self.outside),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }
+        converted: dict[str, Any] = json_value(document)
+        return converted
 
     def _place(self, place: Place) -> dict[str, Any]:
-        """Return a place with the slot of the newest token, where the row takes it from the cache."""
+        """Return a place with the slot of the newest token, if the row reads it from the cache."""
         fields = dataclasses.asdict(place)
         if place.query_len == 1 and self.decision.decode is not None:
             position = self.case.lengths.seq_lens[place.seq] - 1

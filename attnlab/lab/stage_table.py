@@ -1,4 +1,4 @@
-"""The table of stages: one Case in every state that the test went through, on several platforms."""
+"""The table of stages: one Case in every stage of the test, on several platforms."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.fields import is_plugin
+from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 from attnlab.case.stages import STAGES
-from attnlab.contracts.contract import contract, unwritten_rows
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 
@@ -17,16 +21,20 @@ PLATFORMS_SHOWN = ("gfx942", "sm_90")
 
 
 def platforms_shown(case: Case) -> tuple[str, ...]:
-    """Return the columns of a Case's table where nobody asks for others: the CPU's op has one."""
-    return (case.platform,) if case.backend == "vllm-cpu" else PLATFORMS_SHOWN
+    """Return the default columns of a Case's table.
+
+    vLLM's CPU op and a user's kernel do not depend on the platform: their table has one column.
+    """
+    is_one = case.backend == "vllm-cpu" or is_plugin(case.backend)
+    return (case.platform,) if is_one else PLATFORMS_SHOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One Case of the table and what came of it; no tensors.
+    """The outcome of one Case of the table, without tensors.
 
-    ``decode_error`` and ``prefill_error`` are the largest absolute errors over the rows of sequences
-    with one new token and with more; None where there is no such row or the call was rejected.
+    ``decode_error`` and ``prefill_error`` are the largest absolute errors over the rows of sequences with
+    one new token and with more; None if there is no such row or the call was rejected.
     """
 
     stage: str
@@ -60,8 +68,8 @@ def stage_table(
 ) -> StageTable:
     """Run the Case in each stage on each platform, stage by stage.
 
-    ``on_cell`` is called with (cells done, cells in all) before each cell. The Lab builds once what
-    the cells share.
+    ``on_cell`` is called before each cell with the number of finished cells and of all cells. The cells
+    share batch, cache and reference as far as their stages allow.
     """
     plan = [(stage, platform) for stage in stages for platform in platforms]
     cells = StageTable(case=case)
@@ -73,28 +81,28 @@ def stage_table(
 
 
 def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
-    """Return what the contracts alone say of each stage on a platform: wrong elements, or "rejected".
+    """Predict the outcome of each stage on a platform from the contracts: wrong elements, or "rejected".
 
-    Nothing is run. Wrong are the elements of rows that nobody writes; what a slot does that lacks its
-    token depends on the data, and with the test's it stays under the tolerance.
+    No kernel runs. The elements of unwritten rows are wrong. The effect of a slot that lacks its token
+    depends on the data; with the test's data it stays below the tolerance, so it counts as 0.
     """
-    told: list[int | str] = []
+    predicted: list[int | str] = []
     for stage in STAGES:
         staged = case.replace(stage=stage, platform=platform)
         call, kernels, target = lab.call(staged), decide(staged).kernels, Target.of(staged)
-        terms = [contract(name, target, staged.op) for name in kernels]
+        terms = contracts_of(kernels, target, staged.op)
         rejected = any(
             violation.effect == "rejected" for violation in find_violations(call, target, kernels)
         )
         wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
-        told.append("rejected" if rejected else wrong)
-    return told
+        predicted.append("rejected" if rejected else wrong)
+    return predicted
 
 
 def outcomes(cells: Sequence[Cell], platform: str) -> list[int | str]:
-    """Return what came of each stage on a platform, in the words of :func:`predict_stages`."""
-    own = [cell for cell in cells if cell.platform == platform]
-    return ["rejected" if cell.mismatched is None else cell.mismatched for cell in own]
+    """Return the outcome of each stage on a platform, in the form of :func:`predict_stages`."""
+    column = [cell for cell in cells if cell.platform == platform]
+    return ["rejected" if cell.mismatched is None else cell.mismatched for cell in column]
 
 
 def _cell(lab: Lab, case: Case) -> Cell:
@@ -115,22 +123,16 @@ def _cell(lab: Lab, case: Case) -> Cell:
 
 
 def _largest(seq_error: list[float], case: Case, decode: bool) -> float | None:
-    """Return the largest error of the decode, or of the other, sequences; NaN is the largest."""
-    own = [
+    """Return the largest error of the decode sequences, or of the others; NaN is the largest."""
+    errors = [
         error
         for error, query_len in zip(seq_error, case.lengths.query_lens, strict=True)
         if (query_len == 1) == decode
     ]
-    return max(own, key=lambda error: (error != error, error), default=None)
+    return max(errors, key=lambda error: (error != error, error), default=None)
 
 
 def to_json(case: Case, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return the table as JSON-able values; NaN is None."""
-    rows = [
-        {
-            name: None if value != value else value
-            for name, value in dataclasses.asdict(cell).items()
-        }
-        for cell in cells
-    ]
-    return {"case": case.changes(), "backend": case.backend, "cells": rows}
+    """Return the table as values of strict JSON."""
+    rows = [json_value(dataclasses.asdict(cell)) for cell in cells]
+    return {"case": json_value(case.changes()), "backend": case.backend, "cells": rows}

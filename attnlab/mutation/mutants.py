@@ -1,15 +1,16 @@
-"""Mutants: the catalogue's defects, and outputs that have nothing to do with the input."""
+"""Mutants: the catalogue's defects, and outputs that are unrelated to the inputs."""
 
 from collections.abc import Callable
 
 import torch
 
-from attnlab.defects import CATALOGUE, Defect
+from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.attention_inputs import Predicted
-from attnlab.defects.defect import always
-from attnlab.defects.problem import Problem, RowSlice
+from attnlab.defects.defect import Compute, always
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
 
-NINE = (  # the mutants of a reference that the two figures of this project's first study counted
+NINE = (  # the mutants that the study of vLLM #28490 counted
     "scale_doubled",
     "scale_missing",
     "scores_ignored",
@@ -22,28 +23,29 @@ NINE = (  # the mutants of a reference that the two figures of this project's fi
 )
 
 
-def _noise(problem: Problem, row_slice: RowSlice) -> Predicted:
-    """Return random numbers of the size of the right output."""
-    right = problem.right(row_slice)
-    generator = torch.Generator().manual_seed(int(row_slice.seq))
-    drawn = torch.randn(right.output.shape, generator=generator, dtype=torch.float64)
-    size = right.output.square().mean().sqrt()
-    return Predicted(
-        output=drawn * size.clamp(min=problem.rounding(row_slice.seq).step), noise=right.noise
-    )
+def _noise(size: Callable[[Problem, RowSlice, Predicted], torch.Tensor | float]) -> Compute:
+    """Return the ``compute`` of normal noise; ``size`` returns its standard deviation."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        correct = problem.correct(row_slice)
+        generator = torch.Generator().manual_seed(int(row_slice.seq))
+        noise = torch.randn(correct.output.shape, generator=generator, dtype=torch.float64)
+        output = noise * size(problem, row_slice, correct)
+        return Predicted(output=output, bound=correct.bound)
+
+    return compute
 
 
-def _standard_noise(problem: Problem, row_slice: RowSlice) -> Predicted:
-    generator = torch.Generator().manual_seed(int(row_slice.seq))
-    right = problem.right(row_slice)
-    drawn = torch.randn(right.output.shape, generator=generator, dtype=torch.float64)
-    return Predicted(output=drawn, noise=right.noise)
+def _output_size(problem: Problem, row_slice: RowSlice, correct: Predicted) -> torch.Tensor:
+    """Return the root mean square of the correct output, at least one rounding step."""
+    step = problem.rounding(row_slice.seq).step
+    return correct.output.square().mean().sqrt().clamp(min=step)
 
 
-def _garbage(name: str, text: str, compute: Callable[[Problem, RowSlice], Predicted]) -> Defect:
+def _unrelated(name: str, text: str, compute: Compute) -> Defect:
     return Defect(
         name=name,
-        family="rows",
+        family="mutants",
         text=text,
         seen_in=("mlir-air #1427",),
         touches="all",
@@ -52,9 +54,17 @@ def _garbage(name: str, text: str, compute: Callable[[Problem, RowSlice], Predic
     )
 
 
-RIGHT = _garbage("right", "the right output", lambda problem, row_slice: problem.right(row_slice))
+CORRECT = _unrelated("correct", "the output is correct", Problem.correct)
 MUTANTS: tuple[Defect, ...] = (
-    *(defect for defect in CATALOGUE if not defect.harmless),
-    _garbage("noise_of_its_size", "random numbers, as large as the right output", _noise),
-    _garbage("random_noise", "random numbers of N(0, 1)", _standard_noise),
+    *(defect for defect in DEFECTS.values() if not defect.harmless),
+    _unrelated(
+        "noise_of_its_size",
+        "the output is random noise of the same magnitude as the correct output",
+        _noise(_output_size),
+    ),
+    _unrelated(
+        "random_noise",
+        "the output is random noise from N(0, 1)",
+        _noise(lambda problem, row_slice, correct: 1.0),
+    ),
 )

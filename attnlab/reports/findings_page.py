@@ -16,9 +16,11 @@ from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
-from attnlab.checker.subject import RunOutput, Subject
-from attnlab.checker.sums import expected_sums
-from attnlab.diagnosis.locate import locate
+from attnlab.checker.case_run import run_case
+from attnlab.checker.side_outputs import expected_lse
+from attnlab.kernels.backend import Backend
+from attnlab.lab.result import Result
+from attnlab.diagnosis.error_location import locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def check_drawable(folder: Path) -> None:
         raise InvalidCase(f"pictures must be a folder that can be made: {error}") from error
 
 
-def write_pictures(report: Report, subject: Subject, folder: Path, command: str) -> Path:
+def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
     """Write a PNG of each finding and a page with all of them to ``folder``; return the page.
 
     The Cases are run once more. Raises as :func:`check_drawable` does.
@@ -60,9 +62,9 @@ def write_pictures(report: Report, subject: Subject, folder: Path, command: str)
     check_drawable(folder)
     from attnlab.reports.pages import write_findings
 
-    lab = Lab(source=subject.source if subject.backend == "vllm" else None, device="cpu")
+    lab = Lab(source=backend.path, device="cpu")
     pictures = [
-        _picture(lab, subject, finding, folder / f"{i:02d}-{finding.op}-{finding.kind}.png")
+        _picture(lab, backend, finding, folder / f"{i:02d}-{finding.op}-{finding.kind}.png")
         for i, finding in enumerate(report.findings, 1)
     ]
     page = folder / "index.html"
@@ -70,7 +72,7 @@ def write_pictures(report: Report, subject: Subject, folder: Path, command: str)
     return page
 
 
-def _picture(lab: Lab, subject: Subject, finding: Finding, path: Path) -> Picture:
+def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
     """Draw a finding where it was first seen, and at its smallest Case, and write it to ``path``."""
     told = KINDS[finding.kind]
     if finding.kind == "fails":
@@ -78,7 +80,7 @@ def _picture(lab: Lab, subject: Subject, finding: Finding, path: Path) -> Pictur
     cases = {"where it was first seen": finding.first, "the smallest case": finding.case}
     try:
         maps = {
-            words: errors_of(lab, subject, case, finding)
+            words: errors_of(lab, backend, case, finding)
             for words, case in cases.items()
             if case is not None
         }
@@ -122,11 +124,11 @@ def _place(errors: ErrorMap) -> str:
     )
 
 
-def errors_of(lab: Lab, subject: Subject, case: Case, finding: Finding) -> ErrorMap:
+def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> ErrorMap:
     """Run a Case and return the errors that its finding is about, held to the bound of rounding."""
-    ran = subject.run(lab, case)
+    ran = run_case(lab, backend, case)
     if finding.kind == "wrong_lse" and ran.lse is not None:
-        expected, bound = expected_sums(lab, case)
+        expected, bound = expected_lse(lab, case)
         given = ran.lse[: len(expected), :, None]
         return compare(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
     if finding.diagnosis == "both parts empty" and ran.padded is not None:
@@ -139,7 +141,7 @@ def errors_of(lab: Lab, subject: Subject, case: Case, finding: Finding) -> Error
     return lab.errors(case, call, lab.reference(case))
 
 
-def _bound(lab: Lab, case: Case, ran: RunOutput) -> float:
+def _bound(lab: Lab, case: Case, ran: Result) -> float:
     """Return the most that rounding explains of any element, by the survey's own bounds."""
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     found = locate(problem, ran.output, expected=lab.reference(case))

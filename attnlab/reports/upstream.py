@@ -16,9 +16,14 @@ import attnlab
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
-from attnlab.contracts.contract import cached_lens, contract
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import cached_lens
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
+from attnlab.contracts.target import Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import cached_lens
 from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.case.errors import InvalidCase
 from attnlab.tensors.formats import written_format
 from attnlab.kernels.vllm.op_calls import OP_CALLS

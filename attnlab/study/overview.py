@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from attnlab.case.shown import Shown
-from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import power
 from attnlab.reports.investigate import find_notebooks

@@ -1,4 +1,4 @@
-"""The picture of a Timeline, in the manner of :mod:`attnlab.show.plots.errors`."""
+"""The picture of a Timeline, in the manner of :mod:`attnlab.show.plots`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Case: what it refuses and with what words, and its other forms."""
+"""Case: which values it refuses, and its conversions."""
 
 import dataclasses
 import json
@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
+    BackendName: ["nonsense", "", 1, True, None, ["x"], "mine.py", "mine.py:", "plugin:", "a:b"],
     OneOf: ["nonsense", "", 1, True, None, ["x"], 2.0],
     Int: [
         True,
@@ -42,7 +43,7 @@ WRONG = {
 
 
 def wrong_values(name):
-    """Return values that the field's kind refuses."""
+    """Return values that the field's type refuses."""
     kind = field_type(name)
     inner = kind.kind if isinstance(kind, Maybe) else kind
     values = [v for v in WRONG[type(inner)] if not (v is None and isinstance(kind, Maybe))]
@@ -56,8 +57,8 @@ def wrong_values(name):
 
 
 @pytest.mark.parametrize("name", list(FIELDS))
-def test_each_field_refuses_what_its_kind_does_not_hold(name):
-    """A wrong type, a bool for an int, NaN, a number out of range: one line that names the field."""
+def test_each_field_refuses_wrong_values(name):
+    """The error is one line that names the field."""
     for value in wrong_values(name):
         with pytest.raises(InvalidCase) as caught:
             Case(**{name: value})
@@ -110,17 +111,18 @@ CROSS = [
 
 @pytest.mark.parametrize(("fields", "name", "words"), CROSS)
 def test_rules_between_fields(fields, name, words):
-    """Fields that are right each by itself but not together: one line that begins with one of them."""
+    """Values that are allowed alone but not together: one line that begins with one of the fields."""
     with pytest.raises(InvalidCase) as caught:
         Case(**fields)
     text = str(caught.value)
     assert text.startswith(name + " must be ")
+    assert caught.value.field in (name.partition("[")[0], None)
     assert words in text
     assert "\n" not in text
 
 
 def test_blocks_that_no_token_needs_may_be_shared():
-    """Only blocks that hold tokens are owned: a padded row may point anywhere in the cache."""
+    """Only blocks that hold tokens belong to a sequence; padding entries may be any block."""
     case = Case(**LENS, block_table=((0, 1, 2), (2, 3, 4)))
     assert case.total_blocks == 5
 
@@ -143,7 +145,7 @@ def test_blocks_that_no_token_needs_may_be_shared():
     ],
 )
 def test_json_that_is_no_case(text, words):
-    """Wrong JSON is refused in one line."""
+    """The error is one line."""
     with pytest.raises(InvalidCase) as caught:
         Case.from_json(text)
     assert str(caught.value).startswith(words)
@@ -151,7 +153,7 @@ def test_json_that_is_no_case(text, words):
 
 
 def test_names_that_are_no_strings_are_no_fields():
-    """A mapping of anything else does not end in a TypeError."""
+    """Such a name raises InvalidCase, not TypeError."""
     with pytest.raises(InvalidCase, match="2 is not a field"):
         Case.from_dict({2: 3, "num_heads": 8})
 
@@ -159,7 +161,7 @@ def test_names_that_are_no_strings_are_no_fields():
 @given(cases())
 @settings(max_examples=80, deadline=None)
 def test_json_round_trip(case):
-    """A Case written as JSON and read back is equal, hashes alike and is hashable at all."""
+    """A Case read back from its JSON is equal and has the same hash."""
     again = Case.from_json(case.to_json())
     assert again == case
     assert hash(again) == hash(case)
@@ -169,7 +171,7 @@ def test_json_round_trip(case):
 @given(cases())
 @settings(max_examples=80, deadline=None)
 def test_command_line_round_trip(case):
-    """``to_cli`` names every change once, and the kinds read the words back as the same Case."""
+    """``to_cli`` names every change once, and parsing the words gives the same Case."""
     program, verb, *words = shlex.split(case.to_cli())
     assert (program, verb) == ("attnlab", "run")
     names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
@@ -180,7 +182,7 @@ def test_command_line_round_trip(case):
 
 
 def test_command_line_of_a_known_case():
-    """Lengths are written as a list with commas, the default Case as nothing."""
+    """Lengths are separated by commas; the default Case has no flags."""
     assert Case().to_cli() == "attnlab run"
     case = Case(query_lens=(880, 1), ctx_lens=(430, 929), alibi=True, k_scale=0.5)
     assert case.to_cli() == (
@@ -200,14 +202,14 @@ def test_command_line_of_a_known_case():
         ("atol", ""),
     ],
 )
-def test_words_that_stand_for_nothing(name, text):
-    """A kind refuses a word that it cannot read, in one line that names the field."""
-    with pytest.raises(InvalidCase, match=f"^{name} must be "):
+def test_text_that_cannot_be_parsed(name, text):
+    with pytest.raises(InvalidCase) as caught:
         field_type(name).parse(name, text)
+    assert caught.value.field == name
 
 
 def test_defaults_are_those_of_the_test():
-    """The default Case has 64 blocks a row and 640 blocks, x = 8 and the test's tolerance."""
+    """64 blocks per sequence, 640 blocks, x = 8 and the test's tolerance."""
     case = Case()
     assert (case.blocks_per_seq, case.total_blocks) == (64, 640)
     assert (case.num_kv_heads, case.key_x, case.tolerance) == (64, 8, 1e-4)
@@ -226,7 +228,7 @@ def test_defaults_are_those_of_the_test():
     ],
 )
 def test_tolerance_and_x(fields, tolerance, x):
-    """What a knob leaves open is the test's, and what it says holds, 0 included."""
+    """A given value is used, 0 included; the default is the test's."""
     case = Case(**fields)
     assert (case.tolerance, case.key_x) == (tolerance, x)
 
@@ -254,12 +256,19 @@ def test_replace_and_frozen():
 
 
 def test_staging_takes_overrides():
-    """A knob of its own overrides what the stage says, and nothing else of it."""
+    """A given field overrides only its part of the stage."""
     staging = Case(stage="int64", seq_lens_dtype="int32", fill="decode_rows").staging
     assert (staging.seq_lens, staging.fill) == ("int32", "decode_rows")
     assert (staging.block_table, staging.query_start_loc) == ("int64", "int64")
 
 
 def test_json_names_every_field():
-    """Nothing of a Case is missing from its JSON."""
     assert set(json.loads(Case().to_json())) == set(FIELDS)
+
+
+def test_help_texts_explain_the_field():
+    """Each is a phrase, starts in lower case unless with a name, and has no full stop."""
+    for name, field in FIELDS.items():
+        text = field.metadata["help"]
+        assert len(text.split()) >= 3, name
+        assert not text.endswith("."), name

@@ -1,4 +1,4 @@
-"""Lengths are those of vLLM's test, to the number."""
+"""Drawn lengths equal those of vLLM's test."""
 
 import random
 
@@ -12,7 +12,7 @@ CTX_LENS = (430, 956, 818, 865, 326, 1007, 504, 382, 613, 929)
 
 
 def test_seed_0_is_the_investigated_batch():
-    """The figures that the failure was reported with: 5337 tokens, the decode token last."""
+    """The failure was reported with 5337 tokens, the last one a decode."""
     lengths = Case().lengths
     assert lengths.query_lens == QUERY_LENS
     assert lengths.ctx_lens == CTX_LENS
@@ -23,7 +23,7 @@ def test_seed_0_is_the_investigated_batch():
 
 
 def test_the_alibi_test_forces_no_decode():
-    """Without ``force_decode`` the tenth draw stays, and the contexts are the same."""
+    """Without ``force_decode`` the tenth length stays, and the contexts are unchanged."""
     lengths = Case(force_decode=False).lengths
     assert lengths.query_lens[:9] == QUERY_LENS[:9]
     assert lengths.query_lens[9] > 1
@@ -32,7 +32,7 @@ def test_the_alibi_test_forces_no_decode():
 
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_the_draw_is_pythons_own(seed):
-    """Ten query lengths, then ten context lengths, from one generator with vLLM's bounds."""
+    """Ten query lengths, then ten context lengths, from one generator with vLLM's limits."""
     rng = random.Random(seed)
     expected = [rng.randint(16, 1024) for _ in range(20)]
     expected[9] = 1
@@ -41,7 +41,7 @@ def test_the_draw_is_pythons_own(seed):
 
 
 def test_the_draw_leaves_pythons_generator_alone():
-    """The global generator is not touched: a notebook's other draws do not change."""
+    """The global random generator is not used, so other draws of a notebook do not change."""
     random.seed(5)
     before = random.getstate()
     draw_lengths(99, 3, 50, 60, True)
@@ -49,6 +49,6 @@ def test_the_draw_leaves_pythons_generator_alone():
 
 
 def test_short_bounds():
-    """A bound below 16 is both ends of the draw."""
+    """If a limit is below 16, it is both ends of the range."""
     lengths = draw_lengths(0, 4, 3, 2, False)
     assert lengths == Lengths(query_lens=(3, 3, 3, 3), ctx_lens=(2, 2, 2, 2))

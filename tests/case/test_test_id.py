@@ -1,4 +1,4 @@
-"""vLLM's pytest ids and the Cases they stand for."""
+"""Conversion between vLLM's pytest ids and Cases."""
 
 import pytest
 
@@ -28,14 +28,14 @@ FILE = "tests/kernels/attention/test_prefix_prefill.py::"
     ],
 )
 def test_ids_of_the_four_tests(test_id, path, fields):
-    """Each test's id gives its Case, with or without the file in front."""
+    """Each id gives its Case, with or without the file's path."""
     case = Case.from_test_id(path + test_id)
     assert {name: getattr(case, name) for name in fields} == fields
     assert (case.stage, case.key_x) == ("cast_after_cumsum", 8)
 
 
-def test_the_ratio_stands_before_the_heads():
-    """``-1-64]`` is one query head a KV head of 64 heads: a GQA ratio of 1, not of 64."""
+def test_the_ratio_precedes_the_heads():
+    """``-1-64]`` means 64 heads with a GQA ratio of 1, not 64."""
     case = Case.from_test_id(PLAIN)
     assert (case.num_queries_per_kv, case.num_heads, case.num_kv_heads) == (1, 64, 64)
 
@@ -45,12 +45,12 @@ def test_the_ratio_stands_before_the_heads():
     [(PLAIN, PLAIN.replace("auto", "float16")), (F32, F32.replace("auto", "float32"))],
 )
 def test_auto_and_the_models_dtype_are_one(test_id, other):
-    """Older ids say auto where newer ones name the dtype."""
+    """Older ids have auto, newer ones the dtype."""
     assert Case.from_test_id(test_id) == Case.from_test_id(other)
 
 
 def test_interleave_v_in_front():
-    """0.33.0 puts interleave_v first: False is the plain case, True a layout of its own."""
+    """In 0.33.0 interleave_v is the first parameter."""
     plain = Case.from_test_id(PLAIN)
     assert Case.from_test_id(PLAIN.replace("[", "[False-")) == plain
     packed = Case.from_test_id(PLAIN.replace("[", "[True-"))
@@ -65,7 +65,7 @@ def test_sliding_windows(window):
 
 
 def test_changes_override_the_id():
-    """What is given beside the id wins over it."""
+    """Changes override the fields of the id."""
     assert Case.from_test_id(PLAIN, stage="int64", seed=3).stage == "int64"
 
 
@@ -96,7 +96,7 @@ def test_changes_override_the_id():
     ],
 )
 def test_ids_that_are_none(test_id):
-    """Every other text is refused in one line."""
+    """Any other text is refused with one line."""
     with pytest.raises(InvalidCase) as caught:
         Case.from_test_id(test_id)
     assert " must " in str(caught.value)

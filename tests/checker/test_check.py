@@ -10,13 +10,15 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library, is_callers_fault
-from attnlab.checker.subject import models, plugin, vllm
+from attnlab.checker.library import check_library
+from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.cli.main import main
+from attnlab.kernels import find_backend
+from attnlab.kernels.model.backend import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 
@@ -25,10 +27,10 @@ pytestmark = needs_triton
 WRITE = """
 import torch
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash, slot_mapping
-from attnlab.contracts.dispatch import Setting
+from attnlab.contracts.target import Target
 
 def write(call):
-    reshape_and_cache_flash(call, Setting())
+    reshape_and_cache_flash(call, Target())
     {fault}
 
 write.op = "reshape_and_cache_flash"
@@ -40,7 +42,7 @@ write.kv_cache_dtypes = ("auto",)
 def test_sound_models_give_no_finding(platform: str) -> None:
     """More than 500 runs in all, each with two contents of empty slots; not one finding. Where a model does
     what vLLM does wrong, it is not sound, and is left out."""
-    report = checked(models("0.33.0"), cases=30, platform=platform, seed=11)
+    report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
     assert any("ALiBi beside sinks" in text for text in report.left_out)
@@ -50,7 +52,7 @@ def test_sound_models_give_no_finding(platform: str) -> None:
 def test_the_older_models_faults_are_found() -> None:
     """0.11.2 lets NaN of the last block in and takes the default scale from the heads, and its soft cap
     overflows; nothing else."""
-    report = checked(models("0.11.2"), cases=DEFAULT_CASES)
+    report = checked(ModelBackend(rules="0.11.2"), cases=DEFAULT_CASES)
     faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}
     leaks = {one.group for one in report.findings if one.kind == "reads_unwritten_slots"}
     assert leaks == {("chunked_prefill_paged_decode", "reads_unwritten_slots", "empty slots")}
@@ -110,8 +112,8 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
 
 def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     """A kernel that stops its process stops neither the check nor Python."""
-    subject = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
-    report = check_library(subject, subject.ops, "sm_90", 3, 60.0, processes=2)
+    backend = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
+    report = check_library(backend, backend.ops, "sm_90", 3, 60.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
@@ -127,8 +129,8 @@ def test_a_kernel_that_breaks_the_gpus_context_is_a_finding_and_the_rest_is_run(
     )
     whole = checked(planted(tmp_path, RIGHT), cases=6)
     (tmp_path / "broken").mkdir()
-    subject = planted(tmp_path / "broken", broken)
-    report = check_library(subject, subject.ops, "sm_90", 6, 600.0, processes=2)
+    backend = planted(tmp_path / "broken", broken)
+    report = check_library(backend, backend.ops, "sm_90", 6, 600.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
     assert report.findings[0].case.sliding_window
     assert "illegal memory access" in report.findings[0].evidence
@@ -156,7 +158,7 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 def test_a_release(source: Source) -> None:
     """0.33.0 has no finding; 0.11.2 has the two that are known, on its real kernels."""
-    report = check_library(vllm(source.path), TRITON_OPS, "sm_90", 5, 600.0)
+    report = check_library(find_backend("vllm", source.path, "cpu"), TRITON_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
     if source.rules == "0.33.0":
         assert report.findings == []
@@ -169,7 +171,7 @@ def test_hostile_cases_keep_every_contract() -> None:
     """No case breaks a contract but by a scale that is left to the op; features are all there."""
     lab, seen = Lab(), set[str]()
     for op in TRITON_OPS:
-        cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
+        cases = list(hostile_cases(ModelBackend(rules="0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
         assert len(cases) == DEFAULT_CASES
         for case in cases:
             assert not is_callers_fault(lab, case)
@@ -225,7 +227,7 @@ def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("def other(call): pass", "must have a function"),
         ("raise ValueError('no')", "cannot run: ValueError: no"),
-        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "its op must be one of"),
+        ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
     ],
 )
 def test_a_plugin_that_is_none(tmp_path: Path, text: str, words: str) -> None:
@@ -236,6 +238,6 @@ def test_a_plugin_that_is_none(tmp_path: Path, text: str, words: str) -> None:
 
 def test_the_triton_example(tmp_path: Path) -> None:
     """It is right where it says that it knows, under the interpreter."""
-    subject = plugin(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
-    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert look(Lab(), subject, case) == []
+    backend = find_backend(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
+    case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
+    assert check_case(Lab(), backend, case) == []

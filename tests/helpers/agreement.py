@@ -5,7 +5,8 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.vllm import backend as vllm_ops

@@ -5,7 +5,8 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.lab.reference import reference
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch

@@ -1,4 +1,4 @@
-"""Small hostile cases, and helpers to look at their tensors."""
+"""Small hostile cases, and helpers to compare their tensors."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
 from attnlab.tensors.call import KernelCall, make_call, make_output
 
-# Block size 16, partitions of 256: (query_len, ctx_len) around the edges of both, without a context,
-# with a query longer than the context, and decode rows before, between and behind the prefills.
+# (query_len, ctx_len) around the edges of blocks of 16 and partitions of 256, without context, with a
+# query longer than the context, and with decodes before, between and after prefills.
 HOSTILE_LENS = (
     (1, 1),
     (15, 0),
@@ -28,11 +28,10 @@ HOSTILE_LENS = (
 
 
 def hostile(**changes: Any) -> Case:
-    """Return a small Case that leaves nothing to luck, with ``changes``.
+    """Return a small Case in which errors are visible, with ``changes``.
 
-    Shuffled blocks, of which some are spare; ragged lengths; two query heads a KV head, which is not
-    the number of KV heads; NaN in every slot and output row that nobody writes; data of N(0, 1), so
-    that a wrong scale or mask shows.
+    It has shuffled and spare blocks; ragged lengths; two query heads per KV head and three KV heads; NaN
+    in every unwritten slot and output row; and N(0, 1) data, for which a wrong scale or mask matters.
     """
     fields: dict[str, Any] = {
         "num_heads": 6,
@@ -54,14 +53,14 @@ def hostile(**changes: Any) -> Case:
 
 
 def call_of(case: Case) -> tuple[KernelCall, PagedCache]:
-    """Return the Case's call and the cache it reads, made for it alone."""
+    """Return a new call of the Case, and its cache."""
     batch = make_batch(case)
     cache = make_cache(case, batch)
     return make_call(case, batch, cache, make_output(case)), cache
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Answer whether two tensors hold the same bytes, NaN included."""
+    """Answer whether two tensors have the same dtype, shape and bytes, NaN included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(
@@ -70,6 +69,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def decode_rows(case: Case) -> torch.Tensor:
-    """Return which output rows are those of decode sequences, [num_tokens] bool."""
+    """Return which output rows belong to decode sequences, [num_tokens] bool."""
     query_lens = torch.tensor(case.lengths.query_lens)
     return torch.repeat_interleave(query_lens == 1, query_lens)

@@ -1,6 +1,7 @@
-"""Slots that were read: whose they are, told program by program; each planted stray read shows."""
+"""Traced slot reads: their states, program by program; every planted stray read is reported."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from helpers.triton_example import CASE, EXAMPLE, TRITON
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.checker.check_case import look
+from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library, is_callers_fault
-from attnlab.checker.slot_reads import ReadCounts, slots_by_kind
-from attnlab.checker.subject import RunOutput, plugin, vllm
-from attnlab.contracts.dispatch import Target
+from attnlab.checker.library import check_library
+from attnlab.checker.op_check import is_callers_fault
+from attnlab.checker.slot_reads import ReadCounts, slots_by_state
+from attnlab.contracts.slot_states import SlotState
+from attnlab.contracts.target import Target
+from attnlab.kernels import find_backend
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
@@ -28,47 +32,47 @@ from attnlab.tensors.cache import NOBODY, freed_blocks
 pytestmark = needs_triton
 
 LOADS = "k = tl.load(key + at, mask=both, other=0.0)"
-STRAYS = {  # (old, new, kind of what is read, what comes of the output, changes of the Case)
+STRAYS = {  # (old, new, state of the slots, fault of the output or None, changes of the Case)
     "own": ("", "", None, None, {}),
     "a neighbour's block, unused": (
         LOADS,
         "tl.load(key + tl.load(table + table_stride).to(tl.int64) * BLOCK * KV * DIM); " + LOADS,
-        "other sequence",
+        SlotState.OTHER_SEQUENCE,
         None,
         {},
     ),
     "a neighbour's block, used": (
         "tl.load(seq + row) * table_stride",
         "0 * tl.load(seq + row)",
-        "other sequence",
+        SlotState.OTHER_SEQUENCE,
         "wrong_output",
         {},
     ),
-    "a block that is nobody's": (
+    "a block in no row of the block table": (
         LOADS,
         "tl.load(key + 11 * BLOCK * KV * DIM); " + LOADS,
-        "never mapped",
+        SlotState.NEVER_MAPPED,
         None,
         {"block_table": ((0, 1, 2), (3, 4, 5), (6, 7, 8))},
     ),
     "one slot past, used": (
         "both = seen",
         "both = (pos <= end + 1)",
-        "unwritten tail",
+        SlotState.UNWRITTEN_TAIL,
         "reads_unwritten_slots",
         {"query_lens": (1,), "ctx_lens": (20,)},
     ),
     "the next row's key, unused": (
         "both = seen",
         "both = (pos <= end + 1)",
-        "own future",
+        SlotState.OWN_FUTURE,
         None,
         {"query_lens": (12,), "ctx_lens": (4,)},
     ),
     "the window ignored by the loads": (
         "both = seen",
         "both = (pos <= end)",
-        "outside window",
+        SlotState.OUTSIDE_WINDOW,
         None,
         {"sliding_window": 5},
     ),
@@ -80,24 +84,24 @@ def planted(folder: Path, old: str, new: str):
     assert old in TRITON
     file = folder / "kernel.py"
     file.write_text(TRITON.replace(old, new) if old else TRITON)
-    return plugin(f"{file}:my_attention")
+    return find_backend(f"{file}:my_attention")
 
 
-@pytest.mark.parametrize(("old", "new", "kind", "fault", "changes"), STRAYS.values(), ids=STRAYS)
-def test_a_stray_read_is_told(tmp_path: Path, old, new, kind, fault, changes) -> None:
-    """Its kind, whatever comes of the output; of a kernel that reads its own nothing is told."""
-    found = look(Lab(), planted(tmp_path, old, new), CASE.replace(**changes))
+@pytest.mark.parametrize(("old", "new", "state", "fault", "changes"), STRAYS.values(), ids=STRAYS)
+def test_a_stray_read_is_reported(tmp_path: Path, old, new, state, fault, changes) -> None:
+    """With its state, whether the output is wrong or not; a correct kernel has no report."""
+    found = check_case(Lab(), planted(tmp_path, old, new), CASE.replace(**changes))
     assert {one.kind for one in found if one.is_fault} == ({fault} if fault else set())
     assert {
         one.diagnosis for one in found if one.kind.startswith("reads_") and not one.is_fault
-    } == ({kind} if kind else set())
+    } == ({state} if state else set())
 
 
 def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
-    """A right kernel reads every key that a row may see, and not one other."""
-    lab, subject = Lab(), planted(tmp_path, "", "")
+    """A correct kernel reads every key that a row may see, and no other."""
+    lab, backend = Lab(), planted(tmp_path, "", "")
     case = CASE.replace(sliding_window=9)
-    memory = subject.run(lab, case, watch=True).memory
+    memory = run_case(lab, backend, case, trace_reads=True).memory
     assert memory is not None
     provenance = lab.cache(case).provenance
     for seq, (query_len, ctx_len) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
@@ -105,7 +109,7 @@ def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
         wanted = {provenance.slot(seq, position) for position in positions}
         for one in memory.slots:
             if one.seq == seq:
-                assert set(one.slots["own"]) == wanted, one
+                assert set(one.slots[SlotState.OWN]) == wanted, one
                 assert sum(one.counts.values()) == len(wanted)
     assert {(one.tensor, one.seq) for one in memory.slots} == {
         (name, seq) for name in ("key", "value") for seq in range(3)
@@ -113,8 +117,10 @@ def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_what_vllm_reads(source: Source) -> None:
-    """By every op: all that its contract takes from the cache and nothing that is another's; 0.11.2's
-    decode kernel reads its last block's tail, 0.33.0's does not."""
+    """Every op reads what its contract takes from the cache, and no slot of another sequence.
+
+    0.11.2's decode kernel also reads the tail of the last block; 0.33.0's does not.
+    """
     lab = Lab(source=source.path, device="cpu")
     for op in TRITON_OPS:
         lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
@@ -125,11 +131,11 @@ def test_what_vllm_reads(source: Source) -> None:
         memory = lab.run(case).memory
         assert memory is not None
         own = {seq: 0 for seq in range(len(case.query_lens))}
-        for (seq, kind), slots in slots_by_kind(memory).items():
-            if kind == "own":
+        for (seq, state), slots in slots_by_state(memory).items():
+            if state is SlotState.OWN:
                 own[seq] = len(slots)
             else:
-                assert kind == "unwritten tail", (op, seq, kind)
+                assert state is SlotState.UNWRITTEN_TAIL, (op, seq, state)
                 assert source.rules == "0.11.2", (op, seq)
                 assert op == "chunked_prefill_paged_decode", op
         if OPS[op].new_tokens_from == "cache":
@@ -142,8 +148,8 @@ def test_what_vllm_reads(source: Source) -> None:
             assert set(own.values()) == {0}
 
 
-def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
-    """Shared out among two processes from the first program on, a launch tells the same reads."""
+def test_two_processes_report_the_same(source: Source, monkeypatch) -> None:
+    """A launch whose programs are divided between two processes has the same reads."""
     case = CASE.replace(
         op="chunked_prefill_paged_decode", backend="vllm", trace_reads=True, release=source.rules
     )
@@ -155,14 +161,13 @@ def test_processes_tell_the_same(source: Source, monkeypatch) -> None:
     assert one.slots
 
 
-def test_without_a_trace_nothing_is_noted(source: Source) -> None:
-    """Off by default."""
+def test_without_trace_reads_nothing_is_recorded(source: Source) -> None:
     case = CASE.replace(backend="vllm", release=source.rules)
     assert Lab(source=source.path, device="cpu").run(case).memory is None
 
 
-def test_reads_of_two_processes_are_put_together() -> None:
-    """Slots of the same tensor and rows are united."""
+def test_reads_of_two_processes_are_united() -> None:
+    """By tensor and rows."""
     one, two = RunLog(), RunLog()
     one.reads[("key", (0,))] = {1}
     two.reads.update({("key", (0,)): {2}, ("key", (1,)): {3}})
@@ -171,22 +176,21 @@ def test_reads_of_two_processes_are_put_together() -> None:
 
 
 def test_rows_of_two_sequences_and_of_none() -> None:
-    """A slot counts for the sequence to which it is least strange; without rows for nobody."""
+    """A slot counts for the sequence with the most permissive state; without rows the reader is unknown."""
     provenance = Lab().cache(CASE).provenance
     flat = {pos: provenance.slot(0, pos)[0] * 16 + provenance.slot(0, pos)[1] for pos in (2, 3)}
     both = traced({("key", (0, 1)): {flat[2]}}, provenance, CASE.lengths, 0)
-    assert [(one.seq, one.counts["own"]) for one in both.slots] == [(0, 1), (1, 0)]
+    assert [(one.seq, one.counts[SlotState.OWN]) for one in both.slots] == [(0, 1), (1, 0)]
     assert sum(sum(one.counts.values()) for one in both.slots) == 1
     none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
-    assert [(one.seq, one.counts["other sequence"]) for one in none.slots] == [(NOBODY, 1)]
-    assert "a program without rows" in none.lines()[0]
+    assert [(one.seq, one.counts[SlotState.UNKNOWN]) for one in none.slots] == [(NOBODY, 1)]
     tally = ReadCounts()
-    tally.add(CASE, RunOutput(output=torch.empty(0), memory=none))
-    assert tally.to_dict()["by_nobody"] == 1
+    tally.add(CASE, SimpleNamespace(memory=none))
+    assert tally.to_dict()["unknown"] == 1
 
 
 def test_strided_caches_and_masked_loads() -> None:
-    """Key and value in one storage, block by block, are told apart; new keys are no rows."""
+    """Key and value that alternate in one storage are distinguished; new keys are not rows."""
     call = Lab().call(CASE)
     blocks, heads, size, slots = call.value_cache.shape
     both = torch.zeros(blocks, 2, slots, heads, size)
@@ -199,8 +203,8 @@ def test_strided_caches_and_masked_loads() -> None:
     assert reads == {("v", ()): {3 * 16 + 5}}
 
 
-def test_checked_is_refused_where_nobody_can_watch(source: Source, monkeypatch) -> None:
-    """Of a model, and on a GPU."""
+def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, monkeypatch) -> None:
+    """With the models, and on a GPU."""
     with pytest.raises(InvalidCase, match="trace_reads must be false with backend model"):
         CASE.replace(trace_reads=True)
     call = Lab().call(CASE)
@@ -209,26 +213,28 @@ def test_checked_is_refused_where_nobody_can_watch(source: Source, monkeypatch) 
 
 
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
-    """Of a Triton plugin counts by kind and what is allowed; of a torch plugin a line that says why not."""
-    subject = planted(tmp_path, "both = seen", "both = (pos <= end)")
-    report = check_library(subject, subject.ops, "sm_90", 4, 600.0)
+    """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
+    backend = planted(tmp_path, "both = seen", "both = (pos <= end)")
+    report = check_library(backend, backend.ops, "sm_90", 4, 600.0)
     counts = report.to_dict()["reads"]["unified_attention"]
     assert counts["own"] > 300
     assert counts["outside_window"] > 100
     assert report.reads_allowed["unified_attention"] == ["own"]
     assert {one.kind for one in report.observations} == {"reads_outside_window"}
     text = EXAMPLE.with_name("my_attention.py")
-    report = check_library(plugin(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0)
+    report = check_library(
+        find_backend(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0
+    )
     assert report.reads == {}
-    assert any("which slots are read" in line for line in report.left_out)
+    assert any(line.startswith("unified_attention: slot reads") for line in report.left_out)
 
 
-def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
-    """A Triton kernel of one's own is watched at its tensors' ends, too."""
+def test_an_out_of_bounds_access_of_a_plugin_is_reported(tmp_path: Path) -> None:
+    """Before the first element of a tensor."""
     old = "q = tl.load(query"
-    subject = planted(tmp_path, old, "tl.load(out - 1); " + old)
-    case = next(hostile_cases(subject, subject.ops[0], "sm_90", 1, 0))
-    assert "out_of_bounds" in {one.kind for one in look(Lab(), subject, case)}
+    backend = planted(tmp_path, old, "tl.load(out - 1); " + old)
+    case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
+    assert "out_of_bounds" in {one.kind for one in check_case(Lab(), backend, case)}
 
 
 @pytest.mark.parametrize("freed", ["empty", "recycled"])
@@ -236,23 +242,25 @@ def test_a_plugins_access_outside_is_told(tmp_path: Path) -> None:
     "op", ["chunked_prefill_paged_decode", "context_attention_fwd", "unified_attention"]
 )
 def test_blocks_that_a_window_freed(source: Source, op: str, freed: str) -> None:
-    """unified_attention of 0.33.0 keeps them out; 0.11.2's does not, nor does either release's prefill."""
+    """unified_attention of 0.33.0 ignores their contents; 0.11.2's does not, nor does the prefill kernel."""
     lens = {"query_lens": (3, 20, 2), "ctx_lens": (75, 50, 40)}
     fields = {"op": op, "backend": "vllm", "release": source.rules, "sliding_window": 16, **lens}
     case = CASE.replace(**fields, freed=freed, num_blocks=30, fill="all_rows")
-    lab, subject = Lab(source=source.path, device="cpu"), vllm(source.path)
+    lab, backend = Lab(source=source.path, device="cpu"), find_backend("vllm", source.path, "cpu")
     assert not is_callers_fault(lab, case)
-    found = {one.kind for one in look(lab, subject, case) if one.kind != "out_of_bounds"}
-    keeps_out = op == "unified_attention" and source.rules == "0.33.0"
-    assert ("reads_freed_blocks" in found) == (not keeps_out), found
+    found = {one.kind for one in check_case(lab, backend, case) if one.kind != "out_of_bounds"}
+    ignores = op == "unified_attention" and source.rules == "0.33.0"
+    assert ("reads_freed_blocks" in found) == (not ignores), found
     assert ("reads_foreign_slots" in found) == (freed == "recycled")
     assert "reads_outside_window" in found
-    plain = {one.kind for one in look(lab, subject, case.replace(freed="kept")) if one.is_fault}
+    plain = {
+        one.kind for one in check_case(lab, backend, case.replace(freed="kept")) if one.is_fault
+    }
     assert plain == set()
 
 
 def test_freed_blocks_are_as_vllm_leaves_them() -> None:
-    """vLLM's own example: of 8 tokens with a window of 4 the first 4 are no longer needed by the 8th."""
+    """vLLM's example: of 8 tokens with a window of 4, the 8th does not need the first 4."""
     case = CASE.replace(block_size=2, sliding_window=4, query_lens=(1, 2), ctx_lens=(7, 1))
     case = case.replace(num_blocks=None, freed="empty", x=1)
     assert freed_blocks(case) == [2, 0]

@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 
 from attnlab.case.ops import OPS
 from attnlab.lab import reference as reference_module
-from attnlab.lab.reference import attend, causal_flops, reference, seen
+from attnlab.lab.reference import (
+    attend,
+    causal_flops,
+    exact_attention,
+    reference,
+    stored_tokens,
+)
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
 
 DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
-
-CACHE_ONLY_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
 
 
 def plain(query, key, value, scale, window, slopes, sinks=None, softcap=None):
@@ -50,9 +54,9 @@ def plainly(case, batch):
     rows, tokens, out = batch.token_start_loc, batch.kv_start_loc, []
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
         decode = q == 1 and case.op == "chunked_prefill_paged_decode"
-        new = q if decode or case.op in CACHE_ONLY_OPS else 0
+        new = q if decode or case.spec.new_tokens_from == "cache" else 0
         key, value = (
-            seen(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
+            stored_tokens(case, tensor[tokens[i] : tokens[i + 1]], c + new, scale_of)
             for tensor, scale_of in ((batch.key, case.k_scale), (batch.value, case.v_scale))
         )
         query = batch.query[rows[i] : rows[i + 1]]
@@ -127,12 +131,12 @@ def test_only_stored_keys_are_quantised():
     """New keys of a prefill count as they are, those of a decode row as the cache stores them."""
     case = hostile(kv_cache_dtype="fp8", query_lens=(3, 1), ctx_lens=(4, 4))
     tokens = make_batch(case).key[:7]
-    stored = seen(case, tokens, 4, 1.0)
+    stored = stored_tokens(case, tokens, 4, 1.0)
     assert stored.dtype == torch.float64
     assert torch.equal(stored[4:], tokens[4:].double())
     assert not torch.equal(stored[:4], tokens[:4].double())
     wide = hostile()
-    assert seen(wide, tokens, 4, 1.0) is tokens
+    assert stored_tokens(wide, tokens, 4, 1.0) is tokens
 
 
 MUTANTS = {
@@ -218,3 +222,42 @@ def test_alibi_slopes(num_heads):
     above = torch.tensor([2.0 ** (-8 / (2 * below) * (h + 1)) for h in range(2 * below)]).double()
     expected = torch.cat([first, above[::2][: num_heads - below]])
     torch.testing.assert_close(slopes, expected, atol=0, rtol=1e-6)
+
+
+def plain_lse(case, batch):
+    """Return the log-sum-exp of each row's visible scores, [num_tokens, num_heads] float64, row by row."""
+    scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+    rows, tokens, lse = batch.token_start_loc, batch.kv_start_loc, []
+    for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
+        key = batch.key[tokens[i] : tokens[i + 1]].double()
+        key = key.repeat_interleave(case.num_queries_per_kv, 1)
+        for token in range(q):
+            last = c + token + 1
+            first = max(0, last - case.sliding_window) if case.sliding_window else 0
+            query = batch.query[rows[i] + token].double()
+            scores = torch.einsum("hd,khd->hk", query, key[first:last]) * scale
+            if case.softcap is not None:
+                scores = case.softcap * (scores / case.softcap).tanh()
+            if batch.alibi_slopes is not None:
+                away = torch.arange(first, last) - (c + token)
+                scores = scores + batch.alibi_slopes.double()[:, None] * away
+            lse.append(scores.logsumexp(1))
+    return torch.stack(lse)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 5}, {"alibi": True}, {"sinks": True}, {"softcap": 2.0}],
+    ids=str,
+)
+def test_the_lse_is_that_of_the_keys(changes):
+    """The output does not depend on whether it is asked for; a sink is not part of it."""
+    case = hostile(op="unified_attention", **changes)
+    batch = make_batch(case)
+    got = exact_attention(case, batch, with_lse=True)
+    assert torch.equal(got.output, reference(case, batch))
+    assert exact_attention(case, batch).lse is None
+    expected = plain_lse(case, batch)
+    torch.testing.assert_close(got.lse, expected, atol=DOUBLE, rtol=DOUBLE)
+    moved = plain_lse(case.replace(sm_scale=0.9 * case.head_size**-0.5), batch)
+    assert not torch.allclose(got.lse, moved, atol=DOUBLE, rtol=DOUBLE)

@@ -7,15 +7,15 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.case.errors import KernelRejected
-from attnlab.diagnosis.fault_injection import random_case, sound_scene
-from attnlab.diagnosis.locate import locate
+from attnlab.cli.bench.fault_injection import correct_run, random_case
+from attnlab.diagnosis.error_location import locate
 from attnlab.lab.lab import Lab
 
 
 def worst(case) -> float:
     """Return the largest error of a sound run in units of the bound."""
     lab = Lab()
-    problem, output = sound_scene(lab, case)
+    problem, output = correct_run(lab, case)
     return float(locate(problem, output).ratio.max())
 
 
@@ -48,12 +48,12 @@ def test_it_is_within_a_factor_of_what_kernels_do():
 def test_an_error_just_above_it_is_seen():
     """One element moved by twice its bound is a wrong row, and only that."""
     case = hostile()
-    problem, output = sound_scene(Lab(), case)
-    row_slice = problem.spot_of_row(20, torch.tensor([3]))
-    noise = problem.right(row_slice).noise[0, 0, 7]
-    output[20, 3, 7] = (problem.right(row_slice).output[0, 0, 7] + 2 * noise).to(output.dtype)
+    problem, output = correct_run(Lab(), case)
+    row_slice = problem.row_slice_of(20, torch.tensor([3]))
+    noise = problem.correct(row_slice).bound[0, 0, 7]
+    output[20, 3, 7] = (problem.correct(row_slice).output[0, 0, 7] + 2 * noise).to(output.dtype)
     found = locate(problem, output)
-    assert torch.nonzero(found.touched).tolist() == [[20, 3]]
+    assert torch.nonzero(found.is_wrong).tolist() == [[20, 3]]
 
 
 def test_long_contexts_have_a_sharper_bound():
@@ -61,10 +61,10 @@ def test_long_contexts_have_a_sharper_bound():
     case = hostile(
         query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", distribution="uniform_1e-3"
     )
-    problem, output = sound_scene(Lab(), case)
-    row_slice = problem.spot_of_row(1, torch.arange(6))
-    sight = problem.sight(row_slice)
-    share = sight.rounding.relative(1501, 0.0)
+    problem, output = correct_run(Lab(), case)
+    row_slice = problem.row_slice_of(1, torch.arange(6))
+    inputs = problem.attention_inputs(row_slice)
+    share = inputs.rounding.relative(1501, 0.0)
     worst_case = share * 5e-4  # the mean magnitude of ±1e-3
-    assert float(problem.right(row_slice).noise.max()) < worst_case / 2
+    assert float(problem.correct(row_slice).bound.max()) < worst_case / 2
     assert float(locate(problem, output).ratio.max()) <= 1

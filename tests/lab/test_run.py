@@ -1,6 +1,8 @@
 """Lab: what cases share changes no bit, and the stages end as they did."""
 
+import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from attnlab.case.fields import Flag, Maybe, OneOf
 from attnlab.case.ops import PREFILL, RELEASES
 from attnlab.case.stages import STAGES
 from attnlab.lab import lab as run_module
-from attnlab.lab.lab import Lab
+from attnlab.lab.error_map import Greatest
+from attnlab.lab.lab import Lab, default_lab
 
 # A batch that is smaller still, of which hundreds run in seconds; every kind of row is in it.
 SMALL = {
@@ -176,7 +179,8 @@ def test_a_key_that_forgets_a_knob_is_caught(monkeypatch, kind, knob, value):
     start, case = small(**fields), small(**fields, **{knob: value})
     fresh = Lab().run(case)
     real, default = getattr(run_module, f"{kind}_key"), FIELDS[knob].default
-    monkeypatch.setattr(run_module, f"{kind}_key", lambda c: real(c).replace(**{knob: default}))
+    forgetful = lambda case: real(case.replace(**{knob: default}))  # noqa: E731
+    monkeypatch.setattr(run_module, f"{kind}_key", forgetful)
     lab = Lab()
     lab.run(start)
     got = lab.run(case)
@@ -194,7 +198,7 @@ def test_a_lab_keeps_no_more_than_it_should(keep):
         assert {"batch", "cache", "kernels", "reference", "compare"} == set(first.seconds)
         second = lab.run(small(seed=seed))
         assert set(second.shared) == {"batch", "cache", "reference", "prefill"}
-        assert all(len(store) <= keep for store in lab._stores.values())
+        assert all(lab.shared.count(kind) <= keep for kind in (*second.shared, "output"))
 
 
 def test_a_result_may_be_changed_without_harm():
@@ -307,3 +311,40 @@ def test_the_missing_token_at_its_own_size(seed_size):
     assert float(result.errors.token_error[5336]) == pytest.approx(1.10e-6, rel=0.1)
     assert float(result.errors.token_error[:5336].max()) < 1e-7
     assert [b.kind for b in result.violations] == ["unwritten_slot"]
+
+
+# What a run costs besides its kernels.
+
+
+@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "reshape_and_cache_flash"])
+def test_a_run_builds_at_most_two_cases(monkeypatch, op):
+    """Keys are tuples; the only Case that a run builds is the one of a cache write's expected cache."""
+    case, lab, built = small(op=op), Lab(), []
+    check = Case.__post_init__
+    monkeypatch.setattr(Case, "__post_init__", lambda self: (built.append(self), check(self))[1])
+    assert case.replace(seed=1) == built[-1]  # the count works
+    built.clear()
+    lab.run(case)
+    assert len(built) <= 2
+
+
+def test_the_default_lab_is_one():
+    assert default_lab() is default_lab()
+    assert default_lab().run(small(atol=1.0)).status == "match"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_result_is_strict_json(number):
+    """NaN and infinities are names, at any depth, and float() reads them back."""
+    result = Lab().run(small())
+    errors = dataclasses.replace(
+        result.errors, greatest_abs=Greatest(value=number, index=(0, 0, 0))
+    )
+    result = dataclasses.replace(result, errors=errors, seconds={"kernels": number})
+    text = json.dumps(result.to_dict(8), allow_nan=False)
+    for value in (
+        json.loads(text)["max_abs_error"],
+        json.loads(text)["seconds_by_step"]["kernels"],
+    ):
+        assert isinstance(value, str)
+        assert str(float(value)) == str(number)

@@ -1,4 +1,4 @@
-"""The cache holds exactly what its provenance says, and nobody else's slot is touched."""
+"""The cache holds exactly the tokens of its provenance; all other slots are unchanged."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def layouts(draw):
 
 
 def check_provenance(case, cache, batch):
-    """Assert that every owned slot holds its token, encoded, and every other its first bits."""
+    """Assert that every owned slot holds its encoded token, and that every other slot is unchanged."""
     fresh = make_empty(case)
     key, value = cache.to_flash()
     empty_key, empty_value = fresh.to_flash()
@@ -75,7 +75,7 @@ def check_provenance(case, cache, batch):
 
 
 def make_empty(case):
-    """Return the cache as it is before anything is written: of a batch that has no context."""
+    """Return the cache before any write: that of a batch without context."""
     blocks, lens = case.total_blocks, (1,)
     bare = case.replace(
         query_lens=lens, ctx_lens=(0,), fill="context_only", num_blocks=blocks, block_table=None
@@ -88,14 +88,14 @@ def make_empty(case):
 @given(layouts())
 @settings(max_examples=25, deadline=None)
 def test_every_slot_holds_what_provenance_says(case):
-    """Whatever the layout, format, fill and scales: owned slots exact, all others untouched."""
+    """For any layout, format, fill and scale: owned slots are exact, all others unchanged."""
     batch = make_batch(case)
     check_provenance(case, make_cache(case, batch), batch)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_hostile_cache(kv_cache_dtype):
-    """The fixture's batch, with whole blocks on the fast path, head size 24 and NaN in the gaps."""
+    """The hostile batch, with whole blocks on the fast path, head size 24 and NaN in unwritten slots."""
     x = 8
     case = hostile(head_size=24, x=x, kv_cache_dtype=kv_cache_dtype, num_heads=4)
     batch = make_batch(case)
@@ -104,7 +104,7 @@ def test_hostile_cache(kv_cache_dtype):
 
 @pytest.mark.parametrize("mutant", ["position", "slot", "spare"])
 def test_the_check_of_provenance_can_fail(mutant):
-    """A token beside its place, a wrong owner and a byte in a spare block are each found."""
+    """A misplaced token, a wrong owner and a byte in a spare block are each found."""
     case = hostile(query_lens=(20, 1), ctx_lens=(7, 30))
     batch = make_batch(case)
     cache = make_cache(case, batch)
@@ -122,7 +122,7 @@ def test_the_check_of_provenance_can_fail(mutant):
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_fill_policies(fill):
-    """The cache holds ctx_len tokens, and the new ones of all sequences or of decodes alone."""
+    """The cache holds ctx_len tokens, and the new tokens of all sequences or of decodes only."""
     case = hostile(fill=fill)
     lens = case.lengths.cached_lens(fill)
     for seq, (q, c) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
@@ -136,7 +136,7 @@ def test_fill_policies(fill):
 
 
 def test_empty_slots_differ_in_nothing_else():
-    """Zeros, NaN and garbage fill the same slots; garbage is finite and never near 0."""
+    """Zeros, NaN and garbage fill the same slots; garbage is finite and at least 0.5."""
     caches = {
         e: make_cache(hostile(empty_slots=e), make_batch(hostile()))
         for e in ("zeros", "nan", "garbage")
@@ -154,7 +154,7 @@ def test_empty_slots_differ_in_nothing_else():
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("platform", ["gfx942", "sm_90"])
 def test_nan_in_an_fp8_cache(kv_cache_dtype, platform):
-    """Each FP8 format has its own NaN byte; with it, unowned slots decode to NaN."""
+    """Each FP8 format has its NaN byte, and unowned slots decode to NaN."""
     case = hostile(kv_cache_dtype=kv_cache_dtype, platform=platform)
     cache = make_cache(case, make_batch(case))
     key = cache.format.decode(cache.to_flash()[0])
@@ -174,7 +174,7 @@ def test_garbage_is_what_it_says():
 
 
 def test_to_flash_by_index():
-    """Every element of the other layout is where its four coordinates say."""
+    """Every element of the flash layout is at its four coordinates."""
     case = hostile(query_lens=(3, 1), ctx_lens=(5, 20), head_size=24, x=8, fill="all_rows")
     cache = make_cache(case, make_batch(case))
     key, value = cache.to_flash()
@@ -187,7 +187,7 @@ def test_to_flash_by_index():
 
 
 def test_block_tables():
-    """Dealt blocks are distinct and shuffled by the seed; a table of one's own is taken as it is."""
+    """Drawn blocks are distinct and shuffled by the seed; a given table is used unchanged."""
     case = hostile()
     table = make_block_table(case)
     assert table.shape == (len(case.query_lens), case.blocks_per_seq)
@@ -199,14 +199,14 @@ def test_block_tables():
 
 
 def test_provenance_is_frozen():
-    """Who wrote what cannot be replaced by accident."""
+    """Provenance is frozen."""
     provenance = make_cache(hostile(), make_batch(hostile())).provenance
     with pytest.raises(dataclasses.FrozenInstanceError):
         provenance.seq = None
 
 
 def test_a_write_off_by_one_is_caught(monkeypatch):
-    """With addresses shifted by one slot the check of provenance fails."""
+    """If addresses are shifted by one slot, the check of provenance fails."""
     real = cache_module.write_tokens
 
     def shifted(key, value, new_key, new_value, rows, slots):
@@ -220,7 +220,7 @@ def test_a_write_off_by_one_is_caught(monkeypatch):
 
 
 def test_formats_of_caches():
-    """An FP8 cache is stored as uint8, another in the model's own dtype."""
+    """An FP8 cache is stored as uint8, any other in the model's dtype."""
     assert make_cache(hostile(kv_cache_dtype="fp8"), make_batch(hostile())).key.dtype == torch.uint8
     case = hostile(dtype="bfloat16")
     cache = make_cache(case, make_batch(case))
@@ -229,7 +229,7 @@ def test_formats_of_caches():
 
 
 def test_interleaved_values_by_index():
-    """Slot s of element d is at pack s // x, then d, then s % x, and back it is the plain cache."""
+    """Slot s of element d is at pack s // x, then d, then s % x; the inverse gives the plain cache."""
     value = torch.arange(2 * 3 * 4 * 16, dtype=torch.float16).view(2, 3, 4, 16)
     packed = interleaved(value).view(2, 3, 2, 4, 8)
     for d in range(4):
@@ -239,7 +239,7 @@ def test_interleaved_values_by_index():
 
 
 def test_a_cache_of_another_fp8_format_is_not_what_a_write_leaves():
-    """The op writes the platform's own format; a cache that is held to another differs by its bytes."""
+    """The op writes the platform's format; a cache compared in another format differs in its bytes."""
     case = hostile(op="reshape_and_cache_flash", kv_cache_dtype="fp8", platform="gfx942")
     assert Lab().run(case).status == "match"
     assert Lab().run(case.replace(cache_format="fp8_e4m3fn")).status == "mismatch"

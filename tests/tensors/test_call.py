@@ -1,4 +1,4 @@
-"""KernelCall: how index tensors come to be, what a call refuses, and its file."""
+"""KernelCall: its index tensors, the shapes that it refuses, and its file."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ INDEX = ("block_table", "seq_lens", "query_start_loc")
     ("how", "dtype"),
     [
         ("int64", torch.int64),
-        ("int32_before_cumsum", torch.int64),  # the cast that undid itself
+        ("int32_before_cumsum", torch.int64),  # torch.cumsum undoes the cast
         ("int32", torch.int32),
     ],
 )
 def test_query_start_loc_is_made_as_the_test_made_it(how, dtype):
-    """An int32 list comes out of torch.cumsum as int64; only a cast behind it stays."""
+    """torch.cumsum of int32 returns int64; only a cast after it gives int32."""
     starts = make_query_start_loc((880, 410, 1), how)
     assert starts.dtype == dtype
     assert starts.tolist() == [0, 880, 1290, 1291]
@@ -32,7 +32,7 @@ def test_query_start_loc_is_made_as_the_test_made_it(how, dtype):
 
 @pytest.mark.parametrize("name", INDEX)
 def test_each_index_tensor_is_int64_by_itself(name):
-    """One knob turns one tensor's dtype; the numbers stay."""
+    """Each field changes the dtype of one tensor, and no number."""
     call, _ = call_of(hostile(**{f"{name}_dtype": "int64"}))
     sound, _ = call_of(hostile())
     for other in INDEX:
@@ -41,8 +41,7 @@ def test_each_index_tensor_is_int64_by_itself(name):
         assert torch.equal(tensor.long(), getattr(sound, other).long())
 
 
-def test_a_call_says_what_the_case_says():
-    """Sizes, scales and lengths reach the call; new keys are the last tokens of each sequence."""
+def test_a_call_has_the_values_of_its_case():
     case = hostile(k_scale=0.5, v_scale=2.0, kv_cache_dtype="fp8", alibi=True, sm_scale=0.3)
     call, _ = call_of(case)
     assert (call.num_queries_per_kv, call.block_size) == (2, 16)
@@ -55,7 +54,7 @@ def test_a_call_says_what_the_case_says():
 
 
 def test_what_the_test_passes_as_lengths():
-    """A drawn Case passes the test's constants, and a knob overrides either."""
+    """A drawn Case passes the test's constants; given fields override them."""
     case = Case(num_heads=1, head_size=8, num_seqs=2, draw_max_query_len=30, draw_max_ctx_len=20)
     call, _ = call_of(case)
     assert (call.max_query_len, call.max_seq_len) == (30, 20)
@@ -66,7 +65,7 @@ def test_what_the_test_passes_as_lengths():
 @pytest.mark.parametrize("output", ["nan", "zeros", "recycled"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_output_buffers(output, dtype):
-    """The buffer holds what the knob says, in the model's dtype."""
+    """The buffer has the contents of output_init, in the model's dtype."""
     buffer = make_output(hostile(output_init=output, dtype=dtype))
     assert buffer.dtype == getattr(torch, dtype)
     assert buffer.isnan().all() == (output == "nan")
@@ -87,7 +86,7 @@ def test_output_buffers(output, dtype):
     ],
 )
 def test_saved_and_loaded_bit_by_bit(tmp_path, changes):
-    """A call read back has the same bits, dtypes and numbers, NaN and None included."""
+    """A call that is read back has the same bits, dtypes and numbers, NaN and None included."""
     call, _ = call_of(hostile(**changes))
     call.save(tmp_path / "call.safetensors")
     again = KernelCall.load(tmp_path / "call.safetensors")
@@ -100,7 +99,7 @@ def test_saved_and_loaded_bit_by_bit(tmp_path, changes):
 
 
 def wrong_files(call):
-    """Yield (name, tensors, metadata) of files that hold no call."""
+    """Yield (name, tensors, metadata) of files that are not a call."""
     tensors = {
         f.name: getattr(call, f.name).contiguous()
         for f in dataclasses.fields(call)
@@ -124,7 +123,7 @@ def wrong_files(call):
 
 
 def test_files_that_hold_no_call(tmp_path):
-    """Whatever else a file holds, loading it ends in one line of InvalidCall."""
+    """Each raises InvalidCall with one line."""
     call, _ = call_of(hostile(query_lens=(1, 2), ctx_lens=(3, 4)))
     path = tmp_path / "call.safetensors"
     for name, tensors, metadata in wrong_files(call):
@@ -136,7 +135,7 @@ def test_files_that_hold_no_call(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 64, b"{" * 9, None])
 def test_files_that_are_no_safetensors(tmp_path, content):
-    """Garbage, an empty file and no file at all: one line with the path."""
+    """Garbage, an empty file and a missing file: one line with the path."""
     path = tmp_path / "call.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -147,7 +146,6 @@ def test_files_that_are_no_safetensors(tmp_path, content):
 
 
 def test_a_directory_is_no_call(tmp_path):
-    """A folder's path is refused like any other that holds no call."""
     with pytest.raises(InvalidCall):
         KernelCall.load(tmp_path)
 
@@ -168,7 +166,7 @@ WRONG_SHAPES = {
 
 @pytest.mark.parametrize("name", WRONG_SHAPES)
 def test_shapes_that_contradict_each_other(name):
-    """A tensor of the wrong shape is named, with the shape it has."""
+    """The error names the tensor and its shape."""
     call, _ = call_of(hostile(query_lens=(1, 6), ctx_lens=(3, 4)))
     dtype = torch.float32 if name == "sinks" else getattr(call, name).dtype
     wrong = torch.zeros(WRONG_SHAPES[name], dtype=dtype)
@@ -187,7 +185,7 @@ def test_shapes_that_contradict_each_other(name):
     ],
 )
 def test_other_contradictions(changes, words):
-    """Index tensors must be integers of a size that a caller can mean; heads must fill the cache."""
+    """Index tensors must be int32 or int64; the cache must hold whole heads."""
     call, _ = call_of(hostile(query_lens=(1, 6), ctx_lens=(3, 4), num_blocks=9))
     with pytest.raises(InvalidCall) as caught:
         dataclasses.replace(call, **changes)
@@ -195,7 +193,7 @@ def test_other_contradictions(changes, words):
 
 
 def test_query_heads_must_divide():
-    """A GQA ratio is a whole number, and there is at least one KV head."""
+    """The GQA ratio must be an integer."""
     call, _ = call_of(hostile(query_lens=(1, 6), ctx_lens=(3, 4)))
     five = torch.zeros(7, 5, 64, dtype=torch.float16)
     with pytest.raises(InvalidCall, match="multiple of 3 heads"):
@@ -203,7 +201,7 @@ def test_query_heads_must_divide():
 
 
 def test_no_kv_heads_at_all():
-    """Tensors that agree on having no KV head are refused, not divided by."""
+    """Zero KV heads are refused, without a division by zero."""
     call, _ = call_of(hostile(query_lens=(1, 6), ctx_lens=(3, 4)))
     names = ("key", "value", "key_cache", "value_cache")
     with pytest.raises(InvalidCall, match="multiple of 0 heads"):

@@ -1,4 +1,4 @@
-"""Writing tokens: the fast way gives what copying one token after another gives."""
+"""Writing tokens: the fast path gives the same bytes as copying token by token."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from attnlab.tensors.fill import write_tokens
 
 
 def one_by_one(key, value, new_key, new_value, rows, slots):
-    """Write each token by itself, element by element of its head: slow and plain."""
+    """Write each token element by element: slow and simple."""
     block_size, x = value.shape[3], key.shape[4]
     for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
         block, offset = divmod(slot, block_size)
@@ -21,7 +21,7 @@ def one_by_one(key, value, new_key, new_value, rows, slots):
 
 
 def random_bytes(shape, dtype, generator):
-    """Return random bits as ``dtype``: NaN, infinities and all."""
+    """Return random bits as ``dtype``, NaN and infinities included."""
     size = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator)
     return raw.to(torch.uint8).view(dtype)
@@ -29,7 +29,7 @@ def random_bytes(shape, dtype, generator):
 
 @st.composite
 def writes(draw):
-    """Return a cache, new tokens, and where which token goes."""
+    """Return a cache, new tokens, and the rows and slots to write."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.uint8]))
     block_size = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 24, 32]))
@@ -47,7 +47,7 @@ def writes(draw):
 
 
 def runs(draw, blocks, block_size, generator):
-    """Return slots and rows of a few sequences: whole shuffled blocks, gaps, broken tails."""
+    """Return slots and rows of several sequences: whole shuffled blocks, gaps, partial blocks."""
     order = torch.randperm(blocks, generator=generator).tolist()
     slots, rows, row = [], [], draw(st.integers(0, 7))
     while order:
@@ -74,7 +74,7 @@ def runs(draw, blocks, block_size, generator):
 @given(writes())
 @settings(max_examples=120, deadline=None)
 def test_fast_path_equals_one_token_at_a_time(drawn):
-    """Every byte of both cache tensors is the same, written or not; NaN bits and all."""
+    """Every byte of both cache tensors is equal, written or not, NaN included."""
     key, value, *rest = drawn
     slow = key.clone(), value.clone()
     one_by_one(*slow, *rest)
@@ -84,7 +84,7 @@ def test_fast_path_equals_one_token_at_a_time(drawn):
 
 
 def test_whole_blocks_take_the_fast_path(monkeypatch):
-    """A run of whole blocks never reaches the indexed assignment, nor a broken one the fast path."""
+    """Whole blocks take the fast path, and partial ones the indexed assignment."""
     seen = []
     monkeypatch.setattr(fill, "_write_key_blocks", lambda key, blocks, tokens: seen.append(blocks))
     monkeypatch.setattr(fill, "_write_value_blocks", lambda value, blocks, tokens: None)
@@ -93,12 +93,12 @@ def test_whole_blocks_take_the_fast_path(monkeypatch):
     slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 0])
     write_tokens(key, value, new, new, torch.arange(9), slots)
     assert torch.cat(seen).tolist() == [3, 1]
-    assert value.sum() == 2  # the ninth token alone
+    assert value.sum() == 2  # only the ninth token
     assert value[0, 0, :, 0].tolist() == [1.0, 1.0]
 
 
 def test_one_by_one_sees_a_wrong_slot():
-    """The plain writer is no copy of the fast one: a slot that is off by one differs."""
+    """The simple writer is independent: a slot that is off by one differs."""
     key, value = torch.zeros(2, 1, 1, 4, 2), torch.zeros(2, 1, 2, 4)
     new, slots = torch.randn(4, 1, 2), torch.arange(4)
     other = key.clone(), value.clone()
@@ -110,7 +110,7 @@ def test_one_by_one_sees_a_wrong_slot():
 
 @pytest.mark.parametrize("what", ["rows", "slots"])
 def test_a_block_whose_tokens_stand_in_another_order(what):
-    """A run that begins and ends like a whole block, but is none, goes token by token."""
+    """A run that begins and ends like a whole block, but is not one, is written token by token."""
     rows = slots = torch.arange(4)
     other = torch.tensor([0, 2, 1, 3])
     rows, slots = (other, slots) if what == "rows" else (rows, other)

@@ -1,4 +1,4 @@
-"""Element formats: bytes and numbers, both ways, against a decoder written out by hand."""
+"""Element formats: encoding and decoding, against a decoder written by hand."""
 
 import math
 
@@ -20,7 +20,7 @@ ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def by_hand(name: str, byte: int) -> float:
-    """Return what a byte means: sign, exponent, fraction, and each format's own special bytes."""
+    """Return the number that a byte encodes, by sign, exponent, fraction and the format's special bytes."""
     bits, bias = {"fp8_e4m3fn": (3, 7), "fp8_e4m3fnuz": (3, 8), "fp8_e5m2": (2, 15)}[name]
     sign, exponent, fraction = byte >> 7, (byte & 0x7F) >> bits, byte & ((1 << bits) - 1)
     if name == "fp8_e4m3fnuz" and byte == 0x80:
@@ -35,7 +35,7 @@ def by_hand(name: str, byte: int) -> float:
 
 @pytest.mark.parametrize("name", FP8)
 def test_decode_every_byte(name):
-    """All 256 bytes mean what the format's definition says."""
+    """All 256 bytes decode as the format's definition says."""
     expected = torch.tensor([by_hand(name, byte) for byte in range(256)])
     torch.testing.assert_close(
         FORMATS[name].decode(ALL_BYTES), expected, rtol=0, atol=0, equal_nan=True
@@ -45,7 +45,7 @@ def test_decode_every_byte(name):
 @pytest.mark.parametrize("name", FP8)
 @given(st.floats(-1e5, 1e5, width=32), st.sampled_from([1.0, 0.5, 4.0]))
 def test_encode_takes_the_nearest_byte(name, value, scale):
-    """The byte is the nearest of all finite ones to value / scale; beyond the largest it saturates."""
+    """The byte is the nearest finite one to value / scale; larger values saturate."""
     byte = FORMATS[name].encode(torch.tensor([value]), scale)
     finite = [n for n in (by_hand(name, b) for b in range(256)) if math.isfinite(n)]
     wanted = value / scale  # a power of two: exact
@@ -56,7 +56,7 @@ def test_encode_takes_the_nearest_byte(name, value, scale):
 
 @pytest.mark.parametrize("name", FP8)
 def test_ties_go_to_the_even_byte(name):
-    """Half-way between two neighbours the one with an even fraction is taken, both signs."""
+    """Half-way between two neighbours the even fraction is chosen, for both signs."""
     positive = [b for b in range(126) if math.isfinite(by_hand(name, b + 1))]
     middles = torch.tensor([(by_hand(name, b) + by_hand(name, b + 1)) / 2 for b in positive])
     even = torch.tensor([b + b % 2 for b in positive], dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_ties_go_to_the_even_byte(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_saturation_never_gives_nan_or_infinity(name):
-    """Numbers beyond the largest become the largest, infinity included; NaN stays NaN."""
+    """Numbers above the maximum become the maximum, infinity included; NaN stays NaN."""
     format, largest = FORMATS[name], LARGEST[name]
     stored = format.encode(torch.tensor([1e9, -1e9, math.inf, -math.inf, largest * 1.2, math.nan]))
     decoded = format.decode(stored)
@@ -77,7 +77,7 @@ def test_saturation_never_gives_nan_or_infinity(name):
 
 @pytest.mark.parametrize("name", FP8)
 def test_every_byte_round_trips(name):
-    """decode then encode gives the byte back, wherever it is a finite number."""
+    """Encoding a decoded byte returns the byte, for every finite one."""
     format = FORMATS[name]
     finite = format.decode(ALL_BYTES).isfinite()
     assert finite.sum() >= 247
@@ -85,7 +85,7 @@ def test_every_byte_round_trips(name):
 
 
 def test_the_same_byte_means_half_as_much_in_fnuz():
-    """Every byte that is a number in both e4m3 formats means half as much in fnuz."""
+    """A byte that is a number in both e4m3 formats is half as large in fnuz."""
     fn = FORMATS["fp8_e4m3fn"].decode(ALL_BYTES)
     fnuz = FORMATS["fp8_e4m3fnuz"].decode(ALL_BYTES)
     both = fn.isfinite() & fnuz.isfinite()
@@ -95,7 +95,7 @@ def test_the_same_byte_means_half_as_much_in_fnuz():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_and_scale(name):
-    """``nan`` is a NaN in the format's storage; a scale multiplies what an FP8 byte means."""
+    """``nan`` is a NaN in the storage dtype; a scale multiplies the decoded number."""
     format = FORMATS[name]
     assert format.nan.dtype == format.storage
     assert format.decode(format.nan[None]).isnan().all()
@@ -106,7 +106,7 @@ def test_nan_and_scale(name):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_fp8_means_where(platform):
-    """ "fp8" is fnuz on gfx942 alone; e5m2 and auto mean the same everywhere."""
+    """ "fp8" is fnuz only on gfx942; e5m2 and auto do not depend on the platform."""
     e4m3 = "fp8_e4m3fnuz" if platform == "gfx942" else "fp8_e4m3fn"
     for kv_cache_dtype in ("fp8", "fp8_e4m3"):
         case = Case(platform=platform, kv_cache_dtype=kv_cache_dtype)
@@ -119,7 +119,7 @@ def test_what_fp8_means_where(platform):
 
 
 def test_cache_format_overrides_the_platform():
-    """A cache may be written in a format that the platform will not read it in."""
+    """A cache may be written in another format than the platform reads."""
     case = Case(kv_cache_dtype="fp8", cache_format="fp8_e4m3fn")
     assert written_format(case).name == "fp8_e4m3fn"
     assert case.machine.fp8_e4m3 == "fp8_e4m3fnuz"
@@ -127,7 +127,7 @@ def test_cache_format_overrides_the_platform():
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 def test_converting_numbers_to_uint8_gives_zeros(kv_cache_dtype):
-    """What vLLM's own test writes for ±1e-3 is a cache in which every byte is 0."""
+    """The test's cast to uint8 makes every byte 0 for data of ±1e-3."""
     case = hostile(
         kv_cache_dtype=kv_cache_dtype, cache_write="numeric", distribution="uniform_1e-3"
     )

@@ -6,7 +6,8 @@ from helpers.cases import call_of, hostile, same_bits
 
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER, WRITE
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.tensors.call import KernelCall

@@ -1,1 +1,1 @@
-"""Measurements of the lab itself."""
+"""Benchmarks of the lab: its own speed, the interpreter, the emulated device and the diagnosis."""

@@ -1,4 +1,4 @@
-"""Trying the diagnosis: defects planted in random cases, known and unknown to it, and sound runs."""
+"""Benchmark of the diagnosis: planted defects, the same without them among the candidates, correct runs."""
 
 import random
 import time
@@ -9,44 +9,54 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
-from attnlab.defects import CATALOGUE, Defect
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.fault_injection import (
+from attnlab.cli.bench.fault_injection import (
     applicable,
+    are_equivalent,
+    correct_run,
     is_distinguishable,
     is_visible,
     plant,
     random_case,
-    same_here,
-    scopes_of,
+    random_rows,
     seqs_of,
-    sound_scene,
 )
+from attnlab.defects import DEFECTS, Defect
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One planted defect and what the diagnosis said of it.
+    """One planted defect and its diagnosis.
 
-    - ``distinguishable``: whether no other defect of the catalogue gives the same output here.
-    - ``found``: the cause's name, or "ambiguous", "unexplained", "nothing wrong".
-    - ``named``: "right"; "equivalent" (another, or several, that give the same output here);
-      "undecided" (several, of which some give another output, but none that rounding excludes);
-      "abstained" (nothing); or "wrong" (a false explanation).
-    - ``without``: the same with the planted defect left out of the catalogue.
+    - ``planted``: the defect; ``rows``: where it was planted, "all", "decode" or "prefill".
+    - ``distinguishable``: no other defect of the catalogue gives the same output in this Case.
+    - ``found``: the name of the cause, or the status if there is none.
+    - ``named``: "right"; "equivalent" (other defects that give the same output here); "undecided"
+      (several, some of which give another output that rounding does not exclude); "abstained" (none); or
+      "wrong" (a false explanation).
+    - ``without``: ``named`` of a second diagnosis that does not have the planted defect as a candidate.
     """
 
     case: Case
     planted: str
-    scope: str
+    rows: str
     distinguishable: bool
     found: str
     named: str
     without: str
     seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is needed to repeat the trial."""
+        return {
+            "planted": self.planted,
+            "found": self.found,
+            "case": self.case.changes(),
+            "scope": self.rows,
+        }
 
 
 def bench_diagnose(
@@ -55,11 +65,12 @@ def bench_diagnose(
     seed: int = 1,
     on_step: Callable[[str, int, int], None] = lambda step, done, total: None,
 ) -> dict[str, Any]:
-    """Return how the diagnosis does on ``trials`` planted defects and ``sound`` sound runs.
+    """Diagnose ``trials`` planted defects and ``sound`` correct runs, drawn from ``seed``.
 
-    The cases are drawn from ``seed``; ``top_1`` counts those planted defects that no other of the
-    catalogue equals in their case, ``false_explanations`` all trials in which a cause was named that
-    gives another output than the planted one.
+    - ``top_1``: share of the distinguishable planted defects that were named.
+    - ``false_explanations``: trials whose cause gives another output than the planted defect.
+    - ``alarms``: correct runs in which the diagnosis reports an error.
+    - ``invisible``: planted defects that change nothing but rounding; they are not counted as trials.
     """
     rng = random.Random(seed)
     done: list[Trial] = []
@@ -72,7 +83,7 @@ def bench_diagnose(
             invisible += 1
         else:
             done.append(trial)
-    alarms = [case for case in _sound_alarms(rng, sound, on_step)]
+    alarms = _false_alarms(rng, sound, on_step)
     return {
         **_figures(done),
         "invisible": invisible,
@@ -83,102 +94,99 @@ def bench_diagnose(
 
 
 def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
-    """Return a trial of the applicable defect that was planted least so far, or None where it moves
-    nothing further than rounding."""
+    """Run a trial of the applicable defect that was planted least often so far.
+
+    Returns None if the Case's kernel rejects it or the defect changes nothing but rounding.
+    """
     case, lab = random_case(rng), Lab()
     try:
-        problem, output = sound_scene(lab, case)
+        problem, output = correct_run(lab, case)
     except KernelRejected:
         return None
     choices = applicable(problem)
-    defect = min(choices, key=lambda one: (planted[one.name], rng.random()))
-    scope = scopes_of(problem, rng)
+    defect = min(choices, key=lambda choice: (planted[choice.name], rng.random()))
+    rows = random_rows(problem, rng)
     planted[defect.name] += 1
-    if not is_visible(problem, defect, scope):
+    if not is_visible(problem, defect, rows):
         return None
-    broken = plant(problem, output, defect, scope)
+    wrong_output = plant(problem, output, defect, rows)
     began = time.perf_counter()
-    told = diagnose(case, broken, lab=lab, propose=False)
+    diagnosis = diagnose(case, wrong_output, lab=lab, propose=False)
     seconds = time.perf_counter() - began
-    if not told.is_wrong:
-        return None  # visible by a hair, and rounding took it away
-    rest = [one for one in CATALOGUE if one is not defect]
-    blind = diagnose(case, broken, lab=lab, catalogue=rest, propose=False)
+    if not diagnosis.is_wrong:
+        return None  # barely visible, and lost in the rounding of the output
+    others = [other for other in DEFECTS.values() if other is not defect]
+    blind = diagnose(case, wrong_output, lab=lab, defects=others, propose=False)
+    seqs = seqs_of(problem, rows)
     return Trial(
         case=case,
         planted=defect.name,
-        scope=scope,
-        distinguishable=is_distinguishable(problem, defect, seqs_of(problem, scope), choices),
-        found=told.cause.name if told.cause is not None else told.status,
-        named=_named(problem, told, defect, scope),
-        without=_named(problem, blind, defect, scope),
+        rows=rows,
+        distinguishable=is_distinguishable(problem, defect, seqs, choices),
+        found=diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status,
+        named=_named(problem, diagnosis, defect, seqs),
+        without=_named(problem, blind, defect, seqs),
         seconds=seconds,
     )
 
 
-def _named(problem: Problem, told: Diagnosis, planted: Defect, scope: str) -> str:
-    """Return how what was named relates to what was planted."""
-    if told.cause is not None and told.cause.name == planted.name:
+def _named(problem: Problem, diagnosis: Diagnosis, planted: Defect, seqs: set[int]) -> str:
+    """Return how the explanations relate to the planted defect (see ``Trial.named``)."""
+    cause = diagnosis.cause
+    if cause is not None and cause.name == planted.name:
         return "right"
-    if not told.explanations:
+    if not diagnosis.explanations:
         return "abstained"
-    named = [told.cause] if told.cause is not None else told.explanations
-    seqs = seqs_of(problem, scope)
+    named = diagnosis.explanations if cause is None else [cause]
     others = [candidate for candidate in named if candidate.name != planted.name]
-    if all(same_here(problem, planted, seqs, one.defect, one.seqs) for one in others):
+    if all(
+        are_equivalent(
+            problem, planted, seqs, other.defect, other.scope.sequences if other.scope else ()
+        )
+        for other in others
+    ):
         return "equivalent"
-    return "wrong" if told.cause is not None else "undecided"
+    return "undecided" if cause is None else "wrong"
 
 
-def _sound_alarms(
+def _false_alarms(
     rng: random.Random, sound: int, on_step: Callable[[str, int, int], None]
 ) -> list[Case]:
-    """Return the sound runs of which the diagnosis says that something is wrong."""
+    """Return the Cases of ``sound`` correct runs for which the diagnosis reports an error."""
     alarms: list[Case] = []
-    ran = 0
-    while ran < sound:
-        on_step("sound", ran, sound)
+    done = 0
+    while done < sound:
+        on_step("sound", done, sound)
         case, lab = random_case(rng), Lab()
         try:
             output = lab.output(case)
         except KernelRejected:
             continue
-        ran += 1
+        done += 1
         if diagnose(case, output, lab=lab, propose=False).is_wrong:
             alarms.append(case)
     return alarms
 
 
 def _figures(done: list[Trial]) -> dict[str, Any]:
-    clear = [trial for trial in done if trial.distinguishable]
+    distinguishable = [trial for trial in done if trial.distinguishable]
     matrix: dict[str, dict[str, int]] = {}
     for trial in done:
         row = matrix.setdefault(trial.planted, {})
         row[trial.found] = row.get(trial.found, 0) + 1
     seconds = sorted(trial.seconds for trial in done)
+    num_right = sum(trial.named == "right" for trial in distinguishable)
     return {
         "trials": len(done),
-        "distinguishable": len(clear),
-        "top_1": sum(trial.named == "right" for trial in clear) / max(1, len(clear)),
+        "distinguishable": len(distinguishable),
+        "top_1": num_right / max(1, len(distinguishable)),
         "named": dict(Counter(trial.named for trial in done)),
-        "named_distinguishable": dict(Counter(trial.named for trial in clear)),
+        "named_distinguishable": dict(Counter(trial.named for trial in distinguishable)),
         "without": dict(Counter(trial.without for trial in done)),
-        "false_explanations": [
-            {"planted": t.planted, "found": t.found, "case": t.case.changes(), "scope": t.scope}
-            for t in done
-            if t.named == "wrong"
-        ],
+        "false_explanations": [trial.to_dict() for trial in done if trial.named == "wrong"],
         "matrix": matrix,
         "median_seconds": seconds[len(seconds) // 2] if seconds else 0.0,
         "most_seconds": seconds[-1] if seconds else 0.0,
-        "missed": [
-            {"planted": t.planted, "found": t.found, "case": t.case.changes(), "scope": t.scope}
-            for t in clear
-            if t.named != "right"
-        ],
-        "without_wrong": [
-            {"planted": t.planted, "case": t.case.changes(), "scope": t.scope}
-            for t in done
-            if t.without == "wrong"
-        ],
+        "missed": [trial.to_dict() for trial in distinguishable if trial.named != "right"],
+        "without_wrong": [trial.to_dict() for trial in done if trial.without == "wrong"],
     }

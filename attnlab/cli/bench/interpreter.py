@@ -1,4 +1,4 @@
-"""Measuring the interpreter: the real decode kernel at seed size, before and after what the lab saves."""
+"""Benchmark of the interpreter: the Triton decode kernel with the lab's launch and with Triton's own."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from attnlab.case.case import Case
-from attnlab.cli.bench.lab import SEED_CASE, _seconds
-from attnlab.contracts.dispatch import TRITON_DECODE, Target
+from attnlab.cli.bench.lab import SEED_CASE, shortest_time
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -22,7 +22,7 @@ from attnlab.tensors.cache import make_cache
 from attnlab.tensors.call import KernelCall, make_call, make_output
 
 OP = "chunked_prefill_paged_decode"
-DECODE = SEED_CASE.replace(  # max_query_len 1: the wrapper launches its decode kernel alone
+DECODE = SEED_CASE.replace(  # with max_query_len 1 the wrapper launches only its decode kernel
     platform="sm_90", stage="sound", max_query_len=1, sm_scale=1 / math.sqrt(128)
 )
 
@@ -30,11 +30,11 @@ DECODE = SEED_CASE.replace(  # max_query_len 1: the wrapper launches its decode 
 def bench_interpreter(
     path: Path | None, case: Case = DECODE, on_step: Callable[[str], None] = lambda step: None
 ) -> dict[str, Any]:
-    """Run the decode kernel of the vLLM at ``path`` three ways and return the figures.
+    """Run the decode kernel of the vLLM at ``path`` in three ways and return the figures.
 
     - ``seconds``: as the lab launches it; ``one_process_seconds``: the same in one process.
-    - ``stock_seconds``: with Triton's own launch of every program, in the same run, on the same call.
-    - ``greatest_error``: of the decode rows, against the reference.
+    - ``stock_seconds``: with Triton's own launch, in the same run, on the same call.
+    - ``greatest_error``: the largest error of the decode rows against the reference.
     """
     source = find_source(path)
     case = case.replace(release=source.rules or case.release)
@@ -49,7 +49,7 @@ def bench_interpreter(
             needed=lambda kernel, args, at: needed(kernel, args, at, Subset()), processes=processes
         )
         with interpreter.launching(plan):
-            figures[name] = _seconds(lambda: _run(op, call, case), repeat=1)
+            figures[name] = shortest_time(lambda: _run(op, call, case), repeat=1)
     rows = call.query_lens.repeat_interleave(call.query_lens) == 1
     expected = reference(case, batch)
     errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
@@ -57,7 +57,7 @@ def bench_interpreter(
     on_step(f"{TRITON_DECODE}, Triton's own launch")
     stock = vllm_ops.load_stock(source, case.machine).function(OP)
     with np.errstate(all="ignore"):
-        figures["stock_seconds"] = _seconds(lambda: _run(stock, call, case), repeat=1)
+        figures["stock_seconds"] = shortest_time(lambda: _run(stock, call, case), repeat=1)
     return figures
 
 

@@ -1,6 +1,6 @@
-"""Measuring the lab itself: every figure beside its yardstick, taken in the same run.
+"""Benchmark of the lab: each time is compared with a basic operation that is timed in the same run.
 
-The machines that this runs on are noisy; the ratios are what holds.
+Shared machines are noisy, so the ratios are more reliable than the times.
 """
 
 import resource
@@ -25,16 +25,15 @@ SEED_CASE = Case(stage="cast_after_cumsum", x=8)  # as vLLM's test draws it at s
 def bench(
     case: Case = SEED_CASE, on_step: Callable[[str], None] = lambda step: None
 ) -> dict[str, Any]:
-    """Measure the Case and return the figures.
+    """Measure the reference, the cache fill and the table of stages, and return the figures.
 
-    - ``reference``: seconds, the float32 matmul rate of this machine (two 2048 × 2048 matrices, in
-      GFLOP/s), and ``share``, the reference's own rate over it, counting causal operations only.
-    - ``fill``: seconds to make the whole cache, and to clone it; ``share`` is the second over the
-      first. ``tokens`` the same for the written tokens alone, into memory that is there, and
-      ``token_loop`` for a loop over tokens and blocks as the test has it; ``times_faster`` is over
-      that loop.
-    - ``stage_table``: seconds for all stages on two platforms, from nothing.
-    - ``peak_memory_gib``: the most that this process held.
+    - ``reference``: seconds; ``matmul_gflops``, the float32 rate of multiplying two 2048 × 2048 matrices;
+      ``share``, the reference's rate divided by it, counting causal operations only.
+    - ``fill``: seconds to make the whole cache and to clone it; ``share`` is the ratio clone / make.
+      ``tokens_*``: the same for writing the tokens into existing memory. ``token_loop_seconds``: a loop
+      over tokens and blocks, as in vLLM's test; ``times_faster``: loop / make.
+    - ``stage_table``: seconds for all stages on two platforms, with an empty Lab.
+    - ``peak_memory_gib``: the peak memory of this process.
     """
     on_step("reference")
     batch = make_batch(case)
@@ -43,15 +42,15 @@ def bench(
     figures["fill"] = _fill(case, batch)
     del batch
     on_step("table of stages")
-    figures["stage_table"] = {"seconds": _seconds(lambda: stage_table(Lab(), case), repeat=1)}
+    figures["stage_table"] = {"seconds": shortest_time(lambda: stage_table(Lab(), case), repeat=1)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures["peak_memory_gib"] = peak / (2**30 if sys.platform == "darwin" else 2**20)
     figures["machine"] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     return figures
 
 
-def _seconds(work: Callable[[], object], repeat: int = 3) -> float:
-    """Return the shortest of ``repeat`` times."""
+def shortest_time(work: Callable[[], object], repeat: int = 3) -> float:
+    """Run ``work`` ``repeat`` times and return the shortest time, in seconds."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -62,8 +61,8 @@ def _seconds(work: Callable[[], object], repeat: int = 3) -> float:
 
 def _reference(case: Case, batch: Batch) -> dict[str, float]:
     matrix = torch.randn(2048, 2048)
-    rate = 2 * 2048**3 / _seconds(lambda: matrix @ matrix, repeat=10)
-    seconds = _seconds(lambda: reference(case, batch))
+    rate = 2 * 2048**3 / shortest_time(lambda: matrix @ matrix, repeat=10)
+    seconds = shortest_time(lambda: reference(case, batch))
     return {
         "seconds": seconds,
         "matmul_gflops": rate / 1e9,
@@ -74,18 +73,18 @@ def _reference(case: Case, batch: Batch) -> dict[str, float]:
 
 def _fill(case: Case, batch: Batch) -> dict[str, float]:
     cache = make_cache(case, batch)
-    whole = _seconds(lambda: make_cache(case, batch))
-    clone = _seconds(lambda: (cache.key.clone(), cache.value.clone()))
+    whole = shortest_time(lambda: make_cache(case, batch))
+    clone = shortest_time(lambda: (cache.key.clone(), cache.value.clone()))
     lens = batch.lengths.cached_lens(case.staging.fill)
     table = cache.provenance.block_table
     rows, slots, _ = addresses(batch, lens, table, case.total_blocks, case.block_size)
-    tokens = _seconds(
+    tokens = shortest_time(
         lambda: write_tokens(cache.key, cache.value, batch.key, batch.value, rows, slots)
     )
     room = torch.empty_like(batch.key[: len(slots)])
     copied = batch.key[: len(slots)], batch.value[: len(slots)]
-    copy = _seconds(lambda: [room.copy_(source) for source in copied])
-    loop = _seconds(lambda: _token_loop(case, batch, table), repeat=1)
+    copy = shortest_time(lambda: [room.copy_(source) for source in copied])
+    loop = shortest_time(lambda: _token_loop(case, batch, table), repeat=1)
     return {
         "seconds": whole,
         "clone_seconds": clone,
@@ -99,7 +98,7 @@ def _fill(case: Case, batch: Batch) -> dict[str, float]:
 
 
 def _token_loop(case: Case, batch: Batch, table: torch.Tensor) -> None:
-    """Fill a cache the slow way: each new token, then each block, by itself; then turn the layout."""
+    """Fill a cache as vLLM's test does: copy token by token and block by block, then convert the layout."""
     lengths = batch.lengths
     shape = (case.total_blocks * case.block_size, case.num_kv_heads, case.head_size)
     caches = [torch.zeros(shape, dtype=batch.key.dtype) for _ in range(2)]

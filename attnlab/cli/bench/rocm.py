@@ -1,4 +1,4 @@
-"""Measuring the emulated device: one decode of 930 tokens with 64 heads, plain and checked."""
+"""Benchmark of the emulated device: a decode of 930 tokens with 64 heads, plain and checked."""
 
 import dataclasses
 import time
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.cli.bench.lab import _seconds
-from attnlab.contracts.dispatch import Target
+from attnlab.cli.bench.lab import shortest_time
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source, find_source
@@ -27,10 +27,10 @@ def bench_rocm(
 ) -> dict[str, Any]:
     """Run the decode kernel of the vLLM at ``path`` and return the figures, by GQA ratio.
 
-    - ``first_s``: the first call, with what it builds where the cache does not have it.
+    - ``first_s``: the first call, including the build unless it is cached.
     - ``seconds``: on one core, the shortest of three; ``all_cores_s``: with torch's threads.
-    - ``checked_s``: on the checked device; ``times_slower``: that over ``seconds``.
-    - ``greatest_error``: against the reference.
+    - ``checked_s``: on the checked device; ``times_slower``: ``checked_s`` / ``seconds``.
+    - ``greatest_error``: the largest error against the reference.
     """
     source = find_source(path)
     rocm_source.check_source(source)
@@ -52,13 +52,13 @@ def _measure(case: Case, source: Source, on_step: Callable[[str], None]) -> dict
     _run(call, case, source, PLAIN)
     figures = {"first_s": time.perf_counter() - first}
     on_step(group)
-    figures["all_cores_s"] = _seconds(lambda: _run(call, case, source, PLAIN))
+    figures["all_cores_s"] = shortest_time(lambda: _run(call, case, source, PLAIN))
     try:
         torch.set_num_threads(1)
-        figures["seconds"] = _seconds(lambda: _run(call, case, source, PLAIN))
+        figures["seconds"] = shortest_time(lambda: _run(call, case, source, PLAIN))
         on_step(f"{group}, checked")
         _run(call, case, source, DeviceOptions(checked=True))
-        figures["checked_s"] = _seconds(
+        figures["checked_s"] = shortest_time(
             lambda: _run(call, case, source, DeviceOptions(checked=True))
         )
     finally:

@@ -1,1 +1,1 @@
-"""The contracts' kernels in torch, on any machine."""
+"""Models of vLLM's attention kernels in torch: they follow the contracts, on any machine."""

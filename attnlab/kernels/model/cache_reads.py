@@ -1,21 +1,21 @@
-"""Reading a paged cache the way the kernels do: through a sequence's row of the block table."""
+"""Read a paged cache as the kernels do: by a sequence's row of the block table."""
 
 import torch
 
-from attnlab.contracts.contract import default_scale
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.rows import default_scale
+from attnlab.contracts.target import Target
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import ElementFormat, read_format
 
 
 def format_of(call: KernelCall, target: Target) -> ElementFormat:
-    """Return the format that a kernel on this platform takes the cache's bytes for."""
+    """Return the format in which a kernel on this platform decodes the cache's bytes."""
     return read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
 
 
 def scale_of(call: KernelCall, target: Target) -> float:
-    """Return the scale of the scores: as passed, or the op's default by its contract."""
+    """Return the scale of the scores: as passed, else the op's default by its contract."""
     return call.sm_scale or default_scale(call, target)
 
 
@@ -39,8 +39,10 @@ def values(call: KernelCall, blocks: torch.Tensor, heads: slice) -> torch.Tensor
 def dequantised(
     stored: torch.Tensor, format: ElementFormat, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return stored elements as Triton's kernels use them: FP8 times its scale, rounded to the
-    query's ``dtype``; the result is float32 that holds such numbers."""
+    """Return stored elements as Triton's kernels use them, in float32.
+
+    FP8 elements are multiplied by their scale and rounded to ``dtype``, the query's.
+    """
     if not format.is_fp8:
         return stored.float()
     return format.decode(stored, scale).to(dtype).float()
@@ -49,8 +51,8 @@ def dequantised(
 def capped(scores: torch.Tensor, softcap: float | None, overflows: bool) -> torch.Tensor:
     """Return float32 scores under a soft cap, c · tanh(score / c); changes ``scores``.
 
-    Where it ``overflows`` it is computed from exp(s / c) and exp(-s / c), as unified_attention did before
-    vLLM PR #56579: NaN where s / c is beyond 88.
+    With ``overflows`` it is computed from exp(s / c) and exp(-s / c), as in unified_attention before vLLM
+    PR #56579: NaN if s / c is above 88.
     """
     if softcap is None:
         return scores
@@ -61,10 +63,10 @@ def capped(scores: torch.Tensor, softcap: float | None, overflows: bool) -> torc
 
 
 def weighed(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of scores, relative to the largest, and their sums; changes ``scores``.
+    """Return the unnormalised weights of scores [..., keys] and their sums [..., 1]; changes ``scores``.
 
-    ``sinks``, of a shape that fits the sums, is one more logit of each row: it may be the largest, it
-    counts once in the sum and has no weight.
+    Weights are relative to the largest score. ``sinks``, which broadcasts to the sums, is one more logit
+    of each row: it may be the largest, it counts once in the sum, and it has no weight.
     """
     largest = scores.amax(-1, keepdim=True)
     if sinks is not None:
@@ -75,5 +77,5 @@ def weighed(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Ten
 
 
 def rounded(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return softmax weights as the second product takes them: rounded to ``dtype``, in float32."""
+    """Return softmax weights as the second matrix product reads them: rounded to ``dtype``, in float32."""
     return weights if dtype == torch.float32 else weights.to(dtype).float()

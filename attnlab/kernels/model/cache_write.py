@@ -1,19 +1,20 @@
-"""The cache write, reshape_and_cache_flash: its model, and what it left in the cache as an output.
+"""Model of the cache write, reshape_and_cache_flash (triton_reshape_and_cache_flash.py, vLLM 0.11.2 and
+0.33.0).
 
-The output of a cache write is the cache: a row for each slot (block × block_size + offset), and in it
-for each KV head its key, then its value, in the elements' dtype.
+The output of a cache write is the cache: one row per slot (block × block_size + offset), with the key, then
+the value of each KV head, in the dtype of the stored elements.
 """
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import to_flash
 from attnlab.tensors.call import KernelCall
 
 
 def slot_mapping(call: KernelCall) -> torch.Tensor:
-    """Return the slot of each new token, [num_tokens] int64, as vLLM's scheduler works it out."""
+    """Return the slot of each new token, [num_tokens] int64, as vLLM's scheduler computes it."""
     query_lens = call.query_lens
     seq = torch.repeat_interleave(
         torch.arange(len(query_lens), device=query_lens.device), query_lens
@@ -25,7 +26,7 @@ def slot_mapping(call: KernelCall) -> torch.Tensor:
 
 
 def written_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a cache as the output of its write, [num_slots, num_kv_heads, 2 × head_size].
+    """Return a cache in the form of a cache write's output, [num_slots, num_kv_heads, 2 × head_size].
 
     ``key``, ``value``: [num_blocks, block_size, num_kv_heads, head_size].
     """
@@ -33,13 +34,13 @@ def written_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def as_output(call: KernelCall, target: Target) -> torch.Tensor:
-    """Return the cache of a call as the output of a write."""
+    """Return the cache of a call in the form of a cache write's output."""
     dtype = paged.format_of(call, target).dtype
     return written_cache(*(t.view(dtype) for t in to_flash(call.key_cache, call.value_cache)))
 
 
 def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
-    """Write the cache with every new token in its slot to ``call.output``."""
+    """Write the cache, with every new token in its slot, to ``call.output``."""
     format = paged.format_of(call, target)
     call.output.copy_(as_output(call, target))
     key = format.encode(call.key, call.k_scale).view(format.dtype)

@@ -1,26 +1,27 @@
-"""Attention over a part of the keys, with the logarithm of its sum, and the merge of two such parts.
+"""Model of merge_attn_states (triton_merge_attn_states.py, vLLM 0.11.2 and 0.33.0), and its two inputs.
 
-merge_attn_states gets the context as prefix and the new tokens as suffix, as in vLLM's chunked prefill
-of MLA and in cascade attention. Each part is computed here in float32 and rounded to the query's dtype.
+The op merges attention over the context (prefix) and over the new tokens (suffix), as in vLLM's chunked
+prefill of MLA and in cascade attention. This module computes each part in float32 and rounds it to the
+query's dtype.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partials:
-    """Two parts of an attention.
+    """Attention over two parts of the keys.
 
     - ``prefix_output``, ``suffix_output``: [num_tokens, num_heads, head_size], in the query's dtype;
-      0 where a row sees nothing of the part.
-    - ``prefix_lse``, ``suffix_lse``: [num_heads, num_tokens] float32, log of the sum of exp of the
-      scores; -inf where a row sees nothing.
+      0 if a row sees no key of the part.
+    - ``prefix_lse``, ``suffix_lse``: [num_heads, num_tokens] float32, the log-sum-exp of the scores; -inf
+      if a row sees no key of the part.
     """
 
     prefix_output: torch.Tensor
@@ -30,7 +31,7 @@ class Partials:
 
 
 def partials(call: KernelCall, target: Target) -> Partials:
-    """Return the parts of a call, on its device."""
+    """Return the two parts of a call, on its device."""
     tokens, heads, _ = call.query.shape
     outputs = [torch.zeros_like(call.query) for _ in range(2)]
     sums = [
@@ -40,10 +41,10 @@ def partials(call: KernelCall, target: Target) -> Partials:
     for seq, seq_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
         ctx_len = seq_len - (rows.stop - rows.start)
-        old = _context(call, target, seq, ctx_len)
-        new = tuple(t[rows].transpose(0, 1).float() for t in (call.key, call.value))
+        context = _context(call, target, seq, ctx_len)
+        new_tokens = tuple(t[rows].transpose(0, 1).float() for t in (call.key, call.value))
         for output, lse, (key, value), first in zip(
-            outputs, sums, (old, new), (0, ctx_len), strict=True
+            outputs, sums, (context, new_tokens), (0, ctx_len), strict=True
         ):
             output[rows], lse[:, rows] = _attend(call, target, rows, key, value, first, ctx_len)
     return Partials(
@@ -55,7 +56,7 @@ def partials(call: KernelCall, target: Target) -> Partials:
 
 
 def merge_attn_states(call: KernelCall, target: Target) -> None:
-    """Write the merged parts of the call to ``call.output``."""
+    """Merge the two parts of the call into ``call.output``."""
     parts = partials(call, target)
     lse = torch.stack([parts.prefix_lse, parts.suffix_lse])
     weights = (lse - lse.amax(0)).exp()
@@ -67,7 +68,7 @@ def merge_attn_states(call: KernelCall, target: Target) -> None:
 def _context(
     call: KernelCall, target: Target, seq: int, ctx_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a sequence's context, key and value [num_kv_heads, ctx_len, head_size] float32."""
+    """Return key and value of a sequence's context, each [num_kv_heads, ctx_len, head_size] float32."""
     format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-ctx_len // call.block_size)].long()
     key = paged.keys(call.key_cache, blocks, slice(None))[:, :ctx_len]
@@ -87,8 +88,10 @@ def _attend(
     first: int,
     ctx_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output [rows, num_heads, head_size] and lse [num_heads, rows] over keys that begin at
-    position ``first``; the rows begin at ``ctx_len``."""
+    """Return the output [rows, num_heads, head_size] and the LSE [num_heads, rows] over some keys.
+
+    The first key is at position ``first``, the first row at position ``ctx_len``.
+    """
     group = call.num_queries_per_kv
     query = call.query[rows].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)
     scores = query @ key[:, None].transpose(2, 3) * paged.scale_of(call, target)
@@ -101,6 +104,8 @@ def _attend(
         hidden |= away <= -call.sliding_window
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # -inf minus -inf: sees nothing
+    weights = (
+        (scores - lse[..., None]).exp().nan_to_num(0.0)
+    )  # -inf minus -inf: the row sees no key
     mixed = (weights @ value[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     return mixed.to(call.query.dtype), lse.flatten(0, 1)

@@ -1,30 +1,31 @@
-"""Models of the Triton ops that work through a sequence's rows in tiles: context_attention_fwd
-(prefix_prefill.py), unified_attention (triton_unified_attention.py) and decode_attention_fwd
-(triton_decode_attention.py), vLLM 0.11.2 and 0.33.0.
+"""Models of the Triton ops that process a sequence's rows in tiles, vLLM 0.11.2 and 0.33.0.
 
-They differ in where the keys and values of new tokens come from. The latter two may cut a sequence into
-pieces and merge them in float32. That changes which largest score a weight is relative to when it is
-rounded, and nothing else, so the models keep a sequence whole.
+- context_attention_fwd (prefix_prefill.py) reads new tokens from its arguments.
+- unified_attention (triton_unified_attention.py) and decode_attention_fwd (triton_decode_attention.py) read
+  them from the cache. They may split a sequence and merge the parts in float32. This changes only the
+  largest score to which a weight is relative when it is rounded, so the models do not split.
 """
 
 import torch
 
 from attnlab.case.errors import KernelRejected
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
-from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.contract import PREFILL_TILE
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, cached_lens, served
+from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
-_SCORES = 1 << 19  # scores of a tile, 2 MiB of float32: stays in the processor's cache
+_SCORES = 1 << 19  # scores of a tile: 2 MiB of float32 stay in the processor's cache
 
 
 def context_attention_fwd(call: KernelCall, target: Target) -> None:
     """Write the rows of every sequence that the prefill kernel serves to ``call.output``.
 
-    Keys below ctx_len come from the cache, new ones from ``call.key`` and ``call.value``; no slot
-    behind ctx_len is read. Rows behind the grid, which covers max_query_len, are not written. Raises
-    KernelRejected for sinks beside ALiBi, as the op's assertion does.
+    Context tokens come from the cache, new tokens from ``call.key`` and ``call.value``; no slot after
+    ctx_len is read. The grid covers max_query_len rows, rounded up to tiles; later rows are not written.
+    Raises KernelRejected for sinks with ALiBi, as the op's assertion does.
     """
     if call.sinks is not None and call.alibi_slopes is not None:
         raise KernelRejected("Sinks arg is not supported with alibi")
@@ -33,20 +34,20 @@ def context_attention_fwd(call: KernelCall, target: Target) -> None:
 
 
 def unified_attention(call: KernelCall, target: Target) -> None:
-    """Write every row of every sequence to ``call.output``; no slot behind seq_len is read."""
+    """Write every row of every sequence to ``call.output``; no slot after seq_len is read."""
     _attend(UNIFIED, call, target, call.query.shape[0])
 
 
 def decode_attention_fwd(call: KernelCall, target: Target) -> None:
-    """Write the one row of every sequence to ``call.output``; no slot behind seq_len is read."""
+    """Write the one row of every sequence to ``call.output``; no slot after seq_len is read."""
     _attend(DECODE_FWD, call, target, call.query.shape[0])
 
 
 def _attend(name: str, call: KernelCall, target: Target, grid: int) -> None:
-    """Write the rows of every sequence that a kernel serves, up to ``grid`` of each.
+    """Write the rows of every sequence that a kernel serves, at most ``grid`` rows of each.
 
-    Scores and sums are float32, the weights are rounded to the dtype of the values, the output to that
-    of the query.
+    Scores and sums are float32. Weights are rounded to the dtype of the values, the output to that of the
+    query.
     """
     terms = contract(name, target, call.op)
     starts = as_read(terms, call, "query_start_loc").tolist()
@@ -67,7 +68,7 @@ def _sequence(
     cached: int,
     grid: int,
 ) -> None:
-    """Write one sequence's rows, some KV heads at a time; its first ``cached`` tokens are in the cache."""
+    """Write one sequence's rows, some KV heads at a time; ``cached`` tokens come from the cache."""
     ctx_len = seq_len - (stop - start)
     num_kv_heads, group = call.key.shape[1], call.num_queries_per_kv
     blocks = call.block_table[seq, : -(-cached // call.block_size)].long()
@@ -97,14 +98,19 @@ def _keys_and_values(
     start: int,
     stop: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cached tokens of some KV heads, then those of rows ``start`` to ``stop`` of the
-    arguments, each [heads, seq_len, head_size] float32."""
+    """Return keys and values of some KV heads, each [heads, seq_len, head_size] float32.
+
+    The first ``cached`` tokens come from the cache, the others from rows ``start`` to ``stop`` of the
+    arguments.
+    """
     format, dtype = paged.format_of(call, target), call.query.dtype
-    old_key = paged.keys(call.key_cache, blocks, kv)[:, :cached]
-    old_value = paged.values(call, blocks, kv)[:, :cached]
-    key = paged.dequantised(old_key, format, call.k_scale, dtype)
-    value = paged.dequantised(old_value, format, call.v_scale, dtype)
-    new_key, new_value = (new[start:stop, kv].transpose(0, 1) for new in (call.key, call.value))
+    cached_key = paged.keys(call.key_cache, blocks, kv)[:, :cached]
+    cached_value = paged.values(call, blocks, kv)[:, :cached]
+    key = paged.dequantised(cached_key, format, call.k_scale, dtype)
+    value = paged.dequantised(cached_value, format, call.v_scale, dtype)
+    new_key, new_value = (
+        tensor[start:stop, kv].transpose(0, 1) for tensor in (call.key, call.value)
+    )
     return torch.cat([key, new_key.float()], 1), torch.cat([value, new_value.float()], 1)
 
 
@@ -118,9 +124,9 @@ def _tile(
     row: int,
     heads: slice,
 ) -> torch.Tensor:
-    """Return attention of new tokens ``row``, row + 1, … of a sequence.
+    """Return attention of the new tokens ``row``, row + 1, … of a sequence.
 
-    ``query``, and the result: [kv heads, group, rows, head_size].
+    ``query`` and the result: [kv_heads, num_queries_per_kv, rows, head_size].
     """
     rows, window = query.shape[2], call.sliding_window
     terms, position = contract(call.op, target, call.op), ctx_len + row

@@ -1,8 +1,10 @@
-"""Model of ROCm's custom paged attention (csrc/rocm/attention.cu, vLLM 0.11.2 and 0.33.0).
+"""Model of ROCm's custom paged attention, paged_attention_rocm.
 
-Two kernels: the first cuts a sequence into partitions of 256 tokens and writes each one's largest
-score, sum of weights and output to scratch memory; the second merges them. How much scratch there is
-follows from max_seq_len, a number that the caller passes and nobody checks.
+Its source is csrc/rocm/attention.cu in vLLM 0.11.2 and csrc/rocm/attention_kernels.cuh in 0.33.0.
+
+The op has two kernels. The first splits a sequence into partitions of 256 tokens and writes the largest
+score, the sum of weights and the output of each partition to scratch memory. The second merges them. The
+size of the scratch follows from max_seq_len, which the op does not check.
 """
 
 from dataclasses import dataclass
@@ -10,23 +12,28 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.contract import PARTITION_SIZE, Contract, as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.contract import PARTITION_SIZE, Contract
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.cache import garbage
 from attnlab.tensors.call import KernelCall
 
 _WARP = 64
-_EPSILON = 1e-6  # both kernels add it to a sum before they divide by it
+_EPSILON = 1e-6  # both kernels add it to a sum before the division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scratch:
-    """What the partitions leave for the merge, as flat memory.
+    """The results of the partitions, as flat memory.
 
-    ``largest``, ``sums``: [num_seqs × num_heads × partitions] float32; ``outputs``: the same times
-    head_size, in the query's dtype. Allocated with ``torch.empty``, so what nobody writes is garbage;
-    some more of it lies behind the end, for a merge that reads too far.
+    - ``partitions``: per sequence and head.
+    - ``largest``, ``sums``: [num_seqs × num_heads × partitions] float32.
+    - ``outputs``: [num_seqs × num_heads × partitions, head_size] in the query's dtype.
+
+    vLLM allocates them with ``torch.empty``, so unwritten elements are garbage. Here more garbage follows
+    the end, for a merge that reads out of bounds.
     """
 
     partitions: int
@@ -38,7 +45,7 @@ class Scratch:
 def paged_attention_rocm(call: KernelCall, target: Target) -> None:
     """Write the row of every sequence whose query_len reads as 1 to ``call.output``.
 
-    Raises KernelRejected, with the text of the real op, where its host code refuses the call.
+    Raises KernelRejected with the message of the real op if its host code rejects the call.
     """
     terms = contract(ROCM_DECODE, target, call.op)
     check_host(terms, call)
@@ -53,7 +60,7 @@ def paged_attention_rocm(call: KernelCall, target: Target) -> None:
 
 
 def check_host(terms: Contract, call: KernelCall) -> None:
-    """Raise KernelRejected as the op's host code does, in its order and with its texts."""
+    """Raise KernelRejected as the op's host code does, in its order and with its messages."""
     dtype = str(call.query.dtype).removeprefix("torch.")
     if call.kv_cache_dtype not in terms.kv_cache_dtypes:
         raise KernelRejected(f"Unsupported KV cache dtype: {call.kv_cache_dtype}")
@@ -71,11 +78,14 @@ def check_host(terms: Contract, call: KernelCall) -> None:
 
 
 def allocate(call: KernelCall, longest: int) -> Scratch:
-    """Return scratch for ceil(max_seq_len / 256) partitions of each sequence and head."""
+    """Return scratch for ceil(max_seq_len / 256) partitions per sequence and head.
+
+    ``longest`` is the longest sequence; garbage for its partitions follows the end.
+    """
     partitions = -(-call.max_seq_len // PARTITION_SIZE)
-    behind = -(-longest // PARTITION_SIZE)
+    extra = -(-longest // PARTITION_SIZE)
     head_size = call.query.shape[2]
-    count = call.block_table.shape[0] * call.query.shape[1] * partitions + behind
+    count = call.block_table.shape[0] * call.query.shape[1] * partitions + extra
     return Scratch(
         partitions=partitions,
         largest=garbage((count,), seed=5).float(),
@@ -93,7 +103,7 @@ def _write_partitions(
     row: int,
     seq_len: int,
 ) -> None:
-    """Compute one sequence's partitions, those that the grid covers, and put them in the scratch."""
+    """Compute the partitions of one sequence that the grid covers, and write them to the scratch."""
     format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
     every = slice(None)
@@ -121,17 +131,17 @@ def _write_partitions(
 
 
 def _as_taken(terms: Contract, key_cache: torch.Tensor) -> torch.Tensor:
-    """Return the key cache in the layout that the kernel takes it for: x of 16 bytes."""
+    """Return the key cache in the layout that the kernel assumes: x of 16 bytes."""
     blocks, heads, chunks, block_size, x = key_cache.shape
     taken = (terms.key_x_bytes or 0) // key_cache.element_size()
     return key_cache.view(blocks, heads, chunks * x // taken, block_size, taken)
 
 
 def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [heads, n, head_size] cut or filled up with zeros to ``length`` positions.
+    """Return [heads, n, head_size] cut or padded with zeros to ``length`` positions.
 
-    The real kernel reads its last block again for positions behind it; times 0 that adds nothing that
-    the block's own tail does not.
+    The real kernel reads its last block again for positions after it, with weight 0. That adds nothing
+    that the tail of the block does not add already.
     """
     short = max(0, length - tensor.shape[1])
     return torch.nn.functional.pad(tensor[:, :length], (0, 0, 0, short))
@@ -151,7 +161,7 @@ def _scores(
 
 
 def _scale_of_cache(call: KernelCall, scale: float) -> float:
-    """Return k_scale or v_scale as the kernel uses it: not at all unless the cache is FP8."""
+    """Return k_scale or v_scale, or 1 unless the cache is FP8."""
     return 1.0 if call.kv_cache_dtype == "auto" else scale
 
 
@@ -160,9 +170,8 @@ def _weighted(
 ) -> torch.Tensor:
     """Return the output of each partition in ``dtype``, [num_kv_heads, group, partitions, head_size].
 
-    Up to 4 query heads a KV head, gfx9's kernel rounds each warp's 64 tokens and adds the warps up in
-    ``dtype``, bfloat16 by cutting off what does not fit (``addx4``); otherwise the whole partition is
-    summed in float32.
+    With up to 4 query heads per KV head, gfx9's kernel rounds the sum of each warp's 64 tokens and adds the
+    warps in ``dtype``, truncating in bfloat16 (``addx4``). Otherwise it sums the partition in float32.
     """
     if not by_warp:
         return (weights.transpose(1, 2) @ value * v_scale).to(dtype).transpose(1, 2)
@@ -175,7 +184,7 @@ def _weighted(
 
 
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two tensors in their dtype: float16 rounded, bfloat16 cut off."""
+    """Return the sum of two tensors in their dtype: float16 rounded, bfloat16 truncated."""
     if one.dtype != torch.bfloat16:
         return one + other
     bits = (one.float() + other.float()).view(torch.int32)
@@ -183,10 +192,10 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _places(call: KernelCall, scratch: Scratch, seq: int, partitions: int) -> torch.Tensor:
-    """Return where a sequence's partitions lie in the flat scratch, [num_heads, partitions].
+    """Return the indices of a sequence's partitions in the flat scratch, [num_heads, partitions].
 
-    With more partitions than the scratch has room for, a head's places run into the next head's, and
-    those of the last head of the last sequence behind the end: nothing checks it.
+    With more partitions than the scratch was allocated for, the indices of a head run into the next head,
+    and those of the last head of the last sequence past the end: the op does not check it.
     """
     num_heads = call.query.shape[1]
     heads = (seq * num_heads + torch.arange(num_heads)) * scratch.partitions

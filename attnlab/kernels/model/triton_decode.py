@@ -1,10 +1,11 @@
-"""Model of Triton's paged decode, kernel_paged_attention_2d
-(vllm/attention/ops/chunked_prefill_paged_decode.py)."""
+"""Model of Triton's paged decode, kernel_paged_attention_2d (chunked_prefill_paged_decode.py, vLLM 0.11.2 and
+0.33.0)."""
 
 import torch
 
-from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import TRITON_DECODE, Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 
@@ -12,9 +13,9 @@ from attnlab.tensors.call import KernelCall
 def kernel_paged_attention_2d(call: KernelCall, target: Target) -> None:
     """Write the row of every sequence whose query_len is 1 to ``call.output``.
 
-    Every key, the new one too, comes from the cache. Blocks are read whole: up to 0.11.2 the slots
-    behind seq_len take part with a score of -inf + q·k and a weight of 0, so a NaN there becomes the
-    row's; 0.33.0 masks them. Outside a sliding window the score is -10000, not -inf.
+    Every key, the new token's included, comes from the cache. The kernel reads whole blocks: in 0.11.2 the
+    slots after seq_len have a score of -inf + q·k and a weight of 0, so NaN there makes the row NaN;
+    0.33.0 masks them. Outside a sliding window the score is -10000, not -inf.
     """
     terms = contract(TRITON_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc").tolist()

@@ -1,35 +1,104 @@
-"""Origin ``rocm``: the decode kernel of vLLM's csrc/rocm, its own source.
+"""Backend ``rocm``: the decode kernel of vLLM's csrc/rocm, compiled from its own source.
 
 On a machine with an AMD GPU and a vLLM built for it the real op runs; elsewhere its source runs on the
-lab's emulated device. The prefill rows come from the lab's model either way.
+lab's emulated device. The lab's models compute the prefill rows in both cases, and all rows of calls
+that do not reach a kernel of csrc/rocm.
 """
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
-from attnlab.case.ops import PREFILL
+from attnlab.case.ops import PREFILL, TRITON_OPS
 from attnlab.case.platforms import Platform
-from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import as_read, served
+from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
+from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.cache_reads import scale_of
 from attnlab.kernels.model.rocm_decode import allocate
 from attnlab.kernels.rocm.adapt import has_source
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.rocm.op import PLAIN, PLATFORM_MACROS, DeviceOptions, Op
-from attnlab.kernels.vllm.source import Source
+from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 
 OnStep = Callable[[str], None]
 _INDICES = ("block_tables", "seq_lens", "query_start_loc")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RocmBackend(Backend):
+    """The ROCm decode kernel; ``path`` is an sdist or a checkout of vLLM, None for the installed one."""
+
+    path: Path | str | None = None
+
+    name = "rocm"
+    ops = TRITON_OPS
+    models_prefill = True
+    traces_reads = True
+    states_limits = True
+    blind_spots = (
+        "prefill rows: the models compute them",
+        "the timing and registers of real hardware",
+    )
+
+    @cached_property
+    def source(self) -> Source | None:
+        """Return the vLLM whose csrc/rocm runs, or None if the real op runs.
+
+        Raises Unavailable for a vLLM without csrc/rocm.
+        """
+        if self.path is None and native() is not None:
+            return None
+        source = find_source(self.path)
+        check_source(source)
+        return source
+
+    @property
+    def version(self) -> str:
+        return native_text() if self.source is None else self.source.text()
+
+    @property
+    def release(self) -> str:
+        known = None if self.source is None else self.source.rules
+        return known or super().release
+
+    def check(self, case: Case) -> None:
+        super().check(case)
+        if self.source is not None:
+            check_release(self.source, case)
+
+    def text(self, kernels: Sequence[str], target: Target) -> str:
+        return backend_text(self.source, kernels)
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        if ROCM_DECODE not in kernels:
+            model.run(call, target, kernels)
+            return RunOutput()
+        model.run(call, target, tuple(name for name in kernels if name != ROCM_DECODE))
+        findings = run(
+            call,
+            target,
+            self.source,
+            DeviceOptions(checked=options.trace_reads),
+            lambda step: options.on_step(f"kernels, {step}"),
+        )
+        return RunOutput(findings=findings if options.trace_reads else None)
+
+
 def backend_text(source: Source | None, kernels: Sequence[str]) -> str:
-    """Return where a run's kernels come from, in words: the source, how it ran, and what is the model's."""
+    """Describe where a run's kernels come from, on which device they ran, and which are models."""
     if ROCM_DECODE not in kernels:
         return "model (the call reaches no kernel of csrc/rocm)"
     where = f"{source.text()} csrc/rocm, emulated device" if source else native_text()
@@ -37,7 +106,7 @@ def backend_text(source: Source | None, kernels: Sequence[str]) -> str:
 
 
 def native() -> Any | None:
-    """Return the real op where this machine has an AMD GPU and a vLLM that was built for it, or None."""
+    """Return the real op if this machine has an AMD GPU and a vLLM built for it, else None."""
     if torch.version.hip is None or not torch.cuda.is_available():
         return None
     try:
@@ -48,7 +117,7 @@ def native() -> Any | None:
 
 
 def native_text() -> str:
-    """Return the real op in words: where it runs."""
+    """Describe the real op and its GPU."""
     return f"torch.ops._rocm_C, {torch.cuda.get_device_name()}"
 
 
@@ -61,9 +130,9 @@ def run(
 ) -> Findings:
     """Write the row of every sequence that the kernel serves to ``call.output``.
 
-    ``source`` None runs the real op of :func:`native`. Returns what a checked run found. Raises
-    KernelRejected with the text of the op's own host code, KernelFailed where the kernel breaks,
-    Unavailable where the source or a compiler is missing.
+    ``source`` None runs the real op of :func:`native`. Returns what a checked run recorded. Raises
+    KernelRejected with the message of the op's host code, KernelFailed if the kernel breaks, Unavailable
+    if the source or a compiler is missing.
     """
     arguments = op_arguments(call, target)
     if source is None:
@@ -79,10 +148,10 @@ def run(
 
 
 def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
-    """Return the arguments of torch.ops._rocm_C.paged_attention that vLLM's wrapper makes of a call.
+    """Return the arguments that vLLM's wrapper passes to torch.ops._rocm_C.paged_attention.
 
-    The scratch is what ``torch.empty`` would give: garbage, some of it behind the end, the same that
-    the model has.
+    The scratch tensors hold garbage, as from ``torch.empty``, with more of it after their end; the model
+    uses the same.
     """
     shape = (call.block_table.shape[0], call.query.shape[1], -(-call.max_seq_len // 256))
     longest = int(call.seq_lens.max()) if call.seq_lens.numel() else 0
@@ -115,47 +184,49 @@ def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def op_of(source: Source, platform: Platform) -> Op:
-    """Return the op of a source on a platform, with what was built for it."""
+    """Return the op of a source on a platform; it keeps what it builds."""
     return Op(root=source.root, platform=platform)
 
 
 def emulates(source: Source, platform: Platform) -> bool:
-    """Answer whether a vLLM comes with the kernel, and the platform is one that is emulated."""
+    """Return whether this vLLM contains the kernel and the platform is emulated."""
     return has_source(source.root) and platform.name in PLATFORM_MACROS
 
 
 def check_source(source: Source) -> None:
-    """Raise Unavailable where a vLLM comes without csrc/rocm's attention."""
+    """Raise Unavailable if a vLLM does not contain csrc/rocm's attention."""
     if not has_source(source.root):
         raise Unavailable(
-            f"{source.text()} ({source.kind}) comes without csrc/rocm's attention: take an sdist or a "
-            "checkout as --source; attnlab fetch --sdist 0.33.0 gets one"
+            f"{source.text()} ({source.kind}) does not contain csrc/rocm's attention: pass an sdist or "
+            "a checkout as --source; attnlab fetch --sdist 0.33.0 downloads one"
         )
 
 
 def _check_writes(call: KernelCall, target: Target) -> None:
-    """Raise KernelFailed where the op would write a row outside the output, which would hurt this
-    process; the checked device needs no such help."""
+    """Raise KernelFailed if the op would write outside the output and corrupt this process.
+
+    The checked device detects such a write itself.
+    """
     terms = contract(ROCM_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc")
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         if not 0 <= starts[seq] < call.output.shape[0]:
             raise KernelFailed(
-                f"query_start_loc[{seq}] reads as {int(starts[seq])}: the kernel would write there, and "
+                f"query_start_loc[{seq}] reads as {int(starts[seq])}: the kernel would write this row, but "
                 f"the output has {call.output.shape[0]} rows"
             )
 
 
 def _run_native(arguments: dict[str, Any], output: torch.Tensor) -> None:
-    """Call the real op on the GPU, with the arguments that its schema names."""
+    """Call the real op on the GPU with the arguments of its schema."""
     op = native()
     if op is None:
         raise Unavailable("there is no AMD GPU with a vLLM that was built for it")
     arguments = {**arguments, "exp_sum": arguments["exp_sums"]}
     given = {
-        one.name: _on_gpu(arguments[one.name])
-        for one in op._schema.arguments
-        if one.name in arguments or not one.has_default_value()
+        argument.name: _on_gpu(arguments[argument.name])
+        for argument in op._schema.arguments
+        if argument.name in arguments or not argument.has_default_value()
     }
     try:
         op(**given)

@@ -1,7 +1,7 @@
-"""The memory that a launch may touch: its own tensors. What it touches beside them is masked off and told.
+"""Memory: the tensors that a launch may access. Accesses outside them are masked off and reported.
 
-On a GPU such an access reads what happens to lie there, or stops the process; under the interpreter it
-would stop Python itself.
+On a GPU such an access reads whatever is there, or ends the process. Under the interpreter it would crash
+Python.
 """
 
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from attnlab.kernels.triton.trace import Trace
 
 
 class Memory:
-    """The tensors among a kernel's arguments, by address; ``trace`` hears of what is loaded of them."""
+    """The tensors among a kernel's arguments, by address; ``trace``, if given, records loads from them."""
 
     def __init__(self, arguments: Mapping[str, Any], trace: Trace | None = None) -> None:
         self.trace = trace
@@ -29,10 +29,9 @@ class Memory:
         self._names = [extents[base][1] for base in self._bases]
 
     def inside(self, addresses: Any, mask: Any) -> tuple[Any, str]:
-        """Return the mask without the addresses that lie in no tensor, and of the first of these the
-        place, in words; "" where there is none.
+        """Return the mask without addresses that are in no tensor, and a description of the first of these.
 
-        ``addresses``: uint64; ``mask``: bool, of the same shape.
+        The description is "" if all are in tensors. ``addresses``: uint64; ``mask``: bool, same shape.
         """
         live = addresses if mask.all() else addresses[mask]
         if not live.size:
@@ -49,12 +48,10 @@ class Memory:
         return mask & good, self._place(int(lost[0])) if lost.size else ""
 
     def _place(self, address: int) -> str:
-        """Return where an address lies relative to the nearest tensor."""
+        """Return the position of an address relative to the nearest tensor."""
         before = [base - address for base in self._bases]
-        behind = [
-            address - base - size for base, size in zip(self._bases, self._sizes, strict=True)
-        ]
-        away, i = min((max(b, a), i) for i, (b, a) in enumerate(zip(before, behind, strict=True)))
+        after = [address - base - size for base, size in zip(self._bases, self._sizes, strict=True)]
+        away, i = min((max(b, a), i) for i, (b, a) in enumerate(zip(before, after, strict=True)))
         if before[i] > 0:
             return f"{away} bytes before {self._names[i]}"
-        return f"{away} bytes behind the end of {self._names[i]}"
+        return f"{away} bytes after the end of {self._names[i]}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
-from attnlab.contracts.dispatch import TRITON_DECODE
+from attnlab.contracts.target import TRITON_DECODE
 from attnlab.tensors.call import KernelCall
 
 Program = tuple[int, int, int]

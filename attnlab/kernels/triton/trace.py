@@ -1,13 +1,12 @@
-"""Which slots of a paged cache each program of a launch loads, and for which rows.
+"""Record which slots of a paged cache each program of a launch loads, and for which rows.
 
-A slot is right or wrong only for somebody: sequence 1's slot is sequence 0's program's mistake. So reads
-are kept by program, and a program is known by the rows that it touches: the rows of the query that it
-loads, and those of an output that it stores. Whose these are, and whose the slots, is for others to say
-(:func:`attnlab.lab.reads.traced`); nothing here knows of sequences.
+Whether a read is right depends on the sequence that it is for. So reads are recorded by program, and a
+program is identified by the rows that it accesses: rows of a query that it loads, or of an output that it
+stores.
+:func:`attnlab.lab.reads.traced` assigns rows and slots to sequences; this module has no notion of one.
 
-Tensors are known by their shapes, since neither vLLM's ops nor a kernel of somebody's own need pass the
-call's own: caches are copied into another layout, queries into another dtype. A load that is masked off
-is no read. Off, nothing of this is made or called.
+Tensors are identified by their shapes, not by identity: ops may copy the cache into another layout, or the
+query into another dtype. A load that is masked off is not a read. Without tracing, nothing here is called.
 """
 
 from collections.abc import Mapping
@@ -19,16 +18,16 @@ import torch
 
 from attnlab.tensors.call import KernelCall
 
-Key = tuple[str, tuple[int, ...]]  # a tensor's name among the kernel's arguments, and rows
+Key = tuple[str, tuple[int, ...]]  # name of the kernel's argument, rows of the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The shapes of a call, by which its tensors are known among a kernel's arguments.
+    """The shapes by which a call's tensors are found among a kernel's arguments.
 
-    - ``rows``: (num_tokens, elements of a row): a query or an output; ``new``: where the new keys and
-      values begin, which may have the same shape and are neither.
-    - ``caches``: shapes of key or value cache, each with its dimensions of blocks and of slots.
+    - ``rows``: (num_tokens, elements per row) of a query or an output.
+    - ``new``: addresses of the new keys and values, which may have the same shape but are neither.
+    - ``caches``: shapes of a key or value cache; for each, its block dimension and its slot dimension.
     """
 
     rows: tuple[int, int]
@@ -37,9 +36,9 @@ class Watched:
 
     @classmethod
     def of(cls, call: KernelCall) -> "Watched":
-        """Return what to look for in a call: its caches in vLLM's two layouts.
+        """Return the shapes of a call, with its caches in both of vLLM's layouts.
 
-        Values in packs (``interleave_v``) are not looked for; their keys are.
+        Interleaved values (``interleave_v``) are not traced; their keys are.
         """
         blocks, kv_heads, head_size, block_size = call.value_cache.shape
         caches = {
@@ -56,7 +55,7 @@ class Watched:
         )
 
     def dims(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """Return the dimensions that name a row, or a block and a slot; None for another tensor."""
+        """Return the dimension of rows, or those of blocks and slots; None for any other tensor."""
         if tuple(tensor.shape) in self.caches:
             return self.caches[tuple(tensor.shape)]
         is_rows = tensor.dim() > 1 and (tensor.shape[0], tensor.shape[1:].numel()) == self.rows
@@ -67,9 +66,10 @@ class Watched:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Region:
-    """A tensor in memory: where it begins and ends, and how an address gives a row or a slot.
+    """The memory of a tensor, and how to compute a row or a slot from an address.
 
-    ``places``: (stride in bytes, size, factor of the index) of each dimension, the largest stride first.
+    ``begin``, ``end``: addresses. ``places``: (stride in bytes, size, factor of the index) per dimension,
+    the largest stride first.
     """
 
     name: str
@@ -101,13 +101,13 @@ class _Region:
         )
 
     def indices(self, addresses: Any) -> list[int]:
-        """Return the rows or slots, block × block_size + offset, that uint64 addresses lie in."""
+        """Return the rows, or the slots as block × block_size + slot, of uint64 addresses."""
         inside = addresses[(addresses >= self.begin) & (addresses < self.end)]
         rest = (inside - np.uint64(self.begin)).astype(np.int64)
         index, good = np.zeros_like(rest), np.ones(rest.shape, dtype=np.bool_)
         for stride, size, factor in self.places:
             at, rest = np.divmod(rest, max(1, stride))
-            good &= at < size  # an address between this tensor's elements is another's
+            good &= at < size  # an address between two elements belongs to another tensor
             index += at * factor
         found: list[int] = np.unique(index[good]).tolist()
         return found
@@ -115,9 +115,9 @@ class _Region:
 
 @dataclass(slots=True)
 class Trace:
-    """Notes what one program after the other touches; :meth:`end` hands it over.
+    """Recorder of the accesses of a launch's programs, which run one after the other.
 
-    ``reads`` gets, under a tensor's name and a program's rows, the slots that were loaded.
+    :meth:`end` adds the slots that a program loaded to ``reads``, by argument name and the program's rows.
     """
 
     reads: dict[Key, set[int]]
@@ -129,21 +129,21 @@ class Trace:
     def of(
         cls, watched: Watched, arguments: Mapping[str, Any], reads: dict[Key, set[int]]
     ) -> "Trace":
-        """Return the trace of a launch with these arguments by name."""
+        """Return the trace of a launch; ``arguments`` by name. The trace changes ``reads``."""
         tensors = {n: value for n, value in arguments.items() if isinstance(value, torch.Tensor)}
         dims = {name: watched.dims(tensor) for name, tensor in tensors.items()}
         regions = [_Region.of(n, tensors[n], found) for n, found in dims.items() if found]
         return cls(reads=reads, _regions=regions)
 
     def loaded(self, addresses: Any, mask: Any) -> None:
-        """Note a load; ``addresses`` uint64, ``mask`` bool of the same shape."""
-        self._note(addresses, mask, reads=True)
+        """Record a load; ``addresses`` uint64, ``mask`` bool of the same shape."""
+        self._record(addresses, mask, reads=True)
 
     def stored(self, addresses: Any, mask: Any) -> None:
-        """Note the rows of a store."""
-        self._note(addresses, mask, reads=False)
+        """Record the rows of a store; as :meth:`loaded`."""
+        self._record(addresses, mask, reads=False)
 
-    def _note(self, addresses: Any, mask: Any, reads: bool) -> None:
+    def _record(self, addresses: Any, mask: Any, reads: bool) -> None:
         live = np.atleast_1d(addresses)[np.atleast_1d(mask)]
         if not live.size:
             return
@@ -158,7 +158,7 @@ class Trace:
                 self._slots.setdefault(region.name, set()).update(found)
 
     def end(self) -> None:
-        """End a program: keep what it read under its rows."""
+        """End a program: add its slots to ``reads`` under its rows."""
         rows = tuple(sorted(self._rows))
         for name, slots in self._slots.items():
             self.reads.setdefault((name, rows), set()).update(slots)

@@ -1,39 +1,43 @@
-"""Origin ``vllm``: vLLM's own attention ops, natively on a GPU, on a CPU under Triton's interpreter.
+"""Backend ``vllm``: vLLM's own Triton attention ops, natively on a GPU or under Triton's interpreter.
 
-The platform is simulated as far as the ops ask for it: ``current_platform`` gives the Case's FP8 format
-and capability, and the lab's dispatch answers ``use_rocm_custom_paged_attention``. Where that chooses
-ROCm's own kernel, its source on the emulated device stands for ``ops.paged_attention_rocm``; the lab's
-model of it where the vLLM comes without csrc/rocm, as a wheel does, or the device is not emulated.
+The platform is simulated as far as the ops ask for it: ``current_platform`` reports the FP8 format and
+the capability of the Case's platform, and the lab's dispatch answers ``use_rocm_custom_paged_attention``.
+If the dispatch chooses the ROCm kernel, ``ops.paged_attention_rocm`` is replaced by its source on the
+emulated device, or by the lab's model of it if this vLLM has no csrc/rocm (a wheel has none) or the
+platform is not emulated.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
-from attnlab.case.ops import OPS, PREFILL, WRAPPER
+from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import ROCM_DECODE, Target
-from attnlab.kernels.model.rocm_decode import paged_attention_rocm
+from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.program_filter import Subset, needed
+from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
-from attnlab.kernels.vllm.source import Source
+from attnlab.kernels.vllm.rocm_decode import rocm_decode
+from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
 ALL = Subset()
-_ONE_OUTPUT = (WRAPPER, PREFILL)  # ops whose kernels write call.output alone, which processes share
+_ONE_OUTPUT = (WRAPPER, PREFILL)  # ops that write only call.output, which processes can share
+_NOTICE_S = 60.0  # announce a run that takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class Loaded:
     dispatch: Dispatch
 
     def function(self, op: str) -> Callable[..., None]:
-        """Return the op; raise Unavailable where the release has none."""
+        """Return the op; raise Unavailable if the release has none."""
         named = OPS[op]
         module = self.loader.load(named.module)
         found: Callable[..., None] | None = getattr(module, named.function, None)
@@ -53,8 +57,96 @@ class Loaded:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class VllmBackend(Backend):
+    """vLLM's Triton ops.
+
+    ``path`` is a wheel, an sdist or a checkout, None for the installed vLLM. ``requested_device`` is
+    "cuda", "cpu", or None for the GPU if torch can use one.
+    """
+
+    path: Path | str | None = None
+    requested_device: str | None = None
+
+    name = "vllm"
+    ops = TRITON_OPS
+    traces_reads = True
+    states_limits = True
+
+    @cached_property
+    def source(self) -> Source:
+        """Return the vLLM, found on first use; raise InvalidCase or Unavailable if there is none."""
+        return find_source(self.path)
+
+    @property
+    def device(self) -> str:
+        """Return "cuda" or "cpu"; raise Unavailable for a requested GPU that torch does not see."""
+        if self.requested_device == "cuda" and not torch.cuda.is_available():
+            raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
+        return self.requested_device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def version(self) -> str:
+        text = self.source.text()
+        return f"{text} on {torch.cuda.get_device_name()}" if self.device == "cuda" else text
+
+    @property
+    def release(self) -> str:
+        return self.source.rules or RELEASES[-1]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return ("float16", "bfloat16") if self.device == "cuda" else ("float16", "float32")
+
+    @property
+    def blind_spots(self) -> tuple[str, ...]:
+        if self.device == "cuda":
+            return (
+                "float32 on a GPU, whose dot products use TF32",
+                "which slots are read, and out-of-bounds accesses: only the interpreter records them",
+            )
+        return ("bfloat16 under Triton's interpreter; races, registers and compiler faults",)
+
+    def check(self, case: Case) -> None:
+        super().check(case)
+        dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
+        check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
+        check_release(self.source, case)
+
+    def text(self, kernels: Sequence[str], target: Target) -> str:
+        return backend_text(self.source, kernels, self.device, target.platform)
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        subset = _subset(options, call.num_queries_per_kv)
+        if self.device == "cpu":
+            seconds = estimated_s(call, tuple(kernels), subset)
+            if seconds > _NOTICE_S:
+                options.on_notice(
+                    f"about {seconds / 60:.0f} min under Triton's interpreter; "
+                    "--kv-head-range 0:1 runs one KV head, --seq-range 0:1 one sequence"
+                )
+        log = run(
+            call,
+            target,
+            kernels,
+            self.source,
+            subset,
+            lambda done, total: options.on_step(f"kernels, program {done} of {total}"),
+            self.device,
+            options.trace_reads,
+        )
+        return RunOutput(log=log, is_traced=options.trace_reads)
+
+
+def _subset(options: RunOptions, num_queries_per_kv: int = 1) -> Subset:
+    """Return the part of a call that the options ask for."""
+    return Subset(group=num_queries_per_kv, kv_heads=options.kv_head_range, seqs=options.seq_range)
+
+
 def backend_text(source: Source, kernels: Sequence[str], where: str, platform: Platform) -> str:
-    """Return what ran, in words: the source, how, and what stood in for a kernel."""
+    """Describe what ran: the source, on which device, and which kernel was replaced by a model."""
     how = torch.cuda.get_device_name() if where == "cuda" else "Triton interpreter"
     if ROCM_DECODE not in kernels:
         return f"{source.text()}, {how}"
@@ -73,16 +165,14 @@ def run(
     where: str = "cpu",
     watch: bool = False,
 ) -> RunLog:
-    """Run the real op, or a share of it, into ``call.output``; return what was seen of it, on a CPU.
+    """Run the real op, or some heads or sequences of it, into ``call.output``.
 
-    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter; ``watch`` notes there which slots of
-    the cache programs load.
+    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots of the
+    cache the programs load. Returns what was recorded; on a GPU that is only the LSE and padded rows.
 
-    Raises KernelRejected with what the op raises, Unavailable where it cannot run here.
+    Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
-    if watch and where == "cuda":
-        raise Unavailable("trace_reads must be false on a GPU: nobody sees there what is read")
-    check_runs(call, where, share)
+    check_runs(call.query.dtype, where, share, watch)
     loaded = load(source, target.platform, where)
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
@@ -92,7 +182,7 @@ def run(
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
     arguments = bind(loaded.function(call.op), moved, target)
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
-    loaded.dispatch.rocm_decode = lambda *args, **kwargs: _rocm_decode(
+    loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
     plan = interpreter.LaunchPlan(
@@ -118,24 +208,26 @@ def run(
     return plan.observed
 
 
-def check_runs(call: KernelCall, where: str, share: Subset) -> None:
-    """Raise Unavailable for what would run and be wrong, or what cannot run, on this machine."""
+def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> None:
+    """Raise Unavailable for a run that is impossible on this device, or would compute something else."""
     if where == "cuda":
+        if watch:
+            raise Unavailable("trace_reads must be false on a GPU: reads are not recorded there")
         if share.kv_heads is not None or share.seqs is not None:
             raise Unavailable(
-                "heads and seqs can be chosen under Triton's interpreter only; a GPU runs all"
+                "kv_head_range and seq_range must be none on a GPU: only Triton's interpreter can run "
+                "a part of a call"
             )
-        return
-    if call.query.dtype == torch.bfloat16:
+    elif dtype == torch.bfloat16:
         raise Unavailable(
             "dtype must not be bfloat16 under Triton's interpreter: its dot product multiplies the "
-            "raw bits; float16 and float32 are right"
+            "raw bits; use float16 or float32"
         )
 
 
 @lru_cache(maxsize=16)
 def load(source: Source, platform: Platform, device_type: str) -> Loaded:
-    """Return the ops of a source as they load on a platform; they read its facts when they load."""
+    """Return the ops of a source, loaded for a platform; they read its facts when they load."""
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()
@@ -145,14 +237,14 @@ def load(source: Source, platform: Platform, device_type: str) -> Loaded:
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:
-    """Return the ops with Triton's own interpreter, to measure and compare with."""
+    """Return the ops with Triton's own interpreter, for benchmarks and comparisons."""
     dispatch = Dispatch()
     stubs = make_stubs(platform, interpreter.load_triton(True), dispatch, interpret=True)
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 
 def _on_device(call: KernelCall, target: Target, where: str) -> dict[str, torch.Tensor]:
-    """Return the call's tensors on the device; the wrapper_cast stage converts its indices first."""
+    """Return the call's tensors on the device; stage wrapper_cast converts the index tensors."""
     moved = {}
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
@@ -164,65 +256,23 @@ def _on_device(call: KernelCall, target: Target, where: str) -> dict[str, torch.
     return moved
 
 
-def _rocm_decode(
-    call: KernelCall,
-    target: Target,
-    source: Source,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Stand for ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
-
-    Its parameters have had the same first names since 0.9: out, exp_sum, max_logits, tmp_out, query,
-    key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, query_start_loc, block_size,
-    max_seq_len, alibi_slopes, kv_cache_dtype, … (vllm/_custom_ops.py).
-    """
-    first = ("out", "exp_sum", "max_logits", "tmp_out", "query", "key_cache", "value_cache")
-    rest = ("num_kv_heads", "scale", "block_tables", "seq_lens", "query_start_loc", "block_size")
-    last = ("max_seq_len", "alibi_slopes", "kv_cache_dtype", "k_scale", "v_scale")
-    given = {**dict(zip(first + rest + last, args, strict=False)), **kwargs}
-    own = {
-        name: given[name].cpu()
-        for name in ("query", "key_cache", "value_cache", "seq_lens", "query_start_loc")
-    }
-    if "fp8" in given["kv_cache_dtype"]:
-        own |= {name: own[name].view(torch.uint8) for name in ("key_cache", "value_cache")}
-    slopes = given["alibi_slopes"]
-    translated = dataclasses.replace(
-        call,
-        **own,
-        output=given["out"].cpu(),
-        block_table=given["block_tables"].cpu(),
-        alibi_slopes=None if slopes is None else slopes.cpu(),
-        key=call.key.cpu(),
-        value=call.value.cpu(),
-        max_seq_len=given["max_seq_len"],
-        kv_cache_dtype=given["kv_cache_dtype"],
-        k_scale=float(given["k_scale"]),
-        v_scale=float(given["v_scale"]),
-        sm_scale=given["scale"],
-    )
-    if rocm_source.emulates(source, target.platform):
-        rocm_source.run(translated, target, source)
-    else:
-        paged_attention_rocm(translated, target)
-    given["out"].copy_(translated.output)
-
-
 def _explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:
-    """Return what an op raised as the lab's error: a refusal of the op's own, what Triton or Python
-    makes of its code, or a failure of this machine to run it."""
+    """Translate an exception of an op into an error of the lab.
+
+    KernelRejected: the op itself refuses the call. KernelFailed: Triton or Python raises in its code.
+    Unavailable: this machine cannot run it.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     stated = isinstance(error, ValueError | AssertionError | NotImplementedError)
     if stated and _raised_in(error).is_relative_to(source.root):
         return KernelRejected(text)
-    if stated or isinstance(error, ArithmeticError):  # Triton's, or of the op's own arithmetic
+    if stated or isinstance(error, ArithmeticError):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(text)
     return Unavailable(f"{call.op} of {source.text()} cannot run here: {text}")
 
 
 def _raised_in(error: Exception) -> Path:
-    """Return the file that raised an error."""
+    """Return the file that raised the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -12,7 +12,7 @@ import ipywidgets as ipw
 
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
+from attnlab.case.fields import BackendName, FieldType, Flag, Int, Maybe, OneOf
 
 OnChange = Callable[[str], None]
 _STYLE = {"description_width": "138px"}
@@ -64,6 +64,8 @@ def _input(name: str, kind: FieldType) -> Any:
     shared = {"description": name, "style": _STYLE, "layout": {"width": "auto"}, "tooltip": tooltip}
     if isinstance(inner, Flag) and inner is kind:
         return ipw.Checkbox(**{**shared, "style": {"description_width": "0"}}, indent=False)
+    if isinstance(inner, BackendName):  # or the name of a user's kernel, typed in
+        return ipw.Combobox(options=list(inner.choices), continuous_update=False, **shared)
     if isinstance(inner, OneOf):
         options = [(choice, choice) for choice in inner.choices]
         if isinstance(kind, Maybe):

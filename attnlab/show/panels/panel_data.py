@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import Target
-from attnlab.contracts.slot_use import Slot, SlotUse, slot_use
+from attnlab.contracts.slot_map import Slot, SlotMap
 from attnlab.lab.cache_write import as_numbers, slot_order
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -27,7 +26,7 @@ class PanelData:
     got: torch.Tensor | None
     expected: torch.Tensor | None
     row_slots: torch.Tensor | None
-    use: SlotUse
+    use: SlotMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> PanelData:
     own = replace(lab, on_step=on_step, on_notice=on_step)  # shares what the Lab holds
     result = own.run(case)
     provenance = result.cache.provenance
-    use = slot_use(result.call, Target.of(case), result.decision.kernels, provenance)
+    use = result.slot_map()
     got = expected = row_slots = None
     if result.errors is not None:
         got, expected = result.call.output, own.reference(case)

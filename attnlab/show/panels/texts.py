@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 
 from attnlab.contracts.dispatch import Decision
-from attnlab.contracts.slot_use import Slot
-from attnlab.contracts.violations import Violation
+from attnlab.contracts.slot_map import Slot
+from attnlab.contracts.violation import Violation
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
 from attnlab.show.sheets.results import place_lines

@@ -1,1 +1,27 @@
-"""Plot functions: each draws given data on an Axes and returns it."""
+"""Plot functions: each draws the data that it receives on an Axes, and returns the Axes.
+
+None of them computes results, shows a figure or saves one. Magnitudes use cividis on a logarithmic scale. NaN
+and unwritten elements have a colour outside the colour map and a hatch.
+"""
+
+from attnlab.show.plots.cache import plot_blocks, plot_cache
+from attnlab.show.plots.candidates import plot_fits, plot_sizes
+from attnlab.show.plots.errors import plot_error, plot_seq_error
+from attnlab.show.plots.formats import plot_formats
+from attnlab.show.plots.power import plot_power
+from attnlab.show.plots.scratch import plot_merge
+from attnlab.show.plots.stages import plot_stages, plot_story
+
+__all__ = [
+    "plot_blocks",
+    "plot_cache",
+    "plot_error",
+    "plot_fits",
+    "plot_formats",
+    "plot_merge",
+    "plot_power",
+    "plot_seq_error",
+    "plot_sizes",
+    "plot_stages",
+    "plot_story",
+]

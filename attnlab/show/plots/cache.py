@@ -1,5 +1,6 @@
-"""The picture of a cache: who wrote its slots, and who reads them."""
+"""Plots of a cache: the state of each slot that is read, for the whole cache or for some blocks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -8,75 +9,113 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from attnlab.contracts.slot_use import FOREIGN, UNWRITTEN, USES, SlotUse
+from attnlab.contracts.slot_map import NOT_READ, SlotMap
+from attnlab.contracts.slot_states import EMPTY, FOREIGN, STATES, SlotState
+from attnlab.show.plots.artists import hatch_cells, put_legend, runs
+from attnlab.tensors.cache import NOBODY
 
-_COLOURS = ("#e3e3e3", "#a8c5e2", "#3f6f9f", "#e15759", "#b07aa1")
-_HATCHES = {UNWRITTEN: "xx", FOREIGN: "//"}
+UNUSED = -2  # a slot that is neither written nor read, in the image; a written one is NOT_READ
+_COLOURS = {
+    SlotState.OWN: "#3f6f9f",
+    SlotState.OWN_FUTURE: "#9c755f",
+    SlotState.OUTSIDE_WINDOW: "#76b7b2",
+    SlotState.FREED: "#59a14f",
+    SlotState.UNWRITTEN: "#e15759",
+    SlotState.UNWRITTEN_TAIL: "#f1ce63",
+    SlotState.OTHER_POSITION: "#ff9da7",
+    SlotState.OTHER_SEQUENCE: "#b07aa1",
+    SlotState.NEVER_MAPPED: "#f28e2b",
+    SlotState.UNKNOWN: "#79706e",
+}
+_NOT_READ = {UNUSED: ("#e3e3e3", "not used"), NOT_READ: ("#a8c5e2", "written, not read")}
+_HATCHES = dict.fromkeys(EMPTY, "xx") | dict.fromkeys(FOREIGN, "//")
 
 
-def plot_cache(use: SlotUse, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw every slot: a column for each block, in the order of the block table, a row for each slot.
+def plot_cache(slot_map: SlotMap, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw every slot of a cache: a column per block, a row per slot.
 
-    Blocks of a sequence stand together between two lines, those of nobody at the right. What is read but
-    does not hold the token is hatched.
+    Columns are in the order of the block table, with a line between sequences; blocks in no row of the
+    table are at the right. A circle marks the first of adjacent blocks that have slots of a hatched state.
     """
     ax = ax or plt.subplots(figsize=(9, 2.6), layout="constrained")[1]
-    order = use.order()
-    shown = use.use[order].T.numpy()
-    colours = ListedColormap(_COLOURS)
-    ax.imshow(shown, cmap=colours, vmin=0, vmax=4, aspect="auto", interpolation="none")
-    handles = [_entry(state) for state in np.unique(shown)]
+    order = slot_map.order()
+    codes = _codes(slot_map)[order.numpy()].T
+    _draw(ax, codes)
     for state in _HATCHES:
-        _hatch(ax, shown == state, _HATCHES[state])
-        _ring(ax, shown == state, _COLOURS[state])
-    _block_ticks(ax, use.provenance.block_table.numpy(), len(order))
-    slots = shown.shape[0]
-    ax.set_yticks(sorted({0, slots // 2, slots - 1}))
-    ax.set(ylabel="slot", title=title or _finding(shown))
-    ax.legend(
-        handles=handles,
-        fontsize="small",
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.32),
-        ncols=5,
-        columnspacing=1.2,
-        handlelength=1.5,
-        frameon=False,
-    )
+        _circle(ax, codes == state.code, _COLOURS[state])
+    _block_ticks(ax, slot_map.provenance.block_table.numpy(), len(order))
+    num_slots = codes.shape[0]
+    ax.set_yticks(sorted({0, num_slots // 2, num_slots - 1}))
+    ax.set(ylabel="slot", title=title or _finding(slot_map))
+    put_legend(ax, _entries(codes), below=True)
     return ax
 
 
-def _entry(state: int) -> Patch:
-    """Return a state's entry of the legend."""
-    hatch = _HATCHES.get(int(state))
-    return Patch(facecolor=_COLOURS[state], edgecolor="white", hatch=hatch, label=USES[state])
+def plot_blocks(
+    slot_map: SlotMap,
+    *,
+    blocks: Sequence[int] | None = None,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw some blocks of a cache, or all: a row per block, a column per slot."""
+    rows = list(range(len(slot_map.states))) if blocks is None else list(blocks)
+    ax = ax or plt.subplots(figsize=(8, 1.1 + 0.35 * len(rows)), layout="constrained")[1]
+    codes = _codes(slot_map)[rows]
+    _draw(ax, codes)
+    ax.set_yticks(range(len(rows)), [_block_label(slot_map, block) for block in rows])
+    ax.set_xticks(range(0, codes.shape[1], 4))
+    ax.set(xlabel="slot of the block", title=title or _finding(slot_map))
+    put_legend(ax, _entries(codes))
+    return ax
 
 
-def _hatch(ax: Axes, mask: Any, hatch: str) -> None:
-    """Lay a hatch over the columns of a mask, from its first to its last slot."""
-    for column in np.flatnonzero(mask.any(0)):
-        slots = np.flatnonzero(mask[:, column])
-        ax.fill_between(
-            [column - 0.5, column + 0.5],
-            slots[0] - 0.5,
-            slots[-1] + 0.5,
-            facecolor="none",
-            edgecolor="white",
-            hatch=hatch,
-            linewidth=0,
-        )
+def _codes(slot_map: SlotMap) -> Any:
+    """Return what the image shows, [num_blocks, block_size]: an index into STATES, NOT_READ or UNUSED."""
+    used = slot_map.is_read | (slot_map.provenance.seq != NOBODY)
+    return np.where(used.numpy(), slot_map.states.numpy(), UNUSED)
 
 
-def _ring(ax: Axes, mask: Any, colour: str) -> None:
-    """Ring the first slot of each run of columns of a mask: among many blocks it is too small to see."""
-    columns = np.flatnonzero(mask.any(0))
-    firsts = columns[np.diff(columns, prepend=-2) > 1]
+def _draw(ax: Axes, codes: Any) -> None:
+    """Draw the image, with a hatch over slots that do not hold the reader's token."""
+    colours = [colour for colour, _ in _NOT_READ.values()] + [_COLOURS[state] for state in STATES]
+    ax.imshow(
+        codes,
+        cmap=ListedColormap(colours),
+        vmin=UNUSED,
+        vmax=len(STATES) - 1,
+        aspect="auto",
+        interpolation="none",
+    )
+    for state, hatch in _HATCHES.items():
+        if (codes == state.code).any():
+            hatch_cells(ax, codes == state.code, hatch, "white")
+
+
+def _entries(codes: Any) -> list[Patch]:
+    """Return the legend's entries for what the image shows."""
+    entries = []
+    for code in np.unique(codes).tolist():
+        if code in _NOT_READ:
+            colour, label = _NOT_READ[code]
+            entries.append(Patch(facecolor=colour, label=label))
+        else:
+            state = STATES[code]
+            style: dict[str, Any] = {"facecolor": _COLOURS[state], "hatch": _HATCHES.get(state)}
+            entries.append(Patch(**style, edgecolor="white", label=f"read: {state}"))
+    return entries
+
+
+def _circle(ax: Axes, mask: Any, colour: str) -> None:
+    """Circle the first slot of each run of columns of a mask, since one slot of many is too small."""
+    firsts = [first for first, _ in runs(mask.any(0))]
     style: dict[str, Any] = {"ms": 11, "mfc": "none", "mec": colour, "mew": 2, "clip_on": False}
-    ax.plot(firsts, mask[:, firsts].argmax(0), "o", **style)
+    if firsts:
+        ax.plot(firsts, mask[:, firsts].argmax(0), "o", **style)
 
 
 def _block_ticks(ax: Axes, block_table: Any, num_blocks: int) -> None:
-    """Name each sequence below its blocks, and rule a line between two."""
+    """Label each sequence below its blocks, and draw a line between two sequences."""
     seqs, width = block_table.shape
     ax.set_xticks([width * (i + 0.5) - 0.5 for i in range(seqs)], [str(i) for i in range(seqs)])
     for i in range(1, seqs + (num_blocks > seqs * width)):
@@ -85,9 +124,15 @@ def _block_ticks(ax: Axes, block_table: Any, num_blocks: int) -> None:
     ax.set_xlabel(f"blocks of sequence ({width} each)")
 
 
-def _finding(shown: Any) -> str:
-    missing, foreign = (int((shown == state).sum()) for state in (UNWRITTEN, FOREIGN))
-    if not missing and not foreign:
-        return "every slot that is read holds its token"
-    parts = [(missing, "read that nobody wrote"), (foreign, "read that hold another token")]
-    return ", ".join(f"{n} slot{'s' * (n > 1)} {words}" for n, words in parts if n)
+def _block_label(slot_map: SlotMap, block: int) -> str:
+    owner = slot_map.at(block, 0).owner
+    return f"block {block}" if owner is None else f"block {block} (sequence {owner[0]})"
+
+
+def _finding(slot_map: SlotMap) -> str:
+    counts = slot_map.counts()
+    if not counts:
+        return "no slot is read"
+    if set(counts) == {SlotState.OWN}:
+        return f"all {counts[SlotState.OWN]} slots that are read hold the reader's token"
+    return "slots read: " + ", ".join(f"{number} {state}" for state, number in counts.items())

@@ -18,7 +18,7 @@ from attnlab.show.sheets.sheet import (
 )
 
 if TYPE_CHECKING:
-    from attnlab.contracts.violations import Violation, Violations
+    from attnlab.contracts.violation import Violation, Violations
     from attnlab.lab.decode_error import DecodedError
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result

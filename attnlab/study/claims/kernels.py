@@ -6,7 +6,8 @@ import itertools
 import torch
 
 from attnlab.case.ops import PREFILL
-from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
 from attnlab.study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.ops import PREFILL, RELEASES
-from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model import rocm_decode

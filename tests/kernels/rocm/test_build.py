@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import adapt, build
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.op import Op

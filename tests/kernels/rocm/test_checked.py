@@ -10,13 +10,14 @@ from helpers.sources import sdist
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed
-from attnlab.contracts.dispatch import Target
+from attnlab.contracts.slot_states import STATES, SlotState, slot_states
+from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.rocm.op import DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.lab.reads import KINDS, kinds_of, report
+from attnlab.lab.reads import report
 from attnlab.tensors.call import KernelCall
 
 CHECKED = DeviceOptions(checked=True)
@@ -42,10 +43,10 @@ def test_a_sound_call_is_clean_and_gives_the_same_bits(rocm: Source, group: int)
     seqs = [s for s, query_len in enumerate(case.lengths.query_lens) if query_len == 1]
     assert sorted({one.seq for one in memory.slots}) == seqs
     for one in memory.slots:
-        assert one.counts["own"] == case.lengths.seq_lens[one.seq]
-        clean = ("own future", "own unwritten", "other sequence", "never mapped")
-        assert all(one.counts[kind] == 0 for kind in clean)
-        assert one.counts["unwritten tail"] < case.block_size
+        assert one.counts[SlotState.OWN] == case.lengths.seq_lens[one.seq]
+        read = {state for state, count in one.counts.items() if count}
+        assert read <= {SlotState.OWN, SlotState.UNWRITTEN_TAIL}
+        assert one.counts[SlotState.UNWRITTEN_TAIL] < case.block_size
 
 
 def test_slot_states(rocm: Source) -> None:
@@ -67,15 +68,13 @@ def test_slot_states(rocm: Source) -> None:
     memory = report(findings, cache.provenance, call.seq_lens)
     counts = {(one.tensor, one.seq): one.counts for one in memory.slots}
     for tensor in ("key_cache", "value_cache"):
-        kinds = dict(zip(KINDS, (8, 0, 0, 1, 7, 16, 16), strict=True))
-        assert counts[tensor, 0] == kinds
-        assert counts[tensor, 1] == dict(zip(KINDS, (40, 0, 0, 1, 7, 0, 0), strict=True))
-    assert memory.total("never mapped") == 32
-    short = torch.tensor([33, 41], dtype=torch.int32)
-    kinds = kinds_of(0, cache.provenance, short.tolist())
-    block, offset = cache.provenance.slot(0, 35)
-    assert KINDS[int(kinds[block, offset])] == "own future"
-    assert "sequence 0 reads key_cache: 8 own, 1 own unwritten" in memory.lines()[0]
+        read = [{state: n for state, n in counts[tensor, seq].items() if n} for seq in (0, 1)]
+        own = {SlotState.UNWRITTEN: 1, SlotState.UNWRITTEN_TAIL: 7}
+        foreign = {SlotState.OTHER_SEQUENCE: 16, SlotState.NEVER_MAPPED: 16}
+        assert read == [{SlotState.OWN: 8, **own, **foreign}, {SlotState.OWN: 40, **own}]
+    assert memory.total(SlotState.NEVER_MAPPED) == 32
+    states = slot_states(cache.provenance, 0, seq_len=33)
+    assert STATES[int(states[cache.provenance.slot(0, 35)])] is SlotState.OWN_FUTURE
 
 
 def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.dispatch import ROCM_DECODE, Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.rocm.op import PLAIN, DeviceOptions

@@ -14,7 +14,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
@@ -147,7 +148,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
         raise Unavailable("enough")
 
     source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
-    monkeypatch.setattr("attnlab.lab.lab.find_source", lambda path: source)
+    monkeypatch.setattr("attnlab.kernels.vllm.backend.find_source", lambda path: source)
     monkeypatch.setattr("attnlab.kernels.vllm.backend.run", stop)
     for heads, announced in ((None, 1), ((0, 1), 0)):
         notices.clear()

@@ -100,7 +100,7 @@ def test_a_read_outside_is_masked_and_told(triton):
     with interpreter.launching(plan):
         kernels(triton)["copy"][(1,)](memory[4:], target, 8, SIZE=8)
     (stray,) = plan.observed.outside.values()
-    assert (stray.verb, stray.place) == ("reads", "0 bytes behind the end of source")
+    assert (stray.verb, stray.place) == ("reads", "0 bytes after the end of source")
     assert target.tolist() == [5.0, 6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 0.0]
     masked = interpreter.LaunchPlan()
     with interpreter.launching(masked):

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import ROCM_DECODE, Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops

@@ -15,10 +15,11 @@ from helpers.upstream import RUNNER, written
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.checker import library
-from attnlab.checker.check_case import look
+from attnlab.checker import library, op_check
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.subject import models, plugin, vllm
+from attnlab.kernels import find_backend
+from attnlab.kernels.model.backend import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import to_flash, untouched
@@ -36,11 +37,11 @@ import json, resource, sys
 from pathlib import Path
 from helpers.far import far_case
 from attnlab.lab.lab import Lab
-from attnlab.checker.check_case import look
-from attnlab.checker.subject import vllm
-subject = vllm(Path(sys.argv[1]))
+from attnlab.checker.case_check import check_case
+from attnlab.kernels import find_backend
+backend = find_backend("vllm", Path(sys.argv[1]), "cpu")
 for op in sys.argv[2:]:
-    look(Lab(source=Path(sys.argv[1]), device="cpu"), subject, far_case(subject, op))
+    check_case(Lab(source=Path(sys.argv[1]), device="cpu"), backend, far_case(backend, op))
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 """
 
@@ -48,22 +49,22 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 @pytest.mark.parametrize("op", OPS)
 def test_offsets_are_beyond_the_limit_and_models_right(op: str) -> None:
     """Every used block begins beyond 2^31 elements in either layout, and the models read it."""
-    subject, lab = models("0.33.0"), Lab()
-    case = far_case(subject, op)
+    backend, lab = ModelBackend(rules="0.33.0"), Lab()
+    case = far_case(backend, op)
     call = lab.call(case)
     least = int(call.block_table.min())
     assert least >= case.first_block
     assert least * call.key_cache.stride(0) > 2**31
     assert least * call.value_cache.stride(0) > 2**31
-    assert look(lab, subject, case) == []
+    assert check_case(lab, backend, case) == []
 
 
 def test_what_wraps_is_found(source: Source) -> None:
     """Only 0.11.2's split-KV decode multiplies slot and stride as int32."""
-    subject = vllm(source.path)
+    backend = find_backend("vllm", source.path, "cpu")
     for op in OPS:
         lab = Lab(source=source.path, device="cpu")
-        found = {one.kind: one for one in look(lab, subject, far_case(subject, op))}
+        found = {one.kind: one for one in check_case(lab, backend, far_case(backend, op))}
         wraps = op == "decode_attention_fwd" and source.rules == "0.11.2"
         assert ("int32_wrap" in found) == wraps, op
         assert ("wrong_output" in found) == wraps, op
@@ -82,8 +83,8 @@ def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
         text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
     file = tmp_path / "kernel.py"
     file.write_text(text)
-    subject = plugin(f"{file}:my_attention")
-    found = {one.kind for one in look(Lab(), subject, far_case(subject, "unified_attention"))}
+    backend = find_backend(f"{file}:my_attention")
+    found = {one.kind for one in check_case(Lab(), backend, far_case(backend, "unified_attention"))}
     assert ({"int32_wrap", "wrong_output"} <= found) == (not wide)
     assert wide == (not found)
 
@@ -98,11 +99,11 @@ def test_it_takes_little_memory(source: Source) -> None:
 
 def test_a_plugin_is_asked_first() -> None:
     """A plugin without large_caches gets no large cache, and the report states it."""
-    subject = plugin(f"{EXAMPLE}:my_attention")
+    backend = find_backend(f"{EXAMPLE}:my_attention")
     assert not any(
-        c.first_block for c in hostile_cases(subject, "unified_attention", "sm_90", 20, 0)
+        c.first_block for c in hostile_cases(backend, "unified_attention", "sm_90", 20, 0)
     )
-    assert any("large_caches = True" in text for text in subject.left_out())
+    assert any("large_caches = True" in text for text in backend.blind_spots)
 
 
 def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +112,12 @@ def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*args, **kwargs):
         raise MemoryError
 
-    subject = models("0.33.0")
-    monkeypatch.setattr(library, "hostile_cases", lambda *args: iter([far_case(subject, OPS[0])]))
+    backend = ModelBackend(rules="0.33.0")
+    monkeypatch.setattr(op_check, "hostile_cases", lambda *args: iter([far_case(backend, OPS[0])]))
     monkeypatch.setattr(np, "zeros", refuse)
     with pytest.raises(Unavailable, match=r"does not give 4\.0 GiB of addresses"):
         untouched((2**31,), torch.float16)
-    report = library.check_library(subject, [OPS[0]], "sm_90", 1, 60.0)
+    report = library.check_library(backend, [OPS[0]], "sm_90", 1, 60.0)
     assert report.cases_run == 0
     assert report.findings == []
     assert any("GiB of addresses" in text for text in report.left_out)
@@ -158,7 +159,7 @@ def test_where_it_makes_no_sense(changes) -> None:
 def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
     """Without a GPU the script cannot decide and says why; with a GPU's strides it distinguishes the
     releases."""
-    case = far_case(vllm(of_release("0.11.2").path), "decode_attention_fwd")
+    case = far_case(find_backend("vllm", of_release("0.11.2").path, "cpu"), "decode_attention_fwd")
     script = written(tmp_path, case.replace(first_block=case.first_block), "wrong_output")
 
     def run(version: str) -> tuple[int, str]:

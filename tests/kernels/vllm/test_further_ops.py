@@ -19,7 +19,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import DECODE_FWD, MERGE, OPS, UNIFIED, WRITE
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
 from attnlab.kernels.triton.program_filter import Subset
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source

@@ -14,14 +14,16 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import TRITON_DECODE, Target, decide
+from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.contracts.violations import find_violations
-from attnlab.defects import CATALOGUE
+from attnlab.defects import DEFECTS
+from attnlab.defects.problem import make_problem
 from attnlab.defects.sinks import splits
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinguish import problem_of, separate
-from attnlab.diagnosis.fault_injection import plant, sound_scene
+from attnlab.diagnosis.distinction import find_distinction
 from attnlab.diagnosis.files import diagnose_files
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -34,9 +36,8 @@ from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
 
 pytestmark = needs_triton
 
-NAMED = {defect.name: defect for defect in CATALOGUE}
 BESIDE = {"sink_capped": {"softcap": 0.7}, "sink_beside_alibi": {"alibi": True}}
-SINKS = [one.name for one in CATALOGUE if one.family == "sinks" and one.name not in BESIDE]
+SINKS = [one.name for one in DEFECTS.values() if one.family == "sinks" and one.name not in BESIDE]
 DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
 
 
@@ -145,7 +146,7 @@ def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
     case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
     call, cache = call_of(case)
     (first, *_) = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
-    assert (first.kind, first.effect, first.subject) == ("unsupported", "rejected", "sinks")
+    assert (first.kind, first.effect, first.tensor) == ("unsupported", "rejected", "sinks")
     for run in (modelled, lambda case: real(case, source)):
         with pytest.raises(KernelRejected, match=r"^Sinks arg is not supported with alibi$"):
             run(case)
@@ -174,24 +175,23 @@ def test_breaches_of_a_captured_call():
     call, _ = call_of(case)
     target = Target.of(case)
     for kernel in ("paged_attention_rocm", DECODE_FWD):
-        texts = [
-            one.text for one in find_violations(call, target, (kernel,)) if one.subject == "sinks"
-        ]
-        assert texts == [f"sinks is given; {kernel} takes none"]
+        found = [v for v in find_violations(call, target, (kernel,)) if v.tensor == "sinks"]
+        assert [(v.kernel, v.effect, v.required) for v in found] == [(kernel, "rejected", "none")]
     half = dataclasses.replace(call, sinks=call.sinks.half())
     (violation,) = find_violations(half, target, ("cpu_attention_with_kv_cache",))
-    assert violation.text == "sinks is float16; cpu_attention_with_kv_cache takes bfloat16, float32"
+    assert (violation.tensor, violation.dtype) == ("sinks", "float16")
+    assert violation.required == "bfloat16, float32"
 
 
 def test_splits_are_those_of_unified_attention():
     """The number of splits equals that of reduce_segments; a batch with a prefill is not split."""
     case = hostile(op=UNIFIED, sinks=True, **DECODES)
-    problem = problem_of(case)
+    problem = make_problem(case)
     assert [splits(problem, seq) for seq in range(4)] == [1, 7, 10, 12]
-    problem = problem_of(case.replace(num_splits=4))
+    problem = make_problem(case.replace(num_splits=4))
     assert [splits(problem, seq) for seq in range(4)] == [1, 4, 4, 4]
-    assert splits(problem_of(hostile(op=UNIFIED, sinks=True)), 10) == 1
-    problem = problem_of(hostile(sinks=True, **DECODES))
+    assert splits(make_problem(hostile(op=UNIFIED, sinks=True)), 10) == 1
+    problem = make_problem(hostile(sinks=True, **DECODES))
     assert [splits(problem, seq) for seq in range(4)] == [1, 1, 2, 3]
 
 
@@ -201,12 +201,12 @@ def test_each_defect_is_found(name, op):
     """A planted defect is the cause or among equivalent explanations, and its scope is all rows."""
     lens = {**DECODES, "num_blocks": None} if name == "sink_per_split" else {}
     case, lab = hostile(op=op, sinks=True, platform="sm_90", empty_slots="garbage", **lens), Lab()
-    problem, output = sound_scene(lab, case)
-    diagnosis = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, propose=False)
+    problem, output = correct_run(lab, case)
+    diagnosis = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab, propose=False)
     assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
-    rest = [defect for defect in CATALOGUE if defect.name != name]
-    blind = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, catalogue=rest)
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
+    rest = [defect for defect in DEFECTS.values() if defect.name != name]
+    blind = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab, defects=rest)
     assert blind.status == "unexplained"
 
 
@@ -220,7 +220,7 @@ def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source)
     assert agrees(modelled(case).output, output, between(case))
     diagnosis = diagnose(case, output, propose=False)
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_beside_alibi", "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("sink_beside_alibi", "all")
     assert diagnose(case.replace(**DECODES, num_blocks=None)).status == "nothing wrong"
     plain = case.replace(sinks=False)
     assert diagnose(plain, real(plain, source).output, propose=False).status == "nothing wrong"
@@ -230,9 +230,9 @@ def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
     """Without sinks the shift cancels in the softmax; with sinks it does not."""
     for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
         case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty_slots="zeros", **DECODES)
-        problem, output = sound_scene(Lab(), case)
+        problem, output = correct_run(Lab(), case)
         diagnosis = diagnose(
-            case, plant(problem, output, NAMED["alibi_shifted"], "all"), propose=False
+            case, plant(problem, output, DEFECTS["alibi_shifted"], "all"), propose=False
         )
         assert diagnosis.status == verdict
         assert diagnosis.cause is None or diagnosis.cause.name == "alibi_shifted"
@@ -247,7 +247,7 @@ def test_in_decodes_alone_it_is_placed_there():
     model.run(blind, Target.of(case), (TRITON_DECODE,))
     diagnosis = diagnose(case, call.output, lab=lab, propose=False)
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_ignored", "decode")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("sink_ignored", "decode")
     right = Lab().output(case)
     wrong = (call.output != right).flatten(1).any(1)
     assert torch.equal(wrong, decode_rows(case))
@@ -268,23 +268,23 @@ def test_twice_and_once_per_split_are_the_same_in_two_pieces():
     the defects."""
     case = hostile(sinks=True, platform="sm_90", query_lens=(1, 1), ctx_lens=(300, 400))
     lab = Lab()
-    problem, output = sound_scene(lab, case)
-    diagnosis = diagnose(case, plant(problem, output, NAMED["sink_per_split"], "all"), lab=lab)
+    problem, output = correct_run(lab, case)
+    diagnosis = diagnose(case, plant(problem, output, DEFECTS["sink_per_split"], "all"), lab=lab)
     assert diagnosis.status == "ambiguous"
     assert {one.name for one in diagnosis.explanations} == {"sink_counted_twice", "sink_per_split"}
-    assert diagnosis.separation is not None
-    assert diagnosis.separation.case is not None
+    assert diagnosis.distinction is not None
+    assert diagnosis.distinction.case is not None
 
 
 def test_without_sinks_none_of_them_is_suspected():
     """Sink defects do not apply to a call without sinks; an extra sink does not apply to a call with
     sinks."""
-    problems = problem_of(hostile()), problem_of(hostile(sinks=True))
-    assert not any(NAMED[name].applies(problems[0]) for name in SINKS)
-    assert all(NAMED[name].applies(problems[1]) for name in SINKS)
-    assert NAMED["sink_counted"].applies(problems[0])
-    assert not NAMED["sink_counted"].applies(problems[1])
-    apart = separate(hostile(), NAMED["sink_ignored"], NAMED["sink_counted_twice"])
+    problems = make_problem(hostile()), make_problem(hostile(sinks=True))
+    assert not any(DEFECTS[name].applies(problems[0]) for name in SINKS)
+    assert all(DEFECTS[name].applies(problems[1]) for name in SINKS)
+    assert DEFECTS["sink_counted"].applies(problems[0])
+    assert not DEFECTS["sink_counted"].applies(problems[1])
+    apart = find_distinction(hostile(), DEFECTS["sink_ignored"], DEFECTS["sink_counted_twice"])
     assert apart.case is None
 
 
@@ -294,7 +294,7 @@ def test_the_power_of_a_test_with_sinks():
     case = hostile(
         sinks=True, distribution="uniform_1e-3", stage="cast_after_cumsum", empty_slots="zeros"
     )
-    names = [NAMED[name] for name in SINKS if name != "sink_per_split"]  # not in the sampled rows
+    names = [DEFECTS[name] for name in SINKS if name != "sink_per_split"]  # not in the sampled rows
     outcomes = {}
     for data in ("uniform_1e-3", "normal"):
         diagnosis = power(case.replace(distribution=data, atol=1e-3), mutants=names, remedies=False)

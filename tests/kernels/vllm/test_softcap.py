@@ -13,13 +13,14 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, WRAPPER
-from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import Target, decide
+from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
-from attnlab.defects import CATALOGUE
+from attnlab.defects import DEFECTS
+from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.distinguish import problem_of
-from attnlab.diagnosis.fault_injection import plant, sound_scene
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
@@ -30,8 +31,7 @@ from attnlab.tensors.batch import make_batch
 
 pytestmark = needs_triton
 
-NAMED = {defect.name: defect for defect in CATALOGUE}
-CAPS = [defect.name for defect in CATALOGUE if defect.family == "softcap"]
+CAPS = [defect.name for defect in DEFECTS.values() if defect.family == "softcap"]
 DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
 
 
@@ -93,7 +93,7 @@ def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
         return
     assert output.isnan().flatten(1).any(1).sum() > 50
     assert diagnosis.cause is not None
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("softcap_overflows", "all")
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
 
 
 @pytest.mark.parametrize("name", CAPS)
@@ -101,31 +101,31 @@ def test_each_defect_is_found(name):
     """A planted defect is the cause; without its catalogue entry there is none."""
     cap = 0.02 if name == "softcap_overflows" else 0.7
     case, lab = capped(alibi=True, softcap=cap, empty_slots="garbage"), Lab()
-    problem, output = sound_scene(lab, case)
-    broken = plant(problem, output, NAMED[name], "all")
+    problem, output = correct_run(lab, case)
+    broken = plant(problem, output, DEFECTS[name], "all")
     diagnosis = diagnose(case, broken, lab=lab, propose=False)
     assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
-    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
-    rest = [defect for defect in CATALOGUE if defect.name != name]
-    assert diagnose(case, broken, lab=lab, catalogue=rest).status == "unexplained"
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
+    rest = [defect for defect in DEFECTS.values() if defect.name != name]
+    assert diagnose(case, broken, lab=lab, defects=rest).status == "unexplained"
 
 
 def test_a_capped_sink_is_found():
     """A sink that is capped too."""
     case, lab = capped(sinks=True, empty_slots="garbage"), Lab()
-    problem, output = sound_scene(lab, case)
-    diagnosis = diagnose(case, plant(problem, output, NAMED["sink_capped"], "all"), lab=lab)
+    problem, output = correct_run(lab, case)
+    diagnosis = diagnose(case, plant(problem, output, DEFECTS["sink_capped"], "all"), lab=lab)
     assert diagnosis.cause is not None
     assert diagnosis.cause.name == "sink_capped"
 
 
 def test_without_a_cap_none_of_them_is_suspected():
     """An overflow that some data show is not reported as equivalent."""
-    problem = problem_of(hostile(op=UNIFIED))
-    assert not any(NAMED[name].applies(problem) for name in (*CAPS, "sink_capped"))
-    problem = problem_of(capped(alibi=True, softcap=5.0))
-    assert [name for name in CAPS if not NAMED[name].applies(problem)] == ["softcap_overflows"]
-    assert not is_equivalent(capped(softcap=5.0), NAMED["softcap_overflows"])
+    problem = make_problem(hostile(op=UNIFIED))
+    assert not any(DEFECTS[name].applies(problem) for name in (*CAPS, "sink_capped"))
+    problem = make_problem(capped(alibi=True, softcap=5.0))
+    assert [name for name in CAPS if not DEFECTS[name].applies(problem)] == ["softcap_overflows"]
+    assert not is_equivalent(capped(softcap=5.0), DEFECTS["softcap_overflows"])
 
 
 def test_a_captured_call_with_a_cap():
@@ -135,7 +135,8 @@ def test_a_captured_call_with_a_cap():
     assert call.softcap == 0.7
     other = dataclasses.replace(call, op=WRAPPER)
     found = find_violations(other, Target.of(case), ("context_attention_fwd",))
-    assert "softcap is 0.7; context_attention_fwd takes none" in [one.text for one in found]
+    capped_by = [(v.kernel, v.value, v.required) for v in found if v.parameter == "softcap"]
+    assert capped_by == [("context_attention_fwd", 0.7, "none")]
 
     def chunked_prefill_paged_decode(query, key, value, output): ...
 

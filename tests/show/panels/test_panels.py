@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
-from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.case.ops import OPS, WRITE
 from attnlab.case.stages import STAGES
 from attnlab.case.test_id import nearest_id
-from attnlab.contracts.slot_use import FOREIGN, OWN, SPARE, UNUSED, UNWRITTEN, USES
+from attnlab.contracts.slot_states import SlotState
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.case_text import case_texts, read_case
@@ -47,6 +47,7 @@ def values_of(name: str) -> list[object]:
     inner = kind.kind if isinstance(kind, Maybe) else kind
     some: list[object] = {
         OneOf: lambda: list(inner.choices),
+        BackendName: lambda: [*inner.choices, "mine.py:fast", "plugin:fast"],
         Flag: lambda: [True, False],
         Int: lambda: [inner.least, inner.least + 7],
         Number: lambda: [0.5, 1e-6, 1 / 3],
@@ -558,21 +559,19 @@ def test_slots_by_writer_and_reader(stage: str) -> None:
             "all_rows": ctx_len + query_len,
         }[fill]
         read, written, own = read + reads, written + writes, own + min(reads, writes)
-    counts = [int((seen.use.use == state).sum()) for state in range(len(USES))]
-    assert counts[OWN] == own
-    assert counts[SPARE] == written - own
-    assert counts[UNWRITTEN] == read - own
-    assert counts[FOREIGN] == 0
-    assert sum(counts) == seen.use.use.numel()
-    assert counts[UNUSED] == sum(counts) - written - (read - own)
+    expected = {SlotState.OWN: own, SlotState.UNWRITTEN: read - own}
+    assert seen.use.counts() == {state: count for state, count in expected.items() if count}
+    is_written = seen.use.provenance.seq >= 0
+    assert int((is_written & ~seen.use.is_read).sum()) == written - own
 
 
 def test_a_foreign_slot_is_seen() -> None:
     """A block table of the call that names another sequence's block: read as another token."""
     from dataclasses import replace
 
-    from attnlab.contracts.dispatch import Target
-    from attnlab.contracts.slot_use import slot_use
+    from attnlab.contracts.kernel_contracts import contracts_of
+    from attnlab.contracts.slot_map import slot_map
+    from attnlab.contracts.target import Target
 
     seen = look(Lab(), SMALL, lambda step: None)
     table = seen.result.call.block_table.clone()
@@ -580,8 +579,9 @@ def test_a_foreign_slot_is_seen() -> None:
     call = replace(seen.result.call, block_table=table)
     provenance = seen.result.cache.provenance
     kernels = seen.result.decision.kernels
-    use = slot_use(call, Target.of(SMALL), kernels[:1], provenance)  # the prefill kernel alone
-    assert int((use.use == FOREIGN).sum()) == 16
+    contracts = contracts_of(kernels[:1], Target.of(SMALL), call.op)  # the prefill kernel alone
+    use = slot_map(call, contracts, provenance)
+    assert use.counts()[SlotState.OTHER_SEQUENCE] == 16
     block = int(provenance.block_table[1, 0])
     slot = use.at(block, 3)
     assert (slot.writer, slot.reader, slot.owner) == ((1, 3), (0, 3), (1, 3))

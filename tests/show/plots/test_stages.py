@@ -1,14 +1,10 @@
-"""The picture of the stages: what is drawn is what the cells say."""
-
-import matplotlib
-
-matplotlib.use("agg")
+"""The plots of stages show the status and the number of wrong elements of each cell."""
 
 import matplotlib.pyplot as plt
 import pytest
 
 from attnlab.lab.stage_table import Cell
-from attnlab.show.plots.stages import plot_story
+from attnlab.show.plots import plot_stages, plot_story
 
 
 def cell(stage, platform, status, mismatched):
@@ -37,9 +33,7 @@ STORIES = {"int64": "the first form", "fill_all": "the first cache fix, on top o
 
 @pytest.fixture
 def ax():
-    axes = plot_story(CELLS, STORIES, title="two of four")
-    yield axes
-    plt.close(axes.figure)
+    return plot_story(CELLS, STORIES, title="two of four")
 
 
 def test_each_cell_is_drawn_where_its_stage_and_platform_are(ax):
@@ -50,13 +44,13 @@ def test_each_cell_is_drawn_where_its_stage_and_platform_are(ax):
     assert len({look[1] for look in looks.values()}) == 3
 
 
-def test_each_cell_says_what_came_of_it(ax):
-    said = {text.get_position(): text.get_text() for text in ax.texts}
-    found = [said[at] for at in ((0.5, 0.5), (0.5, 1.5), (1.5, 0.5), (1.5, 1.5))]
+def test_each_cell_has_its_status_or_count(ax):
+    texts = {text.get_position(): text.get_text() for text in ax.texts}
+    found = [texts[at] for at in ((0.5, 0.5), (0.5, 1.5), (1.5, 0.5), (1.5, 1.5))]
     assert found == ["rejected", "0 wrong", "8192 wrong", "0 wrong"]
 
 
-def test_stages_are_named_and_told_in_their_order(ax):
+def test_stages_are_numbered_and_described_in_their_order(ax):
     texts = [text.get_text() for text in ax.texts]
     assert [text for text in texts if text in ("1", "2", "int64", "fill_all")] == [
         "1",
@@ -70,13 +64,21 @@ def test_stages_are_named_and_told_in_their_order(ax):
     assert ax.get_title() == "two of four"
 
 
-def test_the_legend_has_what_is_there_and_no_more():
+def test_the_legend_has_only_statuses_that_occur():
     axes = plot_story(CELLS[1:2], STORIES)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["match"]
-    plt.close(axes.figure)
 
 
-def test_it_draws_on_the_axes_that_it_is_given():
-    figure, given = plt.subplots()
+def test_it_draws_on_the_given_axes():
+    _, given = plt.subplots()
     assert plot_story(CELLS, STORIES, ax=given) is given
-    plt.close(figure)
+
+
+def test_the_table_has_a_row_per_stage():
+    ax = plot_stages(CELLS)
+    texts = {text.get_position(): text.get_text() for text in ax.texts}
+    found = [texts[at] for at in ((0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5))]
+    assert found == ["rejected", "0 wrong", "8192 wrong", "0 wrong"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["int64", "fill_all"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["gfx942", "sm_90"]
+    assert ax.get_title().startswith("2 of 4")

@@ -1,0 +1,176 @@
+"""Check one Case: run it, and return the faults and observations of the kernels."""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.checker.case_run import run_case
+from attnlab.checker.finding import Finding
+from attnlab.checker.side_outputs import wrong_lse, wrong_padding
+from attnlab.checker.slot_reads import observations
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.reruns import rows_equal
+from attnlab.kernels.backend import Backend
+from attnlab.lab.error_map import ErrorMap
+from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
+
+# Fields of the memory layout: the plain value, and the diagnosis if the plain value gives a correct result.
+_LAYOUTS = (
+    ("kv_layout", "contiguous", "strides ignored"),
+    ("pad_batch", 0, "padding not left out"),
+)
+_NO_OWNER = "slot without owner"
+
+
+def check_case(
+    lab: Lab,
+    backend: Backend,
+    case: Case,
+    on_run: Callable[[Case, Result], None] = lambda case, run: None,
+) -> list[Finding]:
+    """Return the faults and observations of a Case.
+
+    The Case runs with NaN in the empty slots and, if that output is correct, once more with finite
+    garbage in them; both outputs must have the same bits. ``on_run`` is called with the first run.
+    Raises Unavailable if the backend does not have the op.
+    """
+    try:
+        run = run_case(lab, backend, case, trace_reads=True)
+    except (KernelRejected, KernelFailed) as error:
+        return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
+    on_run(case, run)
+    findings = [*observations(case, run.memory)]
+    if run.outside:
+        source_line = run.outside[0].split()[0]
+        findings.append(_finding(case, "out_of_bounds", run.outside[0], source_line))
+    if run.wraps:
+        findings.append(_finding(case, "int32_wrap", run.wraps[0], "int32_wrap"))
+    wrong = _check_output(lab, backend, case, run)
+    return [*findings, *([wrong] if wrong is not None else _check_side_outputs(lab, case, run))]
+
+
+def _check_side_outputs(lab: Lab, case: Case, run: Result) -> list[Finding]:
+    """Return the faults of the log-sum-exp and of the rows that pad a batch."""
+    findings = []
+    text = "" if run.lse is None else wrong_lse(lab, case, run.lse)
+    if text:
+        findings.append(_finding(case, "wrong_lse", text, "logarithm of the sum"))
+    text = "" if run.padded is None else wrong_padding(case, run.padded, run.lse)
+    if text:
+        findings.append(_finding(case, "wrong_output", text, "both parts empty"))
+    return findings
+
+
+def _check_output(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding | None:
+    """Return the fault of the output, else the observation that it follows empty slots, else None."""
+    if case.spec.writes_cache:
+        return _check_cache(lab, backend, case, run)
+    diagnosis = _diagnose(lab, case, run.output)
+    if diagnosis.is_wrong:
+        return _wrong_output(lab, backend, case, run.output, diagnosis)
+    garbage = case.replace(empty_slots="garbage")
+    output = run_case(lab, backend, garbage).output
+    diagnosis = _diagnose(lab, garbage, output)
+    if diagnosis.is_wrong:
+        return _leak(lab, backend, garbage, diagnosis)
+    rows = torch.nonzero(~rows_equal(run.output, output)).flatten().tolist()
+    if not rows:
+        return None
+    text = f"rows {rows[:8]} change when empty slots hold finite garbage instead of NaN"
+    return _finding(case, "follows_empty_slots", text, "finite contents")
+
+
+def _wrong_output(
+    lab: Lab, backend: Backend, case: Case, output: torch.Tensor, diagnosis: Diagnosis
+) -> Finding:
+    """Return the finding of a wrong output.
+
+    A second run, with zeros in the empty slots and in the output buffer, separates three causes: rows
+    that are never written, a wrong computation, and a leak of empty slots into the output.
+    """
+    zeros = case.replace(empty_slots="zeros", output_init="zeros")
+    output_of_zeros = run_case(lab, backend, zeros).output
+    layout = _layout_at_fault(lab, backend, zeros)
+    unwritten = (output.isnan() & (output_of_zeros == 0)).flatten(1).all(1)
+    rows = torch.nonzero(unwritten).flatten()
+    if not layout and len(rows) and not (lab.reference(zeros)[rows] == 0).all():
+        text = f"rows {rows[:8].tolist()} keep the initial values of the output buffer"
+        return _finding(case, "rows_not_written", text, _name(diagnosis))
+    diagnosis_of_zeros = _diagnose(lab, zeros, output_of_zeros)
+    if not diagnosis_of_zeros.is_wrong:
+        return _leak(lab, backend, case, diagnosis)
+    text = diagnosis_of_zeros.sentences()[0]
+    if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
+        text = f"{text}; correct with small block numbers"
+        return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
+    return _finding(zeros, "wrong_output", text, layout or _name(diagnosis_of_zeros))
+
+
+def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
+    """Return the diagnosis of the layout field whose plain value makes the output correct, else ""."""
+    for field, plain, diagnosis in _LAYOUTS:
+        if getattr(case, field) != plain and _is_correct(
+            lab, backend, case.replace(**{field: plain})
+        ):
+            return diagnosis
+    return ""
+
+
+def _leak(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Finding:
+    """Return the finding of an output that depends on slots that it must not read.
+
+    These are the blocks that the window has freed, if the output is correct when they are kept; else
+    they are unwritten slots.
+    """
+    text = diagnosis.sentences()[0]
+    if case.freed != "kept" and _is_correct(lab, backend, case.replace(freed="kept")):
+        text = f"{text}; correct when these blocks keep their contents"
+        return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
+    return _finding(case, "reads_unwritten_slots", text, "empty slots")
+
+
+def _check_cache(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding | None:
+    """Return the fault of a cache write, or None."""
+    errors = _cache_errors(lab, case, run)
+    if not errors.mismatched:
+        return None
+    place = errors.places()[0]
+    has_owner = place.seq < len(case.lengths.query_lens)
+    where = f"sequence {place.seq}, position {place.token}" if has_owner else f"a {_NO_OWNER}"
+    text = f"{errors.mismatched} elements differ, first in {where}"
+    layout = _layout_at_fault(lab, backend, case)
+    return _finding(case, "wrong_bytes", text, layout or ("own slot" if has_owner else _NO_OWNER))
+
+
+def _cache_errors(lab: Lab, case: Case, run: Result) -> ErrorMap:
+    """Return the errors of the cache that a run wrote."""
+    call = lab.call(case)
+    call.output.copy_(run.output)
+    return lab.errors(case, call, lab.reference(case))
+
+
+def _is_correct(lab: Lab, backend: Backend, case: Case) -> bool:
+    """Run a Case and return whether its output is correct up to rounding."""
+    run = run_case(lab, backend, case)
+    if case.spec.writes_cache:
+        return not _cache_errors(lab, case, run).mismatched
+    return not _diagnose(lab, case, run.output).is_wrong
+
+
+def _diagnose(lab: Lab, case: Case, output: torch.Tensor) -> Diagnosis:
+    """Diagnose an output without a search for a distinguishing case."""
+    return diagnose(case, output, lab=lab, propose=False)
+
+
+def _name(diagnosis: Diagnosis) -> str:
+    """Return the name of the cause, or the status if no cause was found."""
+    return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
+
+
+def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:
+    return Finding(op=case.op, kind=kind, case=case, evidence=evidence, diagnosis=diagnosis)

@@ -1,0 +1,115 @@
+"""Shrink a finding: search for a smaller Case that shows the same fault or observation."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import run_case
+from attnlab.checker.finding import Finding
+from attnlab.checker.slot_reads import OBSERVED, observations
+from attnlab.kernels.backend import Backend
+from attnlab.lab.lab import Lab
+
+_MAX_TRIES = 24
+# The plain value of each feature that a Case may not need, in the order in which they are removed.
+_PLAIN = {
+    "freed": "kept",
+    "first_block": 0,
+    "alibi": False,
+    "sinks": False,
+    "sliding_window": 0,
+    "k_scale": 1.0,
+    "v_scale": 1.0,
+    "kv_layout": "contiguous",
+    "pad_batch": 0,
+    "block_size": 16,
+    "max_blocks_per_seq": None,
+}
+
+
+def shrink(lab: Lab, backend: Backend, finding: Finding, seconds: float = math.inf) -> Finding:
+    """Return the same finding at a smaller Case.
+
+    The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
+    from there. It stops when no step succeeds, after 24 tries, or after ``seconds``.
+    """
+    deadline = time.perf_counter() + seconds
+    tries = 0
+    is_smaller = True
+    while is_smaller and tries < _MAX_TRIES:
+        is_smaller = False
+        for case in _smaller_cases(finding.case):
+            tries += 1
+            if tries > _MAX_TRIES or time.perf_counter() > deadline:
+                break
+            same = _same_finding(lab, backend, finding, case)
+            if same is not None:
+                finding, is_smaller = same, True
+                break
+    return finding
+
+
+def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> Finding | None:
+    """Return the finding of the same group at another Case, or None.
+
+    An observation of slot reads needs one run; every other finding needs the whole check.
+    """
+    try:
+        if finding.kind in OBSERVED:
+            found = [*observations(case, run_case(lab, backend, case, trace_reads=True).memory)]
+        else:
+            found = check_case(lab, backend, case)
+    except AttnLabError:
+        return None
+    return next((other for other in found if other.group == finding.group), None)
+
+
+def _smaller_cases(case: Case) -> Iterator[Case]:
+    """Yield Cases that are smaller or plainer by one step, the largest steps first."""
+    for step in (*_fewer(case), *_plainer(case), *_shorter(case)):
+        try:
+            smaller = case.replace(**{"num_blocks": None, **step})
+            yield smaller.replace(num_blocks=smaller.total_blocks + 1)
+        except InvalidCase:
+            continue
+
+
+def _fewer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps to one sequence, one KV head, one query head."""
+    query_lens, ctx_lens = case.lengths.query_lens, case.lengths.ctx_lens
+    if len(query_lens) > 1:
+        for i in range(len(query_lens)):
+            yield {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
+    if case.num_kv_heads > 1:
+        yield {"num_heads": case.num_queries_per_kv}
+    if case.num_queries_per_kv > 1:
+        yield {"num_heads": 1, "num_queries_per_kv": 1}
+
+
+def _plainer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that remove one feature."""
+    for field, plain in _PLAIN.items():
+        if getattr(case, field) != plain:
+            yield {field: plain}
+    if case.softcap is not None:
+        yield {"softcap": None}
+    if case.kv_cache_dtype != "auto":
+        yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+    if case.head_size > 32:
+        yield {"head_size": 32}
+
+
+def _shorter(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that halve the lengths of a single sequence, or shorten its context by one token."""
+    if len(case.lengths.query_lens) > 1:
+        return
+    query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
+    if query_len > 1:
+        yield {"query_lens": (query_len // 2,)}
+    if ctx_len > 1:
+        yield {"ctx_lens": (ctx_len // 2,)}
+        yield {"ctx_lens": (ctx_len - 1,)}

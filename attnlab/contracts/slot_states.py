@@ -1,0 +1,203 @@
+"""SlotState: what a cache slot is to the sequence that reads it; and which slots a kernel reads.
+
+Contracts, traced reads, findings and plots all use this vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from attnlab.case.ops import WRITE
+from attnlab.contracts.contract import Contract
+from attnlab.contracts.rows import cached_lens
+from attnlab.tensors.cache import NOBODY, Provenance
+from attnlab.tensors.call import KernelCall
+
+
+class SlotState(StrEnum):
+    """What a cache slot is to the sequence that reads it, from the most to the least permissive state."""
+
+    OWN = "own"
+    OWN_FUTURE = "own future"
+    OUTSIDE_WINDOW = "outside window"
+    FREED = "freed"
+    UNWRITTEN = "own unwritten"
+    UNWRITTEN_TAIL = "unwritten tail"
+    OTHER_POSITION = "other position"
+    OTHER_SEQUENCE = "other sequence"
+    NEVER_MAPPED = "never mapped"
+    UNKNOWN = "unknown"
+
+    @property
+    def code(self) -> int:
+        """Return the state's index in STATES, which tensors of states hold."""
+        return STATES.index(self)
+
+    @property
+    def sentence(self) -> str:
+        """Return what the state means, in one sentence."""
+        return _SENTENCES[self]
+
+
+STATES = tuple(SlotState)
+_SENTENCES = {
+    SlotState.OWN: "It holds the token that the reader needs.",
+    SlotState.OWN_FUTURE: "It holds a token of the sequence after the last visible position.",
+    SlotState.OUTSIDE_WINDOW: "It holds a token of the sequence before the sliding window.",
+    SlotState.FREED: "It is before the sliding window and holds no token, as in a freed block.",
+    SlotState.UNWRITTEN: "It is for a position below seq_len, but holds no token.",
+    SlotState.UNWRITTEN_TAIL: "It is after seq_len in a block of the sequence and holds no token.",
+    SlotState.OTHER_POSITION: "It holds a token of the sequence at another position.",
+    SlotState.OTHER_SEQUENCE: "It belongs to another sequence.",
+    SlotState.NEVER_MAPPED: "Its block is in no row of the block table, and it holds no token.",
+    SlotState.UNKNOWN: "It is not known which sequence reads it, or what was written to it.",
+}
+# States of slots that hold no token, and of slots that hold a token that the reader does not expect.
+EMPTY = (
+    SlotState.FREED,
+    SlotState.UNWRITTEN,
+    SlotState.UNWRITTEN_TAIL,
+    SlotState.NEVER_MAPPED,
+)
+FOREIGN = (SlotState.OTHER_POSITION, SlotState.OTHER_SEQUENCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ContractReads:
+    """The slots that one kernel reads for one sequence.
+
+    ``positions``, ``blocks``, ``slots``, ``states``: [n] int64, one entry per position that is read: the
+    position, the block and the slot in it by the call's block table, and the index of its state in STATES.
+    """
+
+    kernel: str
+    seq: int
+    positions: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    states: torch.Tensor
+
+    def having(self, states: Iterable[SlotState]) -> torch.Tensor:
+        """Return the indices of the entries with one of these states, in order."""
+        codes = torch.tensor([state.code for state in states])
+        return torch.nonzero(torch.isin(self.states, codes)).flatten()
+
+
+def contract_reads(
+    contracts: Iterable[Contract], call: KernelCall, provenance: Provenance | None
+) -> list[ContractReads]:
+    """Return the slots that each kernel reads by its contract for each sequence, and their states.
+
+    A kernel needs the positions from the sliding window of a sequence's first new token up to the number
+    of tokens that it takes from the cache. Slots after seq_len, which some kernels load and multiply by 0
+    (Contract.reads_tail), are not included. Without ``provenance``, as for a captured call, every state is
+    UNKNOWN.
+    """
+    ctx_lens = (call.seq_lens.long() - call.query_lens).tolist()
+    reads = []
+    for contract in contracts:
+        if contract.name == WRITE:  # it reads no slot
+            continue
+        for seq, length in enumerate(cached_lens(contract, call).tolist()):
+            window = call.sliding_window
+            first = max(0, ctx_lens[seq] - window + 1) if window else 0
+            length = min(length, call.block_table.shape[1] * call.block_size)
+            positions = torch.arange(first, max(first, length))
+            blocks = call.block_table[seq, positions // call.block_size].long()
+            slots = positions % call.block_size
+            states = torch.full_like(positions, SlotState.UNKNOWN.code)
+            if provenance is not None:
+                states = _states(
+                    provenance.seq[blocks, slots],
+                    provenance.pos[blocks, slots],
+                    positions,
+                    torch.isin(blocks, provenance.block_table),
+                    reader=(seq, int(call.seq_lens[seq])),
+                    visible=range(first, max(first, length)),
+                )
+            reads.append(
+                ContractReads(
+                    kernel=contract.name,
+                    seq=seq,
+                    positions=positions,
+                    blocks=blocks,
+                    slots=slots,
+                    states=states,
+                )
+            )
+    return reads
+
+
+def slot_states(
+    provenance: Provenance, seq: int, seq_len: int, visible: range | None = None
+) -> torch.Tensor:
+    """Return what each slot of a cache is to a sequence, indices into STATES, [num_blocks, block_size].
+
+    ``visible``: the positions that the rows at work may see; all below seq_len if not given. Positions
+    come from the block table as it was meant. ``seq`` NOBODY gives UNKNOWN everywhere.
+    """
+    num_blocks, block_size = provenance.seq.shape
+    if seq == NOBODY:
+        return torch.full((num_blocks, block_size), SlotState.UNKNOWN.code)
+    mapped = torch.zeros(num_blocks, dtype=torch.bool)
+    mapped[provenance.block_table.flatten()] = True
+    return _states(
+        provenance.seq,
+        provenance.pos,
+        positions_of(provenance, seq),
+        mapped[:, None].expand(num_blocks, block_size),
+        reader=(seq, seq_len),
+        visible=range(seq_len) if visible is None else visible,
+    )
+
+
+def positions_of(provenance: Provenance, seq: int) -> torch.Tensor:
+    """Return the position of a sequence that each slot is for, [num_blocks, block_size] int64.
+
+    NOBODY: the slot is in none of the sequence's blocks, by the block table as it was meant.
+    """
+    num_blocks, block_size = provenance.seq.shape
+    positions = torch.full((num_blocks, block_size), NOBODY)
+    table = provenance.block_table[seq]
+    positions[table] = torch.arange(len(table) * block_size).view(len(table), block_size)
+    # A recycled block may be in the table twice; the tokens in it say which position is right.
+    return torch.where(provenance.seq == seq, provenance.pos.long(), positions)
+
+
+def _states(
+    writer_seq: torch.Tensor,
+    writer_pos: torch.Tensor,
+    positions: torch.Tensor,
+    mapped: torch.Tensor,
+    *,
+    reader: tuple[int, int],
+    visible: range,
+) -> torch.Tensor:
+    """Return the state of each slot, an index into STATES; all tensors have one shape.
+
+    ``writer_seq``, ``writer_pos``: whose token a slot holds, or NOBODY. ``positions``: the position that
+    the reader takes a slot for, NOBODY if it is in none of its blocks. ``mapped``: whether the block is in
+    any row of the block table. ``reader``: the sequence and its seq_len.
+    """
+    seq, seq_len = reader
+    states = torch.full(positions.shape, SlotState.OTHER_SEQUENCE.code)
+    own = writer_seq == seq
+    states[own] = SlotState.OWN.code
+    states[own & (writer_pos >= visible.stop)] = SlotState.OWN_FUTURE.code
+    states[own & (writer_pos < visible.start)] = SlotState.OUTSIDE_WINDOW.code
+    states[own & (writer_pos != positions)] = SlotState.OTHER_POSITION.code
+    empty = writer_seq == NOBODY
+    mine = empty & (positions != NOBODY)
+    states[mine] = SlotState.UNWRITTEN.code
+    states[mine & (positions < visible.start)] = SlotState.FREED.code
+    states[mine & (positions >= seq_len)] = SlotState.UNWRITTEN_TAIL.code
+    states[empty & ~mapped] = SlotState.NEVER_MAPPED.code
+    return states
+
+
+def readable_states(contracts: Iterable[Contract]) -> set[SlotState]:
+    """Return the states of the slots that the kernels may load by their contracts."""
+    tail = any(contract.reads_tail != "nothing" for contract in contracts)
+    return {SlotState.OWN, SlotState.UNWRITTEN_TAIL} if tail else {SlotState.OWN}

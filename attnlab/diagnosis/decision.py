@@ -1,0 +1,245 @@
+"""The decision: which candidates explain an output, and whether one of them is the cause."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.contracts.kernel_contracts import contracts_of
+from attnlab.contracts.rows import unwritten_rows
+from attnlab.contracts.violation import Violation, Violations
+from attnlab.defects import Defect
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.candidates import (
+    Candidate,
+    Confirmation,
+    Scope,
+    confirm,
+    is_by_chance,
+    screen,
+)
+from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
+from attnlab.diagnosis.error_location import ErrorLocations
+from attnlab.diagnosis.reruns import rows_equal
+from attnlab.diagnosis.row_sample import RowSample, sample_output
+
+_VERDICTS = ("explains", "less likely", "excluded by place", "excluded by value")
+_NEVER_WRITTEN = "rows_never_written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evidence:
+    """What is known about an output before any candidate is compared with it.
+
+    ``unwritten``: [n] int64, rows that no kernel wrote; ``unwritten_by``: how that is known, "buffer",
+    "contracts" or "" if there are none. ``heads``: the query heads that ran, None for all.
+    """
+
+    problem: Problem
+    output: torch.Tensor
+    locations: ErrorLocations
+    violations: Sequence[Violation]
+    unwritten: torch.Tensor
+    unwritten_by: str
+    heads: range | None
+
+    @property
+    def silent_kinds(self) -> set[str]:
+        """Return the kinds of the violations that a kernel does not report."""
+        return {violation.kind for violation in self.violations if violation.effect == "silent"}
+
+
+def collect_evidence(
+    problem: Problem,
+    output: torch.Tensor,
+    locations: ErrorLocations,
+    violations: Sequence[Violation],
+    heads: range | None = None,
+) -> Evidence:
+    """Return the evidence. Unwritten rows are those that keep the buffer's previous contents, if these
+    are known and unlike a result, else those that the kernels' contracts leave out."""
+    if problem.before is not None and _is_recognisable(problem.before):
+        unwritten, source = rows_equal(output, problem.before), "buffer"
+    else:
+        contracts = contracts_of(problem.kernels, problem.target, problem.call.op)
+        unwritten = unwritten_rows(contracts, problem.call) & locations.is_wrong.any(1)
+        source = "contracts"
+    rows = torch.nonzero(unwritten).flatten()
+    return Evidence(
+        problem=problem,
+        output=output,
+        locations=locations,
+        violations=violations,
+        unwritten=rows,
+        unwritten_by=source if len(rows) else "",
+        heads=heads,
+    )
+
+
+def _is_recognisable(before: torch.Tensor) -> bool:
+    """Answer whether a row that keeps these contents can be recognised: not if they are zeros or NaN."""
+    return bool(before.isfinite().all()) and bool(before.count_nonzero() == before.numel())
+
+
+def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
+    """Compare the defects with the output and return the diagnosis."""
+    defects = tuple(defects)
+    diagnosis = _without_candidates(evidence)
+    if not len(evidence.locations.wrong_rows):
+        return diagnosis
+    problem, wrong_rows = evidence.problem, evidence.locations.wrong_rows
+    ignored = torch.arange(0)
+    if problem.before is None:  # the buffer is unknown, so no candidate can predict unwritten rows
+        only_unwritten = bool(torch.isin(wrong_rows, evidence.unwritten).all())
+        never_written = next((d for d in defects if d.name == _NEVER_WRITTEN), None)
+        if only_unwritten and never_written is not None:
+            return _never_written(evidence, diagnosis, never_written, defects)
+        if not only_unwritten:
+            ignored = evidence.unwritten
+    sample = sample_output(problem, evidence.locations, ignored, evidence.heads)
+    candidates = screen(problem, evidence.output, sample.worst, defects)
+    candidates, explanations = _weigh(evidence, sample, candidates)
+    cause = select_cause(explanations)
+    if len(ignored) and cause is not None:
+        cause, explanations = None, []  # one defect does not explain the unwritten rows as well
+    return dataclasses.replace(
+        diagnosis,
+        status=status_of(cause, explanations),
+        cause=cause,
+        explanations=explanations,
+        candidates=candidates,
+        looked_at=(sum(len(row_slice.tokens) for row_slice in sample.many), len(evidence.output)),
+    )
+
+
+def status_of(cause: Candidate | None, explanations: Sequence[Candidate]) -> str:
+    """Return the status of a wrong output with this cause and these explanations."""
+    if not explanations:
+        return "unexplained"
+    return "ambiguous" if cause is None else "explained"
+
+
+def select_cause(explanations: Sequence[Candidate]) -> Candidate | None:
+    """Return the only explanation, or else the one that a violation of the call would cause, or None.
+
+    If violations would cause several, the one with the smallest ``Scope.degree`` is selected: a defect
+    that occurs in all rows explains more than one that was fitted to the wrong rows.
+    """
+    if len(explanations) == 1:
+        return explanations[0]
+    linked = [candidate for candidate in explanations if candidate.linked]
+    least = min((_degree(candidate) for candidate in linked), default=0)
+    selected = [candidate for candidate in linked if _degree(candidate) == least]
+    return selected[0] if len(selected) == 1 else None
+
+
+def _degree(candidate: Candidate) -> int:
+    return 0 if candidate.scope is None else candidate.scope.degree
+
+
+def _without_candidates(evidence: Evidence) -> Diagnosis:
+    """Return the diagnosis "nothing wrong", with all facts that do not depend on candidates."""
+    locations, problem = evidence.locations, evidence.problem
+    place, largest = None, 0.0
+    if len(locations.wrong_rows):
+        row, head = divmod(int(locations.ratio.argmax()), locations.ratio.shape[1])
+        row_slice = problem.row_slice_of(row, torch.tensor([head]))
+        token = int(row_slice.tokens[0])
+        place = ErrorPlace(seq=row_slice.seq, token=token, row=row, head=head)
+        largest = float(locations.error[row, head])
+    return Diagnosis(
+        status="nothing wrong",
+        wrong_rows=len(locations.wrong_rows),
+        wrong_heads=int(locations.is_wrong.any(0).sum()),
+        place=place,
+        largest=largest,
+        unwritten=evidence.unwritten.tolist(),
+        unwritten_by=evidence.unwritten_by,
+        violations=Violations(evidence.violations),
+    )
+
+
+def _never_written(
+    evidence: Evidence, diagnosis: Diagnosis, never_written: Defect, defects: Sequence[Defect]
+) -> Diagnosis:
+    """Return the diagnosis of an output whose wrong rows are all unwritten, with an unknown buffer.
+
+    The defect ``never_written`` explains any contents of the buffer, so no number decides against it.
+    """
+    problem = evidence.problem
+    sample = sample_output(problem, evidence.locations, torch.arange(0), evidence.heads)
+    candidates = screen(problem, evidence.output, sample.worst, defects)
+    error = float(evidence.locations.error[evidence.locations.is_wrong].max())
+    rows = evidence.unwritten.tolist()
+    seqs = {problem.row_slice_of(row, torch.arange(0)).seq for row in rows}
+    cause = Candidate(
+        name=never_written.name,
+        text=never_written.text,
+        seen_in=never_written.seen_in,
+        verdict="explains",
+        predicted=error,
+        observed=error,
+        residual=0.0,
+        ratio=0.0,
+        scope=Scope(rows="sequences", sequences=tuple(sorted(seqs))),
+        rows=len(evidence.locations.wrong_rows),
+        linked=_linked(never_written, evidence.silent_kinds),
+        defect=never_written,
+    )
+    others = [
+        dataclasses.replace(candidate, verdict="less likely")
+        if candidate.verdict == "explains"
+        else candidate
+        for candidate in candidates
+    ]
+    return dataclasses.replace(
+        diagnosis,
+        status="explained",
+        cause=cause,
+        explanations=[cause],
+        candidates=_sorted([cause, *others]),
+        looked_at=(len(evidence.output), len(evidence.output)),
+    )
+
+
+def _weigh(
+    evidence: Evidence, sample: RowSample, candidates: Sequence[Candidate]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Confirm the candidates that explain the worst rows.
+
+    Returns all candidates, with their final verdicts, and the explanations, the best fit first: the
+    confirmed candidates that the best of them does not make less likely.
+    """
+    remaining = [candidate for candidate in candidates if candidate.verdict == "explains"]
+    confirmations = confirm(
+        evidence.problem, evidence.output, sample, evidence.locations, remaining
+    )
+    confirmed = [one for one in confirmations if one.candidate.verdict == "explains"]
+    confirmed.sort(key=lambda one: one.squares / max(1, one.freedom))
+    final = {one.candidate.name: one.candidate for one in confirmations}
+    explanations = []
+    for one in confirmed:
+        explains = one is confirmed[0] or is_by_chance(confirmed[0], one)
+        candidate = _with_verdict(one, explains, evidence.silent_kinds)
+        final[candidate.name] = candidate
+        if explains:
+            explanations.append(candidate)
+    return _sorted([final.get(candidate.name, candidate) for candidate in candidates]), explanations
+
+
+def _with_verdict(one: Confirmation, explains: bool, silent_kinds: set[str]) -> Candidate:
+    return dataclasses.replace(
+        one.candidate,
+        verdict="explains" if explains else "less likely",
+        linked=_linked(one.candidate.defect, silent_kinds),
+    )
+
+
+def _linked(defect: Defect, kinds: set[str]) -> tuple[str, ...]:
+    return tuple(kind for kind in defect.links if kind in kinds)
+
+
+def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates by verdict, then by ratio; the best come first."""
+    return sorted(candidates, key=lambda one: (_VERDICTS.index(one.verdict), one.ratio))

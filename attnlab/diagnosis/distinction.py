@@ -1,0 +1,133 @@
+"""Distinction: a Case in which two defects give different outputs although they agree in another Case."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.contracts.dispatch import decide
+from attnlab.defects.defect import Defect
+from attnlab.defects.problem import Problem, make_problem
+from attnlab.defects.row_slices import sample_rows
+
+_LARGE_QUERY = 1 << 20  # elements; a Case with a larger query is shortened first
+_SHORT: dict[str, Any] = {"query_lens": (1, 17, 40), "ctx_lens": (300, 260, 33)}
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"distribution": "normal"},
+    {"empty_slots": "garbage"},
+    {"distribution": "normal", "empty_slots": "garbage"},
+    {"distribution": "normal", "empty_slots": "nan"},
+    {"distribution": "normal", "sm_scale": 0.3},
+    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25},
+    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty_slots": "garbage"},
+    {"distribution": "normal", **_SHORT},
+    {"distribution": "normal", "empty_slots": "garbage", **_SHORT},
+    {"distribution": "normal", "num_queries_per_kv": 2},
+    {"distribution": "normal", "num_queries_per_kv": 3, "num_heads": 12},
+    {"distribution": "normal", "dtype": "float32"},
+)
+_SOFTCAP_CHANGES: tuple[dict[str, Any], ...] = (  # scores far above the cap
+    {"distribution": "normal", "softcap": 0.5},
+    {"distribution": "normal", "softcap": 0.004},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distinction:
+    """The result of the search for a Case that distinguishes two defects.
+
+    - ``pair``: the names of the defects.
+    - ``case``: the Case, or None if none of the changes that were tried distinguishes them.
+    - ``changes``: its fields that differ from the Case that was diagnosed.
+    - ``gap``: the largest difference of the two outputs, in units of the rounding bounds.
+    - ``tried``: how many Cases were tried.
+    """
+
+    pair: tuple[str, str]
+    case: Case | None
+    changes: dict[str, Any]
+    gap: float
+    tried: int
+
+    def sentence(self) -> str:
+        """Return the result in words."""
+        first, second = self.pair
+        if self.case is None:
+            return f"{first} and {second} give the same output in all {self.tried} cases tried"
+        changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        return (
+            f"to distinguish {first} from {second}, run with {changes}: their outputs differ by "
+            f"{self.gap:.3g} rounding bounds"
+        )
+
+
+def find_distinction(
+    case: Case,
+    first: Defect,
+    second: Defect,
+    same_kernels: bool = True,
+    rows: tuple[str, str] = ("all", "all"),
+) -> Distinction:
+    """Search for a Case near ``case`` in which the two defects differ by more than rounding.
+
+    Changes are tried from the smallest to the largest. A change that dispatches to other kernels is
+    skipped unless ``same_kernels`` is false. A large Case is shortened first, so that the proposal runs
+    fast. ``rows``: in which rows each defect occurs, "all", "decode" or "prefill".
+    """
+    tried, pair = 0, (first.name, second.name)
+    for changes, changed in changed_cases(case, same_kernels):
+        problem = make_problem(changed)
+        tried += 1
+        if not (first.applies(problem) and second.applies(problem)):
+            continue
+        gap = gap_between(problem, first, second, rows)
+        if gap > 1:
+            return Distinction(pair=pair, case=changed, changes=changes, gap=gap, tried=tried)
+    return Distinction(pair=pair, case=None, changes={}, gap=0.0, tried=tried)
+
+
+def changed_cases(case: Case, same_kernels: bool = True) -> Iterator[tuple[dict[str, Any], Case]]:
+    """Yield the Cases to try, each with the fields that it changes."""
+    num_elements = case.lengths.num_tokens * case.num_heads * case.head_size
+    shorten = _SHORT if num_elements > _LARGE_QUERY else {}
+    kernels = set(decide(case).kernels)
+    for extra in (*_CHANGES, *(_SOFTCAP_CHANGES if case.softcap is not None else ())):
+        changes = {**shorten, **extra}
+        if "query_lens" in changes:
+            changes |= _without_sizes(case)
+        try:
+            changed = case.replace(**changes)
+        except InvalidCase:
+            continue  # the Case does not allow this change
+        if not same_kernels or set(decide(changed).kernels) >= kernels:
+            yield {n: v for n, v in changes.items() if getattr(case, n) != v}, changed
+
+
+def _without_sizes(case: Case) -> dict[str, Any]:
+    """Return the changes that reset all sizes which depend on the lengths."""
+    names = ("num_blocks", "max_blocks_per_seq", "block_table", "max_query_len", "max_seq_len")
+    return {name: None for name in names if getattr(case, name) is not None}
+
+
+def gap_between(
+    problem: Problem, first: Defect, second: Defect, rows: tuple[str, str] = ("all", "all")
+) -> float:
+    """Return the largest difference of the outputs under two defects, in units of both rounding bounds."""
+    gap = 0.0
+    for row_slice in sample_rows(problem):
+        kind = "decode" if problem.is_decode(row_slice.seq) else "prefill"
+        one, other = (
+            defect.compute(problem, row_slice)
+            if occurs_in in ("all", kind)
+            else problem.correct(row_slice)
+            for defect, occurs_in in zip((first, second), rows, strict=True)
+        )
+        finite = one.output.isfinite()
+        if bool((finite != other.output.isfinite()).any()):
+            return float("inf")
+        ratio = (one.output - other.output).abs() / (one.bound + other.bound)
+        ratio = ratio.masked_fill(~finite, 0.0).nan_to_num(0.0)  # 0 / 0: both exact and equal
+        gap = max(gap, float(ratio.max()))
+    return gap

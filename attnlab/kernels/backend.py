@@ -1,0 +1,170 @@
+"""Backend: the interface of everything that runs a KernelCall.
+
+A backend is named by ``Case.backend``: the models, vLLM's Triton ops, the ROCm kernel, vLLM's CPU op, or
+a user's own function. :func:`attnlab.kernels.find_backend` returns the backend of a name.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
+from attnlab.case.fields import refuse
+from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
+from attnlab.contracts.target import Target
+from attnlab.kernels.rocm.findings import Findings
+from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.vllm.source import Source
+from attnlab.tensors.call import KernelCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run a call.
+
+    - ``trace_reads``: record which elements of the cache the kernels read.
+    - ``kv_head_range``, ``seq_range``: the KV heads and the sequences to run, None for all.
+    - ``on_step``: called with the name of each step of a long run.
+    - ``on_notice``: called with a message before a run that will take minutes.
+    """
+
+    trace_reads: bool = False
+    kv_head_range: range | None = None
+    seq_range: range | None = None
+    on_step: Callable[[str], None] = lambda step: None
+    on_notice: Callable[[str], None] = lambda text: None
+
+    @classmethod
+    def of(cls, case: Case) -> "RunOptions":
+        """Return the options of a Case."""
+        return cls(
+            trace_reads=case.trace_reads,
+            kv_head_range=None if case.kv_head_range is None else range(*case.kv_head_range),
+            seq_range=None if case.seq_range is None else range(*case.seq_range),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunOutput:
+    """What a run produced in addition to ``call.output``.
+
+    - ``log``: launches, int32 overflows, out-of-bounds accesses, LSE and padded rows. Its ``reads`` are
+      valid if ``is_traced``.
+    - ``is_traced``: whether Triton's interpreter recorded which slots were read.
+    - ``findings``: what the emulated device recorded, or None.
+    """
+
+    log: RunLog = field(default_factory=RunLog)
+    is_traced: bool = False
+    findings: Findings | None = None
+
+
+class Backend(ABC):
+    """A source of kernels.
+
+    Creating a backend loads and checks as little as possible, so that a Case can be built and described
+    on a machine that cannot run it. :meth:`check` does the rest. Backends can be pickled.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name, as in ``Case.backend``."""
+
+    @property
+    @abstractmethod
+    def ops(self) -> tuple[str, ...]:
+        """Return the ops that the backend can run."""
+
+    @property
+    def path(self) -> Path | str | None:
+        """Return where the kernels were found: the user's path, or None."""
+        return None
+
+    @property
+    def version(self) -> str:
+        """Return a description of the kernels with their version, for reports."""
+        return self.name
+
+    @property
+    def release(self) -> str:
+        """Return the vLLM release whose rules the kernels follow."""
+        return RELEASES[-1]
+
+    @property
+    def device(self) -> str:
+        """Return the device of the call's tensors: "cpu" or "cuda"."""
+        return "cpu"
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Return the values of ``Case.kv_cache_dtype`` that the kernels support."""
+        return KV_CACHE_DTYPES
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the dtypes that this machine computes as the kernels intend."""
+        return tuple(DTYPE_BYTES)
+
+    @property
+    def large_caches(self) -> bool:
+        """Return whether the kernels run on a cache of 8 GiB of untouched memory without copying it."""
+        return True
+
+    @property
+    def cache_copies(self) -> int:
+        """Return how many times the cache is in memory during a run."""
+        return 1
+
+    @property
+    def models_prefill(self) -> bool:
+        """Return whether the model computes the rows of the prefill kernel, so that runs can share them."""
+        return False
+
+    @property
+    def traces_reads(self) -> bool:
+        """Return whether a run can record what it reads from the cache."""
+        return False
+
+    @property
+    def states_limits(self) -> bool:
+        """Return whether a KernelRejected is a limit that the kernel states itself, not a fault."""
+        return False
+
+    @property
+    def blind_spots(self) -> tuple[str, ...]:
+        """Return what a check with this backend does not cover, one phrase each."""
+        return ()
+
+    def check(self, case: Case) -> None:
+        """Check that the Case can run here, before anything is allocated.
+
+        Raises InvalidCase if a field of the Case is at fault, Unavailable if this machine is.
+        """
+        if case.op not in self.ops:
+            refuse("op", f"{' or '.join(self.ops)} with backend {self.name}", case.op)
+        if case.kv_cache_dtype not in self.kv_cache_dtypes:
+            allowed = " or ".join(self.kv_cache_dtypes)
+            refuse("kv_cache_dtype", f"{allowed} with backend {self.name}", case.kv_cache_dtype)
+
+    @abstractmethod
+    def text(self, kernels: Sequence[str], target: Target) -> str:
+        """Describe where the kernels of a run come from, and which of them are models."""
+
+    @abstractmethod
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        """Run the kernels in order; each writes its rows of ``call.output``.
+
+        Raises KernelRejected if a kernel refuses the call, KernelFailed if it breaks, Unavailable if it
+        cannot run here, DeviceLost if it broke the GPU's context.
+        """
+
+
+def check_release(source: Source, case: Case) -> None:
+    """Raise InvalidCase if the Case follows the rules of another release than the kernels of a vLLM."""
+    if source.rules not in (None, case.release):
+        refuse("release", f"{source.rules} with the kernels of {source.text()}", case.release)

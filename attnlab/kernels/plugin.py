@@ -1,0 +1,222 @@
+"""Backends of users: a function in a file, or an entry point of the group ``attnlab.kernels``.
+
+The function takes a KernelCall and writes every row of ``call.output``. Its attributes describe it:
+
+- ``op``: the op that it stands for, whose contract its callers keep (chunked_prefill_paged_decode).
+- ``kv_cache_dtypes``: the cache dtypes that it supports (all).
+- ``large_caches``: whether it runs without copying the cache, so that a check can use large ones (False).
+
+It raises NotImplementedError for a call that it does not support.
+"""
+
+import builtins
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import (
+    AttnLabError,
+    DeviceLost,
+    InvalidCase,
+    KernelFailed,
+    Unavailable,
+)
+from attnlab.case.fields import ENTRY_POINT
+from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
+from attnlab.contracts.target import Target
+from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
+from attnlab.kernels.triton.trace import Watched
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.layout import strided
+
+GROUP = "attnlab.kernels"
+Kernel = Callable[[KernelCall], Any]
+_NO_LARGE_CACHES = (
+    "block offsets beyond 2^31 elements: set large_caches = True on a kernel that copies no cache"
+)
+_LOADED: dict[tuple[str, int], Kernel] = {}  # by name and time of the last change of the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginBackend(Backend):
+    """A user's function.
+
+    ``spec`` is "FILE.py:FUNCTION", or "plugin:NAME" for an entry point. Raises InvalidCase if it cannot be
+    resolved or the function does not declare a known op.
+    """
+
+    spec: str
+
+    traces_reads = True
+
+    @property
+    def name(self) -> str:
+        return self.spec
+
+    def __post_init__(self) -> None:
+        """Load the function and check its attributes."""
+        if self.op not in TRITON_OPS:
+            raise InvalidCase(
+                f"{self.name}: op must be one of {', '.join(TRITON_OPS)}, got {self.op!r}",
+                field="op",
+            )
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """Return the function."""
+        return load_kernel(self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plugin, (self.spec,)
+
+    @property
+    def op(self) -> str:
+        """Return the op that the function stands for."""
+        op: str = getattr(self.kernel, "op", DEFAULT_OP)
+        return op
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return (self.op,)
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.kernel, "kv_cache_dtypes", KV_CACHE_DTYPES))
+
+    @property
+    def large_caches(self) -> bool:
+        return bool(getattr(self.kernel, "large_caches", False))
+
+    @property
+    def blind_spots(self) -> tuple[str, ...]:
+        return () if self.large_caches else (_NO_LARGE_CACHES,)
+
+    def text(self, kernels: Sequence[str], target: Target) -> str:
+        return self.name
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        """Run the function; its Triton kernels, on a CPU, under the lab's interpreter.
+
+        Raises KernelFailed with what the function raises, Unavailable for its NotImplementedError,
+        DeviceLost if it broke the GPU's context.
+        """
+        call = strided(call)
+        plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
+        try:
+            with launching(plan):
+                self.kernel(call)
+        except AttnLabError:
+            raise
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error).splitlines()[0]) from error
+        except NotImplementedError as error:
+            raise Unavailable(f"{self.name} does not support this call: {error}") from error
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise KernelFailed(f"{type(error).__name__}: {text}") from error
+        is_traced = options.trace_reads and bool(plan.observed.launches)
+        return RunOutput(log=plan.observed, is_traced=is_traced)
+
+
+def _plugin(spec: str) -> PluginBackend:
+    """Restore a backend in another process, which loads the function again."""
+    return PluginBackend(spec=spec)
+
+
+def load_kernel(name: str) -> Kernel:
+    """Return the function of "FILE.py:FUNCTION" or "plugin:NAME"; a file runs once
+    until it changes.
+
+    Raises InvalidCase if there is no such file, function or entry point, or if the file raises.
+    """
+    if ENTRY_POINT.fullmatch(name):
+        spec, attribute = _entry_point(name.partition(":")[2])
+    else:
+        spec, attribute = _file(name)
+    changed = Path(spec.origin).stat().st_mtime_ns if spec.origin and spec.has_location else 0
+    if (name, changed) not in _LOADED:
+        _LOADED[name, changed] = _function(spec, attribute)
+    return _LOADED[name, changed]
+
+
+def entry_points() -> dict[str, str]:
+    """Return the installed kernels: the name of each entry point and its "MODULE:FUNCTION"."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def _file(name: str) -> tuple[ModuleSpec, str]:
+    """Return the module of "FILE.py:FUNCTION" and the function's name."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise InvalidCase(
+            f"backend must be FILE.py:FUNCTION of a file that exists, got {name!r}", field="backend"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    return spec, attribute
+
+
+def _entry_point(name: str) -> tuple[ModuleSpec, str]:
+    """Return the module of an entry point and the function's name."""
+    known = entry_points()
+    if name not in known:
+        found = ", ".join(sorted(known)) or "none is installed"
+        raise InvalidCase(
+            f"backend must be an entry point of group {GROUP} ({found}), got {name!r}",
+            field="backend",
+        )
+    module, _, attribute = known[name].partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError as error:
+        raise InvalidCase(f"backend {name} cannot be imported: {error}", field="backend") from error
+    if spec is None:
+        raise InvalidCase(
+            f"backend {name} must be in a module that exists, got {module}", field="backend"
+        )
+    return spec, attribute.partition("[")[0].strip()
+
+
+def _function(spec: ModuleSpec, attribute: str) -> Kernel:
+    """Run the module of a spec and return its function."""
+    module = importlib.util.module_from_spec(spec)
+    if not torch.cuda.is_available():
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+    try:
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+    except AttnLabError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise InvalidCase(
+            f"{spec.origin} cannot run: {type(error).__name__}: {text}", field="backend"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise InvalidCase(f"{spec.origin} must have a function {attribute!r}", field="backend")
+    kernel: Kernel = found
+    return kernel
+
+
+def _import(name: str, *rest: Any, **named: Any) -> Any:
+    """Replace ``__import__`` in a user's file on a CPU: its ``triton`` is the lab's interpreter.
+
+    So the accesses of its kernels are recorded. Modules that the file imports get Triton's own.
+    """
+    if name.partition(".")[0] != "triton":
+        return builtins.__import__(name, *rest, **named)
+    lab_triton = interpreted_triton()
+    found = builtins.__import__(name, *rest, **named)
+    return lab_triton if found.__name__ == "triton" else found

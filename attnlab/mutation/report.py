@@ -1,0 +1,118 @@
+"""MutationReport: which mutants a test notices."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.json import json_number
+from attnlab.case.shown import Shown
+from attnlab.mutation.remedies import changes_text
+
+OUTCOMES = ("killed", "survived", "equivalent")
+_MODELS = {
+    True: "the models pass",
+    False: "the models do not pass",
+    None: "the models were not run",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One mutant and what the test does with it.
+
+    - ``outcome``: "killed", "survived" or "equivalent".
+    - ``effect``: the largest absolute change of an element of the sample; ``margin``: the largest ratio
+      of a change to what the test allows there. Above 1 the test notices it; infinite for NaN.
+    - ``remedy``: the cheapest change of the test that kills the mutant, or None.
+    """
+
+    name: str
+    text: str
+    outcome: str
+    effect: float
+    margin: float
+    remedy: dict[str, Any] | None = None
+
+    @property
+    def remedy_text(self) -> str:
+        """Return the remedy in words; "" if the mutant did not survive."""
+        if self.outcome != "survived":
+            return ""
+        return "none found" if self.remedy is None else changes_text(self.remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MutationReport(Shown):
+    """Which mutants a test notices.
+
+    - ``mutants``: by margin, the largest first.
+    - ``proposal``: the changes of the test that kill the most survivors, or None; ``left``: mutants that
+      still survive them; ``models_pass``: whether the lab's models pass the changed test, None if they
+      were not run.
+    - ``sampled``: (rows computed, all rows); ``heads``: number of heads computed for each row.
+    """
+
+    case: Case
+    mutants: list[Mutant]
+    proposal: dict[str, Any] | None = None
+    left: list[str] = field(default_factory=list)
+    models_pass: bool | None = None
+    sampled: tuple[int, int] = (0, 0)
+    heads: int = 0
+    seconds: float = 0.0
+
+    def of(self, outcome: str) -> list[Mutant]:
+        """Return the mutants with an outcome."""
+        return [mutant for mutant in self.mutants if mutant.outcome == outcome]
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        """Return the mutants that the test does not notice."""
+        return self.of("survived")
+
+    def named(self, names: Sequence[str]) -> list[Mutant]:
+        """Return the mutants with these names, in their order, without those that do not apply."""
+        by_name = {mutant.name: mutant for mutant in self.mutants}
+        return [by_name[name] for name in names if name in by_name]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of mutants by outcome."""
+        return {outcome: len(self.of(outcome)) for outcome in OUTCOMES}
+
+    def sentences(self) -> list[str]:
+        """Return the report in words."""
+        counts = self.counts()
+        rows, all_rows = self.sampled
+        sentences = [
+            f"{counts['killed']} mutants killed, {counts['survived']} survived, "
+            f"{counts['equivalent']} equivalent (no data can show them); computed on {rows} of "
+            f"{all_rows} rows, {self.heads} heads each"
+        ]
+        if self.proposal is not None and self.survivors:
+            left = (
+                f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
+            )
+            changes = changes_text(self.proposal)
+            sentences.append(f"with {changes}, {left} and {_MODELS[self.models_pass]}")
+        return sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-able values; NaN and infinity are strings."""
+        return {
+            "case": self.case.changes(),
+            "mutants": [_mutant_dict(mutant) for mutant in self.mutants],
+            "counts": self.counts(),
+            "proposal": self.proposal,
+            "left": self.left,
+            "models_pass": self.models_pass,
+            "sampled": list(self.sampled),
+            "sentences": self.sentences(),
+            "seconds": self.seconds,
+        }
+
+
+def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
+    values = dataclasses.asdict(mutant)
+    return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}

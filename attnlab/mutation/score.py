@@ -1,0 +1,57 @@
+"""Score: how far a mutant moves an output, in units of what a test allows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.defects import Defect
+from attnlab.defects.attention_inputs import Predicted
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.row_slices import sample_rows
+
+MAX_SEQS, TOKENS, HEADS = 4, 4, 4  # of the sample; a decode has one token
+CorrectSample = list[tuple[RowSlice, Predicted]]  # some rows, each with its correct output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The effect of a mutant on a sample of rows.
+
+    ``effect``: the largest absolute change of an element; ``margin``: the largest ratio of a change to
+    what the test allows there. Both are infinite if an element becomes NaN or infinite.
+    """
+
+    effect: float
+    margin: float
+
+    @property
+    def is_killed(self) -> bool:
+        """Answer whether the test notices the mutant."""
+        return self.margin > 1
+
+
+def sample_correct(problem: Problem) -> CorrectSample:
+    """Return a sample of rows and heads, each with its correct output."""
+    row_slices = sample_rows(problem, TOKENS, HEADS, MAX_SEQS)
+    return [(row_slice, problem.correct(row_slice)) for row_slice in row_slices]
+
+
+def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -> Score:
+    """Return a mutant's score under the Case's tolerances."""
+    effect = margin = 0.0
+    for row_slice, correct in sample:
+        output = mutant.compute(problem, row_slice).output
+        if not bool(output.isfinite().all()):
+            return Score(effect=float("inf"), margin=float("inf"))
+        change = (output - correct.output).abs()
+        allowed = case.tolerance + case.rtol * correct.output.abs()
+        ratio = torch.where(change == 0, 0.0, change / allowed)
+        effect, margin = max(effect, float(change.max())), max(margin, float(ratio.max()))
+    return Score(effect=effect, margin=margin)
+
+
+def derived_tolerance(sample: CorrectSample) -> float:
+    """Return the smallest atol under which rounding fails no test: the largest rounding bound."""
+    return max(float(correct.bound.max()) for _, correct in sample)

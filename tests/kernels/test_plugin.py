@@ -1,0 +1,224 @@
+"""A user's kernel is a backend: every command runs it, and reports a planted fault."""
+
+import importlib.metadata
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from helpers.plugins import EXAMPLES, RIGHT, planted
+from helpers.sources import needs_triton
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.parameters import typed
+from attnlab.cli.main import main
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.kernels import find_backend
+from attnlab.lab.lab import Lab
+
+SPEC = f"{EXAMPLES / 'my_attention.py'}:my_attention"
+TRITON = f"{EXAMPLES / 'my_triton_attention.py'}:my_attention"
+DOUBLED = RIGHT.replace("* scale", "* 2 * scale")
+SMALL = {
+    "num_heads": 4,
+    "num_queries_per_kv": 2,
+    "head_size": 64,
+    "block_size": 16,
+    "query_lens": (1, 17, 3),
+    "ctx_lens": (20, 0, 16),
+    "distribution": "normal",
+    "atol": 1e-2,
+}
+FLAGS = [
+    *("--num-heads", "4", "--num-queries-per-kv", "2", "--head-size", "64", "--block-size", "16"),
+    *("--query-lens", "1,17,3", "--ctx-lens", "20,0,16", "--distribution", "normal"),
+    *("--fill", "all_rows", "--atol", "0.01"),
+]
+
+
+def small(spec: str, **changes) -> Case:
+    """Return a small sound Case of a plugin."""
+    op = find_backend(spec).ops[0]
+    return Case(**{**SMALL, "op": op, "backend": spec, **changes})
+
+
+@pytest.fixture
+def doubled(tmp_path: Path) -> str:
+    """Return the spec of the example with a scale that is twice too large."""
+    return planted(tmp_path, DOUBLED).name
+
+
+def document(arguments: list[str], capsys) -> tuple[int, dict]:
+    """Return the exit code and the JSON document of a command."""
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_run(doubled, capsys):
+    code, found = document(["run", "--backend", SPEC, *FLAGS], capsys)
+    assert (code, found["status"], found["backend"]) == (0, "match", SPEC)
+    assert found["case"]["op"] == "unified_attention"  # the op that the function declares
+    code, found = document(["run", "--backend", doubled, *FLAGS], capsys)
+    assert (code, found["status"], found["backend"]) == (1, "mismatch", doubled)
+    assert {place["seq"] for place in found["places"]} == {0, 1, 2}  # all rows of the op
+
+
+def test_stages(doubled, capsys):
+    flags = [flag for flag in FLAGS if flag not in ("--fill", "all_rows")]
+    _, found = document(["run", "--stages", "--backend", SPEC, *flags], capsys)
+    right = {cell["stage"]: cell["mismatched"] for cell in found["cells"]}
+    assert {cell["platform"] for cell in found["cells"]} == {Case().platform}
+    assert right["sound"] == 0
+    assert right["cast_after_cumsum"] > 0  # its new tokens are not in the cache
+    code, found = document(["run", "--stages", "--backend", doubled, *flags], capsys)
+    wrong = {cell["stage"]: cell["mismatched"] for cell in found["cells"]}
+    assert code == 1
+    assert wrong["sound"] > 0
+
+
+def test_diagnose(doubled, capsys):
+    code, found = document(["diagnose", "--backend", SPEC, *FLAGS], capsys)
+    assert (code, found["status"]) == (0, "nothing wrong")
+    code, found = document(["diagnose", "--backend", doubled, *FLAGS], capsys)
+    assert (code, found["cause"]["name"]) == (1, "scale_doubled")
+
+
+def test_power_runs_the_proposal_on_the_kernel(doubled, capsys):
+    flags = ["--atol", "1.0", "--distribution", "uniform_1e-3"]
+    passes = {}
+    for spec in (SPEC, doubled):
+        _, found = document(["power", "--backend", spec, *FLAGS, *flags], capsys)
+        assert found["proposal"]
+        passes[spec] = found["models_pass"]
+    assert passes == {SPEC: True, doubled: False}
+
+
+@needs_triton
+def test_check(doubled, capsys):
+    code, found = document(["check", SPEC, "--cases", "2"], capsys)
+    assert (code, found["findings"]) == (0, [])
+    code, found = document(["check", doubled, "--cases", "2"], capsys)
+    assert code == 1
+    (finding,) = found["findings"]
+    assert finding["case"]["backend"] == doubled
+    assert Case.from_dict(finding["case"]).to_cli() == finding["run"]
+    assert Lab().run(Case.from_dict(finding["case"]).replace(atol=1e-3)).status == "mismatch"
+
+
+def test_a_notebook_gets_an_absolute_path(monkeypatch):
+    """Notebooks run in a folder of their own."""
+    monkeypatch.chdir(EXAMPLES)
+    assert typed("backend", "my_attention.py:my_attention", "model") == SPEC
+    assert typed("backend", "plugin:mine", "model") == "plugin:mine"
+    assert typed("backend", "rocm", "model") == "rocm"
+
+
+def test_the_explorer(doubled):
+    ipywidgets = pytest.importorskip("ipywidgets")
+    from attnlab.show.panels import explorer
+
+    view = explorer(small(SPEC))
+    assert view.show().status == "match"
+    assert isinstance(view.controls["backend"].input, ipywidgets.Combobox)
+    assert view.controls["backend"].input.value == SPEC
+    assert view.show(backend=doubled).status == "mismatch"
+    assert view.show(backend="model").status == "match"
+
+
+@needs_triton
+def test_reads_of_a_triton_kernel_are_traced(tmp_path):
+    result = Lab().run(small(TRITON, trace_reads=True))
+    assert (result.status, result.launches) == ("match", ("row_kernel[21, 4]",))
+    assert {slots.seq for slots in result.memory.slots} == {0, 1, 2}
+    assert Lab().run(small(SPEC, trace_reads=True)).memory is None  # torch: no launch to trace
+    stray = Path(TRITON.rpartition(":")[0]).read_text().replace("pos <= end", "pos <= end + 1")
+    wide = planted(tmp_path, stray).name
+    clean, found = (Lab().run(small(spec, trace_reads=True)).memory for spec in (TRITON, wide))
+    kinds = ("own future", "unwritten tail")
+    assert sum(clean.total(kind) for kind in kinds) < sum(found.total(kind) for kind in kinds)
+
+
+def test_an_exception_of_the_kernel_is_its_failure(tmp_path):
+    spec = planted(tmp_path, RIGHT.replace("[:seq_len]", "[: seq_len + 8]")).name
+    result = Lab().run(small(spec))
+    assert (result.status, result.failed) == ("rejected", True)
+    assert diagnose(small(spec), lab=Lab()).status == "rejected"
+
+
+def test_a_call_that_the_kernel_does_not_support(tmp_path):
+    spec = planted(tmp_path, "def my_attention(call): raise NotImplementedError('no')\n").name
+    with pytest.raises(Unavailable):
+        Lab().run(small(spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"op": "context_attention_fwd"}, "op"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"backend": "missing.py:f"}, "backend"),
+        ({"backend": "plugin:missing"}, "backend"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_made(changes, field):
+    lab = Lab()
+    with pytest.raises(InvalidCase) as caught:
+        lab.run(small(SPEC).replace(**changes))
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+    assert not lab.shared.count("batch")
+
+
+@pytest.mark.parametrize("name", ["modell", "mine.py", "mine.py:", "a:b", "plugin:", "x.py:1f", ""])
+def test_a_name_of_another_form_is_no_case(name):
+    with pytest.raises(InvalidCase) as caught:
+        Case(backend=name)
+    assert caught.value.field == "backend"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def other(call): pass",
+        "raise ValueError('no')",
+        "def my_attention(call): pass\nmy_attention.op = 'mine'",
+        "my_attention = 3",
+    ],
+)
+def test_a_file_without_a_kernel(tmp_path, text):
+    with pytest.raises(InvalidCase):
+        planted(tmp_path, text)
+
+
+def test_an_entry_point(monkeypatch, tmp_path):
+    """A package in the group attnlab.kernels names its function; the module may use relative imports."""
+    package = tmp_path / "installed_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "right.py").write_text(RIGHT)
+    (package / "ops.py").write_text("from .right import my_attention as fast\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint(
+        name="fast", value="installed_kernels.ops:fast", group="attnlab.kernels"
+    )
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
+    )
+    result = Lab().run(small("plugin:fast"))
+    assert (result.status, result.backend) == ("match", "plugin:fast")
+
+
+def test_a_file_that_changes_is_loaded_again(tmp_path):
+    first = planted(tmp_path, RIGHT)
+    assert Lab().run(small(first.name)).status == "match"
+    second = planted(tmp_path, DOUBLED)
+    assert second.name == first.name
+    assert Lab().run(small(second.name)).status == "mismatch"
+
+
+def test_a_backend_can_be_sent_to_another_process():
+    for name in ("model", "vllm", "rocm", "vllm-cpu", SPEC):
+        backend = find_backend(name)
+        again = pickle.loads(pickle.dumps(backend))
+        assert (again.name, again.ops, again.path) == (name, backend.ops, backend.path)

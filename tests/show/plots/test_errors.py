@@ -1,0 +1,70 @@
+"""The plots of errors: NaN, unwritten rows and idle heads are outside the colour map."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.lengths import Lengths
+from attnlab.lab.lab import Lab
+from attnlab.show.plots import plot_error, plot_seq_error
+from attnlab.show.plots.errors import BAND, NAN_AT
+
+LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))
+
+
+@pytest.fixture(scope="module")
+def lost():
+    """Return a run whose last sequence reads NaN from an unwritten slot."""
+    case = hostile(query_lens=(3, 1), ctx_lens=(5, 20), fill="context_only", platform="sm_90")
+    return Lab().run(case.replace(atol=1e-2))
+
+
+def hatches(ax):
+    """Return the rows of the image that each hatch covers in column 0."""
+    found = {}
+    for cells in ax.collections:
+        for path in cells.get_paths():
+            left, top = path.vertices.min(0)
+            bottom = path.vertices.max(0)[1]
+            if left == -0.5:
+                found[cells.get_hatch()] = range(int(top + 0.5), int(bottom + 0.5))
+    return found
+
+
+def test_nan_is_bad_in_the_image_and_hatched(lost):
+    ax = plot_error(lost.errors)
+    shown = np.ma.filled(ax.images[0].get_array().astype(float), np.nan)
+    assert np.isnan(shown[BAND:]).all()
+    assert not np.isnan(shown[:BAND]).any()
+    assert hatches(ax) == {"xx": range(BAND, 2 * BAND)}
+    assert ax.images[0].cmap.get_bad().tolist() != ax.images[0].cmap(0.5)
+
+
+def test_unwritten_rows_are_covered(lost):
+    ax = plot_error(lost.errors, unwritten=torch.tensor([True, True, True, False]))
+    assert hatches(ax) == {"///": range(BAND), "xx": range(BAND, 2 * BAND)}
+    assert len(ax.get_legend().get_texts()) == 2
+
+
+def test_the_tolerance_is_marked_in_the_colour_bar(lost):
+    ax = plot_error(lost.errors)
+    bar = next(other for other in ax.figure.axes if other is not ax)
+    assert 1e-2 in [line.get_ydata()[0] for line in bar.lines]
+
+
+def test_the_title_counts_wrong_elements(lost):
+    assert f"{lost.errors.mismatched} of {lost.errors.total}" in plot_error(lost.errors).get_title()
+
+
+def test_sequence_errors_and_nan():
+    ax = plot_seq_error({"a": [1e-3, float("nan")], "b": [0.0, 2.0]}, LENGTHS, atol=1e-2)
+    series = [line.get_xydata().tolist() for line in ax.lines]
+    (a, a_nan, b, b_nan, atol) = series
+    assert [y for _, y in a] == [1e-3]
+    assert [y for _, y in a_nan] == [NAN_AT]
+    assert [y for _, y in b] == [1e-9, 2.0]
+    assert b_nan == []
+    assert {y for _, y in atol} == {1e-2}
+    assert [text.get_text() for text in ax.texts] == ["NaN"]
+    assert "1 of 2 sequences" in ax.get_title()
