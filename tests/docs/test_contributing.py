@@ -11,7 +11,6 @@ import pytest
 import attnlab
 from attnlab.checker.public import check
 from attnlab.cli.main import main
-from attnlab.defects import CATALOGUE
 from attnlab.mutation.power import power
 from attnlab.tensors.call import KernelCall
 
@@ -77,7 +76,7 @@ def test_a_backend_in_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_defect() -> None:
     names = run("Add a defect")
     defect = names["SCALE_HALVED"]
-    known = CATALOGUE.values() if isinstance(CATALOGUE, dict) else CATALOGUE
+    known = getattr(attnlab.DEFECTS, "values", lambda: attnlab.DEFECTS)()
     assert defect.name not in {d.name for d in known}
     report = power(SMALL, remedies=False)
     assert defect.name not in {m.name for m in report.survivors}
