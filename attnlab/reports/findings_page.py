@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.lab.error_map import ErrorMap, compare
-from attnlab.defects.problem import Problem
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.lengths import Lengths
-from attnlab.lab.lab import Lab
+from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
-from attnlab.checker.case_run import run_case
 from attnlab.checker.side_outputs import expected_lse
-from attnlab.kernels.backend import Backend
-from attnlab.lab.result import Result
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.error_location import locate
+from attnlab.kernels.backend import Backend
+from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

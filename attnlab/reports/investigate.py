@@ -14,12 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from attnlab.reports.baseline import Change, Kept, compare, read_baseline
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.reports.runner import OnProgress, Run
-from attnlab.reports.notebook_result import Outcome, Results, plain_dict, write_junit, write_verdicts
 from attnlab.case.parameters import share_out
+from attnlab.reports.baseline import Change, Kept, compare, read_baseline
+from attnlab.reports.notebook_result import (
+    Outcome,
+    Results,
+    plain_dict,
+    write_junit,
+    write_verdicts,
+)
 from attnlab.reports.pages import write_index
+from attnlab.reports.runner import OnProgress, Run
 
 __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
 
@@ -35,6 +41,11 @@ def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
     A name is a number (`03` or `3`), a slug, or a file name. No names mean all `NN-*.ipynb`.
     """
     known = sorted(root.glob("[0-9][0-9]-*.ipynb"))
+    if not known and root.resolve() == NOTEBOOKS:
+        raise AttnLabError(
+            "attnlab is installed without its notebooks: give --notebooks-folder PATH, such as notebooks/ "
+            "of a checkout or of the sdist"
+        )
     if not known:
         raise AttnLabError(f"{root} must hold notebooks named NN-slug.ipynb, got none")
     found: dict[Path, None] = {}

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attnlab.reports.baseline import Change
 from attnlab.case.errors import AttnLabError
 from attnlab.case.shown import Shown
+from attnlab.reports.baseline import Change
 from attnlab.show.notebook import Json, Verdict, plain, versions
 
 Status = Literal[

@@ -10,9 +10,9 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.show.notebook import PROVENANCE_MIME, VERDICT_MIME, Verdict, as_text, versions
-from attnlab.reports.standalone import self_contained
 from attnlab.reports.notebook_result import Results, Status, one_line, write_text
+from attnlab.reports.standalone import self_contained
+from attnlab.show.notebook import PROVENANCE_MIME, VERDICT_MIME, Verdict, as_text, versions
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"

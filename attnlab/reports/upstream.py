@@ -12,23 +12,18 @@ from typing import Any
 
 import torch
 
-import attnlab
-from attnlab.tensors.cache import freed_blocks
-from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import cached_lens
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
-from attnlab.contracts.target import Target
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import cached_lens
-from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.contracts.target import Target
 from attnlab.case.errors import InvalidCase
-from attnlab.tensors.formats import written_format
+from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.checker.finding import KINDS, Finding
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import cached_lens
+from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
-from attnlab.checker.finding import KINDS, Finding
+from attnlab.tensors.cache import freed_blocks
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import written_format
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _KNOWN = (  # knobs that a script knows, or that say nothing to it

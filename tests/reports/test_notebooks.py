@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.notebooks import NOTEBOOKS as FOLDER
-from helpers.sources import sdist
 from helpers.notebooks import SMALL
+from helpers.sources import sdist
 from nbformat import read
 
 from attnlab.case.case import Case
@@ -26,6 +26,7 @@ from attnlab.reports.investigate import find_notebooks, investigate
 from attnlab.show.notebook import PROVENANCE_MIME
 from attnlab.study.production import check_available
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = find_notebooks([], FOLDER)
 CASED = [
     path for path in NOTEBOOKS if '"platform = ' in path.read_text()
@@ -72,6 +73,7 @@ def test_every_verdict_is_as_expected(
     assert all(one.verdicts for one in outcomes)
 
 
+@pytest.mark.releases
 def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> None:
     """Two of the notebooks on vLLM's own source, at a size that its interpreter does in seconds."""
     try:
@@ -91,6 +93,7 @@ def test_every_verdict_is_as_expected_on_the_real_kernels(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("release", ["0.11.2", "0.33.0"])
 def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release: str) -> None:
     """The same story with the ROCm kernel's own source on the emulated device."""
@@ -137,6 +140,7 @@ def test_production_is_as_expected(tmp_path: Path, changes: dict[str, object]) -
     assert len(outcome.verdicts) >= 15
 
 
+@pytest.mark.releases
 def test_the_kernel_nobody_could_run(tmp_path: Path) -> None:
     """The notebook on the real ROCm source of another release than the committed one's, 0.11.2."""
     parameters = {**SMALL, "seed": 7, "source": str(sdist("0.33.0").path)}

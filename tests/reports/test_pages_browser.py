@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from helpers.browser import offline_page
 
+pytestmark = pytest.mark.browser
 WIDTHS = {"a phone": 390, "a screen": 1280}
 # What sticks out of the page to the right: boxes wider than the window that no scroll bar of their own holds.
 OVERHANG = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -28,6 +28,7 @@ def why_not() -> str:
     return ""
 
 
+pytestmark = pytest.mark.slow
 needs_engine = pytest.mark.skipif(bool(why_not()), reason=why_not() or "installed")
 CUT = EngineRun(prompt_lens=(1, 33, 70), max_tokens=3, max_num_batched_tokens=40, dtype="float32")
 

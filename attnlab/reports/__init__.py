@@ -1,0 +1,1 @@
+"""Headless notebooks and the pages, files and texts made from results."""
