@@ -65,7 +65,7 @@ def _show_changes(console: Console, changes: Sequence["Change"], baseline: str) 
     for name in ("notebook", "verdict", "is", "before", "now"):
         table.add_column(name, overflow="fold")
     for change in changes:
-        colour = "red" if change.is_loss else "green" if change.kind == "mended" else "default"
+        colour = "red" if change.is_loss else "green" if change.kind == "fixed" else "default"
         table.add_row(
             escape(change.notebook),
             escape(change.verdict),

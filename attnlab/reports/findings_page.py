@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from attnlab.case.case import CACHE_WRITE, Case
-from attnlab.lab.error_map import ErrorMap, compare
-from attnlab.defects.problem import Problem
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.lengths import Lengths
-from attnlab.lab.lab import Lab
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
 from attnlab.checker.subject import RunOutput, Subject
 from attnlab.checker.sums import expected_sums
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.locate import locate
+from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.lab import Lab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

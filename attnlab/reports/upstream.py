@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-import attnlab
-from attnlab.tensors.cache import freed_blocks
-from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.contract import cached_lens, contract
 from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
-from attnlab.case.errors import InvalidCase
-from attnlab.tensors.formats import written_format
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
-from attnlab.checker.finding import KINDS, Finding
+from attnlab.tensors.cache import freed_blocks
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import written_format
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PAGED, _FLASH = (WRAPPER, PREFILL), (UNIFIED, DECODE_FWD)  # by the layout of their caches
@@ -47,8 +46,26 @@ _KNOWN = (  # knobs that a script knows, or that say nothing to it
         "stage",
     ),
     *("max_query_len", "max_seq_len", "fill", "block_table_dtype", "seq_lens_dtype", "platform"),
-    *("query_start_loc_dtype", "release", "backend", "trace_reads", "num_blocks", "max_blocks_per_seq"),
-    *("block_table", "x", "k_scale", "v_scale", "freed", "empty_slots", "distribution", "output_init", "atol", "rtol"),
+    *(
+        "query_start_loc_dtype",
+        "release",
+        "backend",
+        "trace_reads",
+        "num_blocks",
+        "max_blocks_per_seq",
+    ),
+    *(
+        "block_table",
+        "x",
+        "k_scale",
+        "v_scale",
+        "freed",
+        "empty_slots",
+        "distribution",
+        "output_init",
+        "atol",
+        "rtol",
+    ),
     *("reference_dtype", "sinks", "softcap", "first_block"),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
@@ -86,7 +103,11 @@ def write_reports(
 def has_script(case: Case) -> bool:
     """Answer whether a script can stand for a Case: an attention op over a cache that production fills,
     and no knob that the script does not know."""
-    known = case.op in _PAGED + _FLASH and case.distribution == "normal" and case.staging.fill == "all_rows"
+    known = (
+        case.op in _PAGED + _FLASH
+        and case.distribution == "normal"
+        and case.staging.fill == "all_rows"
+    )
     return known and set(case.changes()) <= set(_KNOWN)
 
 
@@ -168,7 +189,9 @@ def _of_case(case: Case) -> dict[str, Any]:
         "sliding_window": case.sliding_window,
         "block_table": call.block_table.tolist(),
         "block_table_dtype": str(call.block_table.dtype).removeprefix("torch."),
-        "seeds": [(case.seed << 24) + (salt << 20) for salt in range(3)],  # as attnlab.tensors.batch draws
+        "seeds": [
+            (case.seed << 24) + (salt << 20) for salt in range(3)
+        ],  # as attnlab.tensors.batch draws
         "fp8": str(written_format(case).dtype).removeprefix("torch.") if case.is_fp8 else "",
         "k_scale": case.k_scale,
         "v_scale": case.v_scale,

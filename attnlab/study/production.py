@@ -134,7 +134,7 @@ def _environment(folder: str) -> dict[str, str]:
     }
 
 
-def backends_that_write_apart() -> dict[str, bool]:
+def separate_cache_writes() -> dict[str, bool]:
     """Return for each attention backend of the installed vLLM whether its cache write is a call of its
     own, made by the attention layer before attention.
 

@@ -28,7 +28,7 @@ def verdict(found, expected=3, name="rows", **evidence):
     ("before", "now", "kind", "is_loss", "values"),
     [
         (kept(verdict(3)), kept(verdict(4)), "broken", True, (3, 4)),
-        (kept(verdict(4)), kept(verdict(3)), "mended", False, (4, 3)),
+        (kept(verdict(4)), kept(verdict(3)), "fixed", False, (4, 3)),
         (kept(verdict(4)), kept(verdict(5)), "changed", True, (4, 5)),
         (kept(verdict(3)), kept(verdict(5, expected=5)), "changed", True, (3, 5)),
         (kept(verdict(3)), kept(), "gone", True, (3, None)),
