@@ -17,7 +17,7 @@ _MODULES = {  # the public names of each module
     "attnlab.study.kernels": "compare_output fp8_values real_kernels",
     "attnlab.study.mutants": "is_full_size mutant nine_mutants",
     "attnlab.study.overview": "read_chapters",
-    "attnlab.study.plot_timeline": "plot_timeline",
+    "attnlab.study.timeline_plot": "plot_timeline",
     "attnlab.study.predictions": "decode_contract decodes_on_rocm missing_token_bound "
     "on_int64 predict_chapters predict_claims predict_status read_as_int32 tail_reaches_output",
     "attnlab.study.production": "EngineRun record_engine separate_cache_writes",

@@ -54,8 +54,11 @@ class Prediction:
         size = "none"
         if self.smallest is not None and self.largest is not None:
             size = f"{self.smallest:.2g} to {self.largest:.2g}"
-        place = [str(value) for value in (self.row, self.elements)]
-        return [self.status, *place, size, str(self.after_fix)]
+        row, elements, after_fix = (
+            "none" if value is None else str(value)
+            for value in (self.row, self.elements, self.after_fix)
+        )
+        return [self.status, row, elements, size, after_fix]
 
 
 def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 matplotlib.use("Agg")
 
 from attnlab.case.errors import AttnLabError
-from attnlab.study.plot_timeline import plot_timeline
+from attnlab.study.timeline_plot import plot_timeline
 from attnlab.study.timeline import Attention, CacheWrite, Timeline
 
 # Two prompts of 3 and 2 tokens in blocks of 2, one layer: both whole in step 0, one decode each in step 1.
