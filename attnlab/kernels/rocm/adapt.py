@@ -1,8 +1,8 @@
-"""Adapting the text of csrc/rocm's attention, so that a C++ compiler for the CPU takes it.
+"""Adapt the source of csrc/rocm's attention for a C++ compiler for the CPU.
 
-What HIP adds to C++ is put into words that the headers in ``cpp/`` define. Nothing that computes is
-changed but AMD's assembler text, and every line keeps its number. A text that does not have what is
-expected of it is refused: then a release has changed, and someone has to look.
+HIP's extensions of C++ are replaced by names that the headers in ``cpp/`` define. Code that computes is
+unchanged, except AMD's inline assembler, and every line keeps its number. A source that lacks an expected
+pattern is rejected: the release has changed and the adaptations must be reviewed.
 """
 
 import re
@@ -12,18 +12,20 @@ from pathlib import Path
 from attnlab.case.errors import Unavailable
 
 FOLDER = "csrc/rocm"
-SINGLE = "attention.cu"  # kernels and host code in one file, up to 0.2x
+SINGLE = "attention.cu"  # kernels and host code in one file (older releases)
 KERNELS = "attention_kernels.cuh"
 DISPATCH = "attention_dispatch.cu"
 ENTRIES = re.compile(r"attention_paged_attn_\w+\.cu")
-HOST_BEGINS = "#define LAUNCH_CUSTOM_ATTENTION_MFMA16"  # everything behind it is the host's
+HOST_BEGINS = "#define LAUNCH_CUSTOM_ATTENTION_MFMA16"  # everything after it is host code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """One change of the text: what it is about, what is looked for, what stands there instead, and why.
+    """One change of the source text.
 
-    ``least``: how often it must be there, or the text is not the one that is expected.
+    - ``what``, ``why``: its subject and its reason, as text.
+    - ``pattern``, ``replacement``: for re.sub.
+    - ``least``: the least number of matches; a source with fewer is rejected.
     """
 
     what: str
@@ -50,21 +52,21 @@ ADAPTATIONS = (
         what="includes",
         pattern=r"(?m)^#include .*$",
         replacement="",
-        why="the headers in cpp/ stand for those of torch, HIP and vLLM",
+        why="the headers in cpp/ replace those of torch, HIP and vLLM",
         least=2,
     ),
     Adaptation(
         what="pragma once",
         pattern=r"(?m)^#pragma once$",
         replacement="",
-        why="the text is compiled as a file of its own",
+        why="the text is compiled as a main file",
         least=0,
     ),
     Adaptation(
         what="assertions that always fail",
         pattern=r"static_assert\(false,",
         replacement="static_assert(!sizeof(T),",
-        why="g++ 12 takes a false that does not depend on T for an error in a branch that is never made",
+        why="g++ 12 rejects static_assert(false) in a branch that is never instantiated",
         least=5,
     ),
     Adaptation(
@@ -78,22 +80,22 @@ ADAPTATIONS = (
         what="shared memory",
         pattern=r"__shared__ (\w+) (\w+)((?:\[[^\]\n]*\])*);",
         replacement=r"auto& \2 = attnlab::shared<\1\3>(__LINE__);",
-        why="shared memory belongs to a block, which C++ has no word for",
+        why="C++ has no keyword for memory shared by the threads of a block",
         least=6,
     ),
     Adaptation(
         what="assembler: v_…_dpp row_ror",
         pattern=_DPP,
         replacement=r"\4 = attnlab::\1_row_ror(\4, \2);\3\5",
-        why="AMD's assembler: maximum or sum with the value of another lane of the row",
+        why="AMD assembler: maximum or sum with the value of another lane in the row",
         least=8,
     ),
     Adaptation(
         what="lanes that skip a matrix instruction",
         pattern=_SKIP,
         replacement=r"if (vglobal_fetch_start >= seq_len) {\1attnlab::clear(\6);\2}\3else if (\4) {\5\6 =",
-        why="some lanes skip a matrix instruction that needs all 64, whether they are active or not; what "
-        "their registers hold is up to AMD's compiler: here they hold zeros, which is what is meant",
+        why="some lanes skip a matrix instruction that uses the registers of all 64 lanes, active or not; "
+        "their contents depend on AMD's compiler; here they are zero, which the code intends",
         least=0,
     ),
     Adaptation(
@@ -101,14 +103,14 @@ ADAPTATIONS = (
         pattern=_ATTENTION,
         replacement=r'attnlab::launch("\1",\2 {attnlab::type<T>, attnlab::type<KVT>, KV_DTYPE, '
         r"attnlab::type<OUTT>, \3})\4(\5, \6, ",
-        why="a launch is a call of the emulated device; the kernel is found by its name and arguments",
+        why="a launch calls the emulated device, which finds the kernel by name and template arguments",
         least=2,
     ),
     Adaptation(
         what="launches of the reduce kernel",
         pattern=_REDUCTION,
         replacement=r'attnlab::launch("\1", {attnlab::type<T>, attnlab::type<OUTT>, \2})\3(\4, \5, ',
-        why="the same",
+        why="as for the attention kernels",
         least=1,
     ),
 )
@@ -116,21 +118,21 @@ ADAPTATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """The adapted text of a release: for the kernels, and for the host code (which needs all of it)."""
+    """The adapted source of a release: for the kernels, and for the host code (which includes both)."""
 
     kernels: str
     host: str
 
 
 def has_source(root: Path) -> bool:
-    """Answer whether a vLLM at ``root`` comes with csrc/rocm's attention."""
+    """Return whether the vLLM at ``root`` contains csrc/rocm's attention."""
     return any((root / FOLDER / name).is_file() for name in (SINGLE, KERNELS))
 
 
 def adapted(root: Path) -> Texts:
-    """Return the adapted text of the vLLM at ``root``.
+    """Return the adapted source of the vLLM at ``root``.
 
-    Raises Unavailable where it has no csrc/rocm attention, or one that the adaptations do not fit.
+    Raises Unavailable if it has no csrc/rocm attention or the adaptations do not match it.
     """
     folder = root / FOLDER
     if (folder / SINGLE).is_file():
@@ -138,8 +140,8 @@ def adapted(root: Path) -> Texts:
         return Texts(kernels=_kernels(SINGLE, whole), host=whole)
     if not (folder / KERNELS).is_file():
         raise Unavailable(
-            f"{root} has no {FOLDER}/{SINGLE} and no {FOLDER}/{KERNELS}: take an sdist or a checkout of "
-            "vLLM, a wheel comes without; attnlab fetch --sdist 0.33.0 gets one"
+            f"{root} has no {FOLDER}/{SINGLE} and no {FOLDER}/{KERNELS}: use an sdist or a checkout of "
+            "vLLM (a wheel does not contain them); attnlab fetch --sdist 0.33.0 downloads one"
         )
     whole = adapt(KERNELS, (folder / KERNELS).read_text())
     entries = sorted(p for p in folder.iterdir() if ENTRIES.fullmatch(p.name))
@@ -150,17 +152,17 @@ def adapted(root: Path) -> Texts:
 
 
 def adapt(name: str, text: str) -> str:
-    """Return a file's text with every adaptation made, each of its lines where it was.
+    """Return a file's text with all adaptations applied; line numbers do not change.
 
-    Raises Unavailable where something that is expected is not there.
+    Raises Unavailable if an expected pattern is missing.
     """
     lines = text.count("\n")
     for change in ADAPTATIONS:
         text, times = re.subn(change.pattern, change.replacement, text)
         if times < change.least:
             raise Unavailable(
-                f"{FOLDER}/{name} is not as expected: {change.what} are there {times} times in the form "
-                f"that the lab knows, expected {change.least} or more"
+                f"{FOLDER}/{name} is not as expected: found {change.what} {times} times in the known form, "
+                f"expected at least {change.least}"
             )
     if text.count("\n") != lines:
         raise AssertionError(f"an adaptation of {name} moved lines")
@@ -168,14 +170,13 @@ def adapt(name: str, text: str) -> str:
     if left is not None:
         line = text.count("\n", 0, left.start()) + 1
         raise Unavailable(
-            f"{FOLDER}/{name} is not as expected: line {line} has {left[0]!r} in a form that no "
-            "adaptation knows"
+            f"{FOLDER}/{name} is not as expected: line {line} contains {left[0]!r} in an unknown form"
         )
     return f'#line 1 "{FOLDER}/{name}"\n{text}'
 
 
 def _kernels(name: str, text: str) -> str:
-    """Return the part of an adapted text that is compiled for the device."""
+    """Return the part of an adapted source that is compiled for the device."""
     kernels, mark, _ = text.partition(HOST_BEGINS)
     if not mark:
         raise Unavailable(f"{FOLDER}/{name} is not as expected: it has no {HOST_BEGINS!r}")
@@ -188,7 +189,7 @@ def _without_includes(path: Path) -> str:
 
 
 def times_adapted(root: Path) -> list[tuple[Adaptation, int]]:
-    """Return each adaptation and how often the vLLM at ``root`` needs it, those that it needs."""
+    """Return the adaptations that the vLLM at ``root`` needs, each with its number of matches."""
     folder = root / FOLDER
     file = next((folder / n for n in (SINGLE, KERNELS) if (folder / n).is_file()), None)
     if file is None:

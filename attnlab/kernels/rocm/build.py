@@ -1,4 +1,4 @@
-"""Building shared libraries from C++ text, once for each text, compiler and processor."""
+"""Build shared libraries from C++ source; cache them by source, compiler and processor."""
 
 import functools
 import hashlib
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.vllm.source import cache_folder
+from attnlab.kernels.cache_folder import check_private, private_folder, writing
 
 DEVICE = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     "-std=c++20",
     "-march=native",
-    "-ffp-contract=off",  # no fused multiply-add where the source has none
-    "-fno-strict-aliasing",  # the source reads numbers through pointers to vectors
-    "-fwrapv",  # integers wrap, as a GPU's do
+    "-ffp-contract=off",  # no fused multiply-add that the source does not have
+    "-fno-strict-aliasing",  # the source accesses numbers through pointers to vectors
+    "-fwrapv",  # signed integers wrap, as on a GPU
     "-fPIC",
     "-shared",
     "-pthread",
     "-w",
 )
-# Every access to memory becomes a call that cpp/kernel.h answers; no red zones, no library.
+# Every memory access becomes a call to a function in cpp/kernel.h; no red zones, no runtime library.
 CHECKED_FLAGS = (
     "-O1",
     "-g1",
@@ -43,22 +43,22 @@ OnStep = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """A C++ compiler: its command and what it says its version is."""
+    """A C++ compiler: its command and the text of its --version."""
 
     command: str
     version: str
 
     @property
     def is_gcc(self) -> bool:
-        """Answer whether it is GCC, whose flags the checked build needs."""
+        """Return whether this is GCC; the checked build needs its flags."""
         return "Free Software Foundation" in self.version
 
 
 @functools.cache
 def find_compiler(asked: str | None) -> Compiler:
-    """Return the compiler ``asked`` for ($CXX), or the first of g++, clang++ and c++ that is there.
+    """Return the compiler named ``asked`` ($CXX), or the first of g++, clang++ and c++ that exists.
 
-    Raises Unavailable where there is none.
+    Raises Unavailable if there is none.
     """
     for name in (asked,) if asked else _COMPILERS:
         if shutil.which(name) is not None:
@@ -68,7 +68,7 @@ def find_compiler(asked: str | None) -> Compiler:
     if asked:
         raise Unavailable(f"CXX must name a C++ compiler, got {asked!r}")
     raise Unavailable(
-        "backend rocm compiles vLLM's own source and there is no C++ compiler here: install g++ "
+        "backend rocm compiles vLLM's own source, and no C++ compiler was found: install g++ "
         "(Debian, Ubuntu: apt-get install g++; conda: conda install gxx)"
     )
 
@@ -76,21 +76,21 @@ def find_compiler(asked: str | None) -> Compiler:
 def build(
     name: str, text: str, flags: Sequence[str] = (), on_step: OnStep = lambda text: None
 ) -> Path:
-    """Return the shared library that ``text`` compiles to, built at most once and kept in the cache.
+    """Return the shared library compiled from ``text``; build it only if it is not in the cache.
 
-    Raises Unavailable with the compiler's first error where it fails.
+    ``on_step`` is called before a compilation. Raises Unavailable with the compiler's first error.
     """
     compiler = find_compiler(os.environ.get("CXX"))
     key = hashlib.sha256(
         "\0".join([compiler.version, _processor(), headers(), *_FLAGS, *flags, text]).encode()
     ).hexdigest()[:24]
-    folder = cache_folder() / "hip"
+    folder = private_folder("hip")
     library = folder / f"{name}-{key}.so"
     if library.is_file():
+        check_private(library)
         return library
     on_step(f"compiling {name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with writing(), tempfile.TemporaryDirectory(dir=folder) as work:
         source, made = Path(work) / f"{name}.cpp", Path(work) / "made.so"
         source.write_text(text)
         command = [compiler.command, *_FLAGS, *flags, f"-I{DEVICE}", str(source), "-o", str(made)]
@@ -105,13 +105,13 @@ def build(
 
 @functools.cache
 def headers() -> str:
-    """Return the text of the emulation, which every build depends on."""
+    """Return the text of the emulation's headers, which every build depends on."""
     return "".join(path.read_text() for path in sorted(DEVICE.glob("*.h")))
 
 
 @functools.cache
 def _processor() -> str:
-    """Return what tells this processor's instructions from another's: -march=native builds for them."""
+    """Return a text that identifies this processor's instruction set, for which -march=native builds."""
     cpuinfo = Path("/proc/cpuinfo")
     found = (
         re.search(r"(?m)^(flags|Features)\s*:.*$", cpuinfo.read_text())
@@ -123,4 +123,4 @@ def _processor() -> str:
 
 def _first_error(text: str) -> str:
     lines = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines()
-    return lines[0] if lines else "it says nothing"
+    return lines[0] if lines else "no error text"

@@ -1,4 +1,4 @@
-"""The emulated device and the op on it, through ctypes."""
+"""Bindings (ctypes) of the emulated device and of the op's host code."""
 
 import ctypes
 import functools
@@ -59,7 +59,7 @@ _SCALAR_TYPES = {
 
 
 class Tensor(Structure):
-    """torch::Tensor of cpp/host.h: memory, dtype, shape and strides."""
+    """torch::Tensor of cpp/host.h: address, dtype, shape and strides."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -71,7 +71,7 @@ class Tensor(Structure):
 
     @classmethod
     def of(cls, tensor: torch.Tensor | None) -> "Tensor":
-        """Describe a tensor on the CPU; None has no dimensions."""
+        """Return the description of a CPU tensor; None becomes a tensor without dimensions."""
         if tensor is None:
             return cls()
         return cls(
@@ -98,7 +98,7 @@ class Arguments(Structure):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Arguments":
-        """Describe the op's arguments, by the names of its parameters."""
+        """Return the description of the op's arguments, given by parameter name."""
         return cls(
             (Tensor * len(TENSORS))(*(Tensor.of(given.get(name)) for name in TENSORS)),
             given["num_kv_heads"],
@@ -125,14 +125,14 @@ class Context(Structure):
 
 
 def prepare(faults: Sequence[str] = (), on_step: OnStep = lambda text: None) -> Path:
-    """Build the emulated device, with the planted ``faults`` of cpp/instructions.h."""
+    """Build the emulated device with the planted ``faults`` of cpp/instructions.h; return its path."""
     flags = ["-O2", *(f"-DATTNLAB_FAULT_{fault}" for fault in faults)]
     return build("device", (DEVICE / "device.cpp").read_text(), flags, on_step)
 
 
 @functools.cache
 def device(faults: Sequence[str] = ()) -> ctypes.CDLL:
-    """Return the emulated device, loaded."""
+    """Build and load the emulated device."""
     library = ctypes.CDLL(str(prepare(faults)))
     library.attnlab_device.restype = c_void_p
     library.attnlab_error.restype = c_char_p
@@ -160,7 +160,7 @@ def device(faults: Sequence[str] = ()) -> ctypes.CDLL:
 
 
 class Host:
-    """The op's host code, as compiled from the source."""
+    """The op's host code, compiled from the source."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -172,24 +172,24 @@ class Host:
         )
 
     def call(self, context: Context, arguments: Arguments) -> tuple[int, str]:
-        """Call the op; return its outcome and, but for FAILED, the text that comes with it."""
+        """Call the op; return its outcome and, unless that is FAILED, its text."""
         text = ctypes.create_string_buffer(1 << 14)
         outcome = self._library.attnlab_call(byref(context), byref(arguments), text, len(text))
         return outcome, text.value.decode()
 
 
 def entry_of(path: Path) -> int:
-    """Return the address of the kernel in a library that was built for one."""
+    """Return the address of the kernel in a library that contains one kernel."""
     library = ctypes.CDLL(str(path))
     library.attnlab_kernel.restype = c_void_p
     return int(library.attnlab_kernel())
 
 
 def finder(kernels: Mapping[str, int]) -> Any:
-    """Return what the host code finds a kernel's address by, from its name."""
+    """Return the callback that gives the host code a kernel's address by name."""
     return _FIND(lambda name: kernels[name.decode()])
 
 
 def no_finder() -> Any:
-    """Return what makes the host code note its launches instead."""
+    """Return the null callback: the host code then records its launches and runs none."""
     return _FIND()

@@ -1,4 +1,4 @@
-"""What a checked run of the emulated device found, and where in vLLM's source."""
+"""Findings of a checked run of the emulated device, with lines of vLLM's source."""
 
 import ctypes
 import re
@@ -17,10 +17,11 @@ _SOURCE = re.compile(r"csrc/rocm/([\w.]+:\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwritten:
-    """A read of memory that nothing wrote during the call: scratch, or a block's shared memory.
+    """Reads of memory that was not written during the call: scratch, or a block's shared memory.
 
-    ``index``: of the first such read in its tensor, in bytes for shared memory; ``count``: how many
-    reads; ``block``, ``thread``: who read first; ``line``: file and line of the source, "" if unknown.
+    - ``index``: of the first such read in its tensor; for shared memory in bytes.
+    - ``count``: number of reads.
+    - ``block``, ``thread``: of the first read; ``line``: "file:line" of the source, "" if unknown.
     """
 
     tensor: str
@@ -32,21 +33,21 @@ class Unwritten:
     line: str
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the finding as one line."""
         at = ", ".join(map(str, self.index))
         return (
-            f"{self.tensor}[{at}] is read and nothing wrote it, {self.count} reads, {self.kernel}, "
+            f"{self.tensor}[{at}] is read before it is written, {self.count} reads, {self.kernel}, "
             f"block {self.block}, thread {self.thread}, {self.line}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Findings:
-    """What a checked run found.
+    """The findings of a checked run.
 
-    - ``unwritten``: reads of what nothing wrote.
-    - ``reads``: for each (kernel, tensor) and blockIdx.x, which elements were read, of the tensor's
-      shape, bool. In the attention kernels blockIdx.x is the sequence, in the reduce kernel the head.
+    - ``unwritten``: reads of memory that was not written.
+    - ``reads``: for each (kernel, tensor) and blockIdx.x, the elements that were read: bool, of the tensor's
+      shape. blockIdx.x is the sequence in the attention kernels and the head in the reduce kernel.
     """
 
     unwritten: tuple[Unwritten, ...] = ()
@@ -56,7 +57,7 @@ class Findings:
     def collect(
         cls, library: Any, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]
     ) -> "Findings":
-        """Fetch the findings of the last run from the device."""
+        """Collect the findings of the device's last run."""
         return cls(
             unwritten=tuple(
                 _unwritten(library, i, files, shapes) for i in range(library.attnlab_findings())
@@ -109,7 +110,7 @@ def _reads(
 
 
 def place_of(library: Any, files: Mapping[str, Path]) -> str:
-    """Return what the device says went wrong, with the line of the source where it is known."""
+    """Return the device's error text, with the line of the source if it is known."""
     code = ctypes.c_void_p()
     text: str = library.attnlab_error(ctypes.byref(code)).decode()
     for name in files:
@@ -119,7 +120,7 @@ def place_of(library: Any, files: Mapping[str, Path]) -> str:
 
 
 def line_of(code: int | None, files: Any) -> str:
-    """Return "file:line" of the source that an address of loaded code comes from, or ""."""
+    """Return "file:line" of the source for an address of loaded code, or "" if unknown."""
     if not code or shutil.which("addr2line") is None:
         return ""
     for path in files:
@@ -134,7 +135,7 @@ def line_of(code: int | None, files: Any) -> str:
 
 
 def _loaded_at(path: Path) -> tuple[int, int] | None:
-    """Return the first and the last address that a library is mapped at in this process."""
+    """Return the address range at which a library is mapped in this process, or None."""
     maps = Path("/proc/self/maps")
     if not maps.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Tensors far apart in memory, so that an access outside one is nearest to the one it was meant for."""
+"""Place tensors 64 GiB apart, so that an out-of-bounds address identifies its tensor."""
 
 import ctypes
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,14 @@ from attnlab.case.errors import Unavailable
 
 
 @contextmanager
-def apart(
+def guarded_tensors(
     library: Any, arguments: Mapping[str, Any], writes: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the arguments with every tensor copied to a place of its own, 64 GiB from the next; after
-    the block, copy those that the op ``writes`` back and give the memory up."""
+    """Yield the arguments with each tensor copied to a region 64 GiB away from the others.
+
+    After the block the tensors named in ``writes`` are copied back into ``arguments``, and the memory is
+    released. Raises Unavailable if the address space has no room.
+    """
     placed, places = dict(arguments), []
     try:
         for number, (name, value) in enumerate(arguments.items()):
@@ -26,7 +29,9 @@ def apart(
                 bytes_ = max(1, span * value.element_size())
                 place = library.attnlab_place(number, bytes_)
                 if not place:
-                    raise Unavailable("the checked device finds no room for its tensors")
+                    raise Unavailable(
+                        "the checked device has no address space left for its tensors"
+                    )
                 places.append((place, bytes_))
                 placed[name] = _at(place, value, span).copy_(value)
         yield placed
@@ -38,7 +43,7 @@ def apart(
 
 
 def _at(place: int, like: torch.Tensor, span: int) -> torch.Tensor:
-    """Return a tensor at an address, of another's dtype, shape and strides."""
+    """Return a tensor at an address with the dtype, shape and strides of ``like``."""
     memory = (ctypes.c_uint8 * (span * like.element_size())).from_address(place)
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
     return flat.as_strided(like.shape, like.stride())

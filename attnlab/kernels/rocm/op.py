@@ -1,4 +1,4 @@
-"""vLLM's torch.ops._rocm_C.paged_attention: its own source on the emulated device."""
+"""vLLM's torch.ops._rocm_C.paged_attention, compiled from its source for the emulated device."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from attnlab.kernels.rocm import device as emulated
 from attnlab.kernels.rocm.adapt import Texts, adapted
 from attnlab.kernels.rocm.build import CHECKED_FLAGS, OnStep, build, find_compiler
 from attnlab.kernels.rocm.findings import Findings, place_of
-from attnlab.kernels.rocm.guarded import apart
+from attnlab.kernels.rocm.guarded import guarded_tensors
 
 PLATFORM_MACROS = {
     "gfx90a": ("__gfx90a__", "__GFX9__"),
@@ -31,10 +31,10 @@ _ONE_AT_A_TIME = threading.Lock()
 class DeviceOptions:
     """How the device runs a call.
 
-    - ``checked``: every access to memory is looked at, on one core; see :class:`Findings`.
-    - ``order``: the order in which threads take turns: 0 forwards, 1 backwards, else the seed of a
-      shuffle. A race shows where the output depends on it.
-    - ``faults``: faults planted in the device, for the tests.
+    - ``checked``: check every memory access, on one core; see :class:`Findings`.
+    - ``order``: the order in which threads run: 0 ascending, 1 descending, other values seed a shuffle. If
+      the output depends on it, the kernel has a race.
+    - ``faults``: faults planted in the device, for tests.
     """
 
     checked: bool = False
@@ -47,10 +47,10 @@ PLAIN = DeviceOptions()
 
 @dataclass(slots=True)
 class Op:
-    """The op of one source on one platform; what it needs is built when it is first called.
+    """The op of one source on one platform; its libraries are built at the first call.
 
-    ``root`` is the folder that holds ``csrc/``. Raises Unavailable for a platform whose kernels need
-    what the device does not have.
+    ``root`` is the folder that contains ``csrc/``. Raises Unavailable for a platform that the device does
+    not emulate.
     """
 
     root: Path
@@ -60,50 +60,53 @@ class Op:
     _kernels: dict[tuple[str, bool], tuple[Path, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a platform that is not emulated."""
+        """Raise Unavailable for a platform that is not emulated."""
         if self.platform.name not in PLATFORM_MACROS:
             raise Unavailable(
-                f"the emulated device is a gfx9 with waves of 64: {', '.join(PLATFORM_MACROS)}; the "
-                f"kernels of {self.platform.name} need waves of 32 and other matrix instructions"
+                f"platform must be one of {', '.join(PLATFORM_MACROS)} with backend rocm, got "
+                f"{self.platform.name}: its kernels need waves of 32 and other matrix instructions"
             )
 
     def __call__(
         self,
         arguments: Mapping[str, Any],
-        how: DeviceOptions = PLAIN,
+        options: DeviceOptions = PLAIN,
         on_step: OnStep = lambda text: None,
     ) -> Findings:
-        """Call the op with its ``arguments`` by name; write its output into ``out``.
+        """Call the op with ``arguments`` by name; mutate ``out`` and the scratch tensors.
 
-        Tensors lie on the CPU; ``on_step`` is told what is built. Returns what a checked run found,
-        empty otherwise. Raises KernelRejected with the host code's own text where it refuses,
-        KernelFailed where a kernel breaks.
+        All tensors are on the CPU. ``on_step`` is called before each compilation. Returns the findings of a
+        checked run, empty otherwise. Raises KernelRejected with the text of the op's host check, and
+        KernelFailed if a kernel fails.
         """
         with _ONE_AT_A_TIME:
             self._load_host(on_step)
             names = self._call(arguments, emulated.no_finder()).splitlines()
-            kernels = {name: self._kernel(name, how.checked, on_step) for name in names}
-            emulated.prepare(how.faults, on_step)
-            return self._run(arguments, how, kernels)
+            kernels = {name: self._kernel(name, options.checked, on_step) for name in names}
+            emulated.prepare(options.faults, on_step)
+            return self._run(arguments, options, kernels)
 
     def launched(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the kernels that the host code launches, by name; raise KernelRejected."""
+        """Return the names of the kernels that the host code launches; raise KernelRejected."""
         with _ONE_AT_A_TIME:
             self._load_host(lambda text: None)
             return self._call(arguments, emulated.no_finder()).splitlines()
 
     def _run(
-        self, arguments: Mapping[str, Any], how: DeviceOptions, kernels: dict[str, tuple[Path, int]]
+        self,
+        arguments: Mapping[str, Any],
+        options: DeviceOptions,
+        kernels: dict[str, tuple[Path, int]],
     ) -> Findings:
-        library = emulated.device(how.faults)
-        library.attnlab_begin(torch.get_num_threads(), how.checked, how.order)
+        library = emulated.device(options.faults)
+        library.attnlab_begin(torch.get_num_threads(), options.checked, options.order)
         files = {name: path for name, (path, _) in kernels.items()}
         find = emulated.finder({name: entry for name, (_, entry) in kernels.items()})
-        if not how.checked:
+        if not options.checked:
             self._call(arguments, find, library, files)
             return Findings()
         shapes = {}
-        with apart(library, arguments, ("out",)) as placed:
+        with guarded_tensors(library, arguments, ("out",)) as placed:
             for name in emulated.TENSORS:
                 if (tensor := placed.get(name)) is not None:
                     shapes[name] = tuple(tensor.shape)
@@ -125,7 +128,7 @@ class Op:
         library: Any = None,
         files: Mapping[str, Path] | None = None,
     ) -> str:
-        """Call the host code; raise what it or the device raises."""
+        """Call the host code and return its text; raise KernelRejected or KernelFailed."""
         context = emulated.Context(
             None if library is None else library.attnlab_device(),
             64,
@@ -146,7 +149,7 @@ class Op:
         if self._host is None:
             self._texts = adapted(self.root)
             text = f'#include "host.h"\n{self._texts.host}\n#include "call.h"\n'
-            text += f"// {self.platform.family}: the source keeps what it asks the device once\n"
+            text += f"// {self.platform.family}: the source queries the device once and caches the answer\n"
             self._host = emulated.Host(build("host", text, ("-O0",), on_step))
 
     def _kernel(self, name: str, checked: bool, on_step: OnStep) -> tuple[Path, int]:

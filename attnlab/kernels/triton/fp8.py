@@ -1,8 +1,8 @@
-"""FP8 conversions for Triton's interpreter, whose own are wrong in two ways (Triton 3.6 and 3.9).
+"""FP8 conversions for Triton's interpreter; its own have two bugs (Triton 3.6 and 3.9).
 
-It decodes NaN and infinity as finite numbers (e4m3fn 0x7F as 480), and when rounding up carries out of the
-fraction it loses the carry, so that 15.9 becomes 8 and not 16. Here torch converts. A number that is too
-large becomes the largest finite one, as the GPU's conversion does (PTX: cvt.rn.satfinite).
+It decodes NaN and infinity as finite numbers (e4m3fn 0x7F as 480). When it rounds up past the end of the
+fraction it loses the carry, so 15.9 becomes 8 instead of 16. Here torch converts. A value out of range
+becomes the largest finite value, as in the GPU's conversion (PTX: cvt.rn.satfinite).
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _BITS = {torch.float16: np.uint16, torch.float32: np.uint32, torch.float64: np.u
 
 
 def converter(convert: Any) -> Any:
-    """Return the interpreter's ``_convert_float`` with FP8 mended; other dtypes go to ``convert``."""
+    """Return a ``_convert_float`` that converts FP8 with torch and other dtypes with ``convert``."""
 
     def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source.name in _FP8 and target.name in _WIDE:
@@ -34,13 +34,13 @@ def converter(convert: Any) -> Any:
 
 
 def _decoded(data: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """Return FP8 bytes as the bits of wider numbers."""
+    """Return FP8 bytes as the bit patterns of a wider dtype."""
     wide = torch.from_numpy(np.ascontiguousarray(data)).view(source).to(target)
     return wide.numpy().view(_BITS[target])
 
 
 def _encoded(data: Any, target: torch.dtype) -> Any:
-    """Return numbers as FP8 bytes: to nearest even, saturated; NaN stays NaN."""
+    """Return numbers as FP8 bytes: round to nearest even, saturate, keep NaN."""
     numbers = torch.from_numpy(np.ascontiguousarray(data))
     limit = torch.finfo(target).max
     return numbers.clamp(-limit, limit).to(target).view(torch.uint8).numpy()

@@ -1,19 +1,19 @@
-"""Triton's interpreter, launched with its known faults mended and its speed where it can be had.
+"""Launch kernels under Triton's interpreter, with its known bugs fixed and checks that it lacks.
 
-Nothing of Triton is changed for others: op modules get a ``triton`` whose ``jit`` makes the functions
-here. What differs from Triton's own launch, and why the result is the same:
+Other users of Triton are not affected: op modules get a ``triton`` module whose ``jit`` returns the
+functions defined here. The launch differs from Triton's own in these points:
 
-- arguments that a kernel annotates ``tl.int64`` are int64. The stock interpreter leaves them int32, and
-  strides wrap where a GPU's do not.
-- no copy of every storage onto itself after a launch: on a CPU that is all the stock one does there.
-- a full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler took that
-  when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 refuses it.
-- FP8 is converted by torch; the interpreter's own conversion loses NaN, and carries of rounding.
-- the language is patched once for a launch, not again at every call of a device function.
-- what a launch reads or writes outside its own tensors is masked off and told; the stock interpreter
-  stops the process there, or reads what happens to lie there. int32 products that wrap are told, too.
-- programs that write nothing need not run, and the others can be shared out among processes. The tests
-  compare the bits with those of the whole grid in one process.
+- Arguments that a kernel annotates as ``tl.int64`` are int64. The stock interpreter keeps them int32, so
+  strides overflow that do not overflow on a GPU.
+- Storages are not copied onto themselves after a launch. On a CPU the stock copy has no other effect.
+- A full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler accepted that
+  when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 rejects it.
+- FP8 is converted by torch; the interpreter's own conversion loses NaN and rounding carries.
+- The language is patched once per launch, not at every call of a device function.
+- Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
+  unrelated memory. Overflows of int32 products are recorded, too.
+- Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
+  compare the result bit by bit with the whole grid in one process.
 """
 
 import inspect
@@ -36,27 +36,28 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.triton.memory import Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Launch, RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
 
 VARIABLE = "TRITON_INTERPRET"
-_ALONE_S = 0.3  # a launch that takes longer is shared out among processes
+_ALONE_S = 0.3  # a longer launch is split over processes
 
 Program = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """Which programs of a launch run, where, and who hears of it.
+    """How to launch: which programs run, in how many processes, and what is recorded.
 
-    - ``needed(kernel, arguments, program)``: whether a program is run.
-    - ``processes``: how many share a launch; more than 1 asks that every tensor that a kernel writes is
-      a :func:`shared_copy`.
-    - ``on_programs``: called with (done, in all), both estimates, while a launch runs.
-    - ``observed``: takes what is seen.
-    - ``watched``: the shapes of a call whose cache reads are noted, or None: nothing is.
+    - ``needed(kernel, arguments, program)``: whether a program runs.
+    - ``processes``: number of processes per launch. More than 1 requires that every tensor that a kernel
+      writes is a :func:`shared_copy`.
+    - ``on_programs``: called with (done, total), both estimates, while a launch runs.
+    - ``observed``: the log that records the launch; it is mutated.
+    - ``watched``: the layout of a call whose cache reads are traced, or None for no trace.
     """
 
     needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
@@ -71,7 +72,7 @@ _PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
 
 @contextmanager
 def launching(plan: LaunchPlan) -> Iterator[None]:
-    """Launch by ``plan`` within the block."""
+    """Use ``plan`` for all launches inside the block."""
     token = _PLAN.set(plan)
     try:
         yield
@@ -80,29 +81,29 @@ def launching(plan: LaunchPlan) -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return how many processes a launch may use here; 1 where a process cannot fork."""
+    """Return how many processes a launch may use on this machine; 1 if it cannot fork."""
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return 1
     return len(os.sched_getaffinity(0))
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in memory that processes made later share; not in /dev/shm, which may be small."""
+    """Return a copy in anonymous memory that child processes share. /dev/shm is not used: it may be small."""
     memory = mmap.mmap(-1, tensor.nbytes)
     shared = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
     return shared.copy_(tensor)
 
 
 def interpreted_triton() -> ModuleType:
-    """Return a ``triton`` whose ``jit`` interprets; everything else is Triton's own.
+    """Return a ``triton`` module whose ``jit`` interprets; everything else is Triton's own.
 
-    Raises Unavailable where Triton is missing, or was imported to compile.
+    Raises Unavailable if Triton is not installed, or was imported in compile mode.
     """
     triton = load_triton(interpret=True)
     from triton.runtime.interpreter import InterpretedFunction
 
     class Launched(InterpretedFunction):  # type: ignore[misc]
-        """An interpreted function that is launched by :func:`launch`."""
+        """An interpreted function that :func:`launch` runs."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             if not warmup:
@@ -118,7 +119,7 @@ def interpreted_triton() -> ModuleType:
 
 
 def load_triton(interpret: bool) -> Any:
-    """Return Triton, imported to interpret or to compile; raise Unavailable where it cannot be."""
+    """Return Triton, imported in interpret or compile mode; raise Unavailable if that is impossible."""
     if interpret and "triton" not in sys.modules:
         os.environ[VARIABLE] = "1"
     try:
@@ -138,7 +139,7 @@ def load_triton(interpret: bool) -> Any:
 
 
 def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any) -> None:
-    """Run a kernel's programs one after the other, or in several processes, by the plan in force."""
+    """Run a kernel's programs, in one or several processes, according to the current LaunchPlan."""
     from triton.runtime import interpreter
 
     kernel = function.rewrite()
@@ -174,13 +175,13 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         warnings.catch_warnings(),
         np.errstate(all="ignore"),
     ):
-        warnings.simplefilter("ignore", RuntimeWarning)  # a slice that is all NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns for an all-NaN slice
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         _run_all(run, programs, plan)
 
 
 def _converted(kernel: Any, name: str, value: Any) -> Any:
-    """Return an argument as the kernel gets it; its annotation may ask for constexpr or int64."""
+    """Return an argument as the kernel receives it; its annotation may be constexpr or tl.int64."""
     from triton.runtime import interpreter
     from triton.runtime.jit import _normalize_ty
 
@@ -196,7 +197,7 @@ def _converted(kernel: Any, name: str, value: Any) -> Any:
 
 
 def _run_all(run: Callable[[Program], None], programs: list[Program], plan: LaunchPlan) -> None:
-    """Run programs here until it is clear that they take long; share out the rest."""
+    """Run programs in this process for a short time, then split the rest over processes."""
     start, done = time.perf_counter(), 0
     while programs[done:] and (plan.processes == 1 or time.perf_counter() - start < _ALONE_S):
         run(programs[done])
@@ -213,7 +214,7 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
         for i, program in enumerate(mine, 1):
             run(program)
             plan.on_programs(done + i * len(rest) // len(mine), len(programs))
-    except BaseException:  # on_programs may end the launch; nobody waits for the rest
+    except BaseException:  # on_programs may cancel the launch
         for child, _ in children:
             os.kill(child, signal.SIGKILL)
         raise
@@ -227,18 +228,19 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
 def _fork(
     run: Callable[[Program], None], programs: list[Program], observed: RunLog
 ) -> tuple[int, int]:
-    """Run programs in a child process; return its id and the end of a pipe that tells how it went.
+    """Run programs in a child process; return its id and the read end of its result pipe.
 
-    The child runs Python, NumPy and torch on one thread and leaves by os._exit, so that threads of the
-    parent, which do not exist in it, are not missed.
+    The child uses one thread and ends with os._exit, because the threads of the parent do not exist in it.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        parent = os.getpid()
         child = os.fork()
     if child:
         os.close(writer)
         return child, reader
+    end_with_parent(parent)
     problem = ""
     torch.set_num_threads(1)
     try:
@@ -251,7 +253,7 @@ def _fork(
 
 
 def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
-    """Wait for a child, take over what it observed, and return what it raised, or None."""
+    """Wait for a child, merge its log into ``observed``, and return its exception or None."""
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)

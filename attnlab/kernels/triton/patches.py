@@ -1,4 +1,4 @@
-"""Triton's language, patched for the interpreter: mended, quicker and watched while a launch lasts."""
+"""Patches of Triton's language for the time of a launch: fixes, caches and checks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ from typing import Any
 from attnlab.kernels.triton.fp8 import converter
 from attnlab.kernels.triton.memory import Memory
 from attnlab.kernels.triton.run_log import RunLog
-from attnlab.kernels.triton.type_cache import remember
+from attnlab.kernels.triton.type_cache import cache_types
 
 
 @contextmanager
 def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) -> Iterator[None]:
-    """Patch the language, once for each part of it that a function of the kernel sees.
+    """Patch the language inside the block, once for each module whose functions the kernel calls.
 
-    ``memory`` is what the launch may touch; ``observed`` hears of wraps and of accesses beside it, the
-    memory's trace, where it has one, of every load and store.
+    ``memory`` is the memory that the launch may access. ``observed`` records int32 overflows and
+    out-of-bounds accesses; the trace of ``memory``, if there is one, records every load and store.
     """
     scope = interpreter._patch_lang(kernel)
     scopes = {id(kernel.__globals__): scope}
@@ -27,8 +27,8 @@ def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) ->
         return function.rewrite()(*args, **kwargs)
 
     try:
-        remember(interpreter, scope)
-        _mend(interpreter, scope)
+        cache_types(interpreter, scope)
+        _fix(interpreter, scope)
         _watch(interpreter, scope, observed, memory)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
         yield
@@ -37,8 +37,8 @@ def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) ->
             scope.restore()
 
 
-def _mend(interpreter: Any, scope: Any) -> None:
-    """Convert FP8 rightly, and let a full slice of a rank-0 tensor add no dimension."""
+def _fix(interpreter: Any, scope: Any) -> None:
+    """Fix FP8 conversion, and accept a full slice of a rank-0 tensor without adding a dimension."""
     tl = interpreter.tl
     getitem = tl.tensor.__getitem__
 
@@ -52,7 +52,7 @@ def _mend(interpreter: Any, scope: Any) -> None:
 
 
 def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> None:
-    """Note int32 products that wrap, and mask off accesses outside the launch's tensors."""
+    """Record int32 overflows; mask and record accesses outside the launch's tensors."""
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

@@ -1,5 +1,4 @@
-"""Which programs of a launch write anything that is asked for: the rest need not run under the
-interpreter."""
+"""Skip programs of a launch whose output is not requested."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -11,16 +10,16 @@ from attnlab.tensors.call import KernelCall
 
 Program = tuple[int, int, int]
 
-# Seconds that one step of a kernel's loop over keys takes on a slow core.
+# Seconds per step of a kernel's loop over keys, on a slow core.
 _DECODE_STEP_S = 0.0025
 _PREFILL_STEP_S = 0.009
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """The part of a call that runs: some KV heads, some sequences; None is all of them.
+    """The part of a call to compute: a range of KV heads and of sequences; None means all.
 
-    ``group`` is the number of query heads of a KV head.
+    ``group`` is the number of query heads per KV head.
     """
 
     group: int = 1
@@ -28,66 +27,71 @@ class Subset:
     seqs: range | None = None
 
     def has(self, seq: int, kv_head: int) -> bool:
-        """Answer whether a sequence's KV head runs."""
+        """Return whether the KV head of the sequence is in the subset."""
         in_heads = self.kv_heads is None or kv_head in self.kv_heads
         return in_heads and (self.seqs is None or seq in self.seqs)
 
 
-def needed(kernel: str, args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Answer whether a program writes a row, and is in the share that is asked for.
+def needed(kernel: str, args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Return whether a program writes a row of the subset.
 
-    ``args`` are the kernel's arguments by name. A kernel that is not known here runs whole.
+    ``args`` are the kernel's arguments by name. All programs of an unknown kernel are needed.
     """
-    answer = _KERNELS.get(kernel)
-    return True if answer is None else answer(args, program, share)
+    is_needed = _KERNELS.get(kernel)
+    return True if is_needed is None else is_needed(args, program, subset)
 
 
-def _decode(args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Grid: sequence, KV head. It returns at once where query_len > 1."""
+def _decode(args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Grid: sequence, KV head. A program returns at once if query_len > 1."""
     seq, head, _ = program
-    if not share.has(seq, head):
+    if not subset.has(seq, head):
         return False
     return not args["filter_by_query_len"] or _query_len(args["query_start_len_ptr"], seq) <= 1
 
 
-def _prefill(args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Grid: sequence, query head, tile of BLOCK_M rows. It returns at once where it skips a decode; of a
-    tile behind the last row every store is masked off."""
+def _prefill(args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Grid: sequence, query head, tile of BLOCK_M rows.
+
+    A program returns at once if it skips a decode; a tile after the last row stores nothing.
+    """
     seq, head, tile = program
-    if not share.has(seq, head // args["num_queries_per_kv"]):
+    if not subset.has(seq, head // args["num_queries_per_kv"]):
         return False
     query_len = _query_len(args["B_Start_Loc"], seq)
     skipped = args["SKIP_DECODE"] and query_len == 1
     return not skipped and bool(tile * args["BLOCK_M"] < query_len)
 
 
-def _unified(args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Grid: block of BLOCK_Q rows, KV head, piece. Sequence i begins with block start / BLOCK_Q + i; of a
-    sequence's blocks the last may be empty, and returns at once."""
+def _unified(args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Grid: block of BLOCK_Q rows, KV head, split.
+
+    Sequence i starts at block query_start_loc[i] // BLOCK_Q + i. Its last block may be empty; then the
+    program returns at once.
+    """
     block, head, _ = program
     starts, block_q = args["query_start_len_ptr"].tolist(), args["BLOCK_Q"]
     firsts = [start // block_q + i for i, start in enumerate(starts[:-1])]
     seq = bisect_right(firsts, block) - 1
     empty = (block - firsts[seq]) * block_q >= starts[seq + 1] - starts[seq]
-    return share.has(seq, head) and not empty
+    return subset.has(seq, head) and not empty
 
 
-def _reduce(args: dict[str, Any], program: Program, share: Subset) -> bool:
+def _reduce(args: dict[str, Any], program: Program, subset: Subset) -> bool:
     """Grid: token, query head."""
     token, head, _ = program
     seq = bisect_right(args["query_start_len_ptr"].tolist(), token) - 1
-    return share.has(seq, head // share.group)
+    return subset.has(seq, head // subset.group)
 
 
-def _by_query_head(args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Grid: sequence, query head, piece."""
-    return share.has(program[0], program[1] // share.group)
+def _by_query_head(args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Grid: sequence, query head, split."""
+    return subset.has(program[0], program[1] // subset.group)
 
 
-def _by_head_block(args: dict[str, Any], program: Program, share: Subset) -> bool:
-    """Grid: sequence, block of BLOCK_H query heads of one KV head, piece."""
-    blocks = -(-share.group // args["BLOCK_H"])
-    return share.has(program[0], program[1] // blocks)
+def _by_head_block(args: dict[str, Any], program: Program, subset: Subset) -> bool:
+    """Grid: sequence, block of BLOCK_H query heads of one KV head, split."""
+    blocks = -(-subset.group // args["BLOCK_H"])
+    return subset.has(program[0], program[1] // blocks)
 
 
 _KERNELS: dict[str, Callable[[dict[str, Any], Program, Subset], bool]] = {
@@ -104,11 +108,11 @@ _KERNELS: dict[str, Callable[[dict[str, Any], Program, Subset], bool]] = {
 }
 
 
-def estimated_s(call: KernelCall, kernels: tuple[str, ...], share: Subset) -> float:
-    """Return roughly how long the Triton kernels of a call take under the interpreter on one core."""
-    kv_heads = len(share.kv_heads) if share.kv_heads is not None else call.key.shape[1]
+def estimated_s(call: KernelCall, kernels: tuple[str, ...], subset: Subset) -> float:
+    """Estimate the seconds that the Triton kernels of a call take under the interpreter on one core."""
+    kv_heads = len(subset.kv_heads) if subset.kv_heads is not None else call.key.shape[1]
     query_lens, seq_lens = call.query_lens.tolist(), call.seq_lens.tolist()
-    seqs, seconds = share.seqs or range(len(seq_lens)), 0.0
+    seqs, seconds = subset.seqs or range(len(seq_lens)), 0.0
     for query_len, seq_len in ((query_lens[seq], seq_lens[seq]) for seq in seqs):
         if PREFILL in kernels and (query_len != 1 or call.op == PREFILL):
             tiles = -(-query_len // 128)

@@ -1,9 +1,8 @@
-"""What the interpreter saw while a call ran: launches, int32 products that wrapped, and accesses outside
-the kernel's tensors.
+"""RunLog: launches, int32 overflows and out-of-bounds accesses of an interpreted call.
 
-A product of two int32 numbers wraps silently, under the interpreter as on a GPU; a stride that a kernel
-annotates tl.int64 makes the product int64 on both. So a product that wraps here wraps there, too, in the
-lanes that are not masked off.
+A product of two int32 values overflows silently, under the interpreter and on a GPU. A stride that the
+kernel annotates as tl.int64 makes the product int64 on both. So a product that overflows here also
+overflows on a GPU, in the lanes that are not masked.
 """
 
 import functools
@@ -21,13 +20,13 @@ from attnlab.kernels.triton.trace import Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A kernel that was launched, and the programs of its grid."""
+    """A launch of a kernel: its name and grid."""
 
     kernel: str
     grid: tuple[int, int, int]
 
     def text(self) -> str:
-        """Return the launch in words, without the trailing dimensions of 1."""
+        """Return the launch as text, without trailing grid dimensions of 1."""
         sizes = list(self.grid)
         while len(sizes) > 1 and sizes[-1] == 1:
             sizes.pop()
@@ -36,7 +35,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap:
-    """A line of a kernel where int32 numbers were multiplied and the product did not fit."""
+    """A source line of a kernel where a product of two int32 values overflowed."""
 
     file: str
     line: int
@@ -44,17 +43,20 @@ class Wrap:
     right: int
 
     def text(self) -> str:
-        """Return what wrapped, in words."""
+        """Return the overflow as one sentence."""
         product = self.left * self.right
         return (
-            f"an int32 product wraps at {Path(self.file).name}:{self.line}: "
-            f"{self.left} × {self.right} = {product} is beyond 2^31"
+            f"int32 overflow at {Path(self.file).name}:{self.line}: "
+            f"{self.left} × {self.right} = {product} exceeds 2^31"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """A line of a kernel that read or wrote where none of its tensors is."""
+    """A source line of a kernel that accessed memory outside all of its tensors.
+
+    ``verb`` is "reads" or "writes"; ``place`` names the nearest tensor and the distance.
+    """
 
     file: str
     line: int
@@ -62,17 +64,19 @@ class Outside:
     place: str
 
     def text(self) -> str:
-        """Return what was touched, in words."""
+        """Return the access as text."""
         return f"{Path(self.file).name}:{self.line} {self.verb} {self.place}"
 
 
 @dataclass(slots=True)
 class RunLog:
-    """What was seen; changed while a call runs. Of wraps and strays each line's first is kept.
+    """What was recorded while a call ran. It is mutated during the call.
 
-    - ``lse``: [rows, num_heads] float32, logarithms of sums that the op gives beside its output, or None.
-    - ``padded``: the output's rows behind the last token, where the call was padded; else None.
-    ``reads``: of traced launches alone, the slots that programs loaded (:mod:`attnlab.kernels.triton.trace`).
+    - ``launches``: in order; ``wraps``, ``outside``: the first of each source line.
+    - ``lse``: [rows, num_heads] float32, the log-sum-exp that the op returned, or None.
+    - ``padded``: the rows of the output after the last token if the call was padded, else None.
+    - ``reads``: the cache slots that each program loaded, if the launch was traced
+      (:mod:`attnlab.kernels.triton.trace`).
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -83,7 +87,7 @@ class RunLog:
     reads: dict[Key, set[int]] = field(default_factory=dict)
 
     def multiply(self, left: Any, right: Any) -> Any:
-        """Return left × right as NumPy does, and note where int32 wraps."""
+        """Return left × right as NumPy computes it; record an int32 overflow."""
         product = np.multiply(left, right)
         if product.dtype == np.int32:
             exact = np.multiply(left, right, dtype=np.int64)
@@ -96,13 +100,13 @@ class RunLog:
         return product
 
     def stray(self, verb: str, place: str) -> None:
-        """Note that the kernel's current line reads or writes at a place that is no tensor's."""
+        """Record an out-of-bounds access by the kernel's current line."""
         file, line = _kernel_line()
         note = Outside(file=file, line=line, verb=verb, place=place)
         self.outside.setdefault((file, line), note)
 
     def take(self, other: "RunLog") -> None:
-        """Take over what another process saw of the same launch."""
+        """Merge the log of another process of the same launch into this one."""
         self.wraps = {**other.wraps, **self.wraps}
         self.outside = {**other.outside, **self.outside}
         for key, slots in other.reads.items():
@@ -110,7 +114,7 @@ class RunLog:
 
 
 def _kernel_line() -> tuple[str, int]:
-    """Return the file and line of the kernel that is running: the nearest frame that is no library's."""
+    """Return the file and line of the running kernel: the nearest frame outside Triton and this folder."""
     frame = sys._getframe(1)
     skipped = {Path(__file__).parent, *_triton_folder()}
     while frame.f_back is not None:

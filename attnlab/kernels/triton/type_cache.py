@@ -1,41 +1,41 @@
-"""What Triton's interpreter works out again at every operation, worked out once.
+"""Cache type computations of Triton's interpreter during a launch.
 
-A third of the interpreter's time on a small tile goes into the names and shapes of types. These are pure
-functions of their arguments, and are remembered here while a launch lasts.
+For small tiles a third of the interpreter's time is spent on the names and shapes of types. These are
+pure functions of their arguments.
 """
 
 from typing import Any
 
 
-def remember(interpreter: Any, scope: Any) -> None:
-    """Patch Triton's types and dtypes, through ``scope``, with functions that remember."""
+def cache_types(interpreter: Any, scope: Any) -> None:
+    """Patch Triton's type functions, through ``scope``, with cached versions."""
     tl = interpreter.tl
     scope.set_attr(interpreter, "_get_np_dtype", _np_dtype(interpreter._get_np_dtype))
     scope.set_attr(tl.block_type, "__init__", _block_type(tl, tl.block_type.__init__))
     scope.set_attr(tl.tensor, "__init__", _tensor(tl.tensor.__init__))
 
 
-def _np_dtype(work_out: Any) -> Any:
-    """Return ``_get_np_dtype``, which builds a table of all dtypes at each call, with a memory."""
+def _np_dtype(compute: Any) -> Any:
+    """Return a cached ``_get_np_dtype``; the original builds a table of all dtypes at each call."""
     known: dict[str, Any] = {}
 
     def np_dtype(dtype: Any) -> Any:
         if dtype.name not in known:
-            known[dtype.name] = work_out(dtype)
+            known[dtype.name] = compute(dtype)
         return known[dtype.name]
 
     return np_dtype
 
 
-def _block_type(tl: Any, work_out: Any) -> Any:
-    """Return ``block_type.__init__``, which checks a shape and writes it out, with a memory."""
+def _block_type(tl: Any, compute: Any) -> Any:
+    """Return a cached ``block_type.__init__``; the original checks and formats the shape at each call."""
     known: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
 
     def init(block: Any, element_ty: Any, shape: Any) -> None:
         sizes = [n.value if isinstance(n, tl.constexpr) else n for n in shape]
         key = (element_ty.name, *sizes)
         if key not in known:
-            work_out(block, element_ty, shape)
+            compute(block, element_ty, shape)
             known[key] = block.shape, block.numel, block.name
         block.element_ty = element_ty
         block.shape, block.numel, block.name = known[key]
@@ -43,13 +43,13 @@ def _block_type(tl: Any, work_out: Any) -> Any:
     return init
 
 
-def _tensor(work_out: Any) -> Any:
-    """Return ``tensor.__init__``, which makes a constexpr of each size, with a memory."""
+def _tensor(compute: Any) -> Any:
+    """Return a cached ``tensor.__init__``; the original makes a constexpr of each size at each call."""
     known: dict[str, tuple[Any, Any]] = {}
 
     def init(tensor: Any, handle: Any, type: Any) -> None:
         if type.name not in known:
-            work_out(tensor, handle, type)
+            compute(tensor, handle, type)
             known[type.name] = tensor.shape, tensor.numel
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
         tensor.shape, tensor.numel = known[type.name]

@@ -27,7 +27,7 @@ from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.source import Source
-from attnlab.kernels.vllm.stubs import Dispatch, stand_ins
+from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
@@ -139,14 +139,14 @@ def load(source: Source, platform: Platform, device_type: str) -> Loaded:
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()
     return Loaded(
-        loader=Loader(source, stand_ins(platform, triton, dispatch, interpret)), dispatch=dispatch
+        loader=Loader(source, make_stubs(platform, triton, dispatch, interpret)), dispatch=dispatch
     )
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:
     """Return the ops with Triton's own interpreter, to measure and compare with."""
     dispatch = Dispatch()
-    stubs = stand_ins(platform, interpreter.load_triton(True), dispatch, interpret=True)
+    stubs = make_stubs(platform, interpreter.load_triton(True), dispatch, interpret=True)
     return Loaded(loader=Loader(source, stubs), dispatch=dispatch)
 
 

@@ -1,9 +1,9 @@
-"""Loading vLLM's attention ops alone: each module runs with an ``import`` of its own.
+"""Load only vLLM's attention ops, each module with a private ``import``.
 
-A module's import statements call ``__import__`` of its builtins. Here that one answers ``vllm…``, and on
-a CPU torch and Triton, from a private table: other op modules of the same source, or small stand-ins. So
-neither sys.modules nor an installed vLLM is touched, two releases can stand side by side, and a module
-that fails leaves nothing behind.
+An import statement calls ``__import__`` from the builtins of its module. The loader replaces that function
+for op modules: ``vllm…`` (and, on a CPU, torch and Triton) come from a private table of op modules of the
+same source and stubs. So sys.modules and an installed vLLM stay unchanged, several releases can be loaded
+in one process, and a module that fails to load leaves nothing in sys.modules.
 """
 
 import builtins
@@ -18,7 +18,7 @@ from attnlab.kernels.vllm.source import Source
 
 
 class Stub(ModuleType):
-    """A module of vLLM that is not loaded: its names exist, and say so when they are used."""
+    """A module of vLLM that is not loaded. Its names exist; calling one raises Unavailable."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -27,7 +27,7 @@ class Stub(ModuleType):
 
 
 class Absent:
-    """A name of a module that is not loaded; calling it raises Unavailable."""
+    """A name in a module that is not loaded; calling it raises Unavailable."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,27 +38,27 @@ class Absent:
         return Absent(f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise Unavailable(f"{self._name} is called, and the lab loads vLLM's attention ops alone")
+        raise Unavailable(f"{self._name} was called, but the lab loads only vLLM's attention ops")
 
 
 class Loader:
-    """Loads op modules of a Source; ``stubs`` are the modules of vLLM that stand in for real ones."""
+    """Load op modules of a Source; ``stubs`` replace other modules of vLLM, by dotted name."""
 
     def __init__(self, source: Source, stubs: Mapping[str, ModuleType]) -> None:
         self._source = source
         self._modules: dict[str, ModuleType] = dict(stubs)
 
     def load(self, op: str) -> ModuleType:
-        """Return the op module ``op``, loaded once.
+        """Return the op module ``op``; it is loaded once.
 
-        Raises Unavailable where the release has none or its top level cannot run.
+        Raises Unavailable if the release has no such module or its top level raises.
         """
         file = self._source.op_file(op)
         name = ".".join(file.relative_to(self._source.root).with_suffix("").parts)
         return self._import(name)
 
     def _import(self, name: str) -> ModuleType:
-        """Return the module ``name`` from the table: there, an op module to run, or a stub."""
+        """Return the module ``name``: from the table, or load an op module, or make a stub."""
         if name not in self._modules:
             folder, _, leaf = name.rpartition(".")
             if folder.replace(".", "/") in self._source.ops_folders:
@@ -71,7 +71,7 @@ class Loader:
         return self._modules[name]
 
     def _run(self, name: str, leaf: str) -> None:
-        """Run an op module's text; it stays in the table only where all of it ran."""
+        """Execute an op module; it stays in the table only if all of it ran."""
         file = self._source.op_file(leaf)
         module = ModuleType(name)
         module.__file__ = str(file)
@@ -86,7 +86,7 @@ class Loader:
             del self._modules[name]
             why = f"{type(error).__name__}: {error}"
             raise Unavailable(
-                f"{leaf} of vLLM {self._source.version} cannot load: {why}"
+                f"{leaf} of vLLM {self._source.version} cannot be loaded: {why}"
             ) from error
 
     def _importer(
@@ -97,7 +97,7 @@ class Loader:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """Stand for ``__import__`` in an op module."""
+        """Replace ``__import__`` in an op module; the parameters are those of ``__import__``."""
         if level:
             name = importlib.util.resolve_name("." * level + name, (globals or {})["__package__"])
         if name.partition(".")[0] != "vllm" and name not in self._modules:
@@ -111,7 +111,7 @@ class Loader:
         return module
 
     def _is_module(self, name: str) -> bool:
-        """Answer whether a dotted name is in the table or a file of the ops folders."""
+        """Return whether a dotted name is in the table or is a file in the ops folders."""
         folder, _, leaf = name.rpartition(".")
         path = folder.replace(".", "/")
         is_op = path in self._source.ops_folders

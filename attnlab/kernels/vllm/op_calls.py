@@ -1,7 +1,7 @@
-"""How each op of vLLM is called: where it lives, and its arguments from a KernelCall.
+"""How to call each of vLLM's Triton ops: its module, its function, and its arguments from a KernelCall.
 
-Every argument that some release of the op has is named here; a release is given those that its function
-asks for. The names are vLLM's own.
+The arguments of all supported releases are listed, by vLLM's names. :func:`bind` passes those that the
+function of the loaded release has.
 """
 
 import inspect
@@ -35,17 +35,19 @@ _WRAPPER_NAMES = (
     *("query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "alibi_slopes"),
     *("sliding_window", "sm_scale", "sinks"),
 )
-_SPLITS = 16  # pieces that vLLM's Triton backend asks for (NUM_PAR_SOFTMAX_SEGMENTS, 0.33.0)
-_PROGRAMS = 128  # programs below which it does (MIN_LAUNCH_GRID_SIZE_2D, 0.33.0)
+_SPLITS = 16  # splits that vLLM's Triton backend uses (NUM_PAR_SOFTMAX_SEGMENTS, 0.33.0)
+_PROGRAMS = 128  # it splits below this many programs (MIN_LAUNCH_GRID_SIZE_2D, 0.33.0)
 _MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """An op: its module and function, and what turns a call into arguments by name.
+    """How to call one op.
 
-    ``finish`` puts what the op left into ``call.output`` where that was no argument of it; ``lse`` takes
-    what it left as logarithms of sums, [rows, num_heads], from the arguments, None where it gives none.
+    - ``module``, ``function``: where the op is defined, relative to vLLM's folder of attention ops.
+    - ``arguments``: returns the op's arguments by name.
+    - ``finish``: copies the result into ``call.output`` if the op writes it elsewhere. Mutates the call.
+    - ``lse``: returns the log-sum-exp that the op wrote, [rows, num_heads] float32, or None.
     """
 
     module: str
@@ -56,10 +58,10 @@ class OpCall:
 
 
 def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arguments:
-    """Return the arguments of an op, by the names that the function has in its release.
+    """Return the arguments of an op by the parameter names of ``function``.
 
-    Raises Unavailable for a required parameter that the lab has no value for, and for a value that the
-    call asks for and this release has no parameter for.
+    Raises Unavailable for a required parameter that is not listed here, and for a feature that the call
+    uses and this release has no parameter for.
     """
     known = OP_CALLS[call.op].arguments(call, target)
     given: Arguments = {}
@@ -67,20 +69,22 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
         if name in known:
             given[name] = known[name]
         elif parameter.default is inspect.Parameter.empty:
-            raise Unavailable(f"{call.op} asks for {name}, which the lab does not know")
-    scaled = {"k_scale", "k_descale"} & set(given) or call.op == MERGE  # merges what the lab read
+            raise Unavailable(
+                f"{call.op} requires the argument {name}, which the lab does not know"
+            )
+    scaled = {"k_scale", "k_descale"} & set(
+        given
+    ) or call.op == MERGE  # its inputs are partial outputs, not a cache
     if call.kv_cache_dtype != "auto" and not scaled:
-        raise Unavailable(
-            f"kv_cache_dtype must be auto: {call.op} of this vLLM knows no FP8 scales"
-        )
+        raise Unavailable(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
     if call.sinks is not None and "sinks" not in given:
-        raise Unavailable(f"sinks must be false: {call.op} of this vLLM takes none")
+        raise Unavailable(f"sinks must be false: {call.op} of this vLLM has no argument for them")
     if call.softcap is not None and not {"softcap", "logit_cap"} & set(given):
-        raise Unavailable(f"softcap must be none: {call.op} of this vLLM takes none")
+        raise Unavailable(f"softcap must be none: {call.op} of this vLLM has no argument for it")
     if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
         given
     ):
-        raise Unavailable(f"num_splits must be none: {call.op} of this vLLM chooses by itself")
+        raise Unavailable(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
     return given
 
 
@@ -113,7 +117,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
 
 
 def _scales(call: KernelCall) -> Arguments:
-    """Return k_scale and v_scale, each a tensor of one float32."""
+    """Return k_scale and v_scale, each [1] float32."""
     return {
         name: torch.tensor([getattr(call, name)], device=call.query.device)
         for name in ("k_scale", "v_scale")
@@ -121,7 +125,10 @@ def _scales(call: KernelCall) -> Arguments:
 
 
 def _unified(call: KernelCall, target: Target) -> Arguments:
-    """Return what the Triton backend passes (vllm/v1/attention/backends/triton_attn.py, 0.33.0)."""
+    """Return the arguments as the Triton backend passes them.
+
+    Source: vllm/v1/attention/backends/triton_attn.py, 0.33.0.
+    """
     key, value = _flash(call, target)
     scales = _scales(call)
     window = call.sliding_window - 1 if call.sliding_window else -1
@@ -150,7 +157,11 @@ def _unified(call: KernelCall, target: Target) -> Arguments:
 
 
 def _segments(call: KernelCall) -> Arguments:
-    """Return the buffers of the 3d path, and when to take it: as vLLM, always if the op can, or never."""
+    """Return the buffers of the 3D path and its threshold.
+
+    The threshold is vLLM's if ``num_splits`` is None. Otherwise it enables the 3D path whenever the op can
+    use it, or disables it (0).
+    """
     tokens, heads, head_size = call.query.shape
     splits = _SPLITS if call.num_splits is None else call.num_splits
     most = _PROGRAMS // call.key.shape[1] if call.num_splits is None else tokens
@@ -167,12 +178,12 @@ def _segments(call: KernelCall) -> Arguments:
 
 
 def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return float32 scratch that holds NaN: nothing of it may be read before it is written."""
+    """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
     return torch.full(shape, float("nan"), device=call.query.device)
 
 
 def _decode(call: KernelCall, target: Target) -> Arguments:
-    """Return what the Triton MLA backend passes, for heads that have keys and values of their own."""
+    """Return the arguments as the Triton MLA backend passes them, with separate keys and values."""
     key, value = _flash(call, target)
     seqs, heads, head_size = call.query.shape
     splits = _MLA_SPLITS if call.num_splits is None else call.num_splits
@@ -194,8 +205,11 @@ def _decode(call: KernelCall, target: Target) -> Arguments:
 
 
 def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cache as [num_blocks, block_size, num_kv_heads, head_size], of the elements' dtype; of
-    one of more than 2^31 elements the blocks from the first in the block table on."""
+    """Return the key and value cache, each [num_blocks, block_size, num_kv_heads, head_size].
+
+    Of a cache with more than 2^31 elements only the blocks from the lowest in the block table on are copied;
+    the blocks before it are untouched memory.
+    """
     dtype = paged.format_of(call, target).dtype
     first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
@@ -203,8 +217,11 @@ def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _merge(call: KernelCall, target: Target) -> Arguments:
-    """Return the parts, and where a part is empty, -inf for its logarithm as FlashAttention 3 has it; in
-    a call that is padded +inf in every second row, as FlashAttention 2 has it."""
+    """Return the partial outputs and their log-sum-exp.
+
+    The log-sum-exp of an empty part is -inf, as in FlashAttention 3. In a padded call it is +inf in every
+    second row, as in FlashAttention 2.
+    """
     parts = partials(call, target)
     logs = [parts.prefix_lse, parts.suffix_lse]
     if call.padding:
@@ -234,7 +251,7 @@ def _write(call: KernelCall, target: Target) -> Arguments:
 
 
 def _with_padding(slots: torch.Tensor, padding: int) -> torch.Tensor:
-    """Return the slots with -1 for half of the padded tokens; for the others there is none at all."""
+    """Return the slots with -1 for half of the padded tokens; the other half has no entry, as in vLLM."""
     return torch.cat([slots, slots.new_full((padding // 2,), -1)])
 
 

@@ -1,7 +1,7 @@
-"""Fetching the sdist of a vLLM release from the package index that pip is set up for.
+"""Download the sdist of a vLLM release from the package index that pip is configured for.
 
-pip itself cannot: ``pip download`` of an sdist runs its build to read the metadata, and vLLM's build
-asks for a GPU's tool chain. So pip is asked where it looks, and unearth fetches the file.
+``pip download`` of an sdist runs its build to read the metadata, and vLLM's build needs a GPU tool chain.
+So pip only reports its configured indexes, and unearth downloads the file.
 """
 
 import os
@@ -15,32 +15,34 @@ from pathlib import Path
 from filelock import FileLock
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.vllm.source import cache_folder, check_release
+from attnlab.kernels.cache_folder import cache_folder, private_folder, writing
+from attnlab.kernels.vllm.source import check_release
 
 _SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
-_SECTIONS = (":env:", "download", "global")  # the first that has a target wins, as in pip
+_SECTIONS = (":env:", "download", "global")  # the first section that sets a value wins, as in pip
 _DEFAULT = re.compile(r"\(default\s+(https?://[^\s)]+)\)")
 
 
 def fetch_sdist(version: str) -> Path:
-    """Download the sdist of a vLLM release into the cache folder, once, and return it.
+    """Return the sdist of a vLLM release; download it into the cache folder if it is not there.
 
-    Raises InvalidCase for what is no version, Unavailable where it cannot be had. An sdist has 10 to
-    50 MB.
+    An sdist has 10 to 50 MB. Raises InvalidCase if ``version`` is not a version, and Unavailable if it
+    cannot be downloaded.
     """
     check_release(version)
     folder = cache_folder() / "releases" / version
     found = folder / f"vllm-{version}.tar.gz"
     if not found.is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = private_folder("releases", version)
         with (
+            writing(),
             FileLock(folder.parent / f"{version}.sdist.lock"),
             tempfile.TemporaryDirectory(dir=folder.parent) as work,
         ):
             if not found.is_file():
-                fetched = _download(version, Path(work))
+                with writing():  # unearth sets the umask to 0 while it unpacks
+                    fetched = _download(version, Path(work))
                 whole = shutil.copyfile(fetched, Path(work) / "whole")
-                folder.mkdir(exist_ok=True)
                 os.replace(whole, found)
     return found
 
@@ -50,7 +52,7 @@ def _download(version: str, folder: Path) -> Path:
         from unearth import PackageFinder
     except ImportError as error:
         raise Unavailable(
-            f"fetching an sdist needs unearth: pip install unearth ({error})"
+            f"downloading an sdist needs unearth: pip install unearth ({error})"
         ) from error
     settings = pip_settings()
     finder = PackageFinder(
@@ -68,14 +70,14 @@ def _download(version: str, folder: Path) -> Path:
         finder.download_and_unpack(best.link, folder / "unpacked", folder, hashes)
     except Unavailable:
         raise
-    except Exception as error:  # unearth and its HTTP client raise what they like
+    except Exception as error:  # unearth and its HTTP client document no exception types
         why = " ".join(str(error).split()) or type(error).__name__
-        raise Unavailable(f"the sdist of vllm {version} cannot be fetched: {why}") from error
+        raise Unavailable(f"the sdist of vllm {version} cannot be downloaded: {why}") from error
     return best.link.file_path if best.link.is_file else folder / best.link.filename
 
 
 def pip_settings() -> dict[str, list[str]]:
-    """Return where pip looks for packages, by pip's own names; its default index where none is set."""
+    """Return pip's package locations by the names of its options; the default index if none is set."""
     listed = _pip("config", "list")
     found: dict[str, list[str]] = {}
     for name in ("index-url", "extra-index-url", "find-links", "trusted-host"):

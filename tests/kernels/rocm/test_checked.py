@@ -1,4 +1,4 @@
-"""The checked device: what a GPU does in silence is an error, or is told, with its place in the source."""
+"""The checked device reports silent errors of a GPU with their source line."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ CHECKED = DeviceOptions(checked=True)
 
 
 def watched(case: Case, source: Source, **changes: object) -> tuple[KernelCall, Findings]:
-    """Return the call and the findings of a run on the checked device, some arguments changed."""
+    """Return the call and the findings of a run on the checked device with some arguments changed."""
     call, _ = call_of(case)
     call = dataclasses.replace(call, **changes)
     return call, rocm_source.run(call, Target.of(case), source, CHECKED)
@@ -31,7 +31,7 @@ def watched(case: Case, source: Source, **changes: object) -> tuple[KernelCall, 
 
 @pytest.mark.parametrize("group", [1, 6])
 def test_a_sound_call_is_clean_and_gives_the_same_bits(rocm: Source, group: int) -> None:
-    """Nothing unwritten is read, nothing left; the bits are those of the plain device."""
+    """A sound call has no findings and the same bits as on the plain device."""
     case = hostile(num_heads=2 * group, num_queries_per_kv=group, release=rocm.rules, sm_scale=0.1)
     call, findings = watched(case, rocm)
     plain, cache = call_of(case)
@@ -48,8 +48,9 @@ def test_a_sound_call_is_clean_and_gives_the_same_bits(rocm: Source, group: int)
         assert one.counts["unwritten tail"] < case.block_size
 
 
-def test_slots_are_told_apart(rocm: Source) -> None:
-    """A missing token, a neighbour's block, a token too many and a spare block, each by its name."""
+def test_slot_states(rocm: Source) -> None:
+    """A missing token, another sequence's block, an extra token and a spare block each have their slot
+    state."""
     case = hostile(
         query_lens=(1, 1),
         ctx_lens=(40, 40),
@@ -78,8 +79,8 @@ def test_slots_are_told_apart(rocm: Source) -> None:
 
 
 def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> None:
-    """The merge of the last head of the last sequence reads behind the scratch: an error with tensor,
-    index, block, thread and line. Of an earlier head it reads the next head's partition."""
+    """The merge of the last head of the last sequence reads past the scratch: an error with tensor, index,
+    block, thread and line. For an earlier head it reads the next head's partition."""
     case = hostile(
         query_lens=(1,),
         ctx_lens=(299,),
@@ -98,25 +99,25 @@ def test_max_seq_len_one_partition_short_leaves_the_scratch(rocm: Source) -> Non
         r"attention\w*\.cuh?:\d+",
         str(caught.value),
     )
-    rocm_source.run(call, Target.of(case), rocm)  # a GPU, and the plain device, say nothing
+    rocm_source.run(call, Target.of(case), rocm)  # a GPU and the plain device report nothing
     assert not same_bits(call.output, before)
     two = case.replace(
         query_lens=(1, 3), ctx_lens=(299, 3), num_blocks=40
-    )  # now no head is the scratch's last
+    )  # now no head is the last in the scratch
     _, findings = watched(two, rocm)
     merged = findings.reads["paged_attention_ll4mi_reduce_kernel", "exp_sums"]
     assert torch.nonzero(merged[0]).tolist() == [[0, 0, 0], [0, 1, 0]]
     unwritten = [one for one in findings.unwritten if one.tensor == "exp_sums"]
     assert [(one.index, one.block[0]) for one in unwritten] == [((1, 0, 0), 5)]
     assert re.search(
-        r"exp_sums\[1, 0, 0\] is read and nothing wrote it, .*\.cuh?:\d+$", str(unwritten[0])
+        r"exp_sums\[1, 0, 0\] is read before it is written, .*\.cuh?:\d+$", str(unwritten[0])
     )
 
 
 @pytest.mark.parametrize("block", [10**6, -5])
 def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None:
-    """Checked: the tensor, the element and the line. Plain: a crash that is caught, and the next call
-    runs as if nothing had been."""
+    """The checked device reports tensor, element and line. The plain device catches the crash, and the next
+    call runs normally."""
     case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty_slots="zeros")
     call, _ = call_of(case)
     clean = call.output.clone()
@@ -135,8 +136,8 @@ def test_a_block_that_is_not_there_is_an_error(rocm: Source, block: int) -> None
 
 
 def test_a_row_outside_the_output_is_not_written(rocm: Source) -> None:
-    """query_start_loc that leaves the output: refused before it can hurt the process; the checked device
-    sees the access itself."""
+    """A query_start_loc outside the output is rejected before it can crash the process; the checked device
+    reports the access."""
     case = hostile(query_lens=(1, 1), ctx_lens=(40, 40), release=rocm.rules, empty_slots="zeros")
     call, _ = call_of(case)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32) + 7
@@ -148,8 +149,8 @@ def test_a_row_outside_the_output_is_not_written(rocm: Source) -> None:
 
 
 def test_0_11_2_reads_behind_the_query_where_a_head_has_64_elements(rocm: Source) -> None:
-    """Found by this device: its 4×4 kernel fetches 128 elements of each query head, whatever the head's
-    size. What it fetches too much is never used; 0.33.0 stays inside the head."""
+    """Found by this device: the 4×4 kernel reads 128 elements per query head regardless of head_size. The
+    extra elements are not used; 0.33.0 stays inside the head."""
     case = hostile(query_lens=(1,), ctx_lens=(20,), release=rocm.rules, empty_slots="zeros")
     assert case.head_size == 64
     if rocm.rules == "0.33.0":
@@ -162,7 +163,7 @@ def test_0_11_2_reads_behind_the_query_where_a_head_has_64_elements(rocm: Source
 
 
 def test_a_lab_reports_what_a_watched_kernel_read() -> None:
-    """The newest token is missing: the Result names the slot's kind, in words and as JSON."""
+    """The newest token is missing: the Result has the slot's state, as text and as JSON."""
     source = sdist("0.33.0")
     case = hostile(
         backend="rocm", trace_reads=True, fill="context_only", query_lens=(1,), ctx_lens=(20,)
@@ -170,6 +171,6 @@ def test_a_lab_reports_what_a_watched_kernel_read() -> None:
     result = Lab(source=source.path).run(case)
     assert result.memory is not None
     assert result.memory.total("own unwritten") == 2
-    told = result.to_dict(3)["memory"]
-    assert told["slots"][0]["counts"]["own unwritten"] == 1
-    assert told["unwritten"] == []
+    memory = result.to_dict(3)["memory"]
+    assert memory["slots"][0]["counts"]["own unwritten"] == 1
+    assert memory["unwritten"] == []

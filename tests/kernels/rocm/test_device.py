@@ -33,7 +33,7 @@ ROW_ROR, BPERMUTE, SHFL_XOR, SHFL_DOWN = 7, 8, 9, 10
 
 @pytest.fixture(scope="module")
 def device() -> ctypes.CDLL:
-    """Give the device; skip where there is no compiler."""
+    """Provide the device; skip if there is no compiler."""
     try:
         find_compiler(os.environ.get("CXX"))
     except Unavailable as error:
@@ -42,7 +42,7 @@ def device() -> ctypes.CDLL:
 
 
 def packed(values: torch.Tensor, dtype: str) -> np.ndarray:
-    """Return [64, n] numbers as the 8-byte registers of 64 lanes."""
+    """Return [64, n] values as the 8-byte registers of 64 lanes."""
     bits = values.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().reshape(WAVE, -1)
     return np.ascontiguousarray(np.pad(bits, ((0, 0), (0, 8 - bits.shape[1])))).view(np.uint64)
 
@@ -101,7 +101,7 @@ def test_4x4(device: ctypes.CDLL, name: str, cbsz: int, abid: int) -> None:
 
 
 def test_a_matrix_instruction_spreads_nan_over_its_column_or_row_alone(device: ctypes.CDLL) -> None:
-    """One NaN in A makes row i of D NaN, times 0 too; nothing else."""
+    """One NaN in A makes exactly row i of D NaN, also when multiplied by 0."""
     a = torch.ones(WAVE, 4)
     a[16 * 2 + 5, 1] = float("nan")  # A[5][9]
     zeros = np.zeros((WAVE, 4), np.float32)
@@ -112,22 +112,22 @@ def test_a_matrix_instruction_spreads_nan_over_its_column_or_row_alone(device: c
 
 @pytest.mark.parametrize("n", [4, 8, 1, 15])
 def test_row_ror(device: ctypes.CDLL, n: int) -> None:
-    """Within each row of 16, lane i gets the value of lane (i - n) mod 16: the row moves right by n."""
+    """Within each row of 16, lane i receives the value of lane (i - n) mod 16."""
     for lane in range(WAVE):
         rotated = np.roll(np.arange(lane // 16 * 16, lane // 16 * 16 + 16), n)
         assert device.attnlab_source(ROW_ROR, lane, n, 64) == rotated[lane % 16]
 
 
 def test_bpermute(device: ctypes.CDLL) -> None:
-    """The address counts in bytes, four a lane, and wraps at 256."""
+    """The address is in bytes, four per lane, modulo 256."""
     for lane, address in [(0, 0), (5, 4), (9, 252), (9, 256), (1, 259), (3, 1024 + 40)]:
         assert device.attnlab_source(BPERMUTE, lane, address, 64) == address // 4 % 64
 
 
 @given(lane=st.integers(0, 63), mask=st.sampled_from((1, 2, 4, 8, 16, 32)), log=st.integers(1, 6))
 def test_shuffles(device: ctypes.CDLL, lane: int, mask: int, log: int) -> None:
-    """__shfl_xor and __shfl_down stay in segments of ``width`` lanes; a source behind the segment is
-    the lane itself. (HIP's __shfl_xor may reach a segment below: with mask < width it does not.)"""
+    """__shfl_xor and __shfl_down stay in segments of ``width`` lanes; for a source past the segment the lane
+    keeps its value. (HIP's __shfl_xor can reach a lower segment; with mask < width it does not.)"""
     width = 2**log
     if mask < width:
         assert device.attnlab_source(SHFL_XOR, lane, mask, width) == lane ^ mask
@@ -137,7 +137,7 @@ def test_shuffles(device: ctypes.CDLL, lane: int, mask: int, log: int) -> None:
 
 @pytest.mark.parametrize(("ocp", "dtype"), [(1, torch.float8_e4m3fn), (0, torch.float8_e4m3fnuz)])
 def test_fp8_bytes(device: ctypes.CDLL, ocp: int, dtype: torch.dtype) -> None:
-    """All 256 bytes stand for the numbers that torch reads in them."""
+    """All 256 bytes decode as in torch."""
     expected = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
     got = np.array([device.attnlab_fp8_to_float(ocp, byte) for byte in range(256)], np.float32)
     np.testing.assert_array_equal(got, expected)
@@ -146,7 +146,7 @@ def test_fp8_bytes(device: ctypes.CDLL, ocp: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("ocp", "dtype"), [(1, torch.float8_e4m3fn), (0, torch.float8_e4m3fnuz)])
 @given(value=st.floats(-500, 500, width=32))
 def test_to_fp8(device: ctypes.CDLL, ocp: int, dtype: torch.dtype, value: float) -> None:
-    """Rounds to the nearest number of the format, ties to even; behind the largest it is NaN."""
+    """Values round to nearest, ties to even; beyond the largest value the result is NaN."""
     byte = torch.tensor([device.attnlab_float_to_fp8(ocp, value)], dtype=torch.uint8).view(dtype)
     finite = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     finite = finite[finite.isfinite()]
@@ -164,7 +164,7 @@ def test_to_fp8(device: ctypes.CDLL, ocp: int, dtype: torch.dtype, value: float)
 
 @given(value=st.floats(width=32, allow_nan=False))
 def test_bfloat16_and_rtz(device: ctypes.CDLL, value: float) -> None:
-    """bfloat16 rounds as torch does; v_cvt_pkrtz never grows a number and is off by less than a step."""
+    """bfloat16 rounds as in torch; v_cvt_pkrtz rounds towards zero."""
     tensor = torch.tensor([value])
     assert device.attnlab_float_to_bf16(value) == int(tensor.bfloat16().view(torch.uint16))
     cut = torch.tensor([device.attnlab_float_to_f16_rtz(value)], dtype=torch.uint16).view(

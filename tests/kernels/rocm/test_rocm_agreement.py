@@ -1,4 +1,4 @@
-"""The model of ROCm's kernel and vLLM's own source of it agree, and both are right.
+"""The model of ROCm's kernel agrees with vLLM's own source, and both are correct.
 
 The source runs on the emulated device. Both sides round at the same places and differ in how float32
 sums are ordered, so they may be apart by twice what each may be from exact attention (tests/bounds.py);
@@ -28,7 +28,7 @@ from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.call import KernelCall
 
-# What is compiled, a second each: every ratio of query heads to KV heads, the other knobs in turn.
+# Compiled kernels, a second each: every GQA ratio, the other fields in turn.
 # (num_queries_per_kv, head_size, block_size, dtype, FP8, alibi, platform)
 SPECIALISATIONS = tuple(
     (
@@ -46,8 +46,10 @@ SPECIALISATIONS = tuple(
 
 @st.composite
 def cases(draw: st.DrawFn, sound: bool = False) -> Case:
-    """Draw a small Case that ROCm's kernel takes, with lengths around the edges of blocks and
-    partitions; a ``sound`` one is well formed."""
+    """Draw a small Case for ROCm's kernel, with lengths near the edges of blocks and partitions.
+
+    If ``sound``, it violates no contract.
+    """
     special = draw(st.sampled_from(SPECIALISATIONS))
     group, head_size, block_size, dtype, fp8, alibi, platform = special
     edges = st.sampled_from((1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300, 513))
@@ -100,7 +102,7 @@ def modelled(case: Case) -> KernelCall:
 
 
 def differences(case: Case, source: Source) -> str:
-    """Say where model and source differ, or nothing."""
+    """Return where model and source differ, or an empty text."""
     outcomes = []
     for run in (modelled, functools.partial(real, source=source)):
         try:
@@ -129,7 +131,7 @@ SETTINGS = settings(
 @SETTINGS
 @given(case=cases())
 def test_model_agrees_with_the_source(rocm: Source, case: Case) -> None:
-    """NaN for NaN, row for row and text for text, whatever is wrong with the call."""
+    """NaN, rows and error texts agree, whatever is wrong with the call."""
     case = case.replace(release=rocm.rules)
     assert decide(case).decode == ROCM_DECODE
     assert differences(case, rocm) == ""
@@ -161,7 +163,7 @@ def test_source_is_right(rocm: Source, special: tuple[int, int, int, str, bool, 
 
 
 def worst(call: KernelCall, case: Case) -> float:
-    """Return the largest error of a decode row over what it may be."""
+    """Return the largest error of a decode row relative to its bound."""
     batch = make_batch(case)
     rows = decode_rows(case)
     off = (call.output.double() - reference(case, batch))[rows].abs()
@@ -170,7 +172,7 @@ def worst(call: KernelCall, case: Case) -> float:
 
 @pytest.mark.parametrize("fault", ["MFMA4_LAYOUT", "MFMA16_LAYOUT", "SHUFFLE"])
 def test_a_wrong_instruction_is_caught(fault: str) -> None:
-    """A device with a wrong lane layout, or a shuffle that is off by one, leaves the bound."""
+    """A device with a wrong lane layout or a shuffle off by one exceeds the bound."""
     source = sdist("0.11.2")
     group = 1 if fault == "MFMA4_LAYOUT" else 5
     head_size, block_size, dtype, fp8, _, platform = SPECIALISATIONS[group - 1][1:]
@@ -191,7 +193,7 @@ def test_a_wrong_instruction_is_caught(fault: str) -> None:
 
 
 def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
-    """The source gives the same bits in every order of its threads; without one barrier it does not."""
+    """The source gives the same bits in every thread order; with one barrier removed it does not."""
     source = sdist("0.11.2")
     case = hostile(
         num_heads=1, num_queries_per_kv=1, head_size=128, empty_slots="zeros", release="0.11.2"
@@ -209,11 +211,11 @@ def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
     assert not all(same_bits(outputs[0], output) for output in raced)
 
 
-# What FACTS are known of the kernel, on its own source.
+# Known facts about the kernel, checked on its own source.
 
 
 def test_int64_decodes_write_row_0_alone_with_another_sequences_cache(rocm: Source) -> None:
-    """Eight decodes, query_start_loc [0 … 8] as int64: row 0 gets query 0 over sequence 1's cache."""
+    """Eight decodes with int64 query_start_loc [0 … 8]: row 0 is query 0 over the cache of sequence 1."""
     case = hostile(
         query_lens=(1,) * 8,
         ctx_lens=tuple(range(30, 38)),
@@ -238,7 +240,7 @@ def test_int64_decodes_write_row_0_alone_with_another_sequences_cache(rocm: Sour
 
 
 def test_the_seed_batch_as_int64_writes_nothing(rocm: Source) -> None:
-    """Prefills before a decode, read as int32 pairs: no two neighbours differ by 1, no row is written."""
+    """Prefills before a decode, read as int32 pairs: no neighbours differ by 1, so no row is written."""
     case = hostile(
         query_lens=(5, 3, 1), ctx_lens=(4, 6, 20), query_start_loc_dtype="int64", release=rocm.rules
     )
@@ -260,7 +262,7 @@ def test_the_seed_batch_as_int64_writes_nothing(rocm: Source) -> None:
     ],
 )
 def test_the_host_code_refuses_with_its_own_text(rocm: Source, changes, text: str) -> None:
-    """Each of its checks, through the lab's stand-ins for torch; the output stays as it was."""
+    """Each host check raises its text and leaves the output unchanged."""
     case = hostile(release=rocm.rules, **changes)
     call, _ = call_of(case)
     before = call.output.clone()
@@ -274,7 +276,8 @@ def test_the_host_code_refuses_with_its_own_text(rocm: Source, changes, text: st
 def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
     rocm: Source, group: int
 ) -> None:
-    """Behind seq_len, NaN in K changes no bit; NaN in V makes 0.11.2's row NaN and no bit of 0.33.0's."""
+    """After seq_len, NaN in K changes no bit; NaN in V makes the row NaN in 0.11.2 and changes no bit
+    in 0.33.0."""
     special = {"num_heads": group, "num_queries_per_kv": group, "head_size": 64}
     case = hostile(
         query_lens=(1,),
@@ -288,10 +291,10 @@ def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
     for name in ("key_cache", "value_cache"):
         call, cache = call_of(case)
         block, offset = cache.provenance.slot(0, 20)
-        behind = slice(offset + 1, None)
+        after = slice(offset + 1, None)
         tails = {
-            "key_cache": (block, ..., behind, slice(None)),
-            "value_cache": (block, ..., behind),
+            "key_cache": (block, ..., after, slice(None)),
+            "value_cache": (block, ..., after),
         }
         getattr(call, name)[tails[name]] = float("nan")
         rocm_source.run(call, Target.of(case), rocm)
@@ -301,7 +304,7 @@ def test_the_last_blocks_tail_reaches_the_output_through_values_alone(
 
 
 def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
-    """Up to 4 query heads a KV head the 4×4 kernel, from 5 the 16×16 one; then the merge."""
+    """Up to 4 query heads per KV head use the 4×4 kernel, more use 16×16; then the merge."""
     for group, attention in ((4, "mfma4"), (5, "mfma16")):
         case = hostile(num_heads=group, num_queries_per_kv=group, release=rocm.rules)
         call, _ = call_of(case)
@@ -315,7 +318,7 @@ def test_the_host_code_chooses_its_kernels(rocm: Source) -> None:
 
 
 def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
-    """Origin rocm: decode rows of the source, prefill rows of the model, and the text names both."""
+    """Backend rocm: decode rows from the source, prefill rows from the model; the text names both."""
     lab = Lab(source=rocm.path)
     case = hostile(
         backend="rocm", release=rocm.rules, empty_slots="zeros", sm_scale=0.125, atol=1e-2
@@ -334,7 +337,7 @@ def test_a_lab_runs_the_source_and_says_so(rocm: Source) -> None:
 
 
 def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lab.output, which a diagnosis runs, takes the source as Lab.run does, not the model."""
+    """Lab.output, which a diagnosis uses, runs the source as Lab.run does."""
     ran = []
     run = rocm_source.run
     monkeypatch.setattr(rocm_source, "run", lambda *args: (ran.append(args), run(*args))[1])
@@ -346,7 +349,7 @@ def test_an_output_alone_is_the_sources_too(rocm: Source, monkeypatch: pytest.Mo
 
 
 def test_under_origin_vllm_the_wrapper_calls_the_source(rocm: Source) -> None:
-    """With an sdist, ops.paged_attention_rocm is its own source: the bits are those of backend rocm."""
+    """With an sdist, ops.paged_attention_rocm runs its source: the same bits as backend rocm."""
     if find_spec("triton") is None:
         pytest.skip("vLLM's wrapper needs the triton extra")
     case = hostile(
@@ -392,6 +395,6 @@ def test_fp8_matrix_cores_average_the_values(rocm: Source) -> None:
         mean = batch.value[:301].double().mean(0).repeat_interleave(group, 0)
         to_mean = (call.output[0].double() - mean).abs().max()
         to_attention = (call.output - reference(case, batch)).abs().max()
-        # A value times FP8's 1/301, rounded by up to 1/16; attention and mean are 0.2 apart.
+        # A value times FP8's 1/301, rounded by up to 1/16; attention and mean differ by 0.2.
         assert bool(to_mean < 0.05) is averages
         assert bool(to_attention < 0.05) is not averages

@@ -1,4 +1,4 @@
-"""The launch under Triton's interpreter: what the stock one gets wrong or cannot do."""
+"""Launches under Triton's interpreter, where they differ from the stock launch."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ if find_spec("triton") is not None:
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Return small kernels, compiled by the lab's jit."""
+    """Return small kernels, made by the lab's jit."""
 
     @triton.jit
     def far(out, stride: tl.int64, times):
@@ -54,7 +54,7 @@ def kernels():
 
 
 def test_int64_annotations_are_honoured(kernels) -> None:
-    """A stride that a kernel calls tl.int64 does not wrap; one that it does not name so does."""
+    """A stride annotated tl.int64 does not overflow; one without annotation does."""
     out = torch.zeros(1, dtype=torch.int64)
     kernels["far"][(1,)](out, 2**30, 8)
     assert int(out) == 2**33
@@ -63,14 +63,14 @@ def test_int64_annotations_are_honoured(kernels) -> None:
 
 
 def test_a_full_slice_of_a_scalar_adds_no_dimension(kernels) -> None:
-    """bn[None, :] of a loaded number, as vLLM's prefill kernel had it up to 0.13.0."""
+    """bn[None, :] of a loaded scalar, as in vLLM's prefill kernel up to 0.13.0."""
     out = torch.zeros(4, dtype=torch.int64)
     kernels["rank0"][(1,)](out, torch.tensor([5]))
     assert out.tolist() == [5, 6, 7, 8]
 
 
 def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes write what one writes, and left-out programs write nothing."""
+    """Three processes write the same as one, and skipped programs write nothing."""
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     seen = []
     plan = interpreter.LaunchPlan(
@@ -87,7 +87,7 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int) -> None:
-    """Whichever process runs program 7, its error arrives, and no child is left."""
+    """The error of program 7 arrives from any process, and no child remains."""
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
@@ -100,7 +100,7 @@ def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int)
 
 
 def test_nothing_of_triton_stays_changed(kernels) -> None:
-    """After a launch Triton's own names are Triton's own again."""
+    """After a launch Triton's names are restored."""
     from triton.runtime import interpreter as stock
 
     def names() -> list:
@@ -119,7 +119,7 @@ def test_nothing_of_triton_stays_changed(kernels) -> None:
 
 
 def test_a_missing_triton_is_told() -> None:
-    """Without the triton extra one line says what to install, and nothing is left imported."""
+    """Without the triton extra, one line names it, and nothing stays imported."""
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
@@ -140,7 +140,7 @@ def test_a_missing_triton_is_told() -> None:
 
 
 def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed batch with all heads is announced in minutes, and one head is not."""
+    """A notice precedes the seed batch with all heads, but not with one head."""
     notices: list[str] = []
 
     def stop(*args: object) -> None:
@@ -168,7 +168,7 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_triton_that_compiles_is_told_apart() -> None:
-    """Where Triton was imported without the interpreter, the error says what to do."""
+    """If Triton was imported in compile mode, the error names the variable to set."""
     code = (
         "import triton\n"
         "from attnlab.kernels.triton.interpreter import interpreted_triton\n"
@@ -185,7 +185,7 @@ def test_triton_that_compiles_is_told_apart() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot fork here")
 def test_a_launch_that_is_ended_does_not_wait_for_its_children():
-    """on_programs raises once the launch is shared out: the other processes end, too, at once."""
+    """If on_programs raises during a split launch, the other processes end at once."""
 
     class Enough(BaseException):
         pass
@@ -202,7 +202,7 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
 
     interpreter_fork = interpreter._fork
     plan = interpreter.LaunchPlan(processes=2, on_programs=on_programs)
-    programs = [(i, 0, 0) for i in range(2000)]  # 100 s and more of each process
+    programs = [(i, 0, 0) for i in range(2000)]  # more than 100 s per process
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_fork", fork)
@@ -210,5 +210,5 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
             interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
     assert time.monotonic() - start < 30
     ((child, _),) = forked
-    with pytest.raises(ChildProcessError):  # nobody is left to wait for
+    with pytest.raises(ChildProcessError):  # no child remains
         os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""The models and vLLM's own kernels agree, release by release, on random small cases.
+"""The models agree with vLLM's own kernels of each release on random small cases.
 
 The bound is derived. Both round a weight to the dtype of the values and the output to that of the query,
 each once, at scores that differ by float32's rounding of a dot product of head_size terms:
@@ -36,14 +36,14 @@ pytestmark = needs_triton
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw a small Case whose decode kernel is Triton's, with lengths around the edges of blocks."""
+    """Draw a small Case whose decode kernel is Triton's, with lengths near block edges."""
     kv_cache_dtype = draw(st.sampled_from(("auto", "auto", "fp8", "fp8_e5m2")))
     block_size = draw(st.sampled_from((8, 16, 32, 64)))
     edge = st.tuples(st.integers(0, 2), st.sampled_from((-1, 0, 1)))
     ctx_lens, query_lens = [], []
     for _ in range(draw(st.integers(1, 3))):
-        blocks, beside = draw(edge)
-        ctx_lens.append(max(0, blocks * block_size + beside))
+        blocks, offset = draw(edge)
+        ctx_lens.append(max(0, blocks * block_size + offset))
         query_lens.append(draw(st.sampled_from((1, 1, 2, 17))))
     alibi = draw(st.booleans())
     group = draw(st.integers(1, 8))
@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
 )
 @given(case=cases())
 def test_model_agrees_with_the_real_kernel(source: Source, case: Case) -> None:
-    """Within the derived bound, NaN for NaN, on both ops and every knob that reaches them."""
+    """Both ops agree within the derived bound, NaN for NaN."""
     known = source.rules == "0.33.0" and case.interleave_v
     case = case.replace(release=source.rules, interleave_v=known)
     if ROCM_DECODE in decide(case).kernels:
@@ -93,7 +93,7 @@ def test_model_agrees_with_the_real_kernel(source: Source, case: Case) -> None:
 
 
 def test_agreement_sees_a_wrong_kernel(source: Source) -> None:
-    """The bound is tight enough for a newest token that is missing, and a scale 2 % off."""
+    """The bound detects a missing newest token and a scale that is 2 % too large."""
     case = hostile(platform="sm_90", release=source.rules, sm_scale=0.125, num_heads=2)
     right, within = real(case, source).output, bound(case)
     assert agrees(modelled(case).output, right, within)
@@ -105,7 +105,7 @@ def test_agreement_sees_a_wrong_kernel(source: Source) -> None:
 
 
 def test_left_out_programs_write_nothing(source: Source) -> None:
-    """Every program in one process gives the bits of the needed ones in several."""
+    """All programs in one process give the same bits as the needed ones in several."""
     for op in ("chunked_prefill_paged_decode", "context_attention_fwd"):
         case = hostile(op=op, platform="sm_90", release=source.rules, num_heads=2)
         few, call = real(case, source), Lab().call(case)
@@ -116,7 +116,7 @@ def test_left_out_programs_write_nothing(source: Source) -> None:
 
 
 def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
-    """Rows of heads that did not run keep their bits; those that ran are compared, and right."""
+    """Rows of heads that did not run keep their bits; the others are compared and match."""
     case = hostile(
         platform="sm_90",
         backend="vllm",
@@ -136,7 +136,7 @@ def test_a_choice_of_heads_leaves_the_others_alone(source: Source) -> None:
 
 
 def test_on_mi300_the_wrapper_calls_the_model_of_the_rocm_kernel(source: Source) -> None:
-    """The real wrapper asks the lab's dispatch, and its arguments come back as the same call."""
+    """The real wrapper uses the lab's dispatch, and its arguments form the same call."""
     case = hostile(platform="gfx942", backend="vllm", release=source.rules, num_heads=2)
     for stage in ("sound", "int32_before_cumsum", "wrapper_cast"):
         staged = case.replace(stage=stage)
@@ -148,7 +148,8 @@ def test_on_mi300_the_wrapper_calls_the_model_of_the_rocm_kernel(source: Source)
 
 
 def test_findings_by_release() -> None:
-    """0.11.2 takes the default scale from the heads and lets NaN of the last block in; 0.33.0 neither."""
+    """0.11.2 takes the default scale from the number of heads and reads NaN of the last block; 0.33.0
+    does not."""
     found = {}
     for version in RELEASES:
         source = release(version)
@@ -164,12 +165,12 @@ def test_findings_by_release() -> None:
         prefill = torch.repeat_interleave(~decodes, torch.tensor(case.query_lens))
         as_heads = same_bits(by_default[prefill], by_heads[prefill])
         assert as_heads is (version == "0.11.2")
-    # Of six decodes four do not end with their block: 4 rows of 2 heads of 64.
+    # Four of six decodes end inside a block: 4 rows of 2 heads of 64.
     assert found == {"0.11.2": (False, 4 * 2 * 64), "0.33.0": (True, 0)}
 
 
 def test_what_the_interpreter_gets_wrong_is_refused(source: Source) -> None:
-    """bfloat16: one clear line, and the output untouched."""
+    """bfloat16 is rejected in one line, and the output is unchanged."""
     case = hostile(dtype="bfloat16", platform="sm_90", release=source.rules)
     call = Lab().call(case)
     before = call.output.clone()
@@ -179,12 +180,12 @@ def test_what_the_interpreter_gets_wrong_is_refused(source: Source) -> None:
 
 
 def test_needed_runs_kernels_that_it_does_not_know() -> None:
-    """A kernel of another name runs whole."""
+    """All programs of an unknown kernel run."""
     assert needed("kernel_of_next_year", {}, (3, 4, 5), Subset(kv_heads=range(1)))
 
 
 def test_compare_counts_the_heads_that_ran() -> None:
-    """An error in a head that did not run is neither an error nor a match."""
+    """A head that did not run counts neither as error nor as match."""
     case = hostile()
     expected = torch.zeros(case.lengths.num_tokens, 6, 64)
     output = expected.clone()
@@ -197,7 +198,8 @@ def test_compare_counts_the_heads_that_ran() -> None:
 
 
 def test_the_labs_launch_gives_the_bits_of_tritons_own() -> None:
-    """What the launch leaves out and remembers changes no bit; 0.33.0, which the stock one can run."""
+    """The lab's launch gives the same bits as the stock launch, for 0.33.0, which the stock launch can
+    run."""
     source = release("0.33.0")
     if isinstance(source, str):
         pytest.skip(source)

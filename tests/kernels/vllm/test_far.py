@@ -1,4 +1,4 @@
-"""Block offsets beyond 2^31 elements, in little memory: what wraps is found, what does not is left alone."""
+"""Block offsets beyond 2^31 elements, in little memory: overflows are found, without false findings."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
 @pytest.mark.parametrize("op", OPS)
 def test_offsets_are_beyond_the_limit_and_models_right(op: str) -> None:
-    """Every block that is used begins beyond 2^31 elements, of either layout; the models read them."""
+    """Every used block begins beyond 2^31 elements in either layout, and the models read it."""
     subject, lab = models("0.33.0"), Lab()
     case = far_case(subject, op)
     call = lab.call(case)
@@ -59,7 +59,7 @@ def test_offsets_are_beyond_the_limit_and_models_right(op: str) -> None:
 
 
 def test_what_wraps_is_found(source: Source) -> None:
-    """0.11.2's split-KV decode multiplies slot and stride as int32; nothing else of the two releases."""
+    """Only 0.11.2's split-KV decode multiplies slot and stride as int32."""
     subject = vllm(source.path)
     for op in OPS:
         lab = Lab(source=source.path, device="cpu")
@@ -74,7 +74,7 @@ def test_what_wraps_is_found(source: Source) -> None:
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
-    """The example, told to copy no far block, is right; without its cast to int64 it is not."""
+    """The example without a copy of the cache is correct; without its cast to int64 it is not."""
     text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
     text += "\nmy_attention.large_caches = True\n"
     if not wide:
@@ -89,7 +89,7 @@ def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
 
 
 def test_it_takes_little_memory(source: Source) -> None:
-    """All four ops in less than 1 GiB, imports included, where their caches have 4 GiB each."""
+    """All four ops run in less than 1 GiB, imports included, with caches of 4 GiB each."""
     command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(source.path), *OPS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_it_takes_little_memory(source: Source) -> None:
 
 
 def test_a_plugin_is_asked_first() -> None:
-    """One that does not say that it copies no cache gets no large one, and the report says so."""
+    """A plugin without large_caches gets no large cache, and the report states it."""
     subject = plugin(f"{EXAMPLE}:my_attention")
     assert not any(
         c.first_block for c in hostile_cases(subject, "unified_attention", "sm_90", 20, 0)
@@ -106,7 +106,7 @@ def test_a_plugin_is_asked_first() -> None:
 
 
 def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that does not give them makes a line of the report, no finding and no traceback."""
+    """If memory is missing, the report has a line, without a finding or a traceback."""
 
     def refuse(*args, **kwargs):
         raise MemoryError
@@ -123,7 +123,7 @@ def test_without_the_addresses_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_far_caches_hold_what_near_ones_do() -> None:
-    """Behind first_block the same numbers, before it zeros, also in the other layout."""
+    """Blocks from first_block on are equal, earlier ones are zero, in both layouts."""
     near = Case(
         query_lens=(3, 1), ctx_lens=(20, 40), num_heads=2, head_size=16, empty_slots="nan", seed=3
     )
@@ -149,13 +149,14 @@ def test_far_caches_hold_what_near_ones_do() -> None:
     ],
 )
 def test_where_it_makes_no_sense(changes) -> None:
-    """Where something copies the cache whole, or too few blocks are left."""
+    """first_block is rejected if the op copies the cache or too few blocks remain."""
     with pytest.raises(InvalidCase, match="first_block"):
         Case(**{"first_block": 9, **changes})
 
 
 def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
-    """Without a GPU it cannot tell, and says why; with strides as a GPU has them it tells releases apart."""
+    """Without a GPU the script cannot decide and says why; with a GPU's strides it distinguishes the
+    releases."""
     case = far_case(vllm(of_release("0.11.2").path), "decode_attention_fwd")
     script = written(tmp_path, case.replace(first_block=case.first_block), "wrong_output")
 

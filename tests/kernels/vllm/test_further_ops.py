@@ -1,4 +1,4 @@
-"""The further ops of vLLM: unified and split-KV attention, the merge of two parts, the cache write.
+"""vLLM's unified attention, split-KV attention, merge of partial outputs, and cache write.
 
 The bound on attention is that of tests/test_vllm_agreement.py. A merge rounds each of two parts to the
 query's dtype, which that bound has room for: 2 u of the parts, and their weights are exact. A cache write
@@ -33,15 +33,15 @@ OPS = (UNIFIED, DECODE_FWD, MERGE, WRITE)
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw a small Case of one of the further ops, with lengths around the edges of blocks."""
+    """Draw a small Case of one of these ops, with lengths near block edges."""
     op = draw(st.sampled_from(OPS))
     block_size = draw(st.sampled_from((8, 16, 32, 64)))
     edge = st.tuples(st.integers(0, 2), st.sampled_from((-1, 0, 1)))
     only_decodes = op == DECODE_FWD or draw(st.booleans())
     ctx_lens, query_lens = [], []
     for _ in range(draw(st.integers(1, 3))):
-        blocks, beside = draw(edge)
-        ctx_lens.append(max(0, blocks * block_size + beside))
+        blocks, offset = draw(edge)
+        ctx_lens.append(max(0, blocks * block_size + offset))
         query_lens.append(1 if only_decodes else draw(st.sampled_from((1, 2, 17))))
     splits = [None] if op in (MERGE, WRITE) else [None, 1, 4] if op == UNIFIED else [None, 1, 3]
     plain = op == DECODE_FWD
@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def of_release(case: Case, source: Source) -> Case:
-    """Return the Case by the source's rules, without what the older release does not know."""
+    """Return the Case under the source's rules, without features that the older release lacks."""
     if source.rules == "0.11.2" and case.op == UNIFIED:
         case = case.replace(num_splits=None)
     if source.rules == "0.11.2" and case.op == DECODE_FWD:
@@ -93,7 +93,7 @@ def of_release(case: Case, source: Source) -> Case:
 )
 @given(case=cases())
 def test_model_agrees_with_the_real_kernel(source: Source, case: Case) -> None:
-    """Attention within the derived bound, NaN for NaN; a cache write byte for byte."""
+    """Attention agrees within the derived bound, NaN for NaN; a cache write byte for byte."""
     case = of_release(case, source)
     mine, theirs = modelled(case).output, real(case, source).output
     if case.op == WRITE:
@@ -103,7 +103,7 @@ def test_model_agrees_with_the_real_kernel(source: Source, case: Case) -> None:
 
 
 def sound(op: str, **changes: Any) -> Case:
-    """Return a hostile Case of an op that a right kernel passes, against float64."""
+    """Return a hostile Case of an op that a correct kernel passes against float64."""
     decodes = {"query_lens": (1,) * 6, "ctx_lens": (0, 15, 16, 17, 255, 300)}
     lens = decodes if op == DECODE_FWD else {}
     tolerance = {} if op == WRITE else {"atol": 4e-3}
@@ -113,7 +113,7 @@ def sound(op: str, **changes: Any) -> Case:
 
 @pytest.mark.parametrize("op", OPS)
 def test_each_op_is_right(source: Source, op: str) -> None:
-    """Against the reference in float64, with NaN in every slot that nobody wrote."""
+    """The ops match the float64 reference with NaN in every unwritten slot."""
     result = Lab(source=source.path).run(sound(op, release=source.rules))
     assert result.status == "match", result.verdict
     assert result.launches
@@ -122,7 +122,7 @@ def test_each_op_is_right(source: Source, op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:
-    """A token missing from the cache, or a slot that holds another's, is seen by every op's check."""
+    """The check of every op detects a missing token and a slot with another token's data."""
     lab = Lab(source=source.path)
     case = sound(op, release=source.rules)
     result = lab.run(case)
@@ -137,14 +137,14 @@ def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:
     wrong[0] = wrong[1]
     result.call.output.copy_(wrong)
     assert lab.errors(case, result.call, lab.reference(case)).mismatched
-    if op != MERGE:  # takes new tokens from the arguments
+    if op != MERGE:  # it reads new tokens from its arguments
         missing = lab.run(case.replace(fill="context_only", empty_slots="zeros"))
         assert missing.status == "mismatch"
         assert {violation.kind for violation in missing.violations} == {"unwritten_slot"}
 
 
 def test_a_write_to_a_foreign_slot_shows_in_nobodys_rows(source: Source) -> None:
-    """A change of a slot that belongs to nobody is a mismatch of the last "sequence"."""
+    """A change of an unowned slot is a mismatch in the last "sequence"."""
     lab = Lab(source=source.path)
     case = sound(WRITE, release=source.rules)
     result = lab.run(case)
@@ -164,7 +164,7 @@ def test_a_write_to_a_foreign_slot_shows_in_nobodys_rows(source: Source) -> None
 
 
 def test_unified_attention_takes_the_path_that_is_asked_for(source: Source) -> None:
-    """2d for a batch with a prefill; 3d, and its merge, for decodes, unless 0 pieces are asked for."""
+    """A batch with a prefill takes the 2D path; decodes take 3D and its merge unless num_splits is 0."""
     lab = Lab(source=source.path)
     case = sound(UNIFIED, release=source.rules)
     assert len(lab.run(case).launches) == 1
@@ -182,7 +182,7 @@ def test_unified_attention_takes_the_path_that_is_asked_for(source: Source) -> N
 
 @pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD, "chunked_prefill_paged_decode"])
 def test_a_share_of_heads_and_sequences(source: Source, op: str) -> None:
-    """What is asked for is right; the rest keeps its bits and counts as not run."""
+    """The requested part is correct; the rest keeps its bits and counts as not run."""
     case = sound(op, release=source.rules, num_heads=4, kv_head_range=(1, 2), seq_range=(3, 5))
     result = Lab(source=source.path).run(case)
     assert result.status == "match", result.verdict
@@ -199,7 +199,7 @@ def test_a_share_of_heads_and_sequences(source: Source, op: str) -> None:
 
 
 def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
-    """Shares of heads and sequences put together are the whole call."""
+    """Subsets of heads and sequences together equal the whole call."""
     case = sound(UNIFIED, release=source.rules)
     target, kernels = Target.of(case), decide(case).kernels
     whole, parts = Lab().call(case), Lab().call(case)
@@ -227,13 +227,13 @@ def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:
-    """One line that names the field."""
+    """The error is one line that names the field."""
     with pytest.raises(InvalidCase, match=words):
         hostile(**changes)
 
 
 def test_scales_that_a_release_does_not_know_are_refused(source: Source) -> None:
-    """0.11.2's decode_attention_fwd has no scales: FP8 with one runs nowhere silently."""
+    """0.11.2's decode_attention_fwd has no FP8 scales, so FP8 is rejected."""
     case = sound(DECODE_FWD, release=source.rules, kv_cache_dtype="fp8", k_scale=0.5, atol=0.1)
     if source.rules == "0.11.2":
         with pytest.raises(Unavailable, match="kv_cache_dtype must be auto"):
@@ -249,7 +249,7 @@ def test_a_gpu_that_is_not_there_is_told(
     command: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """--device cuda on a machine without one: one line, exit 2, whichever command."""
+    """--device cuda without a GPU: one line and exit code 2, for every command."""
     flags = ["--backend", "vllm", "--device", "cuda", "--release", str(source.rules)]
     assert main([command, *flags, "--source", str(source.path)]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err

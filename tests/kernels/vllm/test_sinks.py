@@ -1,4 +1,4 @@
-"""Attention sinks: how they are drawn, who takes them, and what becomes of them on the way."""
+"""Attention sinks: drawing, ops that accept them, and their effect on results and diagnosis."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
 
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 64, 71])
 def test_logits_are_of_each_heads_own(num_heads):
-    """In their range, bfloat16 numbers, no two alike, and neighbours not in order; another seed, others."""
+    """Sinks are in range, exact in bfloat16, distinct and not sorted; another seed gives others."""
     logits = sink_logits(num_heads, 3)
     assert (logits.shape, logits.dtype) == ((num_heads,), torch.float32)
     assert torch.equal(logits, logits.bfloat16().float())
@@ -56,7 +56,7 @@ def test_logits_are_of_each_heads_own(num_heads):
 
 @pytest.mark.parametrize("op", OPS)
 def test_who_takes_them(op):
-    """The ops whose contract says so; for the others a Case with sinks is refused in one line."""
+    """Only ops that accept sinks allow a Case with them; others reject it in one line."""
     lens = {"query_lens": (1,), "ctx_lens": (5,)}
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
     takes = contract(op, Target(), op).sinks != "none"
@@ -69,7 +69,7 @@ def test_who_takes_them(op):
 
 
 def test_they_reach_reference_and_call_and_are_kept_apart():
-    """Batch, call and reference have them; a Lab mixes up nothing that they change."""
+    """Batch, call and reference contain them, and a Lab caches each variant separately."""
     lab, case = Lab(), hostile(sinks=True, platform="sm_90")
     plain = case.replace(sinks=False)
     call = lab.call(case)
@@ -87,7 +87,7 @@ def test_they_reach_reference_and_call_and_are_kept_apart():
 
 
 def test_on_rocm_triton_decodes_and_the_term_is_named():
-    """The custom kernel is not asked, and the decision says why."""
+    """The custom kernel is not dispatched, and the decision states why."""
     result = Lab().run(hostile(sinks=True, atol=3e-3))
     assert result.decision.kernels == (PREFILL, TRITON_DECODE)
     assert result.decision.reasons == ["not paged_attention_rocm: sinks is given, allowed: none"]
@@ -97,7 +97,7 @@ def test_on_rocm_triton_decodes_and_the_term_is_named():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("op", SINK_OPS[:3])
 def test_models_are_within_their_bound(op, dtype):
-    """Also where a sink is far above every score, and where it is far below."""
+    """Also with a sink far above or far below every score."""
     case = hostile(op=op, sinks=True, dtype=dtype, platform="sm_90")
     batch = make_batch(case)
     without = dataclasses.replace(batch, sinks=None)
@@ -120,7 +120,7 @@ def test_vllms_kernels_take_either_dtype(
     op: str,
     decodes: bool,
 ) -> None:
-    """Sinks of either dtype give the same bits; agreement sees one that is missing, or another's."""
+    """Sinks of either dtype give the same bits; the agreement check detects a missing or exchanged sink."""
     lens = {**DECODES, "num_blocks": None} if decodes else {}
     case = hostile(
         op=op, sinks=True, platform="sm_90", release=source.rules, empty_slots="zeros", **lens
@@ -140,7 +140,7 @@ def test_vllms_kernels_take_either_dtype(
 
 @pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "context_attention_fwd"])
 def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
-    """Model and real op reject the call with one text, as the violation says; without a prefill it runs."""
+    """Model and real op reject the call with the violation's text; without a prefill it runs."""
     case = hostile(op=op, sinks=True, alibi=True, platform="sm_90", release=source.rules)
     call, cache = call_of(case)
     (first, *_) = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
@@ -156,7 +156,7 @@ def test_beside_alibi_the_prefill_asserts(source: Source, op: str) -> None:
 
 
 def test_a_release_without_the_argument_says_so():
-    """As 0.9.2's ops: nothing is dropped silently."""
+    """An op without the argument, as in 0.9.2, rejects the call."""
 
     def unified_attention(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, k_descale): ...
 
@@ -168,7 +168,7 @@ def test_a_release_without_the_argument_says_so():
 
 
 def test_breaches_of_a_captured_call():
-    """A kernel that takes none, and the CPU's op, which takes two dtypes."""
+    """A kernel without sinks, and the CPU op, which accepts two dtypes."""
     case = hostile(sinks=True, **DECODES)
     call, _ = call_of(case)
     target = Target.of(case)
@@ -183,7 +183,7 @@ def test_breaches_of_a_captured_call():
 
 
 def test_splits_are_those_of_unified_attention():
-    """As reduce_segments counts them for these lengths; a batch with a prefill is not cut."""
+    """The number of splits equals that of reduce_segments; a batch with a prefill is not split."""
     case = hostile(op=UNIFIED, sinks=True, **DECODES)
     problem = problem_of(case)
     assert [splits(problem, seq) for seq in range(4)] == [1, 7, 10, 12]
@@ -197,83 +197,87 @@ def test_splits_are_those_of_unified_attention():
 @pytest.mark.parametrize("op", [UNIFIED, "chunked_prefill_paged_decode"])
 @pytest.mark.parametrize("name", SINKS)
 def test_each_defect_is_found(name, op):
-    """Planted, it is the cause or among those that are the same here; all rows are its scope."""
+    """A planted defect is the cause or among equivalent explanations, and its scope is all rows."""
     lens = {**DECODES, "num_blocks": None} if name == "sink_per_split" else {}
     case, lab = hostile(op=op, sinks=True, platform="sm_90", empty_slots="garbage", **lens), Lab()
     problem, output = sound_scene(lab, case)
-    told = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, propose=False)
-    assert told.cause is not None, [one.name for one in told.explanations]
-    assert (told.cause.name, told.cause.scope) == (name, "all")
+    diagnosis = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, propose=False)
+    assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
+    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
     rest = [defect for defect in CATALOGUE if defect.name != name]
     blind = diagnose(case, plant(problem, output, NAMED[name], "all"), lab=lab, catalogue=rest)
     assert blind.status == "unexplained"
 
 
 def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:
-    """Softmax does not mind, a sink does: rows behind the first of a prefill are wrong, and it is named.
+    """Without a sink the offset cancels in the softmax. With one, all rows after a prefill's first are wrong.
 
-    The same token gives another output where the chunk that it stands in begins elsewhere.
+    The same token then gives another output if its chunk starts elsewhere.
     """
     case = hostile(op=UNIFIED, sinks=True, alibi=True, release=source.rules, platform="sm_90")
     output = real(case, source).output
     assert agrees(modelled(case).output, output, between(case))
-    told = diagnose(case, output, propose=False)
-    assert told.cause is not None
-    assert (told.cause.name, told.cause.scope) == ("sink_beside_alibi", "all")
+    diagnosis = diagnose(case, output, propose=False)
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_beside_alibi", "all")
     assert diagnose(case.replace(**DECODES, num_blocks=None)).status == "nothing wrong"
     plain = case.replace(sinks=False)
     assert diagnose(plain, real(plain, source).output, propose=False).status == "nothing wrong"
 
 
 def test_a_shift_of_alibi_is_a_defect_beside_a_sink():
-    """Which it is not to softmax alone."""
+    """Without sinks the shift cancels in the softmax; with sinks it does not."""
     for sinks, verdict in ((True, "explained"), (False, "nothing wrong")):
         case = hostile(op=UNIFIED, alibi=True, sinks=sinks, empty_slots="zeros", **DECODES)
         problem, output = sound_scene(Lab(), case)
-        told = diagnose(case, plant(problem, output, NAMED["alibi_shifted"], "all"), propose=False)
-        assert told.status == verdict
-        assert told.cause is None or told.cause.name == "alibi_shifted"
+        diagnosis = diagnose(
+            case, plant(problem, output, NAMED["alibi_shifted"], "all"), propose=False
+        )
+        assert diagnosis.status == verdict
+        assert diagnosis.cause is None or diagnosis.cause.name == "alibi_shifted"
 
 
 def test_in_decodes_alone_it_is_placed_there():
-    """A decode kernel that forgets its sinks: the scope is decode."""
+    """A decode kernel that ignores its sinks has the scope decode."""
     case, lab = hostile(sinks=True, platform="sm_90", empty_slots="garbage"), Lab()
     call = lab.call(case)
     model.run(call, Target.of(case), (PREFILL,))
     blind = dataclasses.replace(call, sinks=None)
     model.run(blind, Target.of(case), (TRITON_DECODE,))
-    told = diagnose(case, call.output, lab=lab, propose=False)
-    assert told.cause is not None
-    assert (told.cause.name, told.cause.scope) == ("sink_ignored", "decode")
+    diagnosis = diagnose(case, call.output, lab=lab, propose=False)
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("sink_ignored", "decode")
     right = Lab().output(case)
     wrong = (call.output != right).flatten(1).any(1)
     assert torch.equal(wrong, decode_rows(case))
 
 
 def test_a_saved_call_tells_of_its_sinks(tmp_path):
-    """They travel in the file, and the diagnosis holds the output to them."""
+    """A saved call contains them, and the diagnosis uses them."""
     case, lab = hostile(sinks=True, platform="sm_90", empty_slots="zeros"), Lab()
     call = dataclasses.replace(lab.call(case), output=lab.output(case.replace(sinks=False)))
     call.save(tmp_path / "call.safetensors")
-    told = diagnose_files(Case(platform="sm_90"), lab, None, tmp_path / "call.safetensors")
-    assert told.cause is not None
-    assert told.cause.name == "sink_ignored"
+    diagnosis = diagnose_files(Case(platform="sm_90"), lab, None, tmp_path / "call.safetensors")
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.name == "sink_ignored"
 
 
 def test_twice_and_once_per_split_are_the_same_in_two_pieces():
-    """Two partitions everywhere: a choice, and the Case that is proposed tells them apart."""
+    """With two partitions everywhere the diagnosis is ambiguous, and the proposed Case distinguishes
+    the defects."""
     case = hostile(sinks=True, platform="sm_90", query_lens=(1, 1), ctx_lens=(300, 400))
     lab = Lab()
     problem, output = sound_scene(lab, case)
-    told = diagnose(case, plant(problem, output, NAMED["sink_per_split"], "all"), lab=lab)
-    assert told.status == "ambiguous"
-    assert {one.name for one in told.explanations} == {"sink_counted_twice", "sink_per_split"}
-    assert told.separation is not None
-    assert told.separation.case is not None
+    diagnosis = diagnose(case, plant(problem, output, NAMED["sink_per_split"], "all"), lab=lab)
+    assert diagnosis.status == "ambiguous"
+    assert {one.name for one in diagnosis.explanations} == {"sink_counted_twice", "sink_per_split"}
+    assert diagnosis.separation is not None
+    assert diagnosis.separation.case is not None
 
 
 def test_without_sinks_none_of_them_is_suspected():
-    """Where a call has none the defects do not apply; where it has, a sink too many does not."""
+    """Sink defects do not apply to a call without sinks; an extra sink does not apply to a call with
+    sinks."""
     problems = problem_of(hostile()), problem_of(hostile(sinks=True))
     assert not any(NAMED[name].applies(problems[0]) for name in SINKS)
     assert all(NAMED[name].applies(problems[1]) for name in SINKS)
@@ -284,15 +288,16 @@ def test_without_sinks_none_of_them_is_suspected():
 
 
 def test_the_power_of_a_test_with_sinks():
-    """At an FP8 test's tolerance small data hide what N(0, 1) data show; without sinks there is none."""
+    """At an FP8 test's tolerance small data hide defects that N(0, 1) data show; without sinks there
+    are none."""
     case = hostile(
         sinks=True, distribution="uniform_1e-3", stage="cast_after_cumsum", empty_slots="zeros"
     )
     names = [NAMED[name] for name in SINKS if name != "sink_per_split"]  # not in the sampled rows
     outcomes = {}
     for data in ("uniform_1e-3", "normal"):
-        told = power(case.replace(distribution=data, atol=1e-3), mutants=names, remedies=False)
-        outcomes[data] = {one.outcome for one in told.mutants}
-        assert len(told.mutants) == len(names)
+        diagnosis = power(case.replace(distribution=data, atol=1e-3), mutants=names, remedies=False)
+        outcomes[data] = {one.outcome for one in diagnosis.mutants}
+        assert len(diagnosis.mutants) == len(names)
     assert outcomes == {"uniform_1e-3": {"survived"}, "normal": {"killed"}}
     assert power(case.replace(sinks=False), mutants=names, remedies=False).mutants == []

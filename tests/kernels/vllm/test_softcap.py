@@ -1,4 +1,4 @@
-"""The soft cap: who takes it, where it stands in the order of things, and where it overflowed."""
+"""Soft cap: ops that accept it, its place in the computation, and overflow."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ DECODES = {"query_lens": (1,) * 4, "ctx_lens": (2, 100, 300, 530)}
 
 
 def capped(op: str = UNIFIED, **changes) -> Case:
-    """Return a Case with a soft cap that bends most scores."""
+    """Return a Case with a soft cap that changes most scores."""
     lens = DECODES if op == DECODE_FWD else {}
     fields = {"op": op, "softcap": 0.7, "platform": "sm_90", "sm_scale": 0.125, **lens}
     return hostile(**{**fields, **changes})
@@ -44,7 +44,7 @@ def capped(op: str = UNIFIED, **changes) -> Case:
 
 @pytest.mark.parametrize("op", OPS)
 def test_who_takes_it(op):
-    """The ops whose contract says so; for the others a Case with a cap is refused in one line."""
+    """Only ops that accept a cap allow a Case with one; others reject it in one line."""
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
     fields = {"op": op, "softcap": 5, "query_lens": (1,), "ctx_lens": (5,), **own}
     takes = contract(op, Target(), op).softcap != "none"
@@ -60,7 +60,7 @@ def test_who_takes_it(op):
 @pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
 @pytest.mark.parametrize("softcap", [0.02, 0.7, 50.0])
 def test_models_are_within_their_bound(op, dtype, softcap):
-    """From a cap that all scores are far above to one that they hardly feel."""
+    """From a cap far below all scores to one with almost no effect."""
     case = capped(op, dtype=dtype, softcap=softcap)
     call, _ = call_of(case)
     model.run(call, Target.of(case), decide(case).kernels)
@@ -73,7 +73,7 @@ def test_models_are_within_their_bound(op, dtype, softcap):
 
 @pytest.mark.parametrize("op", [UNIFIED, DECODE_FWD])
 def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
-    """With the real kernels: a cap 5 % larger, none, and one before the scale are told."""
+    """The agreement check detects a cap that is 5 % larger, missing, or applied before the scale."""
     case = capped(op, release=source.rules, empty_slots="zeros")
     right, within = real(case, source).output, between(case)
     assert agrees(modelled(case).output, right, within)
@@ -82,44 +82,44 @@ def test_agreement_sees_a_wrong_cap(source: Source, op: str) -> None:
 
 
 def test_0_11_2_overflows_and_0_33_0_does_not(source: Source) -> None:
-    """A score beyond 88 times the cap: NaN, row for row as the model has it, and found by name."""
+    """A score beyond 88 times the cap gives NaN in the same rows as the model, and is diagnosed by name."""
     case = capped(softcap=0.02, release=source.rules, empty_slots="zeros", output_init="zeros")
     output = real(case, source).output
     assert agrees(modelled(case).output, output, between(case))
-    told = diagnose(case, output, propose=False)
+    diagnosis = diagnose(case, output, propose=False)
     if source.rules == "0.33.0":
-        assert told.status == "nothing wrong"
+        assert diagnosis.status == "nothing wrong"
         return
     assert output.isnan().flatten(1).any(1).sum() > 50
-    assert told.cause is not None
-    assert (told.cause.name, told.cause.scope) == ("softcap_overflows", "all")
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.name, diagnosis.cause.scope) == ("softcap_overflows", "all")
 
 
 @pytest.mark.parametrize("name", CAPS)
 def test_each_defect_is_found(name):
-    """Planted, it is the cause; left out of the catalogue, nothing is."""
+    """A planted defect is the cause; without its catalogue entry there is none."""
     cap = 0.02 if name == "softcap_overflows" else 0.7
     case, lab = capped(alibi=True, softcap=cap, empty_slots="garbage"), Lab()
     problem, output = sound_scene(lab, case)
     broken = plant(problem, output, NAMED[name], "all")
-    told = diagnose(case, broken, lab=lab, propose=False)
-    assert told.cause is not None, [one.name for one in told.explanations]
-    assert (told.cause.name, told.cause.scope) == (name, "all")
+    diagnosis = diagnose(case, broken, lab=lab, propose=False)
+    assert diagnosis.cause is not None, [one.name for one in diagnosis.explanations]
+    assert (diagnosis.cause.name, diagnosis.cause.scope) == (name, "all")
     rest = [defect for defect in CATALOGUE if defect.name != name]
     assert diagnose(case, broken, lab=lab, catalogue=rest).status == "unexplained"
 
 
 def test_a_capped_sink_is_found():
-    """A sink that goes through the cap too."""
+    """A sink that is capped too."""
     case, lab = capped(sinks=True, empty_slots="garbage"), Lab()
     problem, output = sound_scene(lab, case)
-    told = diagnose(case, plant(problem, output, NAMED["sink_capped"], "all"), lab=lab)
-    assert told.cause is not None
-    assert told.cause.name == "sink_capped"
+    diagnosis = diagnose(case, plant(problem, output, NAMED["sink_capped"], "all"), lab=lab)
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.name == "sink_capped"
 
 
 def test_without_a_cap_none_of_them_is_suspected():
-    """And an overflow that data can show is not called equivalent."""
+    """An overflow that some data show is not reported as equivalent."""
     problem = problem_of(hostile(op=UNIFIED))
     assert not any(NAMED[name].applies(problem) for name in (*CAPS, "sink_capped"))
     problem = problem_of(capped(alibi=True, softcap=5.0))
@@ -128,7 +128,7 @@ def test_without_a_cap_none_of_them_is_suspected():
 
 
 def test_a_captured_call_with_a_cap():
-    """A kernel without the argument breaks, or is told so; the file keeps the number."""
+    """A kernel without the argument is a violation; a saved call keeps the value."""
     case = capped()
     call, _ = call_of(case)
     assert call.softcap == 0.7

@@ -1,4 +1,4 @@
-// How Python calls the op's host code: included behind the source's text.
+// How Python calls the op's host code; included after the source.
 #pragma once
 
 namespace {
@@ -7,14 +7,14 @@ enum { OUT, EXP_SUMS, MAX_LOGITS, TMP_OUT, QUERY, KEY_CACHE, VALUE_CACHE, BLOCK_
        QUERY_START_LOC, ALIBI_SLOPES, K_SCALE, V_SCALE, FP8_OUT_SCALE, TENSORS };
 
 struct Arguments {
-  torch::Tensor tensors[TENSORS];  // one without dims is None
+  torch::Tensor tensors[TENSORS];  // a tensor without dimensions means None
   int64_t num_kv_heads, block_size, max_seq_len;
   double scale;
   const char *kv_cache_dtype, *mfma_type;
 };
 
-// The op of 0.11.2 has 20 parameters. Up to 0.10 it has no mfma_type, the last of them; later ones add
-// use_interleaved_v_cache behind it, which the lab never asks for.
+// The op of 0.11.2 has 20 parameters, the last is mfma_type. Releases up to 0.10 lack it. Later releases
+// add use_interleaved_v_cache after it, which the lab leaves at its default.
 template <class... Parameters, class... Given>
 void call_op(void (*op)(Parameters...), const std::string& mfma_type, Given&... given) {
   if constexpr (sizeof...(Parameters) == sizeof...(Given)) {
@@ -42,24 +42,24 @@ void call_with(Arguments& a) {
 
 }  // namespace
 
-// Call the op. Returns 0; 1 where its host code refuses, 2 where a kernel failed on the device, 3 where
-// the host code would end the process. `text` gets the reason; or, where `context` has no `find` and
-// the launches are only noted, the names of the kernels, one a line.
+// Call the op. Returns 0 on success, 1 if the host code rejects the arguments, 2 if a kernel failed on the
+// device, 3 if the host code would end the process. `text` receives the reason. If `context` has no `find`,
+// launches are only recorded and `text` receives the names of the kernels, one per line.
 extern "C" int attnlab_call(const attnlab::Context* context, Arguments* arguments, char* text, size_t size) {
   attnlab::context = *context;
   attnlab::noted.clear();
-  std::string told;
+  std::string message;
   int outcome = 0;
   try {
     call_with(*arguments);
-    for (const auto& name : attnlab::noted) told += name + "\n";
+    for (const auto& name : attnlab::noted) message += name + "\n";
   } catch (const attnlab::Rejected& error) {
-    outcome = 1, told = error.what();
+    outcome = 1, message = error.what();
   } catch (const attnlab::DeviceFailed&) {
     outcome = 2;
   } catch (const attnlab::Aborted& error) {
-    outcome = 3, told = error.what();
+    outcome = 3, message = error.what();
   }
-  std::snprintf(text, size, "%s", told.c_str());
+  std::snprintf(text, size, "%s", message.c_str());
   return outcome;
 }

@@ -1,5 +1,5 @@
-// The emulated device: runs the blocks of a launch on the machine's cores, and the threads of a block as
-// fibers that take turns where they meet, at a barrier or at an instruction of the whole wave.
+// The emulated device: runs the blocks of a launch on the machine's cores. The threads of a block are fibers
+// that switch at barriers and at wave-wide instructions.
 #include <thread>
 
 #include "meeting.h"
@@ -24,7 +24,7 @@ void entry() {
 }
 
 void on_crash(int number, siginfo_t* info, void*) {
-  if (!worker_here) {  // a fault that is not a kernel's
+  if (!worker_here) {  // a fault outside a kernel
     signal(number, SIG_DFL);
     return;
   }
@@ -59,7 +59,7 @@ void run_block(Worker& w, Index at, std::mt19937& random) {
                  (unsigned)i / launch.block.x / launch.block.y};
     Wave& wave = w.waves[i / WAVE];
     wave.waiting = 0, wave.alive = std::min(WAVE, w.threads - i / WAVE * WAVE);
-    // Stacks that all begin at one offset of a page would share few lines of the processor's cache.
+    // Stacks with equal page offsets would compete for few cache lines.
     begin(w.contexts[i], t, (char*)t + STACK_BYTES - (size_t)(i * 320 % 8192), entry);
   }
   std::fill_n(w.state, w.threads, 1);
@@ -129,7 +129,7 @@ const Device* table() {
 }  // namespace
 }  // namespace attnlab
 
-// What Python calls. One call of the op at a time.
+// The functions that Python calls. One call of the op at a time.
 using namespace attnlab;
 
 extern "C" {
@@ -169,7 +169,7 @@ int attnlab_readers(const char* region) {
   return 0;
 }
 
-// The elements of a region that blocks with one blockIdx.x read in one launch, as bits; `who` gets the
+// The elements of a region that blocks with one blockIdx.x read in one launch, as bits. `who` receives the
 // launch and the blockIdx.x.
 const uint8_t* attnlab_reads(const char* region, int i, unsigned* who) {
   for (const auto& r : regions) {
@@ -181,7 +181,7 @@ const uint8_t* attnlab_reads(const char* region, int i, unsigned* who) {
   return nullptr;
 }
 
-// Memory for the tensor of that number, 64 GiB and more from any other's; null: there is none.
+// Memory for the tensor with that number, at least 64 GiB from any other; null if there is no room.
 void* attnlab_place(int number, size_t bytes) {
   char* wanted = (char*)0x100000000000 + ((size_t)number << 38);
   void* got = mmap(wanted, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -190,7 +190,7 @@ void* attnlab_place(int number, size_t bytes) {
 
 void attnlab_leave(void* place, size_t bytes) { munmap(place, bytes); }
 
-// The instructions alone, for the tests: registers of 64 lanes in, registers out.
+// The instructions for tests: registers of 64 lanes in, registers out.
 void attnlab_matrix(int operation, const uint64_t* a, const uint64_t* b, const float* c, float* d,
                     int cbsz, int abid) {
   Wave wave = {};

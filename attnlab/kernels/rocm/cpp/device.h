@@ -1,4 +1,4 @@
-// What kernels, host code and the emulated device share: the device's functions, and who a thread is.
+// Declarations shared by kernels, host code and the emulated device: its functions and a thread's record.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace attnlab {
 
 constexpr size_t STACK_BYTES = 1 << 16;  // of a thread; aligned to its size, so a thread finds itself
 
-enum Operation {  // what the lanes of a wave meet at
+enum Operation {  // operations at which the lanes of a wave synchronise
   MFMA_4X4X1_F32,
   MFMA_4X4X4_F16,
   MFMA_4X4X4_BF16,
@@ -27,12 +27,12 @@ struct Index {
 
 struct Device;
 
-// A thread of a block. Its record lies at the lowest address of its stack.
+// A thread of a block. Its record is at the lowest address of its stack.
 struct Thread {
   Index thread, block, block_dim, grid_dim;
   const Device* device;
-  void* worker;     // the device's own record of who runs it
-  unsigned number;  // in its block
+  void* worker;     // the device's record of the worker that runs it
+  unsigned number;  // index in its block
 };
 
 struct alignas(16) Float4 {
@@ -41,7 +41,7 @@ struct alignas(16) Float4 {
 
 struct Launch;
 
-// The functions of the device, called by a kernel's thread. `line` is that of the source.
+// The functions of the device, called by a kernel's thread. `line` is the line of the source.
 struct Device {
   Float4 (*mfma)(int operation, uint64_t a, uint64_t b, const Float4* c, int cbsz, int abid, int line);
   uint32_t (*move)(int operation, uint32_t value, int operand, int width, int line);
@@ -49,7 +49,7 @@ struct Device {
   void* (*shared)(int name, size_t bytes);
   void (*access)(const void* address, size_t bytes, bool writes, const void* code);
   void (*fail)(const char* text);
-  int (*launch)(const Launch*);  // called by the host; 0 unless a thread failed
+  int (*launch)(const Launch*);  // called by the host; returns 0 unless a thread failed
 };
 
 // A launch of a kernel: `invoke` calls it with its arguments, on a thread's stack.

@@ -1,8 +1,8 @@
-// The host side of HIP and torch for csrc/rocm's attention: tensors described by plain numbers, torch's
-// two checks with their texts, and launches that call the emulated device.
+// The host side of HIP and torch for csrc/rocm's attention: tensors as plain structs, torch's two checks
+// with their texts, and launches that call the emulated device.
 //
-// Compiled like hipcc's host pass: without a platform's macros, so that the kernels are the source's own
-// empty stubs, whose names a launch gives to the device.
+// Compiled like hipcc's host pass, without platform macros: the kernels are the source's own empty stubs, and
+// a launch passes their names to the device.
 #pragma once
 #include <sstream>
 #include <stdexcept>
@@ -25,12 +25,12 @@ struct Rejected : std::runtime_error { using std::runtime_error::runtime_error; 
 struct Aborted : std::runtime_error { using std::runtime_error::runtime_error; };
 struct DeviceFailed {};
 
-// The device for the call in progress, what is asked of it, and where kernels are found by name.
+// The device for the current call, its properties, and the function that finds kernels by name.
 struct Context {
   const Device* device;
   int warp_size;
   const char* platform;
-  void* (*find)(const char* kernel);  // null: the launch is to be noted, not done
+  void* (*find)(const char* kernel);  // null: record the launch, do not run it
 };
 inline Context context;
 inline int warp_size() { return context.warp_size; }
@@ -38,7 +38,7 @@ inline int warp_size() { return context.warp_size; }
 }  // namespace attnlab
 
 namespace c10 {
-// Codes, names (as error texts have them) and C++ names of torch's scalar types, from
+// Codes, names (as in error texts) and C++ names of torch's scalar types, from
 // torch/headeronly/core/ScalarType.h.
 enum class ScalarType : int8_t {
   Byte = 0, Char = 1, Short = 2, Int = 3, Long = 4, Half = 5, Float = 6, Double = 7, Bool = 11,
@@ -86,7 +86,7 @@ template <> struct CppTypeToScalarType<float> { static constexpr auto value = Sc
 }  // namespace c10
 
 namespace torch {
-// A tensor as Python describes it; member functions under torch's names.
+// A tensor as described by Python; member functions have torch's names.
 class Tensor {
  public:
   void* data;
@@ -138,12 +138,12 @@ inline int hipGetDeviceProperties(hipDeviceProp_t* properties, int) {
 }
 
 #define TORCH_CHECK(condition, ...) \
-  if (!(condition)) throw attnlab::Rejected(attnlab::told(__VA_ARGS__))
+  if (!(condition)) throw attnlab::Rejected(attnlab::message(__VA_ARGS__))
 
 namespace attnlab {
 
 template <class... Parts>
-std::string told(const Parts&... parts) {
+std::string message(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   return text.str();
@@ -170,7 +170,7 @@ void invoke(const Launch* launch) {
   std::apply((void (*)(Arguments...))launch->function, *(std::tuple<Arguments...>*)launch->arguments);
 }
 
-// K<template arguments…> as text; called with what the source writes as <<<grid, block, 0, stream>>>(…).
+// K<template arguments…> as text; called with the arguments of <<<grid, block, 0, stream>>>(…) in the source.
 struct Named {
   std::string name;
 

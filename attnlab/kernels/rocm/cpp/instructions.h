@@ -1,9 +1,9 @@
-// What the wave-wide instructions of gfx9 compute, each as a function of all 64 lanes' registers.
+// The wave-wide instructions of gfx9, each as a function of the registers of all 64 lanes.
 //
 // Source: AMD's "Instinct MI300" (CDNA3) and "Instinct MI200" (CDNA2) instruction set documents, chapters
 // on matrix arithmetic and data parallel processing. A matrix instruction multiplies A [M×K] by B [K×N]
-// and adds C [M×N]; the documents say which lane and register holds which element. How the hardware
-// orders and rounds the additions they do not say: here each sum runs over k in order, in float.
+// and adds C [M×N]; the documents define which lane and register holds which element. They do not
+// define the order and rounding of the additions: here each sum runs over k in ascending order, in float.
 //
 // ATTNLAB_FAULT_… plants a fault in one of them, for the tests.
 #pragma once
@@ -25,9 +25,9 @@ inline float element(Element type, uint64_t packed, int n) {
   }
 }
 
-// V_MFMA_F32_4X4X{K}_16B: sixteen products of 4×K by K×4 side by side; block b lies in lanes 4b … 4b+3.
+// V_MFMA_F32_4X4X{K}_16B: sixteen products of 4×K by K×4; block b is in lanes 4b … 4b+3.
 // Lane 4b+i holds A[i][0 … K-1], lane 4b+j holds B[0 … K-1][j] and, in its four registers, D[0 … 3][j].
-// cbsz and abid share one block's A: of each group of 2^cbsz blocks all use the A of number abid.
+// cbsz and abid share one block's A: of each group of 2^cbsz blocks, all use the A of block abid.
 template <Element TYPE, int K>
 inline void mfma_4x4(const uint64_t a[WAVE], const uint64_t b[WAVE], const float c[WAVE][4],
                      float d[WAVE][4], int cbsz, int abid) {
@@ -78,11 +78,11 @@ inline void mfma_16x16(const uint64_t a[WAVE], const uint64_t b[WAVE], const flo
 // DPP row_ror:n: rows of 16 lanes rotate right by n, so lane i of a row gets lane i-n.
 inline int row_ror_source(int lane, int n) { return (lane & ~15) | ((lane - n) & 15); }
 
-// DS_BPERMUTE_B32: a lane names its source by a byte address, 4 bytes a lane; higher bits do not count.
+// DS_BPERMUTE_B32: a lane selects its source by a byte address, 4 bytes per lane; higher bits are ignored.
 inline int bpermute_source(int, int address) { return (address >> 2) & (WAVE - 1); }
 
 // __shfl_xor and __shfl_down (HIP's amd_warp_functions.h), over segments of `width` lanes: a lane whose
-// source would lie behind its segment keeps its own value.
+// source is outside its segment keeps its own value.
 inline int shfl_xor_source(int lane, int mask, int width) {
   const int source = lane ^ mask;
 #ifdef ATTNLAB_FAULT_SHUFFLE

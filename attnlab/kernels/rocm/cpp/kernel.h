@@ -1,5 +1,5 @@
-// The device side of HIP for a kernel: thread indices, shared memory, barriers and instructions, each
-// turned into a call of the emulated device. Compiled with a platform's own macros, as hipcc does.
+// The device side of HIP for a kernel: thread indices, shared memory, barriers and instructions call the
+// emulated device. Compiled with the platform's macros, as hipcc does.
 #pragma once
 #include "types.h"
 
@@ -19,7 +19,7 @@ namespace attnlab {
 
 inline const Device* device() { return self()->device; }
 
-// `__shared__ T name` of the source: the block's one T of that name.
+// `__shared__ T name` of the source: the block's object of that name.
 template <class T>
 inline T& shared(int name) { return *(T*)device()->shared(name, sizeof(T)); }
 
@@ -89,7 +89,7 @@ inline float __shfl_down(float value, int delta, int width = 64, int line = __bu
 namespace attnlab {
 
 // v_max_f32_dpp and v_add_f32_dpp with row_ror: the first source comes from another lane of the row.
-// v_max_f32 returns the number where one source is NaN, as fmaxf does.
+// v_max_f32 returns the number if one source is NaN, as fmaxf does.
 inline float rotated(float value, int n, int line = __builtin_LINE()) {
   return bits<float>(device()->move(ROW_ROR, bits<uint32_t>(value), n, 64, line));
 }
@@ -116,7 +116,7 @@ inline attnlab::Half2 __builtin_amdgcn_cvt_pkrtz(float x, float y) {
   return attnlab::Half2{attnlab::float_to_f16_rtz(x), attnlab::float_to_f16_rtz(y)};
 }
 
-// Hardware approximates these to about 1 unit in the last place.
+// Hardware approximates these with an error of about 1 unit in the last place.
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float max(float a, float b) { return fmaxf(a, b); }
@@ -130,7 +130,7 @@ inline uint8_t saturated_fp8(float f) {  // as HIP's conversions do by default
 }
 }  // namespace attnlab
 
-// Stand-ins for what the kernel uses of quantization/w8a8/fp8/amd/quant_utils.cuh.
+// Replacements for the functions of quantization/w8a8/fp8/amd/quant_utils.cuh that the kernel uses.
 namespace vllm::fp8 {
 using fp8_type = __hip_fp8_e4m3;
 template <class To, class From>
@@ -149,7 +149,7 @@ inline uint8_t __hip_cvt_float_to_fp8(float f, int, int) { return attnlab::satur
 
 #ifdef ATTNLAB_CHECKED
 // The compiler calls these before each access to memory (-fsanitize=kernel-address, all checks out of
-// line); they hand it to the device, which knows what is whose.
+// line); they pass it to the device, which checks it.
 #define ATTNLAB_ACCESS(bytes)                                                               \
   extern "C" __attribute__((no_sanitize("kernel-address"))) void __asan_load##bytes##_noabort(void* p) { \
     attnlab::self()->device->access(p, bytes, false, __builtin_return_address(0));          \

@@ -1,11 +1,11 @@
-// How the threads of a block take turns, and meet: at barriers and at the instructions of a whole wave.
+// Scheduling of a block's threads, and their synchronisation at barriers and wave-wide instructions.
 #pragma once
 #include "state.h"
 
 namespace attnlab {
 namespace {
 
-// Taking turns.
+// Scheduling.
 
 void wake(Worker& w, int thread) {
   w.state[thread] = 0;
@@ -21,7 +21,7 @@ void next(Worker& w, int me) {
   }
 }
 
-// Wake the threads of a wave that wait in `state`, but for `me`, in their turn.
+// Wake the threads of a wave that wait in `state`, except `me`, in schedule order.
 void wake_wave(Worker& w, int wave, int state, int me) {
   const int first = wave * WAVE, last = std::min(first + WAVE, w.threads);
   for (int i = first; i < last; i++) {
@@ -39,7 +39,7 @@ void wait(Worker& w, int me, int state) {
   next(w, me);
 }
 
-// Say in which order the threads of this block take turns.
+// Set the order in which the threads of this block run.
 void deal(Worker& w, std::mt19937& random) {
   const int waves = (w.threads + WAVE - 1) / WAVE;
   auto arrange = [&](uint16_t* begin, int first, int last) {
@@ -53,7 +53,7 @@ void deal(Worker& w, std::mt19937& random) {
     arrange(w.turn + i * WAVE, i * WAVE, std::min((i + 1) * WAVE, w.threads));
 }
 
-// Meeting.
+// Synchronisation.
 
 template <class Arrive, class Compute>
 void meet(int operation, int line, Arrive arrive, Compute compute) {
@@ -76,7 +76,7 @@ void meet(int operation, int line, Arrive arrive, Compute compute) {
   wave.waiting = 0;
   compute(wave);
   wake_wave(w, me / WAVE, 1, me);
-  if (settings.order) {  // no one goes first because it came last
+  if (settings.order) {  // do not favour the last arrival
     wake(w, me);
     next(w, me);
   }

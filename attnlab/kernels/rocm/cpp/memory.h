@@ -1,4 +1,4 @@
-// The checked device's look at every access to memory: whose it is, and whether anybody wrote it.
+// Memory checks of the checked device: which tensor an access belongs to, and whether it was written before.
 #pragma once
 #include "state.h"
 

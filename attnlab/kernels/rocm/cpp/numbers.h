@@ -1,4 +1,4 @@
-// Number formats of AMD's matrix cores, as bits: float16, bfloat16, and the two kinds of FP8 e4m3.
+// Number formats of AMD's matrix cores as bit patterns: float16, bfloat16, and the two kinds of FP8 e4m3.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -18,7 +18,7 @@ inline float f16_to_float(uint16_t h) { return (float)bits<_Float16>(h); }
 
 inline float bf16_to_float(uint16_t h) { return bits<float>((uint32_t)h << 16); }
 
-// Round to nearest even; a NaN stays one.
+// Round to nearest even; NaN stays NaN.
 inline uint16_t float_to_bf16(float f) {
   uint32_t u = bits<uint32_t>(f);
   if (f != f) return (uint16_t)(u >> 16 | 0x40);
@@ -43,8 +43,8 @@ inline float fp8_to_float(uint8_t b) {
   return b & 0x80 ? -size : size;
 }
 
-// Round to nearest even; what is too large becomes NaN, as v_cvt_pk_fp8_f32 does unless its mode
-// register asks it to saturate.
+// Round to nearest even. A value out of range becomes NaN, as in v_cvt_pk_fp8_f32 unless its mode register
+// enables saturation.
 template <bool FNUZ>
 inline uint8_t float_to_fp8(float f) {
   const uint8_t sign = std::signbit(f) ? 0x80 : 0, nan = FNUZ ? 0x80 : sign | 0x7f;
@@ -56,7 +56,7 @@ inline uint8_t float_to_fp8(float f) {
   if (rounded > largest) return nan;
   if (rounded == 0) return FNUZ ? 0 : sign;
   const int e = std::max(least, std::ilogb(rounded));
-  const int m = (int)std::ldexp(rounded, 3 - e);  // 8 to 15, or less where subnormal
+  const int m = (int)std::ldexp(rounded, 3 - e);  // 8 to 15, less for subnormals
   return sign | (uint8_t)(m < 8 ? m : (e + bias) << 3 | (m - 8));
 }
 

@@ -1,4 +1,4 @@
-// What the emulated device keeps: the memory it knows, a wave, and a worker that runs blocks.
+// State of the emulated device: registered memory, a wave, and a worker that runs blocks.
 #pragma once
 #include <setjmp.h>
 #include <signal.h>
@@ -24,18 +24,18 @@ namespace {
 
 constexpr int MOST_THREADS = 1024, MOST_SHARED = 1 << 16;
 
-// A stretch of memory that kernels may touch, as Python registered it.
+// A memory region that kernels may access, registered by Python.
 struct Region {
   std::string name;
   char* base;
   size_t bytes, element;
-  bool writable, fresh;  // fresh: nothing has been written there yet
-  std::vector<bool> written;                              // by byte, where fresh
+  bool writable, fresh;  // fresh: not written yet
+  std::vector<bool> written;                              // per byte, if fresh
   std::map<std::pair<int, unsigned>, std::vector<uint8_t>> reads;  // bits by element, by launch and blockIdx.x
   std::vector<uint8_t>* current = nullptr;
 };
 
-// What the checked build saw that is no error of its own: a read of what nobody wrote.
+// A finding of the checked build that does not stop the run: a read of unwritten memory.
 struct Finding {
   std::string region;
   size_t element, count;
@@ -47,7 +47,7 @@ struct Finding {
 struct Settings {
   int workers = 1;
   bool checked = false;
-  int order = 0;  // 0 forwards, 1 backwards, else the seed of a shuffle
+  int order = 0;  // 0 ascending, 1 descending, other values seed a shuffle
 };
 
 Settings settings;
@@ -79,7 +79,7 @@ struct Worker {
   unsigned head, tail;  // of the ready queue
   int at_barrier, alive, threads, barrier_line;
   uint8_t state[MOST_THREADS];  // 0 running or ready, 1 at an instruction, 2 at the barrier, 3 ended
-  // The order in which threads are woken: a wave's are turn[64 w … 64 w + 63], waves go by wave_turn.
+  // The order in which threads are woken: those of wave w are turn[64 w … 64 w + 63]; waves follow wave_turn.
   uint16_t turn[MOST_THREADS], wave_turn[MOST_THREADS / WAVE];
   const Launch* launch;
   int launch_number;
@@ -116,7 +116,7 @@ std::string where(const Thread* t) {
   return text;
 }
 
-// Leave this thread for good, and the launch with it.
+// End this thread and the launch.
 [[noreturn]] void give_up(Thread* thread, const std::string& text, const void* code = nullptr) {
   Worker& w = mine(thread);
   fail_with(text + ", " + w.launch->kernel + ", " + where(thread), code);

@@ -1,4 +1,4 @@
-// Switching from one thread's stack to another's: what a processor needs to go on where it left off.
+// Context switch between the stacks of two threads.
 #pragma once
 #include <cstdint>
 
@@ -10,8 +10,8 @@ struct Context {
   void* stack;
 };
 
-// Save the registers that a call must keep on this stack, go on with the other. The jump, not a `ret`,
-// keeps the processor's prediction of returns in step.
+// Save the callee-saved registers on this stack and continue on the other. A jump instead of a `ret` keeps
+// the processor's return prediction correct.
 extern "C" void attnlab_switch(Context* from, const Context* to);
 asm(R"(
 .text
@@ -38,10 +38,10 @@ attnlab_switch:
 
 inline void switch_to(Context& from, const Context& to) { attnlab_switch(&from, &to); }
 
-// Make a context that begins with `entry` on a stack whose highest address is `top`.
+// Make a context that starts at `entry` on a stack whose highest address is `top`.
 inline void begin(Context& context, void*, char* top, void (*entry)()) {
   void** stack = (void**)((uintptr_t)top & ~(uintptr_t)15);
-  *--stack = nullptr;        // where `entry` would return to: it never does
+  *--stack = nullptr;        // return address of `entry`, which never returns
   *--stack = (void*)entry;
   for (int i = 0; i < 6; i++) *--stack = nullptr;
   context.stack = stack;

@@ -1,5 +1,5 @@
-// HIP's vector and number types, as far as csrc/rocm's attention uses them, and the names of vLLM's
-// helper headers (cuda_compat.h, dtype_fp8.cuh, quant_utils.cuh) that it takes from them.
+// HIP's vector and number types that csrc/rocm's attention uses, and the names it uses from vLLM's helper
+// headers (cuda_compat.h, dtype_fp8.cuh, quant_utils.cuh).
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -57,7 +57,7 @@ enum class Fp8KVCacheDataType { kAuto = 0, kFp8E4M3 = 1, kFp8E5M2 = 2 };
 }
 
 namespace attnlab {
-// The source sets a vector to zero by `vector = {0};`, which g++ does not take.
+// The source sets a vector to zero by `vector = {0};`, which g++ rejects.
 template <class Vector>
 inline void clear(Vector& vector) { vector = Vector{}; }
 }  // namespace attnlab

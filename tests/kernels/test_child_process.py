@@ -1,0 +1,58 @@
+"""Child processes end with their parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
+child.wait()
+"""
+CHILD = """
+import os, sys, time
+{end}
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+END = "from attnlab.kernels.child_process import end_with_parent; end_with_parent(os.getppid())"
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def child_survives(end: str, how: signal.Signals) -> bool:
+    """Kill a parent by a signal; return whether its child is alive two seconds later."""
+    command = [sys.executable, "-c", PARENT, CHILD.format(end=end)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(how)
+    parent.wait()
+    deadline = time.monotonic() + 2
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    survives = is_alive(child)
+    if survives:
+        os.kill(child, signal.SIGKILL)
+    parent.stdout.close()
+    return survives
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_child_ends_with_its_parent(how: signal.Signals) -> None:
+    assert not child_survives(END, how)
+
+
+def test_a_plain_child_survives() -> None:
+    """Without the call the child survives, so the test above can fail."""
+    assert child_survives("", signal.SIGKILL)
