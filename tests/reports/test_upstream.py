@@ -1,10 +1,6 @@
 """What is written for upstream: a script that fails where the bug is, passes where it is not, and imports
 nothing of the lab."""
 
-from helpers.upstream import RUNNER, written
-
-from helpers.sources import of_release
-
 import ast
 import json
 import subprocess
@@ -12,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE
-from helpers.sources import release
-from helpers.sources import needs_triton
+from helpers.upstream import RUNNER, written
 
-from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
@@ -56,15 +51,11 @@ RIGHT = {  # cases in which 0.33.0 is right
 }
 
 
-
-
 def outcome(script: Path, source: Source) -> tuple[int, str]:
     """Run a script on the ops of a source; return its exit code and what it prints."""
     command = [sys.executable, "-W", "ignore", "-c", RUNNER, str(script), str(source.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
-
-
 
 
 @pytest.mark.parametrize(

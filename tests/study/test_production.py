@@ -12,9 +12,9 @@ from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.study import production
 from attnlab.study.production import (
     EngineRun,
-    separate_cache_writes,
     check_available,
     record_engine,
+    separate_cache_writes,
 )
 from attnlab.study.timeline import Timeline
 
