@@ -1,20 +1,102 @@
-"""attnlab: find out why a paged-attention kernel, or the test of one, is wrong."""
+"""attnlab: find out why a paged-attention kernel, or the test of one, is wrong.
 
-import importlib
-import os
-from typing import Any
+The names in ``__all__`` are public and loaded when they are first used; everything else is private.
+"""
 
-from attnlab.case.shown import set_renderer
+import importlib as _importlib
+import os as _os
+import typing as _typing
+
+from attnlab.case import shown as _shown
+
+if _typing.TYPE_CHECKING:
+    from attnlab.case.case import Case
+    from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+    from attnlab.checker.public import check
+    from attnlab.contracts.public import explain
+    from attnlab.defects import CATALOGUE as DEFECTS
+    from attnlab.diagnosis.public import diagnose, violations
+    from attnlab.lab.lab import Lab
+    from attnlab.lab.public import compare, decode_error, reference, run, stages
+    from attnlab.lab.result import Result
+    from attnlab.mutation.public import power
+    from attnlab.show.notebook import Verdicts
+    from attnlab.show.panels import explorer, panel
+    from attnlab.show.public import plot
+    from attnlab.tensors.call import KernelCall
 
 __version__ = "0.1.0"
+__all__ = [
+    "DEFECTS",
+    "AttnLabError",
+    "Case",
+    "InvalidCase",
+    "KernelCall",
+    "Lab",
+    "Result",
+    "Unavailable",
+    "Verdicts",
+    "check",
+    "compare",
+    "decode_error",
+    "diagnose",
+    "explain",
+    "explorer",
+    "panel",
+    "plot",
+    "power",
+    "reference",
+    "run",
+    "stages",
+    "violations",
+]
+_PLACES = {  # of each public name: its module, and its name there if that differs
+    "DEFECTS": "attnlab.defects:CATALOGUE",
+    "AttnLabError": "attnlab.case.errors",
+    "Case": "attnlab.case.case",
+    "InvalidCase": "attnlab.case.errors",
+    "KernelCall": "attnlab.tensors.call",
+    "Lab": "attnlab.lab.lab",
+    "Result": "attnlab.lab.result",
+    "Unavailable": "attnlab.case.errors",
+    "Verdicts": "attnlab.show.notebook",
+    "check": "attnlab.checker.public",
+    "compare": "attnlab.lab.public",
+    "decode_error": "attnlab.lab.public",
+    "diagnose": "attnlab.diagnosis.public",
+    "explain": "attnlab.contracts.public",
+    "explorer": "attnlab.show.panels",
+    "panel": "attnlab.show.panels",
+    "plot": "attnlab.show.public",
+    "power": "attnlab.mutation.public",
+    "reference": "attnlab.lab.public",
+    "run": "attnlab.lab.public",
+    "stages": "attnlab.lab.public",
+    "violations": "attnlab.diagnosis.public",
+}
 
-# A full-size cache is hundreds of megabytes; in pages of 4 KiB the kernel spends longer on handing them
-# out than torch on filling them. torch asks for huge pages where this is set, from its first tensor on.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# A full-size cache has hundreds of megabytes, and the kernel's page faults take longer than filling it.
+# torch uses huge pages if this is set before its first tensor.
+_os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def _sheets() -> Any:
-    return importlib.import_module("attnlab.show.sheets")
+def __getattr__(name: str) -> _typing.Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'attnlab' has no attribute {name!r}")
+    module, _, attribute = _PLACES[name].partition(":")
+    value = getattr(_importlib.import_module(module), attribute or name)
+    globals()[name] = value
+    return value
 
 
-set_renderer(_sheets)
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*__all__, "__version__"]
+
+
+def _load_sheets() -> _typing.Any:
+    return _importlib.import_module("attnlab.show.sheets")
+
+
+_shown.set_renderer(_load_sheets)

@@ -22,7 +22,7 @@ from attnlab.checker.check_case import look
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import is_callers_fault
 from attnlab.checker.subject import Subject, vllm
-from attnlab.cli.check import DEFAULT_CASES
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels.vllm.source import OPS_FOLDERS
 from attnlab.lab.lab import Lab
 

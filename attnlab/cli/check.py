@@ -1,188 +1,179 @@
-"""The command ``attnlab check``: the sanitizer over a library of kernels."""
+"""The command ``attnlab check``."""
 
 import argparse
 import dataclasses
-import os
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from attnlab.case.case import LIBRARY_OPS, RELEASES, field_type
+from attnlab.case.case import LIBRARY_OPS, RELEASES
 from attnlab.case.errors import InvalidCase
+from attnlab.checker.public import DEFAULT_CASES, DEFAULT_SECONDS
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report
-    from attnlab.checker.subject import Subject
 
-DEFAULT_CASES = 31  # of each op: every variant of the hostile cases once
-_DOCUMENT = """
---json prints one object: source, version, cases_run, seconds; findings and observations, each {op, kind,
-case, evidence, diagnosis, seen, run}; reads, {op: {own, own_future, outside_window, own_unwritten,
-unwritten_tail, other_sequence, never_mapped, by_nobody}}, how many slots were read of each kind, of ops
-whose reads were seen; reads_allowed, {op: [kind]}, what the contracts let them read; reports, the files of
---report; left_out, what was not looked at.
-"""
-Progress = Callable[[str], AbstractContextManager[Any]]
+_DOCUMENT = """\
+--json prints one object:
+  source, version, cases_run, seconds
+  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first}
+  reads: {op: {slot state: number of slots read}}, for the ops whose reads were traced
+  reads_allowed: {op: [slot state]}, which reads the contracts allow
+  reports: the files of --report
+  left_out: what was not checked
+  pictures: the page of --pictures"""
 
 
-def add_check_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``attnlab check``, and say what its JSON holds."""
-    parser.epilog = _DOCUMENT
-    parser.add_argument(
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    library = parser.add_argument_group("what to check (default: the models of --release)")
+    library.add_argument(
         "kernel",
         nargs="?",
         metavar="FILE.py:FUNCTION",
-        help="a kernel of your own: it takes a KernelCall and writes call.output; its attribute op names "
-        "the op that it stands for",
+        help="your own kernel: a function that takes a KernelCall and writes call.output; its attribute "
+        "op names the op that it implements",
     )
-    parser.add_argument(
+    library.add_argument(
         "--source", type=Path, metavar="PATH", help="a vLLM: a wheel, an sdist or a checkout"
     )
-    parser.add_argument("--installed", action="store_true", help="the vLLM that is installed")
-    parser.add_argument(
+    library.add_argument("--installed", action="store_true", help="the vLLM that is installed")
+    library.add_argument(
         "--release",
         default=RELEASES[-1],
         metavar="VERSION",
-        help="whose models to check, where neither kernel nor vLLM is given (default: %(default)s)",
+        help="the release of the lab's models (default: %(default)s)",
     )
-    parser.add_argument(
-        "--op", action="append", choices=LIBRARY_OPS, help="an op; again for more (default: all)"
+    library.add_argument(
+        "--op",
+        action="append",
+        choices=LIBRARY_OPS,
+        help="check this op; repeatable (default: all)",
     )
-    parser.add_argument(
+    _add_conditions(parser.add_argument_group("how to check it"))
+    _add_files(parser.add_argument_group("files to write"))
+
+
+def _add_conditions(group: Any) -> None:
+    group.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="where a vLLM's kernels run: cpu, under Triton's interpreter, which sees every access, or cuda, "
-        "natively (default: %(default)s)",
+        help="where the kernels of a vLLM run: cpu is Triton's interpreter, which traces every access; "
+        "cuda is native (default: %(default)s)",
     )
-    parser.add_argument("--platform", default="sm_90", help="where it would run (%(default)s)")
-    parser.add_argument(
+    group.add_argument(
+        "--platform", default="sm_90", help="the platform that is modelled (default: %(default)s)"
+    )
+    group.add_argument(
         "--cases",
         type=int,
         default=DEFAULT_CASES,
         metavar="N",
-        help="cases of each op (%(default)s)",
+        help="cases for each op (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=150, help="about how long in all (%(default)s)"
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=DEFAULT_SECONDS,
+        help="approximate time limit in total (default: %(default)g)",
     )
-    parser.add_argument(
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the data (default: %(default)s)"
+    )
+
+
+def _add_files(group: Any) -> None:
+    group.add_argument(
         "--pictures",
         type=Path,
-        metavar="DIR",
-        help="write a picture of what each finding got wrong, and a page with all of them, to DIR",
+        metavar="FOLDER",
+        help="a picture of the error of each finding, and a page with all of them",
     )
-    parser.add_argument(
+    group.add_argument(
         "--report",
         type=Path,
-        metavar="DIR",
-        help="write for each finding of a vLLM a text for an issue and a script that shows it on torch, "
-        "Triton and vLLM alone",
+        metavar="FOLDER",
+        help="for each finding of a vLLM, the text of an issue and a script that reproduces it without "
+        "attnlab",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the cases' data (0)")
 
 
-def run_check(args: argparse.Namespace, progress: Progress) -> "Report":
-    """Run the sanitizer as the flags say; raises InvalidCase and Unavailable."""
-    from attnlab.checker.library import check_library
+def _run(args: argparse.Namespace) -> int:
+    report = _checked(args)
+    page = _draw(args, report)
+    if args.json:
+        print_json({**report.to_dict(), **({} if page is None else {"pictures": str(page)})})
+    else:
+        show(report)
+        if page is not None:
+            print(f"pictures: {page}")
+    return 1 if report.findings else 0
 
-    subject = _subject(args)
+
+def _library(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that select what is checked."""
+    names = ("kernel", "source", "installed", "release", "device")
+    return {name: getattr(args, name) for name in names}
+
+
+def _checked(args: argparse.Namespace) -> "Report":
+    """Check the library of the flags, and write the reports."""
+    from attnlab.checker.public import check, subject_of
+
+    subject = subject_of(**_library(args))
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 
         check_drawable(args.pictures)  # before minutes are spent
-    field_type("platform").check("platform", args.platform)
-    for name, least in (("cases", 1), ("seed", 0), ("seconds", 1)):
-        if getattr(args, name) < least:
-            raise InvalidCase(f"{name} must be at least {least}, got {getattr(args, name)}")
-    ops = [op for op in args.op or subject.ops if op in subject.ops]
-    if not ops:
-        raise InvalidCase(f"op must be one of {', '.join(subject.ops)}, got {', '.join(args.op)}")
     if args.report is not None and subject.backend != "vllm":
-        raise InvalidCase("report must be given with a vLLM: --source PATH or --installed")
-    processes = 1 if subject.backend == "model" else max(2, os.cpu_count() or 1)
-    with progress(f"checking {subject.version}") as show:
-        report = check_library(
-            subject,
-            ops,
-            args.platform,
-            args.cases,
-            args.seconds,
-            args.seed,
-            processes,
-            lambda done, total: show(done=done, total=total),
+        raise InvalidCase(
+            "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
-    if args.report is not None:
-        from attnlab.reports.upstream import write_reports
+    with progress(f"checking {subject.version}") as on_step:
+        report = check(
+            **_library(args),
+            ops=args.op,
+            platform=args.platform,
+            cases=args.cases,
+            seconds=args.seconds,
+            seed=args.seed,
+            on_op=lambda done, total: on_step(done=done, total=total),
+        )
+    if args.report is None:
+        return report
+    from attnlab.reports.upstream import write_reports
 
-        written = write_reports(report.findings, args.report, report.version, subject.device)
-        report = dataclasses.replace(report, reports=[str(path) for path in written])
-    return report
+    written = write_reports(report.findings, args.report, report.version, subject.device)
+    return dataclasses.replace(report, reports=[str(path) for path in written])
 
 
-def draw_findings(args: argparse.Namespace, report: "Report", progress: Progress) -> Path | None:
-    """Write the pictures that the flags ask for; return their page, or None where they ask for none."""
+def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
+    """Write the pictures of --pictures; return their page, or None without the flag."""
     if args.pictures is None:
         return None
+    from attnlab.checker.public import subject_of
     from attnlab.reports.findings_page import write_pictures
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):
-        return write_pictures(report, _subject(args), args.pictures, shlex.join(words))
+        return write_pictures(
+            report, subject_of(**_library(args)), args.pictures, shlex.join(words)
+        )
 
 
-def _subject(args: argparse.Namespace) -> "Subject":
-    from attnlab.checker.subject import models, plugin, vllm
-
-    given = [args.kernel is not None, args.source is not None, args.installed]
-    if sum(given) > 1:
-        raise InvalidCase("kernel, source and installed must not be given together")
-    if args.kernel is not None:
-        return plugin(args.kernel)
-    if args.source is not None or args.installed:
-        return vllm(args.source, args.device)
-    if args.device != "cpu":
-        raise InvalidCase(f"device must be cpu without a vLLM, got {args.device}")
-    field_type("release").check("release", args.release)
-    return models(args.release)
-
-
-def show_report(console: Console, report: "Report") -> None:
-    """Print a Report: its findings, its observations, and what was left out."""
-    for title, found in (("findings", report.findings), ("observed besides", report.observations)):
-        if not found:
-            console.print(f"{title}: [green]none[/]")
-            continue
-        table = Table(title=title, title_justify="left", show_lines=True)
-        for name in ("op", "kind", "diagnosis", "seen in", "evidence, and the smallest case"):
-            table.add_column(name, overflow="fold")
-        for one in found:
-            told = f"{escape(one.evidence)}\n[dim]{escape(one.case.to_cli())}[/]"
-            table.add_row(one.op, one.kind, escape(one.diagnosis), str(one.seen), told)
-        console.print(table)
-    _show_reads(console, report)
-    console.print(
-        f"{report.version}: {report.cases_run} cases in {report.seconds:.0f} s, "
-        f"{len(report.findings)} findings"
-    )
-    for path in report.reports:
-        console.print(f"written: {escape(path)}", soft_wrap=True)
-    for text in report.left_out:
-        console.print(f"[dim]left out: {escape(text)}[/]")
-
-
-def _show_reads(console: Console, report: "Report") -> None:
-    """Print how many slots of each kind the kernels of each op read; what no contract asks for stands
-    out."""
-    for op, counts in report.reads.items():
-        fine = [kind.replace(" ", "_") for kind in report.reads_allowed[op]]
-        texts = {kind: f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n}
-        parts = [text if kind in fine else f"[yellow]{text}[/]" for kind, text in texts.items()]
-        console.print(f"slots read by {op}: {', '.join(parts) or 'none'}")
+COMMAND = Command(
+    name="check",
+    purpose="Run a library of kernels, or your own kernel, over hostile cases and report its faults.",
+    arguments="[FILE.py:FUNCTION]",
+    examples=(
+        "attnlab check mine.py:my_kernel",
+        "attnlab check --source vllm-0.33.0.whl --op unified_attention",
+    ),
+    exit_codes="0 no findings; 1 findings",
+    add_flags=_add_flags,
+    run=_run,
+    notes=_DOCUMENT,
+)

@@ -1,6 +1,7 @@
-"""The command ``attnlab investigate``: the notebooks, headless, as a regression run and for sharing."""
+"""The command ``attnlab investigate``."""
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,81 +10,85 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnlab.case.fields import Int, Number
 from attnlab.case.flags import notebook_parameters
+from attnlab.cli.command import Command
+from attnlab.cli.output import ERRORS, print_json, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
 
-_ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
-EPILOG = """\
-exit codes: 0 all notebooks passed, or cannot run here while another passed. 1 a verdict differs, or a
-notebook broke, died, took too long or found nothing out; with --baseline also where a verdict of the
-baseline is gone, broken (it was as expected) or changed (it found something else). New and mended
-verdicts and other figures beside the same finding are shown and make no 1. 2 bad input, a parameter
-that a notebook refuses among it. 130 interrupted, 143 terminated; what had ended is kept.
+_NOTES = """\
+A notebook that misses a dependency is reported as unavailable and does not fail the run, unless none
+could run. With --baseline the run also fails if a verdict of the baseline is gone, broken (it was as
+expected and is not) or changed (another value was found). New and repaired verdicts, and changes of the
+evidence only, are listed and do not fail the run.
+
+A parameter that a notebook refuses is bad input. Other exit codes: 130 interrupted, 143 terminated; the
+results of notebooks that had ended are kept.
 
 Keep a baseline with: cp reports/verdicts.json baseline.json. --baseline reports/verdicts.json compares
-with the run before."""
+with the previous run."""
 
 
-def add_investigate_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``attnlab investigate``."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "notebooks", nargs="*", metavar="NAME", help="number or name of a notebook; default: all"
+        "notebooks",
+        nargs="*",
+        metavar="NAME",
+        help="number or name of a notebook (default: all notebooks)",
     )
-    parser.add_argument(
+    inputs = parser.add_argument_group("inputs")
+    inputs.add_argument(
         "-p",
         "--parameter",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter for the notebooks that have it",
+        help="a parameter for the notebooks that have it; repeatable",
     )
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="FOLDER",
-        help="where the results go (reports)",
-    )
-    parser.add_argument(
+    inputs.add_argument(
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="a verdicts.json of before: what changed since is shown, here and in the index",
+        help="verdicts.json of an earlier run; report what changed since",
     )
-    parser.add_argument(
+    inputs.add_argument(
         "--notebooks-folder",
         type=Path,
         metavar="FOLDER",
         default=_NOTEBOOKS,
-        help="where the notebooks are (default: beside the package)",
+        help="folder of the notebooks (default: notebooks/ next to the package)",
     )
-    parser.add_argument(
+    execution = parser.add_argument_group("execution")
+    execution.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="FOLDER",
+        help="folder for the results (default: %(default)s)",
+    )
+    execution.add_argument(
         "--timeout",
         type=float,
         default=1200.0,
         metavar="SECONDS",
-        help="the most that a notebook may take (1200)",
+        help="time limit for each notebook (default: %(default)g)",
     )
-    parser.add_argument(
+    execution.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        help="notebooks at a time (default: one a core, as far as 6 GiB of free memory are there for "
-        "each); their processes share the cores, unless OMP_NUM_THREADS says otherwise",
+        help="notebooks that run at the same time (default: one per core, with 6 GiB of free memory for "
+        "each); they share the cores unless OMP_NUM_THREADS is set",
     )
 
 
 def run_investigate(args: argparse.Namespace) -> "Results":
-    """Run the notebooks as the flags say; raises AttnLabError for bad input."""
+    """Run the notebooks that the flags select; raise AttnLabError for bad input."""
     from attnlab.reports.investigate import default_jobs, find_notebooks, investigate
 
     paths = find_notebooks(args.notebooks, args.notebooks_folder)
@@ -91,7 +96,7 @@ def run_investigate(args: argparse.Namespace) -> "Results":
     jobs = default_jobs(paths) if args.jobs is None else Int(1, 64).check("jobs", args.jobs)
     timeout_s = Number().check("timeout", args.timeout)
     with (
-        _telling(args.reports),
+        _index_on_interrupt(args.reports),
         _terminable(),
         _Progress([path.stem for path in paths]).shown() as progress,
     ):
@@ -108,47 +113,47 @@ def run_investigate(args: argparse.Namespace) -> "Results":
 
 
 def exit_code(results: "Results") -> int:
-    """Return 0 where all is well, 2 where a notebook refused its parameters, else 1."""
-    if any(one.status == "refused" for one in results):
+    """Return 0 if all notebooks are as expected, 2 if one refused its parameters, else 1."""
+    if any(outcome.status == "refused" for outcome in results):
         return 2
     return 0 if results.ok else 1
 
 
 @contextmanager
-def _telling(reports: Path) -> Iterator[None]:
-    """Say where the results are when the block is interrupted."""
+def _index_on_interrupt(reports: Path) -> Iterator[None]:
+    """Print where the results are if the block is interrupted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         index = reports / "index.html"
         if index.exists():
-            print(f"attnlab: what had ended, and what had not: {index}", file=sys.stderr)
+            print(f"attnlab: results so far: {index}", file=sys.stderr)
         raise
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Take SIGTERM and SIGHUP as an interruption, so that no kernel is left behind."""
+    """Handle SIGTERM and SIGHUP as an interruption, so that no notebook kernel keeps running."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        print(f"attnlab: ended by {signal.Signals(signum).name}", file=sys.stderr)
+        print(f"attnlab: terminated by {signal.Signals(signum).name}", file=sys.stderr)
         sys.exit(128 + signum)
 
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     try:
-        before = {one: signal.signal(one, stop) for one in signals}
-    except ValueError:  # not in the main thread, which alone may do this
+        before = {number: signal.signal(number, stop) for number in signals}
+    except ValueError:  # only the main thread may set handlers
         yield
         return
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Progress:
-    """Show on standard error what runs: bars while a person watches, else a line a notebook."""
+    """Progress on standard error: bars on a terminal, otherwise one line per notebook."""
 
     def __init__(self, names: list[str]) -> None:
         self._names, self._done = names, 0
@@ -158,9 +163,9 @@ class _Progress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
-            console=_ERRORS,
+            console=ERRORS,
             transient=True,
-            disable=not _ERRORS.is_terminal,
+            disable=not ERRORS.is_terminal,
         )
         self._all = self._bars.add_task("notebooks", total=len(names), unit="notebooks")
         self._tasks = {
@@ -170,22 +175,47 @@ class _Progress:
 
     @contextmanager
     def shown(self) -> "Iterator[_Progress]":
-        """Show it while the block runs."""
+        """Show the progress while the block runs."""
         with self._bars:
             yield self
 
     def step(self, name: str, cell: int, total: int) -> None:
-        """Tell how many cells of a notebook are done."""
+        """Update the number of cells of a notebook that are done."""
         task = self._tasks[name]
         if not self._bars.disable and self._bars.tasks[task].start_time is None:
             self._bars.start_task(task)
         self._bars.update(task, completed=cell, total=total, visible=True)
 
     def end(self, outcome: "Outcome") -> None:
-        """Tell that a notebook has ended, and how."""
+        """Report the status of a notebook that has ended."""
         self._done += 1
         self._bars.update(self._tasks[outcome.name], visible=False)
         self._bars.update(self._all, completed=self._done)
-        place = f"{self._done} of {len(self._names)}"
-        said = f"attnlab: {place}: {outcome.name} {outcome.status} in {outcome.seconds:.0f} s"
-        self._bars.console.print(said, markup=False)
+        count = f"{self._done} of {len(self._names)}"
+        line = f"attnlab: {count}: {outcome.name} {outcome.status} in {outcome.seconds:.0f} s"
+        self._bars.console.print(line, markup=False)
+
+
+def _run(args: argparse.Namespace) -> int:
+    results = run_investigate(args)
+    if args.json:
+        print_json(json.loads((args.reports / "verdicts.json").read_text(encoding="utf-8")))
+    else:
+        show(results)
+        print(f"reports: {args.reports / 'index.html'}")
+    return exit_code(results)
+
+
+COMMAND = Command(
+    name="investigate",
+    purpose="Run the notebooks without a browser and write reports/.",
+    arguments="[NAME …]",
+    examples=(
+        "attnlab investigate",
+        "attnlab investigate 01 04 -p platform=sm_90 --baseline baseline.json",
+    ),
+    exit_codes="0 every notebook passed, or is unavailable here; 1 otherwise",
+    add_flags=_add_flags,
+    run=_run,
+    notes=_NOTES,
+)

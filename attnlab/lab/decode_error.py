@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import PREFILL, decide
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
@@ -16,8 +17,8 @@ _GREATEST = re.compile(
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedError:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DecodedError(Shown):
     """What an assertion's text says of a Case.
 
     - ``rows_worth``: mismatches divided by the elements of a row; 1.0 is exactly one token.

@@ -1,7 +1,7 @@
 """The table of stages: one Case in every state that the test went through, on several platforms."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,13 @@ class Cell:
 
 
 class StageTable(Shown, list[Cell]):
-    """The cells of a table of stages, stage by stage, which show themselves as one."""
+    """The cells of a table of stages, stage by stage; ``case``: the Case that they were made from."""
 
-    __slots__ = ()
+    __slots__ = ("case",)
+
+    def __init__(self, cells: Iterable[Cell] = (), *, case: Case | None = None) -> None:
+        super().__init__(cells)
+        self.case = case
 
 
 def stage_table(
@@ -60,7 +64,7 @@ def stage_table(
     the cells share.
     """
     plan = [(stage, platform) for stage in stages for platform in platforms]
-    cells = StageTable()
+    cells = StageTable(case=case)
     for done, (stage, platform) in enumerate(plan):
         if on_cell is not None:
             on_cell(done, len(plan))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnlab.case.errors import AttnLabError
+from attnlab.case.shown import Shown
 from attnlab.reports.baseline import Change
 from attnlab.reports.post_mortem import PostMortem
 from attnlab.show.notebook import Json, Verdict, plain, versions
@@ -47,8 +48,8 @@ class Outcome:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Results(Shown):
     """Hold the results of a run of several notebooks so far.
 
     ``not_run`` names the notebooks that have not ended; ``changes`` is None without a baseline.

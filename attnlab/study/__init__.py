@@ -4,17 +4,16 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {  # the public names of each module
-    "attnlab.lab.stage_table": "outcomes predict_stages stage_table",
-    "attnlab.show.plots.errors": "plot_error plot_formats plot_seq_error plot_sizes plot_slots",
+    "attnlab.lab.stage_table": "outcomes predict_stages",
+    "attnlab.show.plots.errors": "plot_formats plot_seq_error plot_sizes plot_slots",
     "attnlab.show.plots.memory": "plot_fits plot_merge plot_reads",
-    "attnlab.show.plots.power": "plot_power",
     "attnlab.show.plots.stages": "plot_story",
     "attnlab.study.claims": "judge_claims",
     "attnlab.study.engine_batch": "compare_fills engine_case engine_run rounding_step",
     "attnlab.study.html_table": "table",
     "attnlab.study.hypotheses": "predict table_of",
     "attnlab.study.incident": "post_mortem pull_request",
-    "attnlab.study.kernels": "compare_output fp8_values real_kernels",
+    "attnlab.study.kernels": "fp8_values real_kernels",
     "attnlab.study.mutants": "is_full_size mutant nine_mutants",
     "attnlab.study.overview": "read_chapters",
     "attnlab.study.timeline_plot": "plot_timeline",

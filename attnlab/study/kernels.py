@@ -7,7 +7,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.vllm.source import find_source
-from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.formats import FORMATS
@@ -18,11 +18,6 @@ FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 def fp8_values(codes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the values of bytes, [n] uint8, in each FP8 format, [n] float."""
     return {name: FORMATS[name].decode(codes) for name in FP8_FORMATS}
-
-
-def compare_output(output: torch.Tensor, expected: torch.Tensor, case: Case) -> ErrorMap:
-    """Compare an output, [num_tokens, num_heads, head_size], with the tolerance of a Case."""
-    return compare(output, expected, case.lengths, case.tolerance, case.rtol)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,7 +252,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         str(drawn),
     ]
     assert main(command) == 1
-    assert f"pictures of the findings: {drawn}/index.html" in capsys.readouterr().out
+    assert f"{drawn}/index.html" in capsys.readouterr().out
     (png,) = drawn.glob("*.png")
     data = png.read_bytes()
     assert png.name == "01-unified_attention-wrong_output.png"

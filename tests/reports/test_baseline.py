@@ -1,19 +1,16 @@
 """A run is compared with a run that was kept: what is gone, broken, changed, mended or new."""
 
-import io
 import json
-from pathlib import Path
 
 import pytest
 from helpers.notebooks import VERDICTS, write_notebook
-from rich.console import Console
 
 from attnlab.case.errors import InvalidCase
 from attnlab.cli.main import main
-from attnlab.cli.terminal_outcomes import show_outcomes
 from attnlab.reports.baseline import Kept, compare, read_baseline
 from attnlab.reports.notebook_result import Results
 from attnlab.show.notebook import Verdict
+from attnlab.show.sheets import plain
 
 
 def kept(*verdicts, **parameters):
@@ -142,9 +139,6 @@ def test_a_run_is_held_to_the_run_before(tmp_path, capsys):
 
 def test_changes_are_printed_as_a_table():
     changes = compare("01-one", kept(verdict(4)), kept(verdict(3)))
-    console = Console(width=120, file=io.StringIO())
-    results = Results(outcomes=(), baseline="kept.json", changes=changes)
-    show_outcomes(console, results, reports=Path("r"))
-    said = console.file.getvalue()
+    said = plain(Results(outcomes=(), baseline="kept.json", changes=changes))
     assert "since kept.json" in said
     assert "broken" in said

@@ -42,7 +42,7 @@ def is_running(pid):
     ("name", "code", "said"),
     [
         ("SIGINT", 130, "attnlab: interrupted"),
-        ("SIGTERM", 143, "attnlab: ended by SIGTERM"),
+        ("SIGTERM", 143, "attnlab: terminated by SIGTERM"),
     ],
 )
 def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path, name, code, said):
@@ -66,9 +66,7 @@ def test_an_interrupted_run_leaves_what_it_had_finished(tmp_path, name, code, sa
     assert (process.returncode, stdout) == (code, "")
     lines = stderr.splitlines()
     assert lines[0].startswith("attnlab: 1 of 3: 01-one passed in ")
-    assert sorted(lines[1:]) == sorted(
-        [said, f"attnlab: what had ended, and what had not: {reports}/index.html"]
-    )
+    assert sorted(lines[1:]) == sorted([said, f"attnlab: results so far: {reports}/index.html"])
     kernel, child = pids.read_text().split()
     wait_for(lambda: not is_running(kernel) and not is_running(child), limit_s=30)
     check_reports(reports)

@@ -19,7 +19,7 @@ from attnlab.case.case import FIELDS, Case
 from attnlab.case.errors import Unavailable
 from attnlab.case.flags import case_of, notebook_parameters
 from attnlab.case.parameters import read_parameters, share_out
-from attnlab.cli.main import _parser
+from attnlab.cli.main import make_parser
 from attnlab.kernels.vllm.source import fetch
 from attnlab.reports.investigate import find_notebooks, investigate
 from attnlab.show.notebook import PROVENANCE_MIME
@@ -180,10 +180,10 @@ def test_the_footers_commands_give_the_case_on_record(small_run: Path) -> None:
     for outcome in passed:
         commands = footer_commands(small_run / outcome["html"])
         case = recorded_case(small_run, outcome["name"])
-        args = _parser().parse_args(commands["Case alone"][1:])
+        args = make_parser().parse_args(commands["Case alone"][1:])
         assert case_of(args) == case, outcome["name"]
 
-        args = _parser().parse_args(commands["Reproduce"][1:])
+        args = make_parser().parse_args(commands["Reproduce"][1:])
         (path,) = find_notebooks(args.notebooks, args.notebooks_folder)
         assert path.stem == outcome["name"]
         given = share_out(notebook_parameters(args.parameter), [path])[path]

@@ -8,7 +8,7 @@ from attnlab.contracts.slot_use import Slot
 from attnlab.contracts.violations import Violation
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
-from attnlab.show.terminal import place_lines
+from attnlab.show.sheets.results import place_lines
 
 # Mid-tones that read on white and on black; everything else inherits the page's colours.
 _COLOURS = {

@@ -1,7 +1,7 @@
-"""How the lab's nouns look: as HTML in a notebook, as text in a terminal, as one line.
+"""Sheets: how nouns are displayed, as HTML in a notebook, as text in a terminal, as one line.
 
-Each noun becomes a :class:`~attnlab.show.sheets.sheet.Sheet`, and a sheet is written either way, so that both
-hold the same facts.
+Each noun becomes one :class:`~attnlab.show.sheets.sheet.Sheet`. Both renderers take the same sheet, so
+that a terminal and a notebook show the same facts.
 """
 
 from importlib import import_module
@@ -14,37 +14,45 @@ from attnlab.show.sheets.sheet import Sheet
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SHEETS: dict[str, str] = {  # the function in attnlab.show.sheets that makes each noun's sheet
-    "attnlab.case.case.Case": "inputs.case",
-    "attnlab.tensors.batch.Batch": "inputs.batch",
-    "attnlab.tensors.cache.Provenance": "inputs.provenance",
-    "attnlab.tensors.cache.PagedCache": "inputs.cache",
-    "attnlab.tensors.call.KernelCall": "inputs.call",
-    "attnlab.contracts.dispatch.Decision": "inputs.decision",
-    "attnlab.contracts.contract.Contract": "inputs.contract",
-    "attnlab.contracts.violations.Violations": "results.violations",
-    "attnlab.lab.error_map.ErrorMap": "results.errors",
-    "attnlab.lab.result.Result": "results.result",
-    "attnlab.lab.stage_table.StageTable": "results.stages",
-    "attnlab.diagnosis.diagnosis.Diagnosis": "conclusions.diagnosis",
-    "attnlab.mutation.power.MutationReport": "conclusions.power",
-    "attnlab.study.claims.ledger.Finding": "conclusions.claim",
-    "attnlab.study.claims.ledger.Findings": "conclusions.claims",
-    "attnlab.study.overview.Chapters": "conclusions.chapters",
-    "attnlab.checker.finding.Finding": "conclusions.finding",
-    "attnlab.checker.library.Report": "conclusions.report",
+# The function that makes each noun's sheet. It is imported when such a noun is displayed first, so that
+# later folders can have sheets of their own.
+SHEETS: dict[str, str] = {
+    "attnlab.case.case.Case": "attnlab.show.sheets.inputs.case",
+    "attnlab.tensors.batch.Batch": "attnlab.show.sheets.tensors.batch",
+    "attnlab.tensors.cache.Provenance": "attnlab.show.sheets.tensors.provenance",
+    "attnlab.tensors.cache.PagedCache": "attnlab.show.sheets.tensors.cache",
+    "attnlab.tensors.call.KernelCall": "attnlab.show.sheets.tensors.call",
+    "attnlab.contracts.dispatch.Decision": "attnlab.show.sheets.inputs.decision",
+    "attnlab.contracts.contract.Contract": "attnlab.show.sheets.inputs.contract",
+    "attnlab.contracts.violations.Violations": "attnlab.show.sheets.results.violations",
+    "attnlab.lab.error_map.ErrorMap": "attnlab.show.sheets.results.errors",
+    "attnlab.lab.result.Result": "attnlab.show.sheets.results.result",
+    "attnlab.lab.stage_table.StageTable": "attnlab.show.sheets.results.stages",
+    "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
+    "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
+    "attnlab.mutation.power.MutationReport": "attnlab.show.sheets.conclusions.power",
+    "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
+    "attnlab.checker.library.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
+    "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
+    "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
+    "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
+    "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",
+    "attnlab.study.overview.Chapters": "attnlab.study.sheets.chapters",
 }
-_WIDTH = 110  # of text where no terminal says how wide it is
+WIDTH = 110  # columns of text if no terminal reports its width
 
 
 def sheet_of(noun: Shown) -> Sheet:
-    """Return a noun's sheet; raise TypeError for one that has none."""
+    """Return a noun's sheet; a Sheet is its own. Raises TypeError for a noun without one."""
+    if isinstance(noun, Sheet):
+        return noun
     for kind in type(noun).__mro__:
         if place := SHEETS.get(f"{kind.__module__}.{kind.__qualname__}"):
-            module, _, name = place.partition(".")
-            sheet: Sheet = getattr(import_module(f"attnlab.show.sheets.{module}"), name)(noun)
+            module, _, name = place.rpartition(".")
+            sheet: Sheet = getattr(import_module(module), name)(noun)
             return sheet
-    raise TypeError(f"{type(noun).__name__} must be named in attnlab.show.sheets.SHEETS")
+    raise TypeError(f"attnlab.show.sheets.SHEETS must have an entry for {type(noun).__name__}")
 
 
 def line(noun: Shown) -> str:
@@ -52,11 +60,11 @@ def line(noun: Shown) -> str:
     return sheet_of(noun).line
 
 
-def text(noun: Shown) -> "RenderableType":
-    """Return a noun as rich prints it."""
+def text(noun: Shown, *, complete: bool = False) -> "RenderableType":
+    """Return a noun as rich prints it; ``complete`` includes the rows that a notebook folds."""
     from attnlab.show.sheets.as_text import render
 
-    return render(sheet_of(noun))
+    return render(sheet_of(noun), complete=complete)
 
 
 def plain(noun: Shown) -> str:
@@ -64,13 +72,13 @@ def plain(noun: Shown) -> str:
     from rich.console import Console
 
     out = StringIO()
-    console = Console(file=out, width=_WIDTH, color_system=None, force_jupyter=False)
+    console = Console(file=out, width=WIDTH, color_system=None, force_jupyter=False)
     console.print(text(noun))
     return "\n".join(row.rstrip() for row in out.getvalue().rstrip().splitlines())
 
 
 def html(noun: Shown) -> str:
-    """Return a noun as a piece of HTML that needs nothing from anywhere."""
+    """Return a noun as HTML without scripts and external resources."""
     from attnlab.show.sheets.as_html import render
 
     return render(sheet_of(noun))

@@ -1,9 +1,10 @@
-"""A Sheet as HTML: no script, nothing to load; all text is escaped.
+"""Render a Sheet as HTML: no scripts, no external resources, all text escaped.
 
-Colours are mid-tones with a contrast of 4 or more on white and on a dark page alike, everything else
-inherits the page's. Where a page drops the style sheet the tables are the page's own. Bars are inline SVG.
+The colours are mid-tones with a contrast of at least 4 on white and on dark pages; everything else is
+inherited. If a page drops the style sheet, its own table style applies. Bars are inline SVG.
 """
 
+import re
 from collections.abc import Sequence
 from html import escape
 from urllib.parse import quote
@@ -24,10 +25,10 @@ from attnlab.show.sheets.sheet import (
 )
 
 _COLOUR = {"good": "#1f883d", "bad": "#d9403f", "warn": "#9a6b00", "odd": "#8f5fd6"}
-_FIRST, _THEN = "#56a0d3", "#d98200"  # of a bar
+_FIRST, _THEN = "#56a0d3", "#d98200"  # the two parts of a bar
 _BAR_WIDTH = 180
-_MOST = 200  # rows that a fold holds
-# The doubled class outweighs what a page says of its tables.
+_MOST_FOLDED = 200  # rows
+# The class is doubled so that it takes precedence over the page's rules for tables.
 _STYLE = """<style>
 .attnlab-sheet.attnlab-sheet { margin: .3em 0 }
 .attnlab-sheet.attnlab-sheet div { margin: .3em 0 }
@@ -44,9 +45,10 @@ _STYLE = """<style>
 
 
 def render(sheet: Sheet) -> str:
-    """Return the sheet as one block of HTML."""
+    """Return the sheet as one block of HTML, with a class for the sheet's kind."""
     head = f"<div><b>{escape(sheet.kind)}</b>&ensp;{_cell(sheet.head)}</div>"
-    return f'<div class="attnlab-sheet">{_STYLE}{head}{_parts(sheet.parts)}</div>'
+    name = re.sub("[^a-z0-9]+", "-", sheet.kind.lower()).strip("-")
+    return f'<div class="attnlab-sheet attnlab-{name}">{_STYLE}{head}{_parts(sheet.parts)}</div>'
 
 
 def _parts(parts: Sequence[Part]) -> str:
@@ -59,7 +61,7 @@ def _part(part: Part) -> str:
     if isinstance(part, Grid):
         return _grid(part)
     if isinstance(part, Lines):
-        return "".join(f"<div>{_cell(one)}</div>" for one in part.lines)
+        return "".join(f"<div>{_cell(line)}</div>" for line in part.lines)
     return _folded(part.summary, _parts(part.parts))
 
 
@@ -75,13 +77,13 @@ def _facts(facts: Facts) -> str:
 
 
 def _grid(grid: Grid) -> str:
-    """Return a table; rows behind the first ``most`` are folded under it, up to a number."""
+    """Return a table; rows after the first ``most`` are folded, up to a limit."""
     title = f"<div>{escape(grid.title)}</div>" if grid.title else ""
-    if len(grid.rows) <= grid.most + 2:  # a fold for one or two rows takes more room than they
+    if len(grid.rows) <= grid.most + 2:  # a fold takes as much room as two rows
         return title + _table(grid.columns, grid.rows)
     rest = grid.rows[grid.most :]
-    left = len(rest) - _MOST
-    inner = _table(grid.columns, rest[:_MOST]) + (
+    left = len(rest) - _MOST_FOLDED
+    inner = _table(grid.columns, rest[:_MOST_FOLDED]) + (
         f"<div>… and {left} more</div>" if left > 0 else ""
     )
     return (
@@ -95,11 +97,11 @@ def _table(columns: Sequence[str], rows: Sequence[Row]) -> str:
     number = [all(isinstance(row[i], int) for row in rows) for i in range(len(columns))]
     classes = [' class="n"' if is_number else "" for is_number in number]
     head = "".join(
-        f"<th{own}>{escape(name)}</th>" for name, own in zip(columns, classes, strict=True)
+        f"<th{attrs}>{escape(name)}</th>" for name, attrs in zip(columns, classes, strict=True)
     )
     body = "".join(
         "<tr>"
-        + "".join(f"<td{own}>{_value(one)}</td>" for one, own in zip(row, classes, strict=True))
+        + "".join(f"<td{attrs}>{_value(v)}</td>" for v, attrs in zip(row, classes, strict=True))
         + "</tr>"
         for row in rows
     )
@@ -109,7 +111,7 @@ def _table(columns: Sequence[str], rows: Sequence[Row]) -> str:
 def _value(value: Value) -> str:
     if isinstance(value, str | int | Words | Bar | Link | Hidden):
         return _cell(value)
-    return "<br>".join(_cell(one) for one in value)
+    return "<br>".join(_cell(cell) for cell in value)
 
 
 def _cell(cell: Cell) -> str:
@@ -121,16 +123,16 @@ def _cell(cell: Cell) -> str:
         return f'<a href="{escape(quote(cell.path))}">{escape(cell.text)}</a>'
     if not isinstance(cell, Words):
         return escape(str(cell))
-    own = ' class="c"' if cell.code else ""
+    attrs = ' class="c"' if cell.code else ""
     if cell.tone in _COLOUR:
-        own += f' style="color:{_COLOUR[cell.tone]};font-weight:600"'
+        attrs += f' style="color:{_COLOUR[cell.tone]};font-weight:600"'
     elif cell.tone == "quiet":
-        own += ' style="opacity:.75"'
-    return f"<span{own}>{escape(cell.text)}</span>" if own else escape(cell.text)
+        attrs += ' style="opacity:.75"'
+    return f"<span{attrs}>{escape(cell.text)}</span>" if attrs else escape(cell.text)
 
 
 def _bar(bar: Bar) -> str:
-    """Return a bar as inline SVG; a part that is there is at least a pixel wide."""
+    """Return a bar as inline SVG; a part above 0 is at least one pixel wide."""
     scale = _BAR_WIDTH / max(1, bar.full)
     first = max(bar.first * scale, float(bar.first > 0))
     then = max(bar.then * scale, 2.0 * (bar.then > 0))

@@ -1,4 +1,4 @@
-"""A Sheet as text: what rich prints in a terminal."""
+"""Render a Sheet as text for rich."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,21 +20,25 @@ from attnlab.show.sheets.sheet import (
 
 _STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _BAR_WIDTH = 24
+_MOST_COMPLETE = 200  # rows
 
 
-def render(sheet: Sheet) -> RenderableType:
-    """Return the sheet as something that rich prints; what is folded is left out."""
+def render(sheet: Sheet, *, complete: bool = False) -> RenderableType:
+    """Return the sheet as something that rich prints, without its folded parts.
+
+    ``complete``: print all rows of a table (up to 200) and not only those that a notebook shows at once.
+    """
     head = Text(sheet.kind, "bold") + Text("  ") + _cell(sheet.head)
-    return Group(head, *(one for part in sheet.parts for one in _part(part)))
+    return Group(head, *(text for part in sheet.parts for text in _part(part, complete)))
 
 
-def _part(part: Part) -> list[RenderableType]:
+def _part(part: Part, complete: bool) -> list[RenderableType]:
     if isinstance(part, Facts):
         return [_facts(part)]
     if isinstance(part, Grid):
-        return _grid(part)
+        return _grid(part, max(part.most, _MOST_COMPLETE) if complete else part.most)
     if isinstance(part, Lines):
-        return [_cell(one) for one in part.lines]
+        return [_cell(line) for line in part.lines]
     return []
 
 
@@ -47,15 +51,15 @@ def _facts(facts: Facts) -> Table:
     return table
 
 
-def _grid(grid: Grid) -> list[RenderableType]:
-    """Return the title, the first rows, and how many are left out."""
+def _grid(grid: Grid, most: int) -> list[RenderableType]:
+    """Return the title, the first ``most`` rows, and the number of rows that are omitted."""
     table = Table(box=None, padding=(0, 2), pad_edge=False)
-    shown = grid.rows[: grid.most]
+    shown = grid.rows[:most]
     for i, name in enumerate(grid.columns):
         number = all(isinstance(row[i], int) for row in shown)
         table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
     for row in shown:
-        table.add_row(*(_value(one) for one in row))
+        table.add_row(*(_value(value) for value in row))
     left = len(grid.rows) - len(shown)
     return [
         *([Text(grid.title, "dim")] if grid.title else []),
@@ -67,7 +71,7 @@ def _grid(grid: Grid) -> list[RenderableType]:
 def _value(value: Value) -> Text:
     if isinstance(value, str | int | Words | Bar | Link | Hidden):
         return _cell(value)
-    return Text("\n").join(_cell(one) for one in value if not isinstance(one, Hidden))
+    return Text("\n").join(_cell(cell) for cell in value if not isinstance(cell, Hidden))
 
 
 def _cell(cell: Cell) -> Text:
@@ -83,7 +87,7 @@ def _cell(cell: Cell) -> Text:
 
 
 def _bar(bar: Bar) -> str:
-    """Return a bar of characters; a part that is there has at least one."""
+    """Return a bar of characters; a part above 0 has at least one."""
     first, then = (
         max(round(part * _BAR_WIDTH / max(1, bar.full)), int(part > 0))
         for part in (bar.first, bar.then)

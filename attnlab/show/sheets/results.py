@@ -1,8 +1,9 @@
-"""Sheets of what came of a run: violations, ErrorMap, Result and the table of stages."""
+"""Sheets of the results of a run: Violations, ErrorMap, Result, StageTable and DecodedError."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attnlab.show.sheets.inputs import describe, sizes
 from attnlab.show.sheets.sheet import (
     Cell,
     Facts,
@@ -15,11 +16,11 @@ from attnlab.show.sheets.sheet import (
     Tone,
     Words,
 )
-from attnlab.show.terminal import describe, place_lines
 
 if TYPE_CHECKING:
     from attnlab.contracts.violations import Violation, Violations
-    from attnlab.lab.error_map import ErrorMap
+    from attnlab.lab.decode_error import DecodedError
+    from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell as StageCell
     from attnlab.lab.stage_table import StageTable
@@ -30,26 +31,26 @@ _EFFECT: dict[str, Tone] = {"rejected": "odd", "silent": "bad", "harmless": "qui
 
 def violations(found: "Violations") -> Sheet:
     """Return a row for each violation."""
-    told = _count(len(found), "violation", "violations")
+    count = _count(len(found), "violation", "violations")
     kinds = ", ".join(dict.fromkeys(f"{one.effect} {one.kind}" for one in found))
     return Sheet(
         kind="Violations",
-        line=f"<Violations: {told}{': ' + kinds if kinds else ''}>",
-        head=Words(told if found else "none", "bad" if is_serious(found) else "good"),
-        parts=[_breach_grid(found)] if found else [],
+        line=f"<Violations: {count}{': ' + kinds if kinds else ''}>",
+        head=Words(count if found else "none", "bad" if is_serious(found) else "good"),
+        parts=[_violation_grid(found)] if found else [],
     )
 
 
 def is_serious(found: Sequence["Violation"]) -> bool:
-    """Answer whether a violation changes what comes out."""
+    """Return whether any violation can change the output."""
     return any(one.effect != "harmless" for one in found)
 
 
-def _breach_grid(found: Sequence["Violation"], title: str = "") -> Grid:
+def _violation_grid(found: Sequence["Violation"], title: str = "") -> Grid:
     rows: list[Row] = [
         [Words(one.effect, _EFFECT[one.effect]), one.subject, one.text] for one in found
     ]
-    return Grid(["effect", "of", "what"], rows, title)
+    return Grid(["effect", "subject", "violation"], rows, title)
 
 
 def _count(number: int, one: str, more: str) -> str:
@@ -57,12 +58,12 @@ def _count(number: int, one: str, more: str) -> str:
 
 
 def errors(one: "ErrorMap") -> Sheet:
-    """Return how many elements are off and by how much, and the same for each sequence."""
-    told = f"{one.mismatched} of {one.total} elements off by more than {_allowed(one)}"
+    """Return the number of wrong elements and their errors, in total and for each sequence."""
+    count = f"{one.mismatched} of {one.total} elements differ by more than {_allowed(one)}"
     return Sheet(
         kind="ErrorMap",
-        line=f"<ErrorMap: {told}, greatest {one.greatest_abs.value:.4g}>",
-        head=Words(told, "bad" if one.mismatched else "good"),
+        line=f"<ErrorMap: {count}, largest {one.greatest_abs.value:.4g}>",
+        head=Words(count, "bad" if one.mismatched else "good"),
         parts=[Facts(_error_facts(one)), _seq_grid(one)],
     )
 
@@ -73,11 +74,11 @@ def _allowed(one: "ErrorMap") -> str:
 
 def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
     facts: list[tuple[str, Cell]] = [
-        (f"greatest {name}", f"{greatest.value:.4g} at {greatest.index}")
+        (f"largest {name} error", f"{greatest.value:.4g} at {greatest.index}")
         for name, greatest in (("absolute", one.greatest_abs), ("relative", one.greatest_rel))
     ]
     if one.first_index is not None:
-        facts.append(("first", str(one.first_index)))
+        facts.append(("first mismatch", str(one.first_index)))
     if one.nan_elements:
         facts.append(("NaN", Words(f"{one.nan_elements} elements", "bad")))
     for name, span in (("heads", one.heads), ("rows", one.rows)):
@@ -87,29 +88,29 @@ def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
 
 
 def _seq_grid(one: "ErrorMap") -> Grid:
-    """Return a row for each sequence: rows and elements that are off, and the largest error."""
+    """Return a row for each sequence: wrong rows, wrong elements and the largest error."""
     lens = one.lengths
     wrong = one.mismatches.sum(1).split(list(lens.query_lens))
     rows: list[Row] = []
     for seq, (elements, error) in enumerate(zip(wrong, one.seq_error(), strict=True)):
-        off, count = int((elements > 0).sum()), int(elements.sum())
+        wrong_rows, count = int((elements > 0).sum()), int(elements.sum())
         size = "not run" if error == float("-inf") else f"{error:.3g}"
         rows.append(
             [
                 seq,
                 lens.ctx_lens[seq],
                 lens.query_lens[seq],
-                off,
+                wrong_rows,
                 count,
                 Words(size, "bad" if count else "quiet" if size == "not run" else "good"),
             ]
         )
-    columns = ["sequence", "context", "new", "rows off", "elements off", "largest error"]
+    columns = ["sequence", "ctx_len", "query_len", "wrong rows", "wrong elements", "largest error"]
     return Grid(columns, rows)
 
 
 def result(one: "Result") -> Sheet:
-    """Return what ran and why, the violations, what came of it and where it went wrong."""
+    """Return which kernels ran and why, the violations, and the errors with their places."""
     decision = one.decision
     facts: list[tuple[str, Cell | Sequence[Cell]]] = [
         ("case", describe(one.case)),
@@ -118,30 +119,51 @@ def result(one: "Result") -> Sheet:
     ]
     if one.errors is not None:
         greatest = one.errors.greatest_abs
-        size = f"greatest {greatest.value:.4g} at {greatest.index}"
-        facts.append(("error", f"{size}, up to {_allowed(one.errors)} allowed"))
+        size = f"largest {greatest.value:.4g} at {greatest.index}"
+        facts.append(("error", f"{size}; tolerance {_allowed(one.errors)}"))
         if places := one.places():
             facts.append(("places", place_lines(places)))
-    for name, lines in (
-        ("memory", one.memory.lines() if one.memory is not None else []),
-        ("launched", one.launches),
-        ("seen", (*one.wraps, *one.outside)),
-    ):
-        if lines:
-            facts.append((name, [Words(line, "warn" if name == "seen" else "") for line in lines]))
-    told = one.verdict if one.errors is None else f"{one.status}: {one.verdict}"
+    notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
+        ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
+        ("launches", one.launches, ""),
+        ("int32 overflow", one.wraps, "warn"),
+        ("out of bounds", one.outside, "warn"),
+    )
+    facts += [(name, [Words(line, tone) for line in lines]) for name, lines, tone in notes if lines]
+    outcome = one.verdict if one.errors is None else f"{one.status}: {one.verdict}"
     return Sheet(
         kind="Result",
-        line=f"<Result: {told}>",
-        head=Words(told, STATUS[one.status]),
-        parts=[Facts(facts), *_result_breaches(one), *_result_folds(one)],
+        line=f"<Result: {outcome}>",
+        head=Words(outcome, STATUS[one.status]),
+        parts=[Facts(facts), *_result_violations(one), *_result_folds(one)],
     )
 
 
-def _result_breaches(one: "Result") -> list[Part]:
+def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
+    """Return a line for each of the first ``most`` places, and the number of the others."""
+    lines = [
+        f"sequence {p.seq}, token {p.token} of {p.query_len} (row {p.row}), "
+        f"{head_range(p.heads)}: {_count(p.elements, 'element', 'elements')}"
+        for p in places[:most]
+    ]
+    if len(places) > most:
+        lines.append(f"… and {len(places) - most} more rows")
+    return lines
+
+
+def head_range(heads: Sequence[int]) -> str:
+    """Return heads as "head 3", "heads 0–63" or "heads 0, 2, 5"."""
+    if len(heads) == 1:
+        return f"head {heads[0]}"
+    if heads[-1] - heads[0] == len(heads) - 1:
+        return f"heads {heads[0]}–{heads[-1]}"
+    return "heads " + ", ".join(map(str, heads))
+
+
+def _result_violations(one: "Result") -> list[Part]:
     if not one.violations:
-        return [Lines([Words("no violation of a contract", "good")])]
-    return [_breach_grid(one.violations, "violations, found without running it")]
+        return [Lines([Words("no violations", "good")])]
+    return [_violation_grid(one.violations, "violations, found without running the kernel")]
 
 
 def _result_folds(one: "Result") -> list[Part]:
@@ -151,12 +173,12 @@ def _result_folds(one: "Result") -> list[Part]:
 
 
 def stages(table: "StageTable") -> Sheet:
-    """Return a row for each stage, a column for each platform, and in them what came of it."""
+    """Return a row for each stage and a column for each platform; each cell has the outcome."""
     platforms = list(dict.fromkeys(cell.platform for cell in table))
     names = list(dict.fromkeys(cell.stage for cell in table))
     at = {(cell.stage, cell.platform): cell for cell in table}
     wrong = sum(cell.status != "match" for cell in table)
-    told = (
+    count = (
         f"{len(names)} stages on {', '.join(platforms)}: {wrong} of {len(table)} runs do not match"
     )
     rows: list[Row] = [
@@ -166,19 +188,34 @@ def stages(table: "StageTable") -> Sheet:
         ]
         for name in names
     ]
+    notes = [Words("errors are the largest of decode rows and of prefill rows", "quiet")]
+    if (case := table.case) is not None:
+        run = f"{case.op}, vLLM {case.release}, backend {case.backend}; {sizes(case)}"
+        notes.insert(0, Words(run, "quiet"))
     return Sheet(
         kind="Stages",
-        line=f"<StageTable: {told}>",
-        head=told,
-        parts=[Grid(["stage", *platforms], rows, most=len(rows))],
+        line=f"<StageTable: {count}>",
+        head=count,
+        parts=[Grid(["stage", *platforms], rows, most=len(rows)), Lines(notes)],
     )
 
 
 def _stage_cell(cell: "StageCell") -> list[Cell]:
-    sizes = [
+    errors = [
         f"{name} {error:.1e}"
         for name, error in (("decode", cell.decode_error), ("prefill", cell.prefill_error))
         if error is not None
     ]
-    told: list[Cell] = [Words(cell.verdict, STATUS[cell.status])]
-    return told + ([Words(", ".join(sizes), "quiet")] if sizes else [])
+    outcome: list[Cell] = [Words(cell.verdict, STATUS[cell.status])]
+    return outcome + ([Words(", ".join(errors), "quiet")] if errors else [])
+
+
+def decoded_error(one: "DecodedError") -> Sheet:
+    """Return the sequence, the token and the kernel of an assertion's largest difference."""
+    place = f"sequence {one.seq}, token {one.token} of {one.query_len} (row {one.row})"
+    return Sheet(
+        kind="Decoded error",
+        line=f"<DecodedError: {place}, head {one.head}>",
+        head=place,
+        parts=[Lines(one.sentences())],
+    )

@@ -1,15 +1,17 @@
-"""Sheet: what is to be shown of a noun, before it is HTML or text."""
+"""Sheet: the content that is displayed for a noun, independent of HTML and of the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from attnlab.case.shown import Shown
 
 Tone: TypeAlias = Literal["", "good", "bad", "warn", "odd", "quiet"]
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Some text, and what to think of it; ``code`` is set in a fixed width."""
+    """Text with a tone, which gives its colour; ``code`` selects a fixed-width font."""
 
     text: str
     tone: Tone = ""
@@ -18,7 +20,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of two parts, ``first`` and ``then``, where a full one is ``full``; ``label`` says it."""
+    """A bar of two parts, ``first`` and ``then``; ``full`` is its full length, ``label`` its alt text."""
 
     first: int
     then: int
@@ -28,7 +30,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way to another notebook, by its path from this one."""
+    """A link to another notebook; ``path`` is relative to this one."""
 
     text: str
     path: str
@@ -36,27 +38,31 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Lines that a notebook opens on a click, inside a table, and a terminal leaves out."""
+    """Lines inside a table cell that a notebook unfolds on a click; a terminal omits them."""
 
     summary: str
     lines: Sequence[str]
 
 
 Cell: TypeAlias = "str | int | Words | Bar | Link | Hidden"
-Value: TypeAlias = "Cell | Sequence[Cell]"  # several are a line each
+Value: TypeAlias = "Cell | Sequence[Cell]"  # a sequence has one line for each cell
 Row: TypeAlias = "Sequence[Value]"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and what they are."""
+    """Names and their values."""
 
     rows: Sequence[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table. Integers are set to the right. Behind ``most`` rows it is folded, in text cut."""
+    """A table; columns of integers are right-aligned.
+
+    ``most``: rows that are visible at once. HTML folds the rest, a notebook's text omits it, and a
+    command prints it.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Row]
@@ -66,14 +72,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Sentences, one below the other."""
+    """Sentences, one per line."""
 
     lines: Sequence[Cell]
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Parts that a notebook opens on a click and a terminal leaves out."""
+    """Parts that a notebook unfolds on a click; a terminal omits them."""
 
     summary: str
     parts: Sequence["Part"]
@@ -82,11 +88,11 @@ class Folded:
 Part: TypeAlias = "Facts | Grid | Lines | Folded"
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """What is to be shown of a noun.
+@dataclass(frozen=True, slots=True, repr=False)
+class Sheet(Shown):
+    """The content that is displayed for a noun. A Sheet can be displayed itself.
 
-    - ``kind``: the noun's name; ``head``: the most important thing about it, beside the name.
+    - ``kind``: the noun's name; ``head``: its most important fact, next to the name.
     - ``line``: the noun in one line of text, for repr and for lists.
     """
 

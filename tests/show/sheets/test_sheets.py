@@ -1,17 +1,17 @@
-"""Nouns show themselves: the same facts in a notebook, in a terminal and in one line."""
+"""Each noun displays the same facts in a notebook, in a terminal and in one line."""
 
 import dataclasses
 import importlib
 import pkgutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from io import StringIO
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.cases import hostile
+from helpers.html import Page
 from rich.console import Console
 
 import attnlab
@@ -23,63 +23,20 @@ from attnlab.contracts.contract import contract
 from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
 from attnlab.mutation.power import Mutant, MutationReport
-from attnlab.show.sheets import SHEETS, as_text, html, line, plain, sheet_of
-from attnlab.show.sheets.as_html import render
-from attnlab.show.sheets.inputs import contents
-from attnlab.show.sheets.sheet import Bar, Facts, Folded, Grid, Lines, Sheet, Words
+from attnlab.reports.baseline import Change
+from attnlab.reports.notebook_result import Outcome, Results
+from attnlab.show.notebook import Verdict, Verdicts
+from attnlab.show.sheets import SHEETS, html, line, plain, sheet_of, text
+from attnlab.show.sheets.inputs import describe
+from attnlab.show.sheets.results import place_lines
+from attnlab.show.sheets.tensors import contents
 from attnlab.study.claims.ledger import Claim, Findings
 from attnlab.study.claims.ledger import Finding as ClaimFinding
 from attnlab.study.overview import Chapter, Chapters
-
-VOID = {"br", "hr", "img", "rect", "input"}
-
-
-class Page(HTMLParser):
-    """Hold a piece of HTML to its tags: each is closed in its turn; keep its text and its rows."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.rows: list[list[str]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "rect":
-            return
-        assert all(
-            not name.startswith("on") and "url(" not in (value or "") for name, value in attrs
-        )
-        assert tag not in ("script", "link", "iframe", "img", "object")
-        self.open += [tag] if tag not in VOID else []
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert tag == "rect" or self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.texts.append(data)
-            if {"td", "th"} & {*self.open}:
-                self.rows[-1][-1] += data
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
-
-
-@pytest.mark.parametrize("bad", ["<b>x", "<table><tr></table>", "x</div>", "<script></script>"])
-def test_the_check_of_html_sees_what_is_wrong(bad: str) -> None:
-    with pytest.raises((AssertionError, IndexError)):
-        Page(f"<div>{bad}</div>" if bad[0] == "<" else bad)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +46,7 @@ def lab() -> Lab:
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    """A batch of the form of the test's, in the state that failed."""
+    """Return a small batch like the test's, in the stage that failed."""
     return Case(
         num_heads=4, query_lens=(33, 1), ctx_lens=(40, 65), stage="int32_before_cumsum", x=8
     )
@@ -97,7 +54,7 @@ def case() -> Case:
 
 @pytest.fixture(scope="module")
 def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
-    """One of each noun, by its place in the package."""
+    """Return one of each noun, by its dotted name."""
     result, target = lab.run(case), Target.of(case)
     claim = Claim(number="C1", text="<b>all</b> is well", notes="000 & 001")
     judged = ClaimFinding(
@@ -107,6 +64,16 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         op=case.op, kind="wrong_output", case=case, evidence="row 3 is <off>", diagnosis="x", seen=4
     )
     mutant = Mutant(name="scale_doubled", text="t", outcome="survived", effect=1e-9, margin=0.5)
+    outcome = Outcome(
+        name="01-x",
+        title="X",
+        status="failed",
+        message="1 verdict <differs>",
+        verdicts=[Verdict(name="rows", expected=1, found=2, evidence={"heads": [0, 1]})],
+        seconds=2.0,
+        executed=Path("x.ipynb"),
+        html=Path("x.html"),
+    )
     made = [
         case,
         lab.batch(case),
@@ -139,81 +106,140 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             findings=[finding],
             reads={"unified_attention": {"own": 7, "own_future": 2, "never_mapped": 0}},
             reads_allowed={"unified_attention": ["own"]},
+            reports=["reports/01.md"],
+            left_out=["first <op>", "second", "third", "fourth", "fifth", "sixth"],
+        ),
+        decode_error(result.errors.message(), case),
+        outcome.verdicts[0],
+        Verdicts(),
+        Results(
+            outcomes=[outcome],
+            baseline="b.json",
+            changes=[Change(notebook="01-x", verdict="rows", kind="broken", before=1, after=2)],
         ),
     ]
     return {f"{type(one).__module__}.{type(one).__qualname__}": one for one in made}
 
 
+def squeezed(words: str) -> str:
+    """Return text with single spaces, so that line breaks do not matter."""
+    return " ".join(words.split())
+
+
+def printed(noun: Shown, width: int = 200) -> str:
+    """Return what a command prints for a noun."""
+    out = StringIO()
+    Console(file=out, width=width, color_system=None).print(text(noun, complete=True))
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("name", SHEETS)
-def test_a_noun_shows_itself_everywhere(nouns: dict[str, Shown], name: str) -> None:
-    """HTML that holds, short; text without a tensor; a repr of one line; and the same facts in both."""
-    noun = nouns[name]
-    page = Page(noun._repr_html_())
+def test_a_noun_is_displayed_everywhere(nouns: dict[str, Shown], name: str) -> None:
+    """HTML is well formed and short, the repr has one line, and none of them contains a tensor."""
+    noun, sheet = nouns[name], sheet_of(nouns[name])
+    page, shown = Page(noun._repr_html_()), plain(noun)
     assert len(noun._repr_html_()) < 40_000
-    told = plain(noun)
     assert "\n" not in repr(noun)
     assert len(repr(noun)) < 300
-    assert "tensor(" not in page.text + told + repr(noun)
-    for text in (
-        sheet_of(noun).kind,
-        str(getattr(sheet_of(noun).head, "text", sheet_of(noun).head)),
-    ):
-        assert text in " ".join(page.text.split())
-        assert text in " ".join(told.split())
+    assert "tensor(" not in page.text + shown + repr(noun)
+    for words in (sheet.kind, str(getattr(sheet.head, "text", sheet.head))):
+        assert words in page.text
+        assert words in squeezed(shown)
     out = StringIO()
     Console(file=out, width=110, color_system=None).print(noun)
-    assert out.getvalue().rstrip().splitlines()[0].rstrip() == told.splitlines()[0]
+    assert out.getvalue().rstrip().splitlines()[0].rstrip() == shown.splitlines()[0]
 
 
-def test_every_noun_that_shows_itself_has_a_sheet() -> None:
-    """No class of the package takes Shown without being named, and none is named that does not."""
+def test_every_noun_that_displays_itself_has_a_sheet() -> None:
+    """Each subclass of Shown is in SHEETS, and each entry of SHEETS is a subclass of Shown."""
     for module in pkgutil.walk_packages(attnlab.__path__, "attnlab."):
-        if "hip.cpp" not in module.name and not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in Shown.__subclasses__()}
-    assert {name for name in kinds if name.startswith("attnlab.")} == {*SHEETS}
+    own = {name for name in kinds if name.startswith("attnlab.")}
+    assert own == {*SHEETS} | {"attnlab.show.sheets.sheet.Sheet"}
 
 
-def test_a_noun_without_a_sheet_says_where_to_name_it() -> None:
-    with pytest.raises(TypeError, match=r"Stranger must be named in attnlab\.show\.sheets\.SHEETS"):
+def test_a_noun_without_a_sheet_is_an_error() -> None:
+    with pytest.raises(TypeError, match="Stranger"):
         line(type("Stranger", (Shown,), {})())
 
 
-def test_a_result_tells_all_that_matters(nouns: dict[str, Shown]) -> None:
-    page = Page(html(nouns["attnlab.lab.result.Result"]))
-    for fact in (
-        "mismatch: 512 of 17408, first (33, 0, 0)",
-        "row 33 of output (sequence 1, query_len 1) is written by nobody",
-        "sequence 1, token 0 of 1 (row 33), heads 0–3: 512 elements",
-        "0, 33, 34, … becomes 0, 0, 33, 0, 34, 0, …",
-        "backend model",
-    ):
-        assert fact in page.text
-        assert " ".join(fact.split()) in " ".join(plain(nouns["attnlab.lab.result.Result"]).split())
+def test_a_result_shows_case_kernels_violations_and_places(nouns: dict[str, Shown]) -> None:
+    result = nouns["attnlab.lab.result.Result"]
+    facts = [
+        result.verdict,
+        describe(result.case),
+        *result.decision.kernels,
+        *(violation.text for violation in result.violations),
+        *place_lines(result.places()),
+    ]
+    page = Page(html(result)).text
+    for fact in facts:
+        assert squeezed(fact) in page
+        assert squeezed(fact) in squeezed(printed(result, width=500))
 
 
-def test_a_report_tells_what_no_contract_asks_for(nouns: dict[str, Shown]) -> None:
+def test_a_stage_table_shows_its_case_and_each_outcome(nouns: dict[str, Shown]) -> None:
+    table = nouns["attnlab.lab.stage_table.StageTable"]
+    page = Page(html(table)).text
+    assert table.case.release in page
+    for cell in table:
+        assert cell.stage in page
+        assert cell.verdict in page
+
+
+def test_a_diagnosis_prints_every_candidate(nouns: dict[str, Shown]) -> None:
+    """A notebook folds most candidates, a command prints them."""
+    diagnosis = nouns["attnlab.diagnosis.diagnosis.Diagnosis"]
+    shown = [candidate.name in plain(diagnosis) for candidate in diagnosis.candidates]
+    assert not all(shown)
+    assert all(candidate.name in printed(diagnosis) for candidate in diagnosis.candidates)
+
+
+def test_a_report_highlights_reads_that_no_contract_allows(nouns: dict[str, Shown]) -> None:
     page = html(nouns["attnlab.checker.library.Report"])
     assert ["unified_attention", "7 own2 own future"] in Page(page).rows
     assert 'font-weight:600">2 own future</span>' in page
     assert 'font-weight:600">7 own</span>' not in page
 
 
-def test_an_error_map_tells_each_sequence(nouns: dict[str, Shown]) -> None:
+def test_a_report_lists_files_and_what_was_not_checked(nouns: dict[str, Shown]) -> None:
+    report = nouns["attnlab.checker.library.Report"]
+    for words in (*report.reports, *report.left_out):
+        assert words in printed(report)
+        assert words in Page(html(report)).text
+
+
+def test_a_decoded_error_shows_all_its_sentences(nouns: dict[str, Shown]) -> None:
+    decoded = nouns["attnlab.lab.decode_error.DecodedError"]
+    assert (decoded.seq, decoded.token, decoded.row) == (1, 0, 33)
+    for sentence in decoded.sentences():
+        assert squeezed(sentence) in Page(html(decoded)).text
+
+
+def test_results_show_verdicts_messages_and_changes(nouns: dict[str, Shown]) -> None:
+    rows = Page(html(nouns["attnlab.reports.notebook_result.Results"])).rows
+    assert ["", "✗ rows", "1", "2"] in rows
+    assert ["", "1 verdict <differs>", "", ""] in rows
+    assert ["01-x", "rows", "broken", "1", "2"] in rows
+
+
+def test_an_error_map_has_a_row_for_each_sequence(nouns: dict[str, Shown]) -> None:
     rows = Page(html(nouns["attnlab.lab.error_map.ErrorMap"])).rows
     assert ["0", "40", "33", "0", "0"] in [row[:5] for row in rows]
     assert ["1", "65", "1", "1", "512"] in [row[:5] for row in rows]
 
 
-def test_a_call_tells_shapes_dtypes_strides_and_small_contents(nouns: dict[str, Shown]) -> None:
+def test_a_call_has_shapes_dtypes_strides_and_small_contents(nouns: dict[str, Shown]) -> None:
     rows = Page(html(nouns["attnlab.tensors.call.KernelCall"])).rows
     assert ["query_start_loc", "3", "int64", "1", "0, 33, 34"] in rows
     assert ["key_cache", "6 × 4 × 16 × 32 × 8", "float16"] in [row[:3] for row in rows]
-    assert ["sm_scale", "None: left to the op"] in rows
+    assert [row[0] for row in rows if row[0] == "sm_scale"] == ["sm_scale"]
 
 
 def test_a_batch_of_the_real_size_stays_short() -> None:
-    """5337 tokens of 64 heads, 3 GB were they written out, and 300 sequences: a page each."""
+    """The page of a batch with 300 sequences is short, and folds most rows."""
     shape = Case(query_lens=(1,) * 300, ctx_lens=(3,) * 300, num_heads=2, head_size=64)
     batch = Lab().batch(shape)
     page = batch._repr_html_()
@@ -225,8 +251,8 @@ def test_a_batch_of_the_real_size_stays_short() -> None:
     assert len(plain(batch).splitlines()) < 25
 
 
-def test_a_table_of_breaches_escapes_what_it_holds() -> None:
-    """A kernel's name, a text: nothing becomes markup, in HTML or in the terminal."""
+def test_a_table_of_violations_escapes_its_text() -> None:
+    """No text becomes markup, in HTML or in the terminal."""
     found = Violations(
         [
             Violation(
@@ -242,17 +268,14 @@ def test_a_table_of_breaches_escapes_what_it_holds() -> None:
     assert "[bold]a & b</td>" in plain(found)
 
 
-def test_breaches_are_still_a_list(case: Case, lab: Lab) -> None:
-    """Whoever took a list of violations goes on; none at all says so."""
+def test_violations_are_a_list(case: Case, lab: Lab) -> None:
     sound = case.replace(stage="sound")
     found = find_violations(lab.call(sound), Target.of(sound), decide(sound).kernels)
     assert found == []
     assert "none" in Page(html(found)).text
-    result = lab.run(case)
-    assert [one.effect for one in result.violations] == ["silent", "silent"]
-    assert (
-        type(dataclasses.asdict(diagnose(case, lab=lab, propose=False))["violations"]) is Violations
-    )
+    assert [one.effect for one in lab.run(case).violations] == ["silent", "silent"]
+    copied = dataclasses.asdict(diagnose(case, lab=lab, propose=False))["violations"]
+    assert type(copied) is Violations
 
 
 def test_the_repr_of_a_case_makes_the_case_again() -> None:
@@ -261,9 +284,9 @@ def test_the_repr_of_a_case_makes_the_case_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "told"),
+    ("tensor", "expected"),
     [
-        (torch.zeros(2, 0), "nothing"),
+        (torch.zeros(2, 0), "no elements"),
         (torch.tensor([3, 1, 2]), "3, 1, 2"),
         (torch.tensor([0.5, 1e-9]), "0.5, 1e-09"),
         (torch.zeros(3, 3), "zeros"),
@@ -274,34 +297,8 @@ def test_the_repr_of_a_case_makes_the_case_again() -> None:
         (torch.tensor([[0x7F, 3]], dtype=torch.uint8), "3 to 127"),
     ],
 )
-def test_what_a_tensor_holds(tensor: torch.Tensor, told: str) -> None:
-    assert contents(tensor) == told
-
-
-def test_a_sheet_as_html() -> None:
-    """Facts, a table with its fold, a bar, lines and a fold, all escaped, numbers to the right."""
-    sheet = Sheet(
-        kind="<K>",
-        line="",
-        head=Words("a<b", "bad"),
-        parts=[
-            Facts([("n<", ["1", Words("2>", "quiet")])]),
-            Grid(["i", "bar"], [[i, Bar(i, 1, 9, f"{i}<")] for i in range(9)], "t<", most=3),
-            Lines([Words("[b]x<y", code=True)]),
-            Folded("more<", [Lines(["inside"])]),
-        ],
-    )
-    page = render(sheet)
-    seen = Page(page)
-    told = StringIO()
-    Console(file=told, width=80, color_system=None).print(as_text.render(sheet))
-    assert all(text in told.getvalue() for text in ("a<b", "[b]x<y", "… and 6 more rows", "█"))
-    assert "inside" not in told.getvalue()
-    for text in ("<K>", "a<b", "n<", "2>", "t<", "[b]x<y", "more<", "inside", "6 more rows", "8<"):
-        assert text in seen.texts
-        assert "<K>" not in page
-    assert page.count('<td class="n">') == 9
-    assert page.count("<rect") == 8 + 9  # none for a context of 0
+def test_contents_of_a_tensor(tensor: torch.Tensor, expected: str) -> None:
+    assert contents(tensor) == expected
 
 
 def test_ipython_shows_text_for_one_and_a_line_inside_a_list(nouns: dict[str, Shown]) -> None:
@@ -311,8 +308,7 @@ def test_ipython_shows_text_for_one_and_a_line_inside_a_list(nouns: dict[str, Sh
         assert repr(noun) in pretty([noun])
 
 
-def test_a_fresh_interpreter_shows_a_noun_by_its_name_alone() -> None:
-    """No import of attnlab.show.sheets, none of attnlab.show.notebook: importing the noun is enough."""
+def test_a_noun_is_displayed_without_importing_the_sheets() -> None:
     code = "from attnlab.case.case import Case; print(Case()._repr_html_()[:5], repr(Case(seed=3)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -320,6 +316,6 @@ def test_a_fresh_interpreter_shows_a_noun_by_its_name_alone() -> None:
     assert done == "<div  Case(seed=3)\n"
 
 
-def test_a_lab_prints_without_its_tensors(lab: Lab, case: Case) -> None:
+def test_the_repr_of_a_lab_has_no_tensors(lab: Lab, case: Case) -> None:
     lab.run(case)
     assert "tensor(" not in repr(lab)

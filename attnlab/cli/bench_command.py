@@ -1,0 +1,97 @@
+"""The command ``attnlab bench``; the measurements are in :mod:`attnlab.cli.bench`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import Int
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, progress, show
+
+if TYPE_CHECKING:
+    from attnlab.show.sheets.sheet import Sheet
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("speed", "diagnose"),
+        default="speed",
+        help="speed: speed and memory (default); diagnose: the diagnosis of planted defects",
+    )
+    speed = parser.add_argument_group("speed")
+    speed.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="measure Triton's interpreter on the decode kernel of this vLLM instead of the lab",
+    )
+    speed.add_argument(
+        "--rocm",
+        action="store_true",
+        help="measure the emulated AMD device on csrc/rocm of --source",
+    )
+    diagnose = parser.add_argument_group("diagnose")
+    diagnose.add_argument(
+        "--trials",
+        type=int,
+        default=500,
+        metavar="N",
+        help="planted defects, and as many sound runs (default: %(default)s)",
+    )
+    diagnose.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="seed of the cases (default: %(default)s)"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.what == "diagnose":
+        for name, given in (("source", args.source is not None), ("rocm", args.rocm)):
+            if given:
+                raise InvalidCase(f"{name} must not be given with diagnose", field=name)
+    trials, seed = Int(1).check("trials", args.trials), Int(0).check("seed", args.seed)
+    figures, sheet = _measure(args, trials, seed)
+    if args.json:
+        print_json(figures)
+    else:
+        show(sheet)
+    return 0
+
+
+def _measure(args: argparse.Namespace, trials: int, seed: int) -> tuple[dict[str, Any], "Sheet"]:
+    """Return the figures that the flags select, and their sheet."""
+    from attnlab.cli.bench import sheets
+
+    with progress("measuring") as on_step:
+        if args.what == "diagnose":
+            from attnlab.cli.bench.diagnosis import bench_diagnose
+
+            figures = bench_diagnose(trials, trials, seed, on_step=on_step)
+            return figures, sheets.diagnosis(figures)
+        if args.rocm:
+            from attnlab.cli.bench.rocm import bench_rocm
+
+            figures = bench_rocm(args.source, on_step=on_step)
+            return figures, sheets.rocm(figures)
+        if args.source is not None:
+            from attnlab.cli.bench.interpreter import bench_interpreter
+
+            figures = bench_interpreter(args.source, on_step=on_step)
+            return figures, sheets.interpreter(figures)
+        from attnlab.cli.bench.lab import bench
+
+        figures = bench(on_step=on_step)
+        return figures, sheets.speed(figures)
+
+
+COMMAND = Command(
+    name="bench",
+    purpose="Measure the lab on this machine, each figure with a yardstick of the same run.",
+    arguments="[speed | diagnose]",
+    examples=("attnlab bench", "attnlab bench diagnose --trials 100"),
+    exit_codes="0 always",
+    add_flags=_add_flags,
+    run=_run,
+)

@@ -1,0 +1,38 @@
+"""The Case, the source and the Lab that several commands take from their flags."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.cli.output import notice
+
+if TYPE_CHECKING:
+    from attnlab.lab.lab import Lab
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a Case, and those of the source of its kernels."""
+    group: Any = parser.add_argument_group("the vLLM whose kernels run")
+    add_source_flag(group)
+    add_case_flags(parser)
+
+
+def case_with_source(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
+    case = case_of(args)
+    if args.source is not None and case.backend == "model":
+        raise InvalidCase(
+            "source must not be given with backend model; add --backend vllm or --backend rocm",
+            field="source",
+        )
+    return case
+
+
+def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
+    """Return a Lab with the source and the device of the flags."""
+    from attnlab.lab.lab import Lab
+
+    return Lab(source=args.source, device=args.device, on_step=on_step, on_notice=notice)

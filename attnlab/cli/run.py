@@ -1,0 +1,93 @@
+"""The command ``attnlab run``."""
+
+import argparse
+from pathlib import Path
+
+from attnlab.case.case import Case, field_type
+from attnlab.case.errors import InvalidCase
+from attnlab.cli import case_source
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, progress, show
+
+_MOST_PLACES = 200  # in the JSON document
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to run")
+    group.add_argument(
+        "--stages",
+        action="store_true",
+        help="run every stage of the test, and print a table with a column for each platform",
+    )
+    group.add_argument(
+        "--platforms",
+        metavar="A,B",
+        help="the platforms of --stages, for example gfx942,sm_90 (default: these; for backend "
+        "vllm-cpu the Case's platform)",
+    )
+    group.add_argument(
+        "--save-call",
+        type=Path,
+        metavar="FILE",
+        help="write the call and its output to a safetensors file, for diagnose --call",
+    )
+    case_source.add_flags(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    case = case_source.case_with_source(args)
+    if args.stages and args.save_call is not None:
+        raise InvalidCase("save-call must not be given with stages", field="save-call")
+    if args.platforms is not None and not args.stages:
+        raise InvalidCase("platforms must be given with --stages", field="platforms")
+    return _run_stages(args, case) if args.stages else _run_case(args, case)
+
+
+def _run_case(args: argparse.Namespace, case: Case) -> int:
+    if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
+        raise InvalidCase(
+            f"save-call must be in an existing folder, got {args.save_call}", field="save-call"
+        )
+    with progress("running") as on_step:
+        result = case_source.lab_of(args, on_step).run(case)
+    if args.save_call is not None:
+        result.call.save(args.save_call)
+    if args.json:
+        print_json(result.to_dict(_MOST_PLACES))
+    else:
+        show(result)
+    return 0 if result.status == "match" else 1
+
+
+def _run_stages(args: argparse.Namespace, case: Case) -> int:
+    from attnlab.lab.stage_table import platforms_shown, stage_table, to_json
+
+    platforms = platforms_shown(case) if args.platforms is None else args.platforms.split(",")
+    for platform in platforms:
+        field_type("platform").check("platforms", platform)
+    with progress("running the stages") as on_step:
+        cells = stage_table(
+            case_source.lab_of(args, on_step),
+            case,
+            platforms,
+            on_cell=lambda done, total: on_step(done=done, total=total),
+        )
+    if args.json:
+        print_json(to_json(case, cells))
+    else:
+        show(cells)
+    return 0 if all(cell.status == "match" for cell in cells) else 1
+
+
+COMMAND = Command(
+    name="run",
+    purpose="Run one Case and compare its output with the reference.",
+    examples=(
+        "attnlab run --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
+        "attnlab run --test-id 'test_contexted_kv_attention[…]' --stages",
+        "attnlab run --backend vllm --source vllm-0.33.0.whl --kv-head-range 0:1",
+    ),
+    exit_codes="0 the output matches; 1 it does not, or the kernel rejects the call",
+    add_flags=_add_flags,
+    run=_run,
+)

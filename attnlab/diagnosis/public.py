@@ -1,0 +1,54 @@
+"""The part of ``import attnlab`` that finds violations and diagnoses."""
+
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.public import as_case
+from attnlab.contracts.dispatch import Target, decide
+from attnlab.contracts.violations import Violations, find_violations
+from attnlab.diagnosis import diagnose as diagnosing
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.files import kernels_of
+from attnlab.lab.lab import Lab
+from attnlab.lab.public import default_lab
+from attnlab.tensors.call import KernelCall
+
+
+def diagnose(
+    case: Case | KernelCall | str,
+    output: torch.Tensor | None = None,
+    *,
+    lab: Lab | None = None,
+    **changes: Any,
+) -> Diagnosis:
+    """Return which defect explains the output of a Case, of a pytest id's Case, or of a KernelCall.
+
+    - ``output``: [num_tokens, num_heads, head_size]. Default: a Case is run; of a KernelCall it is the
+      content of its output buffer.
+    - ``changes``: fields of the Case. For a KernelCall they name where it ran, for example
+      ``platform="sm_90"`` or ``release="0.11.2"``.
+
+    Raises InvalidCall for an output of another shape or dtype.
+    """
+    if isinstance(case, KernelCall):
+        ran = Case(**changes)
+        return diagnosing.diagnose_call(case, Target.of(ran), kernels_of(ran, case), output=output)
+    return diagnosing.diagnose(as_case(case, **changes), output, lab=lab or default_lab())
+
+
+def violations(
+    case: Case | KernelCall | str, *, lab: Lab | None = None, **changes: Any
+) -> Violations:
+    """Return where a call violates the contracts of its kernels, without running them.
+
+    ``changes`` are as for :func:`diagnose`. Of a KernelCall it is not known which slots are written, so
+    violations that concern them are not found.
+    """
+    if isinstance(case, KernelCall):
+        ran = Case(**changes)
+        return find_violations(case, Target.of(ran), kernels_of(ran, case))
+    case, lab = as_case(case, **changes), lab or default_lab()
+    provenance = lab.cache(case).provenance
+    return find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)

@@ -1,0 +1,32 @@
+"""The part of ``import attnlab`` that draws."""
+
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.fields import refuse
+from attnlab.lab.error_map import ErrorMap
+from attnlab.lab.result import Result
+from attnlab.lab.stage_table import StageTable
+from attnlab.mutation.power import MutationReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
+    """Draw a Result, an ErrorMap, a StageTable or a MutationReport, and return the Axes.
+
+    Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
+    that was rejected, because it has no errors.
+    """
+    from attnlab.show.plots.errors import plot_error, plot_stages
+    from attnlab.show.plots.power import plot_power
+
+    if isinstance(noun, Result) and noun.errors is not None:
+        return plot_error(noun.errors, unwritten=noun.unwritten_rows().cpu(), title=title, ax=ax)
+    if isinstance(noun, ErrorMap):
+        return plot_error(noun, title=title, ax=ax)
+    if isinstance(noun, StageTable):
+        return plot_stages(noun, title=title, ax=ax)
+    if isinstance(noun, MutationReport):
+        return plot_power(noun.mutants, title=title, ax=ax)
+    refuse("noun", "a Result with errors, an ErrorMap, a StageTable or a MutationReport", noun)

@@ -1,0 +1,14 @@
+"""attnlab claims: one row for each claim."""
+
+from helpers.commands import document, printed
+
+from attnlab.study import claims
+
+
+def test_claims(capsys, monkeypatch):
+    monkeypatch.setattr(claims, "LEDGER", claims.LEDGER[8:10])
+    found = document(capsys, ["claims"], 0)
+    assert [(one["number"], one["verdict"]) for one in found] == [("C9", "holds"), ("C10", "holds")]
+    text = printed(capsys, ["claims"], 0)
+    for one in found:
+        assert f"{one['number']} {one['verdict']}" in text

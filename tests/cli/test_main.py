@@ -1,0 +1,169 @@
+"""The command line: help, exit codes, and one line for bad input of every command."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from helpers.commands import SEED_ID, SMALL, error_line
+
+from attnlab.case.errors import AttnLabError
+from attnlab.cli import main as command_line
+from attnlab.cli.command import Command
+from attnlab.cli.main import COMMANDS, main
+
+# Arguments, and the text that the error line must contain: the field, and its value or the rule.
+CASE_FLAGS = [
+    (["--num-heads", "x"], "num_heads must be"),
+    (["--num-heads", "-1"], "num_heads must be"),
+    (["--num-queries-per-kv", "3"], "num_queries_per_kv must be"),
+    (["--query-lens", "1,0", "--ctx-lens", "1,1"], "query_lens[1] must be"),
+    (["--query-lens", "1,1"], "ctx_lens must be"),
+    (["--query-lens", "a", "--ctx-lens", "1"], "query_lens must be"),
+    (["--max-blocks-per-seq", "1"], "seq_lens[0] must be"),
+    (["--dtype", "int8"], "dtype must be"),
+    (["--platform", "tpu"], "platform must be"),
+    (["--stage", "last"], "stage must be"),
+    (["--alibi", "maybe"], "alibi must be"),
+    (["--block-table", "[[1"], "block_table must be"),
+    (["--k-scale", "nan"], "k_scale must be"),
+    (["--head-size", "0"], "head_size must be"),
+    (["--test-id", "hello"], "test_id must be"),
+    (["--case", "/no/such/file"], "/no/such/file"),
+    (["--case", "-", "--test-id", SEED_ID], "test-id and case must"),
+    (["--nonsense"], "--nonsense"),
+    (["--stage"], "--stage"),
+]
+OWN_FLAGS = [
+    (["run", "--stages", "--platforms", "gfx942,tpu"], "platforms must be"),
+    (["run", *SMALL, "--platforms", "gfx942"], "platforms must be"),
+    (["run", *SMALL, "--stages", "--save-call", "x"], "save-call must"),
+    (["run", *SMALL, "--save-call", "/no/such/folder/x"], "save-call must be"),
+    (["run", *SMALL, "--source", "nowhere"], "source must"),
+    (["run", *SMALL, "--device", "tpu"], "--device"),
+    (["run", "--num-blocks", "99999999"], "the case needs"),
+    (["run", "--backend", "cuda"], "backend must be"),
+    (["explain", "extra"], "extra"),
+    (["decode-error", "/no/such/file"], "/no/such/file"),
+    (["diagnose", "--output-file", "a", "--call", "b"], "output-file and call must"),
+    (["diagnose", "--output-file", "nowhere"], "nowhere"),
+    (["diagnose", "--call", "nowhere"], "nowhere"),
+    (["diagnose", "--source", "nowhere"], "source must"),
+    (["power", "--op", "reshape_and_cache_flash"], "op must be"),
+    (["check", "--cases", "0"], "cases must be"),
+    (["check", "--cases", "x"], "--cases"),
+    (["check", "--seconds", "0"], "seconds must be"),
+    (["check", "--seconds", "nan"], "seconds must be"),
+    (["check", "--seed", "-1"], "seed must be"),
+    (["check", "--platform", "tpu"], "platform must be"),
+    (["check", "--release", "0.1"], "release must be"),
+    (["check", "--device", "cuda"], "device must be"),
+    (["check", "--op", "softmax"], "--op"),
+    (["check", "--installed", "--source", "x"], "kernel, source and installed must"),
+    (["check", "mine.py:f", "--installed"], "kernel, source and installed must"),
+    (["check", "/no/such.py:f"], "/no/such.py"),
+    (["check", "--source", "/no/such"], "/no/such"),
+    (["check", "--report", "x"], "report must"),
+    (["claims", "C1"], "C1"),
+    (["investigate", "99"], "99"),
+    (["investigate", "01", "-p", "platform"], "parameter must be"),
+    (["investigate", "01", "-p", "platform=tpu"], "platform must be"),
+    (["investigate", "01", "--jobs", "0"], "jobs must be"),
+    (["investigate", "01", "--timeout", "nan"], "timeout must be"),
+    (["investigate", "01", "--notebooks-folder", "/no/such"], "/no/such"),
+    (["investigate", "01", "--baseline", "/no/such"], "baseline must be"),
+    (["fetch"], "VERSION"),
+    (["fetch", "newest"], "newest"),
+    (["fetch", "newest", "--sdist"], "newest"),
+    (["bench", "everything"], "everything"),
+    (["bench", "diagnose", "--trials", "0"], "trials must be"),
+    (["bench", "diagnose", "--seed", "-1"], "seed must be"),
+    (["bench", "diagnose", "--source", "x"], "source must not"),
+    (["bench", "diagnose", "--rocm"], "rocm must not"),
+    (["bench", "--source", "/no/such"], "/no/such"),
+    (["bench", "--rocm", "--source", "/no/such"], "/no/such"),
+    (["dance"], "dance"),
+]
+WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power")
+
+
+@pytest.mark.parametrize("command", WITH_CASE)
+@pytest.mark.parametrize(("argv", "words"), CASE_FLAGS, ids=lambda value: " ".join(value)[:50])
+def test_a_wrong_case_is_one_line(capsys, monkeypatch, command, argv, words):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert words in error_line(capsys, [command, *argv])
+
+
+@pytest.mark.parametrize(("argv", "words"), OWN_FLAGS, ids=lambda value: " ".join(value)[:50])
+def test_bad_input_is_one_line(capsys, tmp_path, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in error_line(capsys, argv)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_tables_cover_every_command():
+    assert {command.name for command in COMMANDS} <= {argv[0] for argv, _ in OWN_FLAGS}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"kv_head_range": 3}', '{"num_heads": true}'])
+@pytest.mark.parametrize("command", ["run", "explain", "power"])
+def test_json_that_is_no_case_is_one_line(capsys, monkeypatch, command, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    error_line(capsys, [command, "--case", "-"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_has_purpose_example_and_exit_codes(capsys, command):
+    with pytest.raises(SystemExit) as stopped:
+        main([command.name, "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert command.purpose in text
+    assert all(f"attnlab {command.name}" in example for example in command.examples)
+    assert all(example in text for example in command.examples)
+    assert "exit codes: 0 " in text
+    assert "--json" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_argument_has_a_help(command):
+    (commands,) = [a for a in command_line.make_parser()._actions if a.choices and a.dest == "name"]
+    actions = commands.choices[command.name]._actions
+    assert [action.dest for action in actions if not action.help] == []
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(command.name in text for command in COMMANDS)
+
+
+def test_python_m_attnlab():
+    argv = [sys.executable, "-m", "attnlab", "explain", "--head-size", "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def planted(error):
+    """Return a command that raises an error."""
+
+    def run(args):
+        raise error
+
+    return Command(name="plant", purpose="Raise.", examples=(), exit_codes="0 never", run=run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(AttnLabError("x must be y"), 2), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes(capsys, monkeypatch, error, code):
+    monkeypatch.setattr(command_line, "COMMANDS", (planted(error),))
+    assert main(["plant"]) == code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(command_line, "COMMANDS", (planted(ZeroDivisionError()),))
+    with pytest.raises(ZeroDivisionError):
+        main(["plant"])
