@@ -67,7 +67,7 @@ class Recorder:
     def _wrapped(
         self, op: Callable[..., Any], record: Callable[[dict[str, Any], tuple[int, ...]], Event]
     ) -> Callable[..., Any]:
-        """Return an op that records its call: index tensors are copied before it, caches compared after it."""
+        """Return an op that records its call: it copies index tensors before, and compares caches after."""
         signature = inspect.signature(op)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:

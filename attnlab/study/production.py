@@ -115,7 +115,7 @@ def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) ->
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Return the environment of the child: one process, CPU, no network, files in ``folder``, errors logged."""
+    """Return the environment of the child: one process, CPU, no network, files in ``folder``."""
     return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",

@@ -125,7 +125,7 @@ class Timeline:
         ]
 
     def unwritten_reads(self) -> list[int]:
-        """Return for each attention call how many slots it reads that no earlier write of its layer filled."""
+        """Return for each attention call how many slots it reads that no earlier write filled."""
         written: dict[int, set[int]] = {}
         found = []
         for event in self.events:

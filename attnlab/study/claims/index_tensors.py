@@ -41,7 +41,9 @@ def all_checked(claim: Claim) -> Finding:
 def long_to_int(claim: Claim) -> Finding:
     """Build query_start_loc as the changed test does, and check its dtype."""
     dtype = str(make_query_start_loc((880, 410, 1), "int32_before_cumsum").dtype)
-    reading = f"torch.cumsum of an int32 tensor is {dtype.removeprefix('torch.')}: torch.cumsum promotes integers"
+    reading = (
+        f"torch.cumsum of an int32 tensor is {dtype.removeprefix('torch.')}: integers are promoted"
+    )
     return found(claim, dtype == "torch.int32", reading, "torch itself", query_start_loc=dtype)
 
 
