@@ -53,10 +53,8 @@ def check_drawable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidCase(
-            f"pictures must be a folder that can be created, got {folder}: {error}",
-            field="pictures",
-        ) from error
+        text = f"pictures must be a folder that can be created, got {folder}: {error.strerror}"
+        raise InvalidCase(text, field="pictures") from error
 
 
 def write_pictures(report: Report, subject: Subject, folder: Path, command: str) -> Path:

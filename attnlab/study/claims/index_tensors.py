@@ -147,7 +147,7 @@ def ratio_one(claim: Claim) -> Finding:
         rocm = ROCM_DECODE in decide(case).kernels
         causes[f"{group}, {'ROCm' if rocm else 'Triton'}"] = f"{outcome(case)}, {cause}"
     special = len({text for name, text in causes.items() if "ROCm" in name}) > 1
-    reading = "whole rows fail at every ratio from 1 to 16; the test has 1 and 64, and 64 reaches Triton's kernel"
+    reading = "whole rows fail at every ratio from 1 to 16; the test has 1 and 64, and 64 runs on Triton's"
     return found(claim, special, reading, MODEL, **causes)
 
 
