@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import DISTRIBUTIONS, EMPTY_SLOTS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import DISTRIBUTIONS, EMPTY_SLOTS
 from attnlab.case.stages import FILLS
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table, to_json

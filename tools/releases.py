@@ -13,16 +13,8 @@ import sys
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.dispatch import (
-    DECODE_FWD,
-    MERGE,
-    PREFILL,
-    UNIFIED,
-    WRAPPER,
-    WRITE,
-    Target,
-    decide,
-)
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source, fetch, find_source
 from attnlab.lab.lab import Lab

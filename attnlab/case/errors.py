@@ -1,23 +1,24 @@
-"""The errors that the lab raises on purpose; all derive from AttnLabError."""
+"""The errors that the lab raises on purpose. All derive from AttnLabError."""
 
+from collections.abc import Callable
 from typing import Any
 
 
 class AttnLabError(Exception):
-    """Any error that the lab raises on purpose; its text is one line for a person."""
+    """An error that the lab raises on purpose; its text is one line."""
 
 
 class OneLine(Exception):
-    """An error that a notebook shows as its one line, where IPython would show every frame of the lab."""
+    """An error that a notebook shows as one line, without IPython's traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
-class InvalidCase(OneLine, AttnLabError, ValueError):
-    """A field of a Case, a flag or a parameter has a value that is not allowed.
+class InvalidValue(AttnLabError, ValueError):
+    """A value is not allowed.
 
-    ``field`` is the name of that field, as in the text; None if the text is about no single field.
+    ``field`` is the name of the field or argument, without an index; None if there is no single one.
     """
 
     def __init__(self, text: str, *, field: str | None = None) -> None:
@@ -25,33 +26,37 @@ class InvalidCase(OneLine, AttnLabError, ValueError):
         self.field = field
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _invalid_case, (str(self), self.field)
+        return _restore, (type(self), str(self), self.field)
 
 
-def _invalid_case(text: str, field: str | None) -> InvalidCase:
-    """Restore an InvalidCase that another process raised."""
-    return InvalidCase(text, field=field)
+def _restore(kind: Callable[..., InvalidValue], text: str, field: str | None) -> InvalidValue:
+    """Restore an InvalidValue that another process raised."""
+    return kind(text, field=field)
 
 
-class InvalidCall(AttnLabError, ValueError):
+class InvalidCase(OneLine, InvalidValue):
+    """A field of a Case, a flag or a parameter has a value that is not allowed."""
+
+
+class InvalidCall(InvalidValue):
     """A KernelCall, or a file that should hold one, is not well formed."""
 
 
 class KernelRejected(AttnLabError, RuntimeError):
-    """The kernel refuses its arguments, with the text that the real op raises."""
+    """The kernel refuses its arguments; the text is that of the real op."""
 
 
 class KernelFailed(KernelRejected):
-    """The kernel broke while it ran: it left its memory, stood still, or would have ended the process."""
+    """The kernel failed while it ran: it accessed foreign memory, did not end, or ended its process."""
 
 
 class DeviceLost(AttnLabError, RuntimeError):
-    """A kernel broke the GPU's context: this process can run nothing on it any more."""
+    """A kernel broke the GPU's context: this process can no longer run anything on the GPU."""
 
 
 class Unavailable(OneLine, AttnLabError, RuntimeError):
-    """What was asked for cannot run here; the text says why and what would help."""
+    """Something cannot run here; the text states why and what would help."""
 
 
 class VerdictFailed(OneLine, AttnLabError, AssertionError):
-    """A notebook's verdict differs from what the notebook expects."""
+    """A notebook's verdict differs from the expected one."""

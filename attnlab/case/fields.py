@@ -1,15 +1,15 @@
-"""Knobs: what a field of a Case may hold, checked and parsed in one place.
+"""Field types: what a field of a Case may hold, and its text on a command line.
 
-Each kind of knob answers three questions: is this value allowed (``check``), what value does this
-command-line text stand for (``parse``), and which text stands for this value (``text``). The first two
-raise :class:`~attnlab.case.errors.InvalidCase` with one line that names the field, what is allowed and what was
-given.
+Each type has three methods: ``check`` returns an allowed value in its canonical form, ``parse`` reads a
+command-line text, ``text`` writes it. The first two raise :class:`~attnlab.case.errors.InvalidCase` with
+one line that names the field, what is allowed and what was given.
 """
 
 import dataclasses
 import json
 import math
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -17,34 +17,37 @@ from attnlab.case.errors import InvalidCase
 
 
 def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raise InvalidCase: "name must be ``allowed``, got ``value``", in one line."""
+    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``".
+
+    The error's ``field`` is ``name`` without an index.
+    """
     try:
         shown = " ".join(reprlib.repr(value).split())
-    except ValueError:  # an integer of more digits than Python will write
+    except ValueError:  # an integer with more digits than Python converts
         shown = "a very large integer"
     raise InvalidCase(f"{name} must be {allowed}, got {shown}", field=name.partition("[")[0])
 
 
 class FieldType(Protocol):
-    """What a knob may hold."""
+    """What a field may hold."""
 
     def check(self, name: str, value: Any) -> Any:
         """Return ``value`` in its canonical form, or raise InvalidCase."""
 
     def parse(self, name: str, text: str) -> Any:
-        """Return the value that the command-line ``text`` stands for, unchecked."""
+        """Return the value that the command-line ``text`` denotes, unchecked; raise InvalidCase."""
 
     def text(self, value: Any) -> str:
         """Return the text that :meth:`parse` reads as ``value``."""
 
     @property
     def allowed(self) -> str:
-        """Say in words what the knob may hold."""
+        """Return what the field may hold, as text."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few names."""
+    """One of several names."""
 
     choices: tuple[str, ...]
 
@@ -96,7 +99,7 @@ class Int:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number, above zero or, with ``zero``, at least zero."""
+    """A finite number above 0, or at least 0 with ``zero``."""
 
     zero: bool = False
 
@@ -148,7 +151,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Lens:
-    """A non-empty tuple of token counts, each of at least ``least``; "880,410,1" on a command line."""
+    """A non-empty tuple of token counts of at least ``least``; on a command line "880,410,1"."""
 
     least: int
 
@@ -175,7 +178,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Span:
-    """A non-empty range of indices, first and behind the last; "0:2" on a command line."""
+    """A non-empty range of indices A to B - 1; on a command line "A:B"."""
 
     allowed: str = "a range A:B with 0 <= A < B"
 
@@ -199,7 +202,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of block numbers, one row a sequence; JSON on a command line: "[[3,1],[0,2]]"."""
+    """Rows of block numbers, one row per sequence; on a command line JSON, "[[3,1],[0,2]]"."""
 
     allowed: str = "a list of rows of equal length, each of block numbers of at least 0"
 
@@ -223,7 +226,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Maybe:
-    """Another kind, or None, which stands for ``meaning``."""
+    """Another type, or None, which means ``meaning``."""
 
     kind: FieldType
     meaning: str
@@ -242,6 +245,16 @@ class Maybe:
         return "none" if value is None else self.kind.text(value)
 
 
-def case_field(default: Any, group: str, kind: FieldType, text: str) -> Any:
-    """Declare a field of a Case: its default, the group it is shown in, its kind and a help text."""
-    return dataclasses.field(default=default, metadata={"group": group, "kind": kind, "help": text})
+def group(title: str) -> Callable[[Any, FieldType, str], Any]:
+    """Return the function that declares a field of a Case in the group ``title``.
+
+    It takes the field's default, type and help text. A group is a section of the help text and of the
+    panels.
+    """
+
+    def declare(default: Any, kind: FieldType, text: str) -> Any:
+        return dataclasses.field(
+            default=default, metadata={"group": title, "kind": kind, "help": text}
+        )
+
+    return declare

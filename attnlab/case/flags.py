@@ -1,4 +1,4 @@
-"""Flags: from a command line to a Case, and to parameters of a notebook."""
+"""Flags: conversion of a command line to a Case, or to parameters of a notebook."""
 
 import argparse
 import re
@@ -7,26 +7,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnlab.case.case import FIELDS, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a wrong command line in one line, with exit code 2."""
+    """An ArgumentParser that reports a wrong command line in one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def add_case_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every knob of a Case, grouped, and the two ways to start from a whole one."""
-    base = parser.add_argument_group("the case to start from; the flags below change it")
+    """Add a flag for every field of a Case, in groups, and the flags --test-id and --case."""
+    base = parser.add_argument_group("initial case, which the flags below change")
     base.add_argument(
-        "--test-id", metavar="ID", help="a pytest id of vLLM's test_prefix_prefill.py"
+        "--test-id",
+        metavar="ID",
+        help="start from this pytest id of vLLM's test_prefix_prefill.py",
     )
     base.add_argument(
-        "--case", type=Path, metavar="FILE", help="a Case as JSON; - is standard input"
+        "--case",
+        type=Path,
+        metavar="FILE",
+        help="start from the Case in this JSON file; - means standard input",
     )
     groups: dict[str, Any] = {}
     for name, field in FIELDS.items():
@@ -38,7 +44,7 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
         optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
         groups[title].add_argument(
             "--" + name.replace("_", "-"),
-            dest="knob_" + name,
+            dest="field_" + name,
             metavar="VALUE",
             help=f"{field.metadata['help']}; {kind.allowed} (default: {field.default})".replace(
                 "%", "%%"
@@ -48,32 +54,32 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --source and --device, which say where vLLM's own kernels come from, and where they run."""
+    """Add --source (the vLLM whose kernels run) and --device (where they run)."""
     parser.add_argument(
         "--source",
         type=Path,
         metavar="PATH",
-        help="vLLM for --backend vllm and rocm: a wheel, an sdist or a checkout (default: the installed "
-        "one); rocm needs an sdist or a checkout",
+        help="vLLM whose kernels run with --backend vllm or rocm: a wheel, an sdist or a checkout "
+        "(default: the installed vLLM); rocm requires an sdist or a checkout",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="where --backend vllm runs: on the GPU, or under Triton's interpreter (default: the GPU where "
-        "torch can use one)",
+        help="where --backend vllm runs: on the GPU (cuda) or under Triton's interpreter (cpu); default: "
+        "cuda if torch can use a GPU",
     )
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    """Return the Case that the flags give; raise InvalidCase."""
+    """Return the Case of the flags; raise InvalidCase."""
     if args.test_id and args.case:
-        raise InvalidCase("test-id and case must not both be given")
+        raise InvalidCase("test-id must not be given with case", field="test_id")
     case = Case()
     if args.test_id:
         case = Case.from_test_id(args.test_id)
     elif args.case:
         case = Case.from_json(read_text(str(args.case)))
-    flags = {name: getattr(args, "knob_" + name) for name in FIELDS}
+    flags = {name: getattr(args, "field_" + name) for name in FIELDS}
     changes = {
         name: field_type(name).parse(name, text) for name, text in flags.items() if text is not None
     }
@@ -81,7 +87,7 @@ def case_of(args: argparse.Namespace) -> Case:
 
 
 def read_text(file: str) -> str:
-    """Return a file's text, or that of standard input for "-"; raise InvalidCase."""
+    """Return the text of a file, or of standard input for "-"; raise InvalidCase."""
     if file == "-":
         return sys.stdin.read()
     try:
@@ -91,9 +97,10 @@ def read_text(file: str) -> str:
 
 
 def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return NAME=VALUE words as notebook parameters; a Case's field is checked as one.
+    """Return NAME=VALUE words as notebook parameters; raise InvalidCase.
 
-    Of the others whole numbers are numbers, and all else is text.
+    The value of a Case's field is parsed and checked by the field's type. Other values are integers if
+    they look like one, otherwise text.
     """
     parameters: dict[str, Any] = {}
     for word in words:

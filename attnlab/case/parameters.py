@@ -1,4 +1,4 @@
-"""What a notebook can be told from outside: its parameters, their types, and how they are handed out."""
+"""Parameters of notebooks: reading their defaults, checking values, and assigning them to notebooks."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.case import FIELDS, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import FieldType, Flag, Int, Number, refuse
 
-_INJECTED = "# Parameters\n"  # how the cell begins that papermill puts behind the parameters cell
+_INJECTED = "# Parameters\n"  # first line of the cell that papermill inserts
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,20 @@ _KINDS: dict[type, FieldType] = {bool: Flag(), int: _Whole(-(2**31)), float: Num
 
 
 def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """Give each notebook the parameters that it has, checked.
+    """Return for each notebook those of the parameters that it has, checked.
 
-    Raises InvalidCase where no notebook has a parameter, where a value is not of its type, and where
-    the values that a notebook would run with contradict each other.
+    Raises InvalidCase if no notebook has a parameter, if a value has the wrong type, and if the values
+    of a notebook contradict each other.
     """
     known = {path: read_parameters(path) for path in paths}
     everywhere = set().union(*known.values())
     for name in parameters:
         if name not in everywhere:
-            there = ", ".join(sorted(everywhere)) or "none"
-            raise InvalidCase(f"parameter must be one that a notebook has ({there}), got {name!r}")
+            known_names = ", ".join(sorted(everywhere)) or "none"
+            raise InvalidCase(
+                f"parameter must be one that a notebook has ({known_names}), got {name!r}",
+                field="parameter",
+            )
     shared = {
         path: {
             name: typed(name, value, defaults[name])
@@ -52,10 +56,10 @@ def share_out(parameters: Mapping[str, Any], paths: Sequence[Path]) -> dict[Path
 
 
 def read_parameters(path: Path) -> dict[str, Any]:
-    """Return what a notebook's `parameters` cell defines, with its defaults.
+    """Return the names that a notebook's `parameters` cell defines, with their defaults.
 
-    Nothing where the file cannot be read: such a notebook gets its outcome when it runs. A default
-    that is no literal is taken for None.
+    A default that is not a literal counts as None. The result is empty if the file cannot be read; that
+    is reported when the notebook runs.
     """
     import nbformat
 
@@ -68,34 +72,39 @@ def read_parameters(path: Path) -> dict[str, Any]:
 
 
 def check_injected(cells: Sequence[str]) -> None:
-    """Raise InvalidCase where papermill was given a parameter that the notebook does not have.
+    """Raise InvalidCase if papermill got a parameter that the notebook does not have.
 
-    `cells` are the sources that ran so far. papermill defines such a parameter all the same, and
-    nothing reads it.
+    `cells` are the sources of the cells that have run. papermill would define such a parameter, and no
+    cell would read it.
     """
     for place, source in enumerate(cells[1:], 1):
         if source.startswith(_INJECTED):
             known = _assigned(cells[place - 1])
             for name in _assigned(source):
                 if name not in known:
-                    raise InvalidCase(f"parameter must be one of {', '.join(known)}, got {name!r}")
+                    raise InvalidCase(
+                        f"parameter must be one of {', '.join(known)}, got {name!r}",
+                        field="parameter",
+                    )
             return
 
 
 def _assigned(source: str) -> dict[str, Any]:
-    """Return the names that a cell assigns, with their values where these are literals."""
+    """Return the names that a cell assigns, each with its value, or None if that is not a literal."""
     found: dict[str, Any] = {}
     try:
         statements = ast.parse(source).body
     except SyntaxError:
         return found
-    for one in statements:
-        targets = one.targets if isinstance(one, ast.Assign) else []
-        if isinstance(one, ast.AnnAssign):
-            targets = [one.target]
+    for statement in statements:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        elif isinstance(statement, ast.Assign):
+            targets = statement.targets
         for target in targets:
-            if isinstance(target, ast.Name) and isinstance(one, ast.Assign | ast.AnnAssign):
-                found[target.id] = _literal(one.value)
+            if isinstance(target, ast.Name) and isinstance(statement, ast.Assign | ast.AnnAssign):
+                found[target.id] = _literal(statement.value)
     return found
 
 
@@ -107,10 +116,10 @@ def _literal(value: ast.expr | None) -> Any:
 
 
 def typed(name: str, value: Any, default: Any) -> Any:
-    """Return a value, text of a command line too, as the type of a parameter's default.
+    """Return a value, which may be command-line text, in the type of a parameter's default.
 
-    A Case's field is checked as one, and `source` is a path, made absolute since notebooks run in a
-    folder of their own. Raises InvalidCase.
+    The value of a Case's field is checked by the field's type. `source` is a path, which is made
+    absolute because notebooks run in another folder. Raises InvalidCase.
     """
     kind = _KINDS.get(type(default))
     if name in FIELDS:
@@ -138,4 +147,4 @@ def _check_together(path: Path, values: Mapping[str, Any]) -> None:
         else:
             Case.from_dict(given)
     except InvalidCase as error:
-        raise InvalidCase(f"{path.stem}: {error}") from None
+        raise InvalidCase(f"{path.stem}: {error}", field=error.field) from None

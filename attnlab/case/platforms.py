@@ -1,15 +1,15 @@
-"""The platforms that the lab knows: what each is, and how it reads FP8 bytes."""
+"""Platforms: GPU architectures and the CPU, with the facts that vLLM's dispatch depends on."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """A GPU architecture (or a CPU) as vLLM tells them apart.
+    """A GPU architecture, or a CPU.
 
-    ``fp8_e4m3`` names the format that vLLM means by kv_cache_dtype "fp8" there:
-    ``RocmPlatform.is_fp8_fnuz`` of vllm/platforms/rocm.py says fnuz where the name holds gfx94.
-    ``triton_e4m3`` is false where Triton has no e4m3 conversion (CUDA below compute capability 8.9).
+    - ``fp8_e4m3``: the format of kv_cache_dtype "fp8" on the platform. It is fnuz for names with gfx94
+      (``RocmPlatform.is_fp8_fnuz`` in vllm/platforms/rocm.py).
+    - ``triton_e4m3``: Triton can convert e4m3. It cannot on CUDA below compute capability 8.9.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Platform:
 
     @property
     def is_rocm(self) -> bool:
-        """Answer whether vLLM runs its ROCm paths there."""
+        """Answer whether vLLM runs its ROCm code on the platform."""
         return self.family in ("cdna", "rdna")
 
 

@@ -1,177 +1,104 @@
-"""Rules between the fields of a Case: what each field alone cannot know."""
-
-from typing import TYPE_CHECKING
+"""Rules between the fields of a Case, which no field can check alone."""
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
-
-if TYPE_CHECKING:
-    from attnlab.case.case import Case
-
-# Ops that have an argument for attention sinks (0.11.2, 0.33.0; the CPU's is s_aux).
-SINK_OPS = (
-    "chunked_prefill_paged_decode",
-    "context_attention_fwd",
-    "unified_attention",
-    "cpu_attention_with_kv_cache",
-)
-# Ops that have one for a soft cap; decode_attention_fwd's is logit_cap.
-SOFTCAP_OPS = ("unified_attention", "decode_attention_fwd", "cpu_attention_with_kv_cache")
-_E4M3_OPS = ("unified_attention", "decode_attention_fwd", "reshape_and_cache_flash")
-# Ops of which a choice of heads or sequences cannot be run apart.
-PARTS_UNKNOWN = ("merge_attn_states", "reshape_and_cache_flash")
+from attnlab.case.ops import OPS
+from attnlab.case.quantities import CaseQuantities
 
 
-def check_rules(case: "Case") -> None:
-    """Raise InvalidCase where two fields contradict each other; the text names one of them."""
+def check_rules(case: CaseQuantities) -> None:
+    """Raise InvalidCase if two fields contradict each other; its ``field`` is one of them."""
     _check_heads(case)
     _check_backend(case)
+    _check_subset(case)
+    _check_layout(case)
     _check_lengths(case)
     _check_cache(case)
     _check_op(case)
-    if case.sinks and case.op not in SINK_OPS:
-        refuse("sinks", f"false with {case.op}, which takes none", case.sinks)
-    if case.softcap is not None and case.op not in SOFTCAP_OPS:
-        refuse("softcap", f"none with {case.op}, which takes none", case.softcap)
+    _check_splits(case)
+    _check_interleaved(case)
 
 
-def _check_heads(case: "Case") -> None:
+def _check_heads(case: CaseQuantities) -> None:
     if case.num_heads % case.num_queries_per_kv:
-        refuse(
-            "num_queries_per_kv",
-            f"a divisor of num_heads ({case.num_heads})",
-            case.num_queries_per_kv,
-        )
+        allowed = f"a divisor of num_heads ({case.num_heads})"
+        refuse("num_queries_per_kv", allowed, case.num_queries_per_kv)
     if case.head_size % case.key_x:
         refuse("head_size", f"a multiple of x ({case.key_x})", case.head_size)
     if case.alibi and case.sliding_window:
-        refuse(
-            "sliding_window",
-            "0 with alibi (vLLM's ALiBi prefill kernel knows no window)",
-            case.sliding_window,
-        )
+        allowed = "0 with alibi (vLLM's prefill kernel for ALiBi has no sliding window)"
+        refuse("sliding_window", allowed, case.sliding_window)
 
 
-def _check_backend(case: "Case") -> None:
-    _check_cpu(case)
+def _check_backend(case: CaseQuantities) -> None:
+    """Check that the op runs on the backend, the platform and the release."""
+    op = case.spec
+    if case.backend not in op.backends:
+        if case.backend == "vllm-cpu":
+            names = (name for name, other in OPS.items() if case.backend in other.backends)
+            refuse("op", f"{' or '.join(names)} with backend {case.backend}", case.op)
+        refuse("backend", f"{' or '.join(op.backends)} with op {case.op}", case.backend)
+    if op.platforms is not None and case.platform not in op.platforms:
+        refuse("platform", f"{' or '.join(op.platforms)} with op {case.op}", case.platform)
+    if case.release not in op.releases:
+        refuse("release", f"{' or '.join(op.releases)} with op {case.op}", case.release)
     if case.trace_reads and case.backend not in ("rocm", "vllm"):
-        refuse(
-            "trace_reads",
-            f"false with backend {case.backend}, which nobody watches",
-            case.trace_reads,
-        )
-    _check_memory(case)
+        refuse("trace_reads", "false unless backend is rocm or vllm", case.trace_reads)
+
+
+def _check_subset(case: CaseQuantities) -> None:
+    """Check the ranges of KV heads and sequences."""
+    num_seqs = len(case.query_lens) if case.query_lens is not None else case.num_seqs
     limits = {
         "kv_head_range": (case.num_kv_heads, "the KV heads"),
-        "seq_range": (_num_seqs(case), "the sequences"),
+        "seq_range": (num_seqs, "the sequences"),
     }
-    for name, (limit, words) in limits.items():
+    for name, (limit, noun) in limits.items():
         span = getattr(case, name)
         if span is None:
             continue
         if case.backend != "vllm":
             refuse(name, f"none with backend {case.backend}, which runs all", span)
-        if case.op in PARTS_UNKNOWN:
+        if not case.spec.attends_to_cache:
             refuse(name, f"none with {case.op}, which runs all", span)
         if span[1] > limit:
-            refuse(name, f"at most 0:{limit}, {words}", span)
+            refuse(name, f"at most 0:{limit}, {noun}", span)
 
 
-def _check_memory(case: "Case") -> None:
-    """Check how tensors lie in memory, which only vLLM's Triton ops are asked to follow."""
+def _check_layout(case: CaseQuantities) -> None:
+    """Check strides and padding, which only vLLM's Triton ops and their models support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if case.backend not in ("model", "vllm") and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
-    if case.kv_layout == "HND" and case.op not in ("unified_attention", "reshape_and_cache_flash"):
-        refuse("kv_layout", f"contiguous or fused with {case.op}, whose cache knows no HND", "HND")
+    if case.kv_layout == "HND" and not case.spec.hnd:
+        refuse("kv_layout", f"contiguous or fused with {case.op}", case.kv_layout)
 
 
-def _check_op(case: "Case") -> None:
-    """Check what single ops do not know."""
-    query_lens = case.lengths.query_lens
-    if case.op == "decode_attention_fwd":
-        if set(query_lens) != {1}:
-            refuse(
-                "query_lens",
-                "1 everywhere with decode_attention_fwd, which has no prefill",
-                query_lens,
-            )
-        for name, off in (("sliding_window", 0), ("alibi", False)):
-            if getattr(case, name) != off:
-                refuse(
-                    name, f"{off} with decode_attention_fwd, which has none", getattr(case, name)
-                )
-    if case.kv_cache_dtype == "fp8_e5m2" and case.op in _E4M3_OPS:
-        allowed = f"auto, fp8 or fp8_e4m3 with {case.op}: vLLM hands it e4m3 under this name, too"
-        refuse("kv_cache_dtype", allowed, case.kv_cache_dtype)
-    if case.num_splits is not None and case.op not in ("unified_attention", "decode_attention_fwd"):
-        refuse("num_splits", f"none with {case.op}, which splits nothing", case.num_splits)
-    if case.interleave_v:
-        _check_interleaved(case)
-    splits = case.num_splits or 0
-    if case.num_splits == 0 and case.op == "decode_attention_fwd":
-        refuse("num_splits", "at least 1 with decode_attention_fwd", splits)
-    if splits & (splits - 1) and case.op == "unified_attention":
-        refuse("num_splits", "0 or a power of two with unified_attention", splits)
-
-
-def _check_interleaved(case: "Case") -> None:
-    """Check that op, release and block size know interleaved values."""
-    knows = case.op in ("chunked_prefill_paged_decode", "context_attention_fwd")
-    if not knows or case.release == "0.11.2":
-        refuse("interleave_v", f"false with {case.op} of vLLM {case.release}", True)
-    pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
-    if case.block_size % pack:
-        refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)
-
-
-def _num_seqs(case: "Case") -> int:
-    return len(case.query_lens) if case.query_lens is not None else case.num_seqs
-
-
-def _check_cpu(case: "Case") -> None:
-    """Hold vLLM's compiled CPU attention to its one backend, platform and release."""
-    own = case.op == "cpu_attention_with_kv_cache"
-    if not own and case.backend == "vllm-cpu":
-        refuse("op", "cpu_attention_with_kv_cache with backend vllm-cpu", case.op)
-    if not own:
-        return
-    for name, allowed in (("backend", "vllm-cpu"), ("platform", "cpu"), ("release", "0.33.0")):
-        if getattr(case, name) != allowed:
-            refuse(name, f"{allowed} with op {case.op}", getattr(case, name))
-
-
-def _check_lengths(case: "Case") -> None:
+def _check_lengths(case: CaseQuantities) -> None:
     if (case.query_lens is None) != (case.ctx_lens is None):
         missing = "query_lens" if case.query_lens is None else "ctx_lens"
-        raise InvalidCase(
-            f"{missing} must be given where the other lengths are, got None", field=missing
-        )
+        other = "ctx_lens" if case.query_lens is None else "query_lens"
+        raise InvalidCase(f"{missing} must be given with {other}, got None", field=missing)
     if case.query_lens is not None and len(case.query_lens) != len(case.ctx_lens or ()):
         refuse("ctx_lens", f"as long as query_lens ({len(case.query_lens)})", case.ctx_lens)
     room = case.blocks_per_seq * case.block_size
     for i, seq_len in enumerate(case.lengths.seq_lens):
         if seq_len > room:
-            raise InvalidCase(
-                f"seq_lens[{i}] must be at most {room} ({case.blocks_per_seq} blocks of "
-                f"{case.block_size} in a row of the block table), got {seq_len}"
-            )
+            blocks = f"{case.blocks_per_seq} blocks of {case.block_size} per row of the block table"
+            raise InvalidCase(f"seq_lens[{i}] must be at most {room} ({blocks}), got {seq_len}")
 
 
-def _check_cache(case: "Case") -> None:
+def _check_cache(case: CaseQuantities) -> None:
     num_seqs = len(case.lengths.query_lens)
-    if case.block_table is None:
+    if case.block_table is not None:
+        _check_block_table(case, case.block_table, num_seqs)
+    else:
         needed = case.first_block + num_seqs * case.blocks_per_seq
         if case.total_blocks < needed:
-            refuse(
-                "num_blocks",
-                f"at least {needed} ({num_seqs} sequences of {case.blocks_per_seq} blocks)"
-                + (f" behind first_block {case.first_block}" if case.first_block else ""),
-                case.num_blocks,
-            )
-    else:
-        _check_block_table(case, case.block_table, num_seqs)
-    if case.freed != "kept" and (case.op in PARTS_UNKNOWN or not case.sliding_window):
+            reason = f"{num_seqs} sequences of {case.blocks_per_seq} blocks"
+            reason += f" after first_block {case.first_block}" if case.first_block else ""
+            refuse("num_blocks", f"at least {needed} ({reason})", case.num_blocks)
+    if case.freed != "kept" and not (case.spec.attends_to_cache and case.sliding_window):
         refuse("freed", f"kept with {case.op} and sliding_window {case.sliding_window}", case.freed)
     if case.first_block:
         _check_first_block(case)
@@ -181,28 +108,70 @@ def _check_cache(case: "Case") -> None:
         refuse("cache_format", "none unless kv_cache_dtype is fp8", case.cache_format)
 
 
-def _check_first_block(case: "Case") -> None:
-    """Refuse untouched blocks where something copies the cache whole, or the table says where to begin."""
-    for name, copies in (
-        ("op", case.op in PARTS_UNKNOWN),
+def _check_first_block(case: CaseQuantities) -> None:
+    """Refuse untouched blocks if something copies the whole cache, or a block table is given."""
+    for name, conflicts in (
+        ("op", not case.spec.attends_to_cache),
         ("backend", case.backend not in ("model", "vllm")),
         ("block_table", case.block_table is not None),
     ):
-        if copies:
+        if conflicts:
             refuse("first_block", f"0 with {name} {getattr(case, name)}", case.first_block)
 
 
-def _check_block_table(case: "Case", rows: tuple[tuple[int, ...], ...], num_seqs: int) -> None:
+def _check_block_table(
+    case: CaseQuantities, rows: tuple[tuple[int, ...], ...], num_seqs: int
+) -> None:
+    """Check that blocks which hold tokens exist and belong to one sequence."""
     if len(rows) != num_seqs:
-        refuse("block_table", f"one row a sequence ({num_seqs})", rows)
+        refuse("block_table", f"one row per sequence ({num_seqs})", rows)
     owner: dict[int, tuple[int, int]] = {}
     for i, (row, seq_len) in enumerate(zip(rows, case.lengths.seq_lens, strict=True)):
         for j, block in enumerate(row):
+            name = f"block_table[{i}][{j}]"
             if block >= case.total_blocks:
-                refuse(f"block_table[{i}][{j}]", f"below num_blocks ({case.total_blocks})", block)
+                refuse(name, f"below num_blocks ({case.total_blocks})", block)
             if j * case.block_size < seq_len and owner.setdefault(block, (i, j)) != (i, j):
-                refuse(
-                    f"block_table[{i}][{j}]",
-                    "a block of its own, not that of block_table[{}][{}]".format(*owner[block]),
-                    block,
-                )
+                row_of, column = owner[block]
+                refuse(name, f"other than block_table[{row_of}][{column}]", block)
+
+
+def _check_op(case: CaseQuantities) -> None:
+    """Check the fields that only some ops accept."""
+    op, query_lens = case.spec, case.lengths.query_lens
+    if not op.prefill and set(query_lens) != {1}:
+        refuse("query_lens", f"1 everywhere with {case.op}, which has no prefill", query_lens)
+    if case.sliding_window and not op.sliding_window:
+        refuse("sliding_window", f"0 with {case.op}", case.sliding_window)
+    if case.alibi and not op.alibi:
+        refuse("alibi", f"false with {case.op}", case.alibi)
+    if case.sinks and not op.sinks:
+        refuse("sinks", f"false with {case.op}", case.sinks)
+    if case.softcap is not None and not op.softcap:
+        refuse("softcap", f"none with {case.op}", case.softcap)
+    if case.kv_cache_dtype not in op.kv_cache_dtypes:
+        allowed = f"one of {', '.join(op.kv_cache_dtypes)} with {case.op}"
+        refuse("kv_cache_dtype", allowed, case.kv_cache_dtype)
+
+
+def _check_splits(case: CaseQuantities) -> None:
+    if case.num_splits is None:
+        return
+    op, splits = case.spec, case.num_splits
+    if not op.num_splits:
+        refuse("num_splits", f"none with {case.op}", splits)
+    if splits < op.min_splits:
+        refuse("num_splits", f"at least {op.min_splits} with {case.op}", splits)
+    if op.splits_are_powers_of_two and splits & (splits - 1):
+        refuse("num_splits", f"0 or a power of two with {case.op}", splits)
+
+
+def _check_interleaved(case: CaseQuantities) -> None:
+    """Check that op, release and block size support interleaved values."""
+    if not case.interleave_v:
+        return
+    if case.release not in case.spec.interleave_v_releases:
+        refuse("interleave_v", f"false with {case.op} of vLLM {case.release}", True)
+    pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
+    if case.block_size % pack:
+        refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)

@@ -1,7 +1,7 @@
-"""Shown: the base class that lets a noun display itself in a notebook and in a terminal.
+"""Shown: the base class of objects that display themselves in notebooks and terminals.
 
-The sheets are in :mod:`attnlab.show.sheets`, above this folder. The package's ``__init__`` registers them
-as the renderer, so nothing here imports upwards.
+The renderer is :mod:`attnlab.show.sheets`, which this folder must not import. The package's ``__init__``
+registers it here.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Renderer(Protocol):
-    """What displays a noun: as one line, as text for rich, as plain text, as HTML."""
+    """Renders an object as one line, as text for rich, as plain text and as HTML."""
 
     def line(self, noun: Any) -> str: ...
     def text(self, noun: Any) -> "RenderableType": ...
@@ -24,7 +24,7 @@ _load: list[Callable[[], Renderer]] = []
 
 
 def set_renderer(load: Callable[[], Renderer]) -> None:
-    """Register the function that loads the renderer; it is called when a noun is first displayed."""
+    """Register the function that loads the renderer; it is called when an object is displayed."""
     _load[:] = [load]
 
 
@@ -34,10 +34,10 @@ def renderer() -> Renderer:
 
 
 class Shown:
-    """Show a noun: a table in a notebook, the same as text in a terminal, one line as its repr.
+    """Display an object: as a table in a notebook, as text in a terminal, as one line for repr.
 
-    IPython asks for ``_repr_html_`` and ``_repr_pretty_``, rich for ``__rich__``. A dataclass leaves
-    ``__repr__`` to this with ``repr=False``.
+    IPython calls ``_repr_html_`` and ``_repr_pretty_``, rich calls ``__rich__``. A dataclass that
+    inherits from this class must set ``repr=False``.
     """
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class Shown:
         return shown
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Give IPython the text, and the one line where the noun is part of something else."""
+        """Give IPython the text, or one line if the object is inside another one."""
         alone = type(printer).__module__.startswith("IPython.") and len(printer.stack) == 1
         printer.text(renderer().plain(self) if alone else repr(self))
 

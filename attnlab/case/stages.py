@@ -1,15 +1,18 @@
-"""The states that vLLM's test went through while its failure was investigated."""
+"""Stages: the states of vLLM's test while its failure was investigated."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """How a test makes its index tensors and which tokens it writes to the cache.
+    """How a test makes its index tensors, and which tokens it writes to the cache.
 
-    The three index tensors are each "int32" or "int64"; ``query_start_loc`` may also be
-    "int32_before_cumsum": int32 was asked for, before torch.cumsum promoted it to int64.
-    ``wrapper_cast`` is the conversion to int32 that was proposed for the op's Python wrapper.
+    - ``block_table``, ``seq_lens``, ``query_start_loc``: dtype, "int32" or "int64". ``query_start_loc``
+      may also be "int32_before_cumsum": the input of torch.cumsum is int32, its result int64.
+    - ``fill``: the tokens in the cache before the call, see :meth:`attnlab.case.lengths.Lengths.cached_lens`.
+    - ``wrapper_cast``: the op's Python wrapper converts the index tensors to int32. This was proposed,
+      not merged.
+    - ``story``: what the stage is, for a person.
     """
 
     story: str
@@ -32,29 +35,29 @@ STAGES: dict[str, Stage] = {
         query_start_loc="int64",
     ),
     "int32_before_cumsum": Stage(
-        story="the first type fix: torch.int inside torch.cumsum, which promotes it back",
+        story="the first dtype fix: torch.int inside torch.cumsum, which returns int64 again",
         query_start_loc="int32_before_cumsum",
     ),
     "fill_all": Stage(
-        story="the first cache fix on top: every sequence written up to seq_len",
+        story="the first cache fix, in addition: every sequence written up to seq_len",
         query_start_loc="int32_before_cumsum",
         fill="all_rows",
     ),
     "fill_decode": Stage(
-        story="the second cache fix: decode sequences written up to seq_len",
+        story="the second cache fix: only decode sequences written up to seq_len",
         query_start_loc="int32_before_cumsum",
         fill="decode_rows",
     ),
     "wrapper_cast": Stage(
-        story="the proposal: int64 everywhere, converted in the op's wrapper",
+        story="the proposed fix: int64 everywhere, converted to int32 in the op's wrapper",
         block_table="int64",
         seq_lens="int64",
         query_start_loc="int64",
         wrapper_cast=True,
     ),
-    "cast_after_cumsum": Stage(story="the merged fix: the cast moved behind torch.cumsum"),
+    "cast_after_cumsum": Stage(story="the merged fix: the cast to int32 after torch.cumsum"),
     "sound": Stage(
-        story="as production does it: int32, every new token written before attention",
+        story="as in production: int32, and every new token written before attention",
         fill="all_rows",
     ),
 }

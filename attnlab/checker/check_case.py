@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, KernelFailed, KernelRejected
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import TOLD, observations
@@ -67,7 +67,7 @@ def _beside_output(lab: Lab, case: Case, ran: RunOutput) -> list[Finding]:
 
 def _of_output(lab: Lab, subject: Subject, case: Case, ran: RunOutput) -> Finding | None:
     """Return what is wrong with an output, or an observation of what it depends on, or None."""
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return _of_cache(lab, subject, case, ran)
     told = diagnose(case, ran.output, lab=lab, propose=False)
     if told.is_wrong:
@@ -127,7 +127,7 @@ def _leak(lab: Lab, subject: Subject, case: Case, told: Diagnosis) -> Finding:
 def _is_right(lab: Lab, subject: Subject, case: Case) -> bool:
     """Answer whether a Case's output is off by rounding at most."""
     ran = subject.run(lab, case)
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         return not _cache_errors(lab, case, ran).mismatched
     return not diagnose(case, ran.output, lab=lab, propose=False).is_wrong
 

@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import OPS
 from attnlab.checker.subject import Subject
-from attnlab.contracts.dispatch import MERGE
 
 _LENGTHS = ("query_lens", "ctx_lens")
 _LENS = (
@@ -134,7 +134,7 @@ def _case(
     """Return the Case of some lengths and a variant; raise InvalidCase where they do not go together."""
     _check_known(subject, op, variant)
     query_lens, ctx_lens = (variant.get(n, one) for n, one in zip(_LENGTHS, lens, strict=True))
-    if op == "decode_attention_fwd":
+    if not OPS[op].prefill:
         query_lens = (1,) * len(query_lens)
     fields: dict[str, Any] = {
         "op": op,
@@ -160,10 +160,9 @@ def _case(
     }
     if subject.backend == "plugin" and fields["stage"] == "int64":
         fields["stage"] = "sound"
-    if op == CACHE_WRITE:
+    if OPS[op].writes_cache:
         fields["fill"] = None  # the context alone; the new tokens are what it writes
-    splits = ("decode_attention_fwd",) if subject.release == "0.11.2" else CACHE_ONLY_OPS
-    if op not in splits:
+    if subject.release not in OPS[op].split_releases:
         fields["num_splits"] = None
     plain = Case(**fields)
     return plain.replace(num_blocks=plain.total_blocks + 3)
@@ -181,7 +180,7 @@ def _check_known(subject: Subject, op: str, variant: dict[str, Any]) -> None:
         raise InvalidCase("the models do not say what is read before a window")
     if subject.backend == "model" and variant.get("sinks") and variant.get("alibi"):
         raise InvalidCase("the models do what vLLM's op does there, which is wrong")
-    if variant.get("sinks") and variant.get("alibi") and op != "unified_attention":
+    if variant.get("sinks") and variant.get("alibi") and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op refuses attention sinks beside ALiBi")
-    if op == MERGE and variant.get("kv_layout", "contiguous") != "contiguous":
+    if OPS[op].cache_layout is None and variant.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("strides must be contiguous: the op gets two outputs")

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlab.case.case import RELEASES, field_type
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int, Number, refuse
+from attnlab.case.ops import RELEASES
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Report

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import DTYPE_BYTES, KV_CACHE_DTYPES, LIBRARY_OPS, OPS, RELEASES, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import (
     AttnLabError,
     DeviceLost,
@@ -20,6 +21,7 @@ from attnlab.case.errors import (
     KernelRejected,
     Unavailable,
 )
+from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, RELEASES, TRITON_OPS
 from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.vllm.source import find_source
@@ -156,7 +158,7 @@ def models(release: str) -> Subject:
         source=None,
         release=release,
         version=f"models of {release}",
-        ops=LIBRARY_OPS,
+        ops=TRITON_OPS,
     )
 
 
@@ -175,7 +177,7 @@ def vllm(path: Path | None, device: str = "cpu") -> Subject:
         version=found.text()
         if device == "cpu"
         else f"{found.text()} on {torch.cuda.get_device_name()}",
-        ops=LIBRARY_OPS,
+        ops=TRITON_OPS,
         device=device,
     )
 
@@ -189,9 +191,9 @@ def plugin(name: str) -> Subject:
     for what is no such name.
     """
     function = _function(name)
-    op = getattr(function, "op", OPS[0])
-    if op not in LIBRARY_OPS:
-        raise InvalidCase(f"{name}: its op must be one of {', '.join(LIBRARY_OPS)}, got {op!r}")
+    op = getattr(function, "op", DEFAULT_OP)
+    if op not in TRITON_OPS:
+        raise InvalidCase(f"{name}: its op must be one of {', '.join(TRITON_OPS)}, got {op!r}")
     known = tuple(getattr(function, "kv_cache_dtypes", KV_CACHE_DTYPES))
     return Subject(
         backend="plugin",

@@ -6,7 +6,8 @@ A later merge weighs an output by its logarithm: one that is wrong, or NaN, spoi
 import torch
 
 from attnlab.case.case import Case
-from attnlab.contracts.dispatch import MERGE, Target, decide
+from attnlab.case.ops import MERGE
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import seen
 from attnlab.lab.rounding import Rounding
@@ -54,11 +55,9 @@ def expected_sums(lab: Lab, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     group, scale = case.num_queries_per_kv, case.sm_scale or case.head_size**-0.5
     logs, bounds = list[torch.Tensor](), list[torch.Tensor]()
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
-    for i, (query_len, ctx_len) in enumerate(
-        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
-    ):
+    cached_lens = batch.lengths.cached_lens(case.spec.fill_read)
+    for i, (ctx_len, cached) in enumerate(zip(batch.lengths.ctx_lens, cached_lens, strict=True)):
         query = batch.query[rows[i] : rows[i + 1]].double()
-        cached = ctx_len if case.op == MERGE else ctx_len + query_len
         key = seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale).double()
         scores = torch.einsum("qhd,khd->qhk", query, key.repeat_interleave(group, 1)) * scale
         if case.softcap is not None:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.case import LIBRARY_OPS, RELEASES
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.checker.public import DEFAULT_CASES, DEFAULT_SECONDS
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
@@ -49,7 +49,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     library.add_argument(
         "--op",
         action="append",
-        choices=LIBRARY_OPS,
+        choices=TRITON_OPS,
         help="check this op; repeatable (default: all)",
     )
     _add_conditions(parser.add_argument_group("how to check it"))

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from attnlab.case.case import Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import case_source
 from attnlab.cli.command import Command

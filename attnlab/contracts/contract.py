@@ -6,21 +6,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnlab.case.shown import Shown
-from attnlab.contracts.dispatch import (
+from attnlab.case.lengths import Lengths
+from attnlab.case.ops import (
     CPU_ATTENTION,
-    CPU_SOURCE,
     DECODE_FWD,
     MERGE,
+    OPS,
     PREFILL,
-    ROCM_DECODE,
-    TRITON_DECODE,
     UNIFIED,
     WRAPPER,
     WRITE,
-    Target,
-    ops_source,
+    fill_read,
 )
+from attnlab.case.shown import Shown
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.tensors.call import KernelCall
 
 PARTITION_SIZE = 256  # tokens of a partition of the ROCm kernel
@@ -101,9 +100,9 @@ def _wrapper(target: Target, op: str) -> Contract:
     """
     return Contract(
         name=WRAPPER,
-        source=ops_source(target.release, "chunked_prefill_paged_decode.py"),
+        source=OPS[WRAPPER].source(target.release),
         serves="all",
-        new_tokens_from="by query_len",
+        new_tokens_from=OPS[WRAPPER].new_tokens_from,
         default_scale="num_heads" if target.release == "0.11.2" else "head_size",
         sinks="any",
     )
@@ -114,9 +113,9 @@ def _prefill(target: Target, op: str) -> Contract:
     return Contract(
         default_scale="head_size",
         name=PREFILL,
-        source=ops_source(target.release, "prefix_prefill.py"),
+        source=OPS[PREFILL].source(target.release),
         serves="all" if op == PREFILL else "prefill",
-        new_tokens_from="arguments",
+        new_tokens_from=OPS[PREFILL].new_tokens_from,
         kv_cache_dtypes=_triton_formats(target),
         sinks="without alibi",  # an assertion of the op
     )
@@ -132,7 +131,7 @@ def _triton_decode(target: Target, op: str) -> Contract:
     old = target.release == "0.11.2"
     return Contract(
         name=TRITON_DECODE,
-        source=ops_source(target.release, "chunked_prefill_paged_decode.py"),
+        source=OPS[WRAPPER].source(target.release),
         serves="decode",
         new_tokens_from="cache",
         on_int64={} if old else {"block_table": "convert"},
@@ -178,16 +177,16 @@ def _cpu_attention(target: Target, op: str) -> Contract:
     names = ("block_table", "seq_lens", "query_start_loc")
     return Contract(
         name=CPU_ATTENTION,
-        source=CPU_SOURCE,
+        source=OPS[CPU_ATTENTION].source(target.release),
         serves="all",
-        new_tokens_from="cache",
+        new_tokens_from=OPS[CPU_ATTENTION].new_tokens_from,
         on_int64=dict.fromkeys(names, "convert" if target.wrapper_cast else "reject"),
         reads_tail="value",
         block_size_multiple=16,
         sinks="any",
         sink_dtypes=("bfloat16", "float32"),
         softcap="overflows",
-        kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        kv_cache_dtypes=OPS[CPU_ATTENTION].kv_cache_dtypes,
         dtypes=("float16", "bfloat16", "float32"),
         head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     )
@@ -203,10 +202,10 @@ def _unified(target: Target, op: str) -> Contract:
         alibi_from="first new token",
         sinks="any",
         softcap="overflows" if target.release == "0.11.2" else "any",
-        source=ops_source(target.release, "triton_unified_attention.py"),
+        source=OPS[UNIFIED].source(target.release),
         serves="all",
-        new_tokens_from="cache",
-        kv_cache_dtypes=_e4m3_formats(target),
+        new_tokens_from=OPS[UNIFIED].new_tokens_from,
+        kv_cache_dtypes=_formats(target, UNIFIED),
     )
 
 
@@ -215,10 +214,10 @@ def _decode_fwd(target: Target, op: str) -> Contract:
     return Contract(
         name=DECODE_FWD,
         softcap="any",
-        source=ops_source(target.release, "triton_decode_attention.py"),
+        source=OPS[DECODE_FWD].source(target.release),
         serves="decode",
-        new_tokens_from="cache",
-        kv_cache_dtypes=_e4m3_formats(target),
+        new_tokens_from=OPS[DECODE_FWD].new_tokens_from,
+        kv_cache_dtypes=_formats(target, DECODE_FWD),
     )
 
 
@@ -227,9 +226,9 @@ def _merge(target: Target, op: str) -> Contract:
     context from the cache."""
     return Contract(
         name=MERGE,
-        source=ops_source(target.release, "triton_merge_attn_states.py"),
+        source=OPS[MERGE].source(target.release),
         serves="all",
-        new_tokens_from="arguments",
+        new_tokens_from=OPS[MERGE].new_tokens_from,
     )
 
 
@@ -237,16 +236,16 @@ def _write(target: Target, op: str) -> Contract:
     """Return the contract of reshape_and_cache_flash, whose output is the cache."""
     return Contract(
         name=WRITE,
-        source=ops_source(target.release, "triton_reshape_and_cache_flash.py"),
+        source=OPS[WRITE].source(target.release),
         serves="all",
-        new_tokens_from="arguments",
-        kv_cache_dtypes=_e4m3_formats(target),
+        new_tokens_from=OPS[WRITE].new_tokens_from,
+        kv_cache_dtypes=_formats(target, WRITE),
     )
 
 
-def _e4m3_formats(target: Target) -> tuple[str, ...]:
-    """Return the formats of the ops that take a cache of the platform's own FP8 dtype."""
-    return tuple(name for name in _triton_formats(target) if name != "fp8_e5m2")
+def _formats(target: Target, op: str) -> tuple[str, ...]:
+    """Return the values of kv_cache_dtype that an op accepts on the target's platform."""
+    return tuple(name for name in _triton_formats(target) if name in OPS[op].kv_cache_dtypes)
 
 
 def default_scale(call: KernelCall, target: Target) -> float:
@@ -306,7 +305,10 @@ def unwritten_rows(contracts: Sequence[Contract], call: KernelCall) -> torch.Ten
 
 def cached_lens(contract: Contract, call: KernelCall) -> torch.Tensor:
     """Return how many positions of each sequence the kernel reads from the cache, [num_seqs]."""
-    seq_lens = as_read(contract, call, "seq_lens")
-    if contract.new_tokens_from == "arguments":
-        seq_lens = seq_lens - as_read(contract, call, "query_start_loc").diff()
-    return torch.where(served(contract, call), seq_lens, 0)
+    query_lens = as_read(contract, call, "query_start_loc").diff()
+    ctx_lens = as_read(contract, call, "seq_lens") - query_lens
+    lengths = Lengths(query_lens=tuple(query_lens.tolist()), ctx_lens=tuple(ctx_lens.tolist()))
+    cached = torch.tensor(
+        lengths.cached_lens(fill_read(contract.new_tokens_from)), device=query_lens.device
+    )
+    return torch.where(served(contract, call), cached, 0)

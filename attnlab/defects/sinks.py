@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from attnlab.case.ops import UNIFIED
 from attnlab.contracts.contract import PARTITION_SIZE
-from attnlab.contracts.dispatch import UNIFIED
 from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Defect, by_sight
 from attnlab.defects.problem import Problem, RowSlice

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnlab.contracts.dispatch import CPU_ATTENTION
+from attnlab.case.ops import CPU_ATTENTION
 from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Defect, by_sight
 from attnlab.defects.problem import Problem, RowSlice

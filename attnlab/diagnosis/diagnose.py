@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, KernelRejected
 from attnlab.case.fields import refuse
 from attnlab.contracts.dispatch import Target, decide
@@ -49,7 +49,7 @@ def diagnose(
     Raises InvalidCall for an output of another shape. A Case that its kernel refuses is "rejected".
     """
     began = time.perf_counter()
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
     lab = lab or Lab()
     if output is None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_ONLY_OPS, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.rules import SINK_OPS
+from attnlab.case.ops import OPS
 from attnlab.defects import CATALOGUE, Defect
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.problem import Problem, RowSlice
@@ -55,13 +55,15 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "sliding_window": rng.choice((5, 16, 48, 270)) if variant == "window" else 0,
         "alibi": variant == "alibi",
         "sinks": _has_sinks(op, variant, rng),
-        "softcap": rng.choice((None, 0.5, 2.0)) if op == "unified_attention" else None,
+        "softcap": rng.choice((None, 0.5, 2.0)) if OPS[op].softcap else None,
         "x": rng.choice((None, 8)) if platform == "sm_90" else None,
         "query_lens": tuple(query_lens),
         "ctx_lens": tuple(rng.choice(ctx) for _ in query_lens),
         "distribution": "normal" if rng.random() < 0.9 else "uniform_1e-3",
         "empty_slots": rng.choice(("zeros", "garbage", "nan")),
-        "fill": "all_rows" if op in CACHE_ONLY_OPS else rng.choice(("all_rows", "decode_rows")),
+        "fill": "all_rows"
+        if OPS[op].fill_read == "all_rows"
+        else rng.choice(("all_rows", "decode_rows")),
         "platform": platform,
         "num_blocks": 5 * 32 + rng.randint(0, 9),
         "max_blocks_per_seq": rng.choice((None, 36)),
@@ -73,7 +75,7 @@ def _fields(rng: random.Random) -> dict[str, Any]:
 def _has_sinks(op: str, variant: str, rng: random.Random) -> bool:
     """Draw whether a call has attention sinks; beside ALiBi no op is sound: one refuses them, and
     unified_attention counts ALiBi's distances from another token."""
-    return op in SINK_OPS and variant != "alibi" and rng.random() < 0.4
+    return OPS[op].sinks is not None and variant != "alibi" and rng.random() < 0.4
 
 
 def plant(problem: Problem, sound: torch.Tensor, defect: Defect, scope: Scope) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import PREFILL
 from attnlab.case.shown import Shown
-from attnlab.contracts.dispatch import PREFILL, decide
+from attnlab.contracts.dispatch import decide
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
 _GREATEST = re.compile(

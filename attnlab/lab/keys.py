@@ -6,7 +6,8 @@ two Cases that differ only there have the same key.
 
 from typing import Any
 
-from attnlab.case.case import CACHE_WRITE, FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 
 _LENGTH_KNOBS = (
     "query_lens",
@@ -77,7 +78,7 @@ def reference_key(case: Case) -> Case:
 
 def output_key(case: Case) -> Case:
     """Return the key of the output buffer's first contents."""
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         keep = (*_STORED_KNOBS, *_TABLE_KNOBS, "output_init", "op")
         return _reset(case, keep, platform=case.platform if case.is_fp8 else "cpu")
     return _reset(case, (*_BATCH_KNOBS, "output_init"))

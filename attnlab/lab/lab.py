@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, DTYPE_BYTES, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.fields import refuse
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import contract, written_rows
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Decision, Target, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, Decision, Target, decide
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import RunLog
@@ -75,7 +77,7 @@ class Lab:
 
     def reference(self, case: Case) -> torch.Tensor:
         """Return the Case's reference, of a cache write the cache with every token; not to be changed."""
-        if case.op == CACHE_WRITE:
+        if case.spec.writes_cache:
             return expected_cache(self.cache(case.replace(fill="all_rows")))
         batch = self.batch(case)
         where = self.where(case)
@@ -162,7 +164,7 @@ class Lab:
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against the Case's reference; of a cache write, slot
         by slot."""
-        if case.op != CACHE_WRITE:
+        if not case.spec.writes_cache:
             return compare(
                 call.output,
                 expected,

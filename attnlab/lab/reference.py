@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.case import CACHE_ONLY_OPS, OPS, Case
+from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.formats import store, written_format
 
@@ -23,8 +23,8 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     """Return the right output, [num_tokens, num_heads, head_size] in the dtype ``case.reference_dtype``.
 
     A key that the op takes from the cache counts as it is stored: encoded and decoded by the cache's
-    format. That is every key of a context, every key of a decode row of chunked_prefill_paged_decode,
-    and every key of an op of CACHE_ONLY_OPS. New keys of the other rows count as they are.
+    format. That is every key of a context, and the new keys that the op reads from the cache
+    (``case.spec.new_tokens_from``). The other new keys count as they are.
     """
     output = torch.empty(
         batch.query.shape,
@@ -33,12 +33,7 @@ def reference(case: Case, batch: Batch) -> torch.Tensor:
     )
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
-    for i, (query_len, ctx_len) in enumerate(
-        zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)
-    ):
-        cached = ctx_len
-        if case.op in CACHE_ONLY_OPS or (query_len == 1 and case.op == OPS[0]):
-            cached += query_len
+    for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         attend(
             batch.query[rows[i] : rows[i + 1]],
             seen(case, batch.key[tokens[i] : tokens[i + 1]], cached, case.k_scale),

@@ -43,7 +43,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.contracts.dispatch import CPU_ATTENTION, DECODE_FWD, MERGE, ROCM_DECODE, Target
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.tensors.call import KernelCall
 
 LIKELY = math.sqrt(2 * math.log(2e18))

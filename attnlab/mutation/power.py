@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.fields import refuse
 from attnlab.case.shown import Shown
 from attnlab.defects import Defect
@@ -125,7 +125,7 @@ def power(
     changes that kills all, and run the models under it.
     """
     began = time.perf_counter()
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
     problem = problem_of(case)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.lengths import Lengths
 from attnlab.checker.finding import KINDS, Finding
@@ -141,7 +141,7 @@ def errors_of(lab: Lab, subject: Subject, case: Case, finding: Finding) -> Error
         return compare(ran.padded, torch.zeros_like(ran.padded), rows, 0.0, 0.0)
     call = lab.call(case)
     call.output.copy_(ran.output)
-    if case.op != CACHE_WRITE:
+    if not case.spec.writes_cache:
         case = case.replace(atol=_bound(lab, case, ran))
     return lab.errors(case, call, lab.reference(case))
 

@@ -14,9 +14,10 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.contract import cached_lens, contract
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, Target
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import freed_blocks
@@ -24,7 +25,6 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import written_format
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_PAGED, _FLASH = (WRAPPER, PREFILL), (UNIFIED, DECODE_FWD)  # by cache layout
 _KNOWN = (  # fields that the script implements or that do not affect it
     *(
         "op",
@@ -105,7 +105,8 @@ def has_script(case: Case) -> bool:
     """Answer whether a script can reproduce a Case: an attention op on a complete cache, with fields that
     the script implements."""
     known = (
-        case.op in _PAGED + _FLASH
+        case.op in TRITON_OPS
+        and case.spec.attends_to_cache
         and case.distribution == "normal"
         and case.staging.fill == "all_rows"
     )
@@ -124,7 +125,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "version": version,
         "seen": finding.seen,
         "op": finding.op,
-        "module": OP_CALLS[finding.op].module,
+        "module": OPS[finding.op].module,
         "target": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
@@ -170,10 +171,6 @@ def _of_case(case: Case) -> dict[str, Any]:
     given = OP_CALLS[case.op].arguments(call, target)
     arguments = {name: _expression(name, value, call) for name, value in given.items()}
     cached = cached_lens(contract(case.op, target, case.op), call)
-    if (
-        case.op == WRAPPER
-    ):  # a decode takes its new token from the cache, a prefill from the arguments
-        cached = call.seq_lens - torch.where(call.query_lens == 1, 0, call.query_lens)
     return {
         "query_lens": list(case.lengths.query_lens),
         "ctx_lens": list(case.lengths.ctx_lens),
@@ -200,7 +197,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "first_kept": kept if any(kept) else None,
         "fill": _FILL[case.empty_slots],
         "buffer": _BUFFER[case.output_init],
-        "flash": case.op in _FLASH,
+        "flash": case.spec.cache_layout == "flash",
         "x": case.key_x,
         "cached": cached.tolist(),
         "arguments": arguments,

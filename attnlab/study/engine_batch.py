@@ -11,7 +11,6 @@ from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.study.production import EngineRun
 from attnlab.study.timeline import Attention, Timeline
-from attnlab.tensors.cache import written_lens
 
 _NAMES = ("max_tokens", "max_num_batched_tokens", "block_size", "dtype", "seed")
 FILLS = ("context_only", "decode_rows", "all_rows")
@@ -35,7 +34,7 @@ def compare_fills(
         sum(slot in slots for slot in batch.slots(i, 0, seq_len, timeline.block_size))
         for i, seq_len in enumerate(batch.seq_lens)
     )
-    return in_cache, {fill: tuple(written_lens(lengths, fill)) for fill in FILLS}
+    return in_cache, {fill: tuple(lengths.cached_lens(fill)) for fill in FILLS}
 
 
 def engine_case(run: EngineRun, batch: Attention) -> Case:

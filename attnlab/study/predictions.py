@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.contract import Contract, as_read, contract, served
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Target, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, Target, decide
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.stages import STAGES
 from attnlab.case.test_id import nearest_id
 from attnlab.lab.result import Result

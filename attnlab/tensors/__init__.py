@@ -1,1 +1,16 @@
 """Batch, PagedCache and KernelCall: the tensors of one attention call."""
+
+from attnlab.tensors.batch import Batch, make_batch
+from attnlab.tensors.cache import PagedCache, Provenance, make_cache
+from attnlab.tensors.call import KernelCall, make_call, make_output
+
+__all__ = [
+    "Batch",
+    "KernelCall",
+    "PagedCache",
+    "Provenance",
+    "make_batch",
+    "make_cache",
+    "make_call",
+    "make_output",
+]

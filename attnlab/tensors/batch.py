@@ -13,16 +13,18 @@ from attnlab.case.shown import Shown
 from attnlab.tensors.formats import FORMATS
 
 SINK_RANGE = (1.0, 6.0)
-_CHUNK = 1 << 22  # elements drawn at a time in float32, so that float16 needs no second full copy
+_CHUNK = (
+    1 << 22
+)  # elements drawn at a time in float32, to avoid a full float32 copy of float16 data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Batch(Shown):
     """New tokens and context of several sequences.
 
-    - ``query``: [num_tokens, num_heads, head_size], the new tokens of sequence 0, then 1, …
-    - ``key``, ``value``: [sum(seq_lens), num_kv_heads, head_size], all tokens of sequence 0 (context,
-      then new), then of sequence 1, …
+    - ``query``: [num_tokens, num_heads, head_size], the new tokens, sequence by sequence.
+    - ``key``, ``value``: [sum(seq_lens), num_kv_heads, head_size], all tokens (context, then new),
+      sequence by sequence.
     - ``alibi_slopes``: [num_heads] float32, or None.
     - ``sinks``: [num_heads] float32, the logit of each query head's sink, or None.
     """
@@ -36,16 +38,16 @@ class Batch(Shown):
 
     @property
     def kv_start_loc(self) -> list[int]:
-        """Return where each sequence begins in ``key`` and ``value``; length num_seqs + 1."""
+        """Return the first row of each sequence in ``key``, and the number of rows; length num_seqs + 1."""
         return [0, *accumulate(self.lengths.seq_lens)]
 
     @property
     def token_start_loc(self) -> list[int]:
-        """Return where each sequence begins in ``query``; length num_seqs + 1."""
+        """Return the first row of each sequence in ``query``, and the number of rows; length num_seqs + 1."""
         return [0, *accumulate(self.lengths.query_lens)]
 
     def new_rows(self) -> torch.Tensor:
-        """Return the rows of ``key`` that are new tokens, in the order of ``query``; [num_tokens]."""
+        """Return the rows of ``key`` that hold new tokens, in the order of ``query``; [num_tokens] int64."""
         starts = self.kv_start_loc
         return torch.cat(
             [
@@ -58,11 +60,10 @@ class Batch(Shown):
 
 
 def make_batch(case: Case, device: str = "cpu") -> Batch:
-    """Draw the Case's batch, and put it on ``device``; the same Case gives the same bits on the same
-    torch version.
+    """Return the Case's batch on ``device``.
 
-    The lengths are those of vLLM's test to the number; the numbers are of the same distribution, but
-    not the test's own, which a GPU's generator draws.
+    The same Case gives the same bits with the same version of torch. The lengths equal those of vLLM's
+    test. The data have the test's distribution but other values, because the test draws on a GPU.
     """
     lengths, dtype = case.lengths, FORMATS[case.dtype].dtype
     kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
@@ -81,8 +82,8 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
 def alibi_slopes(num_heads: int) -> torch.Tensor:
     """Return the ALiBi slope of each head, [num_heads] float32 (Press et al. 2022, appendix).
 
-    For a power of two, 2^(-8 (h + 1) / num_heads). Otherwise the slopes of the power of two below,
-    then every second slope of the power of two above, as many as are missing.
+    For a power of two, the slope of head h is 2^(-8 (h + 1) / num_heads). Otherwise the first slopes are
+    those of the next lower power of two, the rest every second slope of the next higher one.
     """
     below = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
@@ -93,22 +94,22 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 def sink_logits(num_heads: int, seed: int) -> torch.Tensor:
     """Return the logit of each query head's attention sink, [num_heads] float32.
 
-    They lie between 1 and 6, evenly apart, in an order drawn from ``seed``: below and above the largest
-    score of N(0, 1) data at the usual scale, and no head's is that of its neighbour. Each is a bfloat16
-    number, the dtype in which gpt-oss keeps them, so that a kernel may take either dtype.
+    They are evenly spaced between 1 and 6, in an order drawn from ``seed``. So some are below and some
+    above the largest score of N(0, 1) data at the usual scale, and neighbouring heads differ. Each is a
+    bfloat16 number, the dtype that gpt-oss uses, so that a kernel may take bfloat16 or float32.
     """
     generator = torch.Generator().manual_seed((seed << 24) + (3 << 20))
     order = torch.randperm(num_heads, generator=generator)
-    beside = torch.rand(1, generator=generator)
+    offset = torch.rand(1, generator=generator)
     low, high = SINK_RANGE
-    logits = low + (high - low) * (order + beside) / num_heads
+    logits = low + (high - low) * (order + offset) / num_heads
     return logits.to(torch.bfloat16).float()
 
 
 def _draw(shape: tuple[int, ...], dtype: torch.dtype, case: Case, salt: int) -> torch.Tensor:
     """Return a tensor drawn in float32 and rounded to ``dtype``.
 
-    Each chunk has a generator of its own, so that the bits do not depend on how many cores draw.
+    Each chunk has its own generator, so that the bits do not depend on the number of threads.
     """
     drawn = torch.empty(shape, dtype=dtype)
     chunks = drawn.view(-1).split(_CHUNK)

@@ -1,4 +1,4 @@
-"""PagedCache: keys and values in blocks, and who wrote each slot."""
+"""PagedCache: keys and values in blocks, and which token each slot holds."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.fill import write_tokens
@@ -17,16 +16,16 @@ from attnlab.tensors.formats import ElementFormat, store, written_format
 
 NOBODY = -1
 _NEAR = {"first_block": 0, "num_blocks": None}
-_PATTERN = (1 << 20) + 7  # garbage repeats after so many elements, at no block's or head's edge
+_PATTERN = (1 << 20) + 7  # period of garbage in elements; no multiple of a block or head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Provenance(Shown):
-    """Who wrote each slot of a cache, and which slots each sequence owns.
+    """Which token each slot of a cache holds, and which blocks each sequence owns.
 
     - ``seq``, ``pos``: [num_blocks, block_size] int32, the sequence and position whose token a slot
-      holds, or NOBODY.
-    - ``block_table``: [num_seqs, max_blocks_per_seq] int64, the block table as it was meant.
+      holds, or NOBODY if it was never written.
+    - ``block_table``: [num_seqs, max_blocks_per_seq] int64, the intended block table.
     """
 
     seq: torch.Tensor
@@ -41,13 +40,13 @@ class Provenance(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class PagedCache(Shown):
-    """A paged KV cache in the layout that vLLM's paged decode kernels read.
+    """A paged KV cache in the layout of vLLM's paged decode kernels.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x]
-    - ``value``: [num_blocks, num_kv_heads, head_size, block_size]; with the Case's ``interleave_v`` as
-      :func:`interleaved` lays it out.
+    - ``value``: [num_blocks, num_kv_heads, head_size, block_size]; if the Case has ``interleave_v``, in
+      the order of :func:`interleaved`.
 
-    Both of ``format.storage``. :meth:`to_flash` gives the other layout that vLLM uses.
+    Both have the dtype ``format.storage``. :meth:`to_flash` returns vLLM's other layout.
     """
 
     key: torch.Tensor
@@ -58,16 +57,16 @@ class PagedCache(Shown):
     provenance: Provenance
 
     def to_flash(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value as :func:`to_flash` lays them out; copies. No interleaved values."""
+        """Return copies of key and value as :func:`to_flash` does; values must not be interleaved."""
         return to_flash(self.key, self.value)
 
 
 def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Return a value cache with the slots of a block in packs of 16 bytes, of the same shape; ``back``
-    undoes it.
+    """Return a value cache of the same shape with the slots of a block in packs of 16 bytes.
 
-    ``value``: [..., head_size, block_size]. Interleaved, a block holds [block_size / x, head_size, x], as
-    AITER's writer leaves it on ROCm (vllm/v1/attention/ops/prefix_prefill.py, vLLM 0.33.0).
+    ``value``: [..., head_size, block_size]. The memory of an interleaved block is [block_size / x,
+    head_size, x], AITER's layout on ROCm (vllm/v1/attention/ops/prefix_prefill.py, vLLM 0.33.0). With
+    ``back`` the packs are undone.
     """
     *blocks, head_size, block_size = value.shape
     x = 16 // value.element_size()
@@ -78,58 +77,46 @@ def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
 def untouched(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return zeros that take memory page by page, as they are written: NumPy asks the system for pages
-    that are zero, torch writes zeros itself. A GPU's take all of theirs. Raises Unavailable where not even
-    the addresses are had."""
+    """Return zeros that take no memory on a CPU until they are written.
+
+    NumPy gets zeroed pages from the operating system, torch would write the zeros. On a GPU the tensor
+    takes all its memory. Raises Unavailable if the address space is not available.
+    """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     try:
         zeros = np.zeros(size, dtype=np.uint8)
     except MemoryError as error:
-        text = f"{size / 2**30:.1f} GiB of addresses, of which little would be touched"
-        raise Unavailable(f"this machine does not give {text}") from error
+        text = f"{size / 2**30:.1f} GiB of address space, although little of it would be used"
+        raise Unavailable(f"this machine cannot provide {text}") from error
     return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def to_flash(
     key: torch.Tensor, value: torch.Tensor, first_block: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache in the layout of FlashAttention, unified attention and the cache write, copies:
-    [num_blocks, block_size, num_kv_heads, head_size] for both. Blocks before ``first_block`` are not
-    copied: they are :func:`untouched` zeros."""
+    """Return copies of key and value, both [num_blocks, block_size, num_kv_heads, head_size].
+
+    This is the layout of FlashAttention, unified attention and the cache write. Blocks before
+    ``first_block`` are not copied; they are :func:`untouched` zeros.
+    """
     if first_block:
-        near = to_flash(key[first_block:], value[first_block:])
-        copies = tuple(untouched((len(key), *one.shape[1:]), one.dtype, one.device) for one in near)
-        for copy, one in zip(copies, near, strict=True):
-            copy[first_block:] = one
+        used = to_flash(key[first_block:], value[first_block:])
+        copies = tuple(
+            untouched((len(key), *part.shape[1:]), part.dtype, part.device) for part in used
+        )
+        for copy, part in zip(copies, used, strict=True):
+            copy[first_block:] = part
         return copies[0], copies[1]
     flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
     return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
 
-def written_lens(lengths: Lengths, fill: str) -> tuple[int, ...]:
-    """Return how many tokens of each sequence the cache holds under a fill policy.
-
-    ``context_only`` is ctx_len, ``all_rows`` is seq_len, ``decode_rows`` is seq_len where query_len is
-    1 and ctx_len elsewhere.
-    """
-    if fill == "all_rows":
-        return lengths.seq_lens
-    if fill == "context_only":
-        return lengths.ctx_lens
-    return tuple(
-        seq_len if query_len == 1 else ctx_len
-        for seq_len, query_len, ctx_len in zip(
-            lengths.seq_lens, lengths.query_lens, lengths.ctx_lens, strict=True
-        )
-    )
-
-
 def freed_blocks(case: Case) -> list[int]:
-    """Return how many blocks of each sequence lie wholly before the window of its first new token.
+    """Return how many blocks of each sequence are entirely before the window of its first new token.
 
-    vLLM frees them once no row can see them, and a worker's block table goes on naming them
+    vLLM frees them because no row attends to them, but leaves them in the worker's block table
     (get_num_skipped_tokens, vllm/v1/core/single_type_kv_cache_manager.py, vLLM 0.33.0).
     """
     if case.freed == "kept":
@@ -139,9 +126,9 @@ def freed_blocks(case: Case) -> list[int]:
 
 
 def make_block_table(case: Case) -> torch.Tensor:
-    """Return the Case's block table, int64: its own, or blocks dealt out in a random order.
+    """Return the Case's block table, int64: given, or with blocks in random order.
 
-    Where freed blocks are recycled, their entries name the last block of the next sequence.
+    If freed blocks are recycled, their entries are the last block of the next sequence.
     """
     table = _dealt_blocks(case)
     if case.freed == "recycled":
@@ -153,7 +140,7 @@ def make_block_table(case: Case) -> torch.Tensor:
 
 
 def _dealt_blocks(case: Case) -> torch.Tensor:
-    """Return the block table before any block of it is freed."""
+    """Return the block table before blocks are freed."""
     if case.block_table is not None:
         return torch.tensor(case.block_table)
     num_seqs = len(case.lengths.query_lens)
@@ -164,8 +151,10 @@ def _dealt_blocks(case: Case) -> torch.Tensor:
 
 
 def make_cache(case: Case, batch: Batch) -> PagedCache:
-    """Return a cache that holds what the Case's fill policy writes, and in all other slots what
-    ``case.empty_slots`` says; on the batch's device, its provenance on the CPU."""
+    """Return the Case's cache on the batch's device; its provenance is on the CPU.
+
+    It holds the tokens of the Case's fill policy. All other slots hold ``case.empty_slots``.
+    """
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
@@ -173,7 +162,7 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     device = batch.key.device
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
-    lens = written_lens(batch.lengths, case.staging.fill)
+    lens = batch.lengths.cached_lens(case.staging.fill)
     begins = [count * case.block_size for count in freed_blocks(case)]
     rows, slots, provenance = addresses(
         batch, lens, block_table, key.shape[0], case.block_size, begins
@@ -200,11 +189,10 @@ def addresses(
     block_size: int,
     begins: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
-    """Return for every token that is written its row in ``batch.key``, its slot (block × block_size
-    + offset), and the provenance that results.
+    """Return rows, slots and provenance of the tokens that are written to a cache.
 
-    ``lens``: how many tokens of each sequence are written; ``begins``: from which position on, 0 where
-    it is left out.
+    Rows are those of ``batch.key``; a slot is block × block_size + offset; both [n] int64. Of each
+    sequence the positions from ``begins`` (default 0) to ``lens`` are written.
     """
     counts = torch.tensor(lens)
     seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
@@ -226,8 +214,10 @@ def addresses(
 def _empty(
     shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int, device: torch.device
 ) -> torch.Tensor:
-    """Return a cache tensor that holds zeros, NaN or finite garbage everywhere; before ``first_block``
-    untouched zeros."""
+    """Return a cache tensor filled with zeros, NaN or finite garbage, as ``case.empty_slots`` says.
+
+    Blocks before ``first_block`` are :func:`untouched` zeros.
+    """
     if case.first_block:
         cache = untouched(shape, format.storage, device)
         used = (shape[0] - case.first_block, *shape[1:])
@@ -241,9 +231,9 @@ def _empty(
 
 
 def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return what recycled memory may hold: float16 numbers with 0.5 ≤ |number| < 2.
+    """Return numbers as recycled memory may hold them: float16 with 0.5 ≤ |number| < 2.
 
-    Finite and never small, so that no element is right by luck and none is a NaN that gives it away.
+    They are finite, so that no NaN reveals them, and never small, so that no element is right by chance.
     """
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape)

@@ -4,42 +4,44 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import OPS, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import PagedCache, garbage
 from attnlab.tensors.formats import FORMATS, read_format
-
-_INDEX = {"int32": torch.int32, "int64": torch.int64}
+from attnlab.tensors.from_tensors import PlainCall
+from attnlab.tensors.shapes import INDEX_DTYPES, check_dims, check_index, check_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class KernelCall(Shown):
-    """Arguments of an attention op, under the names that chunked_prefill_paged_decode has for them.
+    """Arguments of an attention op, with the names that chunked_prefill_paged_decode has for them.
 
-    - ``query``, ``output``: [num_tokens, num_heads, head_size]; ``output`` is what the op changes. The
-      output of reshape_and_cache_flash is the cache: [num_blocks × block_size, num_kv_heads,
-      2 × head_size], a slot's key, then its value.
+    - ``query``, ``output``: [num_tokens, num_heads, head_size]; the op writes ``output``. For an op that
+      writes the cache, the output is the cache: [num_blocks × block_size, num_kv_heads, 2 × head_size],
+      for each slot its key, then its value.
     - ``key``, ``value``: [num_tokens, num_kv_heads, head_size], the new tokens.
     - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
-      [num_blocks, num_kv_heads, head_size, block_size]; uint8 where kv_cache_dtype is FP8.
+      [num_blocks, num_kv_heads, head_size, block_size]; uint8 if kv_cache_dtype is FP8.
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
-      [num_seqs]: integers of the dtype that the caller chose, right or wrong.
-    - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads], of any floating dtype: a
-      logit that each row of the head counts once in its sum and that has no value, or None.
-    - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale`` None leaves the scale to the op,
-      ``num_splits`` None the pieces of a sequence. ``interleave_v``: the values of a block are in packs
-      (:func:`attnlab.tensors.cache.interleaved`).
-    - ``strides``, ``padding``: how the tensors are to lie in memory when an op gets them
-      (:mod:`attnlab.tensors.layout`); here they are contiguous.
+      [num_seqs]: int32 or int64, as the caller chose; kernels expect int32.
+    - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads] of any floating dtype, one
+      logit per head that adds to the softmax sum of each row and has no value; or None.
+    - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale``: None leaves the scale to the op.
+      ``num_splits``: None leaves the number of parts of a sequence to the op. ``interleave_v``: the
+      values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`).
+    - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.layout`); the
+      tensors here are contiguous and not padded.
 
-    Raises InvalidCall where shapes contradict each other; a wrong dtype is allowed on purpose.
+    Raises InvalidCall if shapes contradict each other. A wrong dtype is allowed on purpose.
     """
 
     op: str
@@ -69,51 +71,118 @@ class KernelCall(Shown):
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
-        tokens, heads, head_size = _shape("query", self.query, 3)
-        _, kv_heads, _ = _shape("key", self.key, 3)
-        _same("key", self.key, (tokens, kv_heads, head_size))
-        _same("value", self.value, (tokens, kv_heads, head_size))
-        blocks, _, chunks, block_size, x = _shape("key_cache", self.key_cache, 5)
-        _same("key_cache", self.key_cache, (blocks, kv_heads, chunks, block_size, x))
+        if self.op not in OPS:
+            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}", field="op")
+        tokens, heads, head_size = check_dims("query", self.query, 3)
+        _, kv_heads, _ = check_dims("key", self.key, 3)
+        check_shape("key", self.key, (tokens, kv_heads, head_size))
+        check_shape("value", self.value, (tokens, kv_heads, head_size))
+        blocks, _, chunks, block_size, x = check_dims("key_cache", self.key_cache, 5)
+        check_shape("key_cache", self.key_cache, (blocks, kv_heads, chunks, block_size, x))
         if chunks * x != head_size:
-            raise InvalidCall(f"key_cache must hold heads of {head_size}, got {chunks} × {x}")
-        _same("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
+            text = f"key_cache must hold heads of {head_size}, got {chunks} × {x}"
+            raise InvalidCall(text, field="key_cache")
+        check_shape("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
         outputs = (tokens, heads, head_size)
-        if self.op == CACHE_WRITE:
+        if self.spec.writes_cache:
             outputs = (blocks * block_size, kv_heads, 2 * head_size)
-        _same("output", self.output, outputs)
-        num_seqs, _ = _shape("block_table", self.block_table, 2)
-        _same("seq_lens", self.seq_lens, (num_seqs,))
-        _same("query_start_loc", self.query_start_loc, (num_seqs + 1,))
+        check_shape("output", self.output, outputs)
+        num_seqs, _ = check_dims("block_table", self.block_table, 2)
+        check_shape("seq_lens", self.seq_lens, (num_seqs,))
+        check_shape("query_start_loc", self.query_start_loc, (num_seqs + 1,))
         for name in ("block_table", "seq_lens", "query_start_loc"):
-            if getattr(self, name).dtype not in _INDEX.values():
-                raise InvalidCall(f"{name} must be int32 or int64, got {getattr(self, name).dtype}")
+            check_index(name, getattr(self, name))
         if self.sinks is not None:
-            _same("sinks", self.sinks, (heads,))
+            check_shape("sinks", self.sinks, (heads,))
             if not self.sinks.is_floating_point():
-                raise InvalidCall(f"sinks must be of a floating dtype, got {self.sinks.dtype}")
+                text = f"sinks must be of a floating dtype, got {self.sinks.dtype}"
+                raise InvalidCall(text, field="sinks")
         if kv_heads == 0 or heads % kv_heads:
-            raise InvalidCall(f"query must have a multiple of {kv_heads} heads, got {heads}")
+            text = f"query must have a multiple of {kv_heads} heads, got {heads}"
+            raise InvalidCall(text, field="query")
+
+    @classmethod
+    def from_tensors(
+        cls,
+        *,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        op: str | None = None,
+        layout: str | None = None,
+        kv_cache_dtype: str | None = None,
+        **options: Any,
+    ) -> "KernelCall":
+        """Return the call of tensors in one of vLLM's cache layouts.
+
+        - ``query``: [num_tokens, num_heads, head_size], the new tokens of all sequences.
+        - ``key_cache``, ``value_cache``: x-split, [num_blocks, num_kv_heads, head_size / x, block_size, x]
+          and [num_blocks, num_kv_heads, head_size, block_size]; or flash, both [num_blocks, block_size,
+          num_kv_heads, head_size]; or HND, both [num_blocks, num_kv_heads, block_size, head_size]. Of the
+          query's dtype, FP8, or FP8 as uint8. A cache that is not x-split is copied.
+        - ``block_table``: [num_seqs, max_blocks_per_seq], ``seq_lens``: [num_seqs], int32 or int64.
+        - ``query_start_loc``: [num_seqs + 1], int32 or int64. Default: one new token per sequence.
+        - ``key``, ``value``: [num_tokens, num_kv_heads, head_size]. Required if the op reads new tokens
+          from them; default: zeros.
+        - ``output``: what the op writes. Default: NaN, so that rows which are not written are visible.
+        - ``op``: default chunked_prefill_paged_decode for x-split, otherwise unified_attention.
+        - ``layout``: "x-split", "flash" or "HND". Default: the layout that the shapes allow.
+        - ``kv_cache_dtype``: default by the dtype of the cache; required for uint8.
+        - ``options``: further fields of KernelCall, for example ``sm_scale``, ``k_scale``, ``sinks`` or
+          ``sliding_window``; ``max_query_len`` and ``max_seq_len`` default to the true maxima.
+
+        Raises InvalidCall with one line that names the first argument that does not fit.
+        """
+        plain = PlainCall(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            key=key,
+            value=value,
+            output=output,
+            op=op,
+            layout=layout,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        arguments = plain.arguments()
+        _check_options(options, arguments)
+        lens = {"max_query_len": arguments["query_start_loc"].diff(), "max_seq_len": seq_lens}
+        maxima = {name: int(found.max()) if len(found) else 0 for name, found in lens.items()}
+        return cls(**{**maxima, **arguments, **options})
+
+    @property
+    def spec(self) -> Op:
+        """Return the record of the op."""
+        return OPS[self.op]
 
     @property
     def num_queries_per_kv(self) -> int:
-        """Return the GQA ratio."""
+        """Return the number of query heads per KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def block_size(self) -> int:
-        """Return tokens of a cache block."""
+        """Return the number of tokens per cache block."""
         return self.value_cache.shape[3]
 
     @property
     def query_lens(self) -> torch.Tensor:
-        """Return the new tokens of each sequence, [num_seqs] int64, as the caller meant them."""
+        """Return the number of new tokens of each sequence, [num_seqs] int64, as the caller intended."""
         return self.query_start_loc.long().diff()
 
     def save(self, path: Path) -> None:
-        """Write the call to a safetensors file: tensors as they are, the rest as metadata.
+        """Write the call to a safetensors file, with scalars as metadata.
 
-        Raises InvalidCall where the file cannot be written.
+        Raises InvalidCall if the file cannot be written.
         """
         tensors, scalars = {}, {}
         for field in fields(self):
@@ -125,11 +194,11 @@ class KernelCall(Shown):
         try:
             save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
         except (OSError, SafetensorError) as error:
-            raise InvalidCall(f"{path} must be a file that can be written: {error}") from error
+            raise InvalidCall(f"{path} must be a writable file: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":
-        """Read a call that :meth:`save` or a capture wrote; raise InvalidCall if it holds none."""
+        """Return the call in a file that :meth:`save` or a capture wrote; raise InvalidCall."""
         try:
             with safe_open(path, framework="pt") as file:
                 scalars = json.loads((file.metadata() or {})["attnlab_call"])
@@ -143,10 +212,10 @@ class KernelCall(Shown):
 
 
 def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
-    """Return the prefix sums of ``query_lens``, [num_seqs + 1], made as a stage of the test made them.
+    """Return the prefix sums of ``query_lens``, [num_seqs + 1], computed as a stage of the test did.
 
-    ``torch.cumsum`` of int32 gives int64, since integer sums promote. So "int32_before_cumsum", the
-    first fix, is int64 again: nothing sets that here, the tensor is built as the test built it.
+    ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64;
+    this function computes it in the same way.
     """
     lens = [0, *query_lens]
     if how == "int64":
@@ -159,12 +228,12 @@ def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
 def make_output(case: Case) -> torch.Tensor:
     """Return the output buffer before the call: recycled memory, NaN or zeros.
 
-    The test allocates it with ``torch.empty``; what that finds there is modelled by
-    :func:`attnlab.tensors.cache.garbage`, so that a row that nobody writes never passes by luck.
+    vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
+    :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     dtype = FORMATS[case.dtype].dtype
-    if case.op == CACHE_WRITE:
+    if case.spec.writes_cache:
         shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
         dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
     if case.output_init == "recycled":
@@ -174,7 +243,7 @@ def make_output(case: Case) -> torch.Tensor:
 
 
 def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
-    """Return the Case's call on tensors that were made for it; ``output`` is what will be written."""
+    """Return the Case's call on its batch and cache; the op will write ``output``."""
     staging = case.staging
     new = batch.new_rows()
     return KernelCall(
@@ -186,9 +255,9 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
         kv_cache_dtype=case.kv_cache_dtype,
         key_cache=cache.key,
         value_cache=cache.value,
-        block_table=cache.provenance.block_table.to(_INDEX[staging.block_table]),
+        block_table=cache.provenance.block_table.to(INDEX_DTYPES[staging.block_table]),
         query_start_loc=make_query_start_loc(case.lengths.query_lens, staging.query_start_loc),
-        seq_lens=torch.tensor(case.lengths.seq_lens, dtype=_INDEX[staging.seq_lens]),
+        seq_lens=torch.tensor(case.lengths.seq_lens, dtype=INDEX_DTYPES[staging.seq_lens]),
         max_seq_len=case.passed_max_seq_len,
         max_query_len=case.passed_max_query_len,
         k_scale=case.k_scale,
@@ -205,12 +274,9 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
     )
 
 
-def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
-    if tensor.dim() != dims:
-        raise InvalidCall(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-    return tuple(tensor.shape)
-
-
-def _same(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise InvalidCall(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Raise InvalidCall for an option that is not a further field of KernelCall."""
+    known = [field.name for field in fields(KernelCall) if field.name not in arguments]
+    for name in options:
+        if name not in known:
+            raise InvalidCall(f"option must be one of {', '.join(known)}, got {name}", field=name)

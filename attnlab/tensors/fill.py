@@ -1,9 +1,9 @@
-"""Writing tokens into a paged cache, all of them at once.
+"""Write tokens into a paged cache.
 
-Both cache tensors are transposes of the tokens they hold. Copied element by element that costs ten
-times a plain copy; here whole blocks move in elements of up to 16 bytes, and only the 2-byte transpose
-inside a value block is left to do, on data that is still in the processor's cache. Tokens that do not
-fill a block take the general way, an indexed assignment.
+Both cache tensors are transposes of the tokens. An element-wise transposed copy takes ten times as long
+as a plain copy. So whole blocks are copied in elements of up to 16 bytes, and only the values of a block
+are transposed element by element, while they are in the processor's cache. Tokens that do not fill a
+block are written by indexed assignment.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 _CARRIERS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BLOCKS_AT_A_TIME = 16  # 8 MiB of float16 at 64 heads of 128: stays in the last-level cache
+_BLOCKS_AT_A_TIME = 16  # 8 MiB of float16 for 64 heads of 128: fits the last-level cache
 
 
 def write_tokens(
@@ -25,12 +25,12 @@ def write_tokens(
     """Write token ``rows[i]`` of ``new_key`` and ``new_value`` to slot ``slots[i]`` of the cache.
 
     - ``key``: [num_blocks, num_kv_heads, head_size / x, block_size, x], ``value``: [num_blocks,
-      num_kv_heads, head_size, block_size]; both contiguous, both changed in place.
-    - ``new_key``, ``new_value``: [tokens, num_kv_heads, head_size], of the same dtypes.
-    - ``rows``, ``slots``: [n] int64; a slot is block × block_size + offset, and no slot comes twice.
+      num_kv_heads, head_size, block_size]; both contiguous, both modified.
+    - ``new_key``, ``new_value``: [tokens, num_kv_heads, head_size], of the dtypes of the cache.
+    - ``rows``, ``slots``: [n] int64; a slot is block × block_size + offset; slots are unique.
     """
     block_size = value.shape[3]
-    if key.device.type != "cpu":  # a GPU transposes as fast as it copies
+    if key.device.type != "cpu":  # on a GPU, a transposed copy is as fast as a plain one
         _write_slots(key, value, new_key[rows], new_value[rows], slots)
         return
     whole = _whole_blocks(rows, slots, block_size)
@@ -50,7 +50,7 @@ def _write_slots(
     new_value: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write token i to ``slots[i]``, each on its own."""
+    """Write token i to ``slots[i]`` by indexed assignment; modifies ``key`` and ``value``."""
     blocks, offsets = slots // value.shape[3], slots % value.shape[3]
     chunked = new_key.unflatten(2, (key.shape[2], key.shape[4]))
     key.permute(0, 3, 1, 2, 4)[blocks, offsets] = chunked
@@ -58,7 +58,7 @@ def _write_slots(
 
 
 def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return where in ``slots`` a run of tokens begins that fills a block from end to end."""
+    """Return the indices into ``slots`` at which a run of tokens begins that fills a whole block."""
     begins = torch.nonzero(slots % block_size == 0).flatten()
     ends = begins + block_size - 1
     begins, ends = begins[ends < len(slots)], ends[ends < len(slots)]
@@ -70,7 +70,7 @@ def _whole_blocks(rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> t
 def _runs(
     first_rows: torch.Tensor, blocks: torch.Tensor, block_size: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, blocks) of blocks whose tokens follow one another, some at a time."""
+    """Yield (first row, blocks) for at most _BLOCKS_AT_A_TIME blocks with consecutive rows."""
     breaks = torch.nonzero(first_rows.diff() != block_size).flatten() + 1
     for run_rows, run_blocks in zip(
         first_rows.tensor_split(breaks), blocks.tensor_split(breaks), strict=True
@@ -83,16 +83,16 @@ def _runs(
 
 
 def _widened(tensor: torch.Tensor, most_bytes: int = 16) -> torch.Tensor:
-    """Return a view whose elements hold several of ``tensor``'s last dimension."""
+    """Return a view with wider elements, each of several elements of ``tensor``'s last dimension."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     for size, dtype in _CARRIERS.items():
         if size <= most_bytes and row_bytes % size == 0:
             return tensor.view(dtype)
-    raise AssertionError("every row is a multiple of one byte")
+    raise AssertionError("unreachable: a row is a multiple of one byte")
 
 
 def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to the key cache's ``blocks``."""
+    """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to ``blocks`` of ``key``, modifying it."""
     chunk = key.shape[4]
     wide = _widened(
         tokens.unflatten(3, (-1, chunk))
@@ -101,10 +101,11 @@ def _write_key_blocks(key: torch.Tensor, blocks: torch.Tensor, tokens: torch.Ten
 
 
 def _write_value_blocks(value: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to the value cache's ``blocks``."""
+    """Write ``tokens`` [n, block_size, num_kv_heads, head_size] to ``blocks`` of ``value``, modifying it."""
     block_size = tokens.shape[1]
-    # [n, heads, wide elements, block_size]; contiguous() would leave a last dimension of 1 its stride
+    # [n, heads, wide elements, block_size]; contiguous() would not change the stride of a size-1 dimension
     wide = _widened(tokens).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
     narrow = wide.view(tokens.dtype).unflatten(3, (block_size, -1))
-    turned = narrow.transpose(3, 4).contiguous()  # [n, heads, wide elements, in one, block_size]
-    _widened(value.flatten(1))[blocks] = _widened(turned.flatten(1))
+    # [n, heads, wide elements, elements per wide element, block_size]
+    transposed = narrow.transpose(3, 4).contiguous()
+    _widened(value.flatten(1))[blocks] = _widened(transposed.flatten(1))

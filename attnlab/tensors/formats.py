@@ -1,4 +1,4 @@
-"""Element formats of a KV cache: how numbers become bytes, and bytes numbers."""
+"""Element formats of a KV cache: encoding and decoding of numbers."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from attnlab.case.case import Case
 class ElementFormat:
     """A format of the elements of a KV cache.
 
-    ``dtype`` is what the bytes mean, ``storage`` the dtype of the tensor that vLLM keeps them in:
-    itself for 16 and 32 bit, uint8 for FP8.
+    ``dtype`` is the numeric type. ``storage`` is the dtype of vLLM's tensor: ``dtype`` itself for 16 and
+    32 bit, uint8 for FP8.
     """
 
     name: str
@@ -21,19 +21,19 @@ class ElementFormat:
 
     @property
     def is_fp8(self) -> bool:
-        """Answer whether the elements are FP8 bytes, and so have a scale."""
+        """Answer whether the elements are FP8 bytes, which have a scale."""
         return self.storage is torch.uint8
 
     @property
     def nan(self) -> torch.Tensor:
-        """Return a NaN of this format, a scalar of dtype ``storage``."""
+        """Return a NaN in this format, a scalar tensor of dtype ``storage``."""
         return torch.tensor(float("nan")).to(self.dtype).view(self.storage)
 
     def encode(self, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return ``values`` in this format, as ``storage``.
+        """Return ``values`` in this format, of dtype ``storage``.
 
-        FP8 is the value divided by ``scale``, saturated to the largest finite number, rounded to
-        nearest even: what ``reshape_and_cache`` does (csrc/cache_kernels.cu, vLLM 0.11.2).
+        For FP8, values are divided by ``scale``, clamped to the finite range and rounded to nearest even,
+        as ``reshape_and_cache`` does (csrc/cache_kernels.cu, vLLM 0.11.2). Otherwise ``scale`` is ignored.
         """
         if not self.is_fp8:
             return values.to(self.dtype)
@@ -41,7 +41,7 @@ class ElementFormat:
         return (values.float() / scale).clamp(-limit, limit).to(self.dtype).view(self.storage)
 
     def decode(self, stored: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return the numbers that ``stored`` stands for, float32."""
+        """Return the numbers that ``stored`` encodes, times ``scale`` for FP8; float32."""
         if not self.is_fp8:
             return stored.float()
         values = stored.view(self.dtype).float()
@@ -62,10 +62,10 @@ FORMATS: dict[str, ElementFormat] = {
 
 
 def read_format(kv_cache_dtype: str, dtype: torch.dtype, fp8_e4m3: str) -> ElementFormat:
-    """Return the format that a kernel reads a cache in.
+    """Return the format in which a kernel reads a cache.
 
-    "auto" is the model's own ``dtype``; "fp8" and "fp8_e4m3" are ``fp8_e4m3``, which is a fact of the
-    platform (vllm/platforms/rocm.py ``fp8_dtype``); "fp8_e5m2" is itself.
+    For "auto" it is the model's ``dtype``; for "fp8" and "fp8_e4m3" the platform's ``fp8_e4m3``
+    (``fp8_dtype`` in vllm/platforms/rocm.py); for "fp8_e5m2" that format.
     """
     if kv_cache_dtype == "auto":
         return FORMATS[str(dtype).removeprefix("torch.")]
@@ -73,17 +73,17 @@ def read_format(kv_cache_dtype: str, dtype: torch.dtype, fp8_e4m3: str) -> Eleme
 
 
 def written_format(case: Case) -> ElementFormat:
-    """Return the format that the Case's cache is written in: the platform's, unless overridden."""
+    """Return the format in which the Case's cache is written: given, or the one the platform reads."""
     if case.cache_format is not None:
         return FORMATS[case.cache_format]
     return read_format(case.kv_cache_dtype, FORMATS[case.dtype].dtype, case.machine.fp8_e4m3)
 
 
 def store(case: Case, tokens: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``tokens`` as the Case's cache holds them.
+    """Return ``tokens`` as the Case's cache stores them.
 
-    ``format.encode`` with ``scale``, or, for ``cache_write="numeric"``, the conversion of each number to
-    uint8 that vLLM's own test does (0.11.2 and 0.33.0): for data of ±1e-3 every byte is 0.
+    They are encoded with ``scale``, or, for ``cache_write="numeric"``, cast to uint8 as in vLLM's test
+    (0.11.2 and 0.33.0), which makes every byte 0 for data of ±1e-3.
     """
     if case.cache_write == "numeric":
         return tokens.to(torch.uint8)

@@ -1,11 +1,11 @@
-"""How a call's tensors lie in memory, as vLLM lays them out: the same numbers, other strides, and padding.
+"""Memory layout of a call's tensors: vLLM's strides and padding, with unchanged numbers.
 
-- "fused": query, key and value are slices of the projection that made all three, and a block of the
-  cache holds its keys, then its values (kv_cache.unbind(1) of vLLM's Triton backend, from 0.11 on).
-- "HND": the same, and in the layout of unified attention and the cache write a block's heads come before
-  its slots (VLLM_KV_CACHE_LAYOUT=HND).
-- padding: tokens and empty sequences behind the batch's own, as where a CUDA graph was captured for a
-  larger one. Nobody looks at the rows of padding, but those of merge_attn_states.
+- "fused": query, key and value are slices of one tensor, as a fused projection returns them. A block of
+  the cache holds its keys, then its values (kv_cache.unbind(1) in vLLM's Triton backend, since 0.11).
+- "HND": as "fused", and in the cache of unified attention and of the cache write, the heads of a block
+  come before its slots (VLLM_KV_CACHE_LAYOUT=HND).
+- padding: tokens and empty sequences after those of the batch, as for a CUDA graph that was captured for
+  a larger batch. Padding rows of the output are checked only for merge_attn_states.
 """
 
 import dataclasses
@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE
 from attnlab.tensors.call import KernelCall
 
 
 def presented(call: KernelCall) -> KernelCall:
-    """Return the call with its strides and its padding; itself where it has neither."""
+    """Return the call with its strides and padding applied; the call itself if it has neither."""
     return _padded(strided(call))
 
 
 def strided(call: KernelCall) -> KernelCall:
-    """Return the call with query, key, value and cache as ``call.strides`` has them."""
+    """Return the call with the strides ``call.strides`` of query, key, value and cache; copies."""
     if call.strides == "contiguous":
         return call
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
@@ -43,7 +42,10 @@ def strided(call: KernelCall) -> KernelCall:
 def flash(
     key: torch.Tensor, value: torch.Tensor, strides: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache [num_blocks, block_size, num_kv_heads, head_size] with the strides of that name."""
+    """Return a cache with the strides of that name.
+
+    ``key``, ``value``: [num_blocks, block_size, num_kv_heads, head_size], as is the result.
+    """
     if strides == "contiguous":
         return key, value
     if strides == "HND":
@@ -55,31 +57,33 @@ def flash(
 
 
 def _padded(call: KernelCall) -> KernelCall:
-    """Return the call with ``call.padding`` more sequences, which are empty, and tokens: NaN, for a cache
-    write a number, so that it is seen wherever it is written."""
+    """Return the call with ``call.padding`` more empty sequences and tokens.
+
+    Padding tokens are NaN; for a cache write they are 3, a number that is visible in every cache format.
+    """
     if not call.padding:
         return call
-    holds = 3.0 if call.op == CACHE_WRITE else float("nan")
-    names = ("query", "key", "value", "output")[: 3 if call.op == CACHE_WRITE else 4]
+    fill = 3.0 if call.spec.writes_cache else float("nan")
+    names = ("query", "key", "value", "output")[: 3 if call.spec.writes_cache else 4]
     tokens: dict[str, Any] = {
-        name: _longer(getattr(call, name), call.padding, holds) for name in names
+        name: _longer(getattr(call, name), call.padding, fill) for name in names
     }
     last = call.query_start_loc[-1:].expand(call.padding)
-    none = call.seq_lens.new_zeros(call.padding)
+    empty = call.seq_lens.new_zeros(call.padding)
     rows = call.block_table.new_zeros(call.padding, call.block_table.shape[1])
     return dataclasses.replace(
         call,
         **tokens,
         query_start_loc=torch.cat([call.query_start_loc, last]),
-        seq_lens=torch.cat([call.seq_lens, none]),
+        seq_lens=torch.cat([call.seq_lens, empty]),
         block_table=torch.cat([call.block_table, rows]),
     )
 
 
-def _longer(tensor: torch.Tensor, rows: int, holds: float) -> torch.Tensor:
-    """Return a tensor with rows of a number behind its own; its rows keep their strides."""
-    room = tensor.new_empty_strided(
+def _longer(tensor: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
+    """Return a copy with ``rows`` more rows of the number ``fill``; the strides are kept."""
+    longer = tensor.new_empty_strided(
         (tensor.shape[0] + rows, *tensor.shape[1:]), tensor.stride()
-    ).fill_(holds)
-    room[: len(tensor)] = tensor
-    return room
+    ).fill_(fill)
+    longer[: len(tensor)] = tensor
+    return longer

@@ -11,7 +11,8 @@ from helpers.cases import hostile
 from helpers.strategies import cases
 from hypothesis import given, settings
 
-from attnlab.case.case import FIELDS, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 
@@ -86,7 +87,7 @@ CROSS = [
     ({**LENS, "num_blocks": 5}, "num_blocks", "at least 6"),
     ({"num_blocks": 639}, "num_blocks", "at least 640"),
     ({"max_blocks_per_seq": 43}, "seq_lens[2]", "at most 1376"),
-    ({**LENS, "block_table": ((0, 1, 2),)}, "block_table", "one row a sequence (2)"),
+    ({**LENS, "block_table": ((0, 1, 2),)}, "block_table", "one row per sequence (2)"),
     (
         {**LENS, "block_table": ((0, 1, 2), (3, 4, 9)), "num_blocks": 9},
         "block_table[1][2]",
@@ -95,12 +96,12 @@ CROSS = [
     (
         {**LENS, "block_table": ((0, 1, 2), (3, 1, 5))},
         "block_table[1][1]",
-        "not that of block_table[0][1]",
+        "other than block_table[0][1]",
     ),
     (
         {**LENS, "block_table": ((0, 1, 2), (3, 4, 3))},
         "block_table[1][2]",
-        "not that of block_table[1][0]",
+        "other than block_table[1][0]",
     ),
     ({"cache_write": "numeric"}, "cache_write", "fp8"),
     ({"cache_format": "fp8_e4m3fn"}, "cache_format", "fp8"),

@@ -7,8 +7,9 @@ import pytest
 from helpers.plugins import EXAMPLES, RIGHT, checked, planted
 from helpers.sources import needs_triton
 
-from attnlab.case.case import LIBRARY_OPS, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.check_case import look
 from attnlab.checker.finding import KINDS, OBSERVATIONS
 from attnlab.checker.hostile import hostile_cases
@@ -154,7 +155,7 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 def test_a_release(source: Source) -> None:
     """0.33.0 has no finding; 0.11.2 has the two that are known, on its real kernels."""
-    report = check_library(vllm(source.path), LIBRARY_OPS, "sm_90", 5, 600.0)
+    report = check_library(vllm(source.path), TRITON_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
     if source.rules == "0.33.0":
         assert report.findings == []
@@ -166,7 +167,7 @@ def test_a_release(source: Source) -> None:
 def test_hostile_cases_keep_every_contract() -> None:
     """No case breaks a contract but by a scale that is left to the op; features are all there."""
     lab, seen = Lab(), set[str]()
-    for op in LIBRARY_OPS:
+    for op in TRITON_OPS:
         cases = list(hostile_cases(models("0.33.0"), op, "sm_90", DEFAULT_CASES, 0))
         assert len(cases) == DEFAULT_CASES
         for case in cases:

@@ -30,7 +30,7 @@ CASE_FLAGS = [
     (["--head-size", "0"], "head_size must be"),
     (["--test-id", "hello"], "test_id must be"),
     (["--case", "/no/such/file"], "/no/such/file"),
-    (["--case", "-", "--test-id", SEED_ID], "test-id and case must"),
+    (["--case", "-", "--test-id", SEED_ID], "test-id must"),
     (["--nonsense"], "--nonsense"),
     (["--stage"], "--stage"),
 ]

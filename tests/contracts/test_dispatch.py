@@ -3,9 +3,10 @@
 import pytest
 from helpers.cases import hostile
 
-from attnlab.case.case import RELEASES, Case
+from attnlab.case.case import Case
+from attnlab.case.ops import PREFILL, RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from helpers.cases import call_of, hostile
 
-from attnlab.case.case import RELEASES
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.case.ops import PREFILL, RELEASES
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.contracts.violations import find_violations
 
 SEED = {

@@ -3,14 +3,15 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from attnlab.case.case import FIELDS, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.fields import Flag, Maybe, Number, OneOf
-from attnlab.case.rules import PARTS_UNKNOWN, SINK_OPS, SOFTCAP_OPS
+from attnlab.case.ops import CPU_ATTENTION, OPS
 
 
 @st.composite
 def cases(draw):
-    """Return a random valid Case in which most knobs are turned."""
+    """Return a random valid Case in which most fields differ from their defaults."""
     fields = {}
     for name in FIELDS:
         kind = field_type(name)
@@ -34,14 +35,13 @@ def cases(draw):
     fields |= {"x": draw(st.sampled_from([1, 2, 8])), "head_size": 8 * draw(st.integers(1, 9))}
     if fields.get("kv_cache_dtype", "auto") == "auto":
         fields |= {"cache_write": "scaled", "cache_format": None}
-    if fields["op"] == "cpu_attention_with_kv_cache" or fields["backend"] == "vllm-cpu":
-        fields |= {"op": "cpu_attention_with_kv_cache", "backend": "vllm-cpu"}
+    if fields["op"] == CPU_ATTENTION or fields["backend"] == "vllm-cpu":
+        fields |= {"op": CPU_ATTENTION, "backend": "vllm-cpu"}
         fields |= {"platform": "cpu", "release": "0.33.0"}
     fields["trace_reads"] = fields["trace_reads"] and fields["backend"] in ("rocm", "vllm")
     if not fields["alibi"]:
         fields["sliding_window"] = draw(st.integers(0, 100))
-    fields |= _what_the_op_knows(fields)
-    fields |= _freed_by(fields)
+    fields |= _accepted_by(OPS[fields["op"]], fields)
     if draw(st.booleans()):
         blocks = -(-180 // fields["block_size"])
         table = np.random.default_rng(draw(st.integers(0, 99))).permutation(count * blocks)
@@ -50,27 +50,25 @@ def cases(draw):
     return Case(**fields)
 
 
-def _what_the_op_knows(fields):
-    """Return changes for what the drawn op does not take."""
+def _accepted_by(op, fields):
+    """Return changes that remove what the drawn op does not accept."""
     changes = {"interleave_v": False}
-    if fields["op"] == "decode_attention_fwd":
-        ones = (1,) * len(fields["query_lens"])
-        changes |= {"query_lens": ones, "alibi": False, "sliding_window": 0}
-    others = ("chunked_prefill_paged_decode", "context_attention_fwd", "merge_attn_states")
+    if not op.prefill:
+        changes |= {"query_lens": (1,) * len(fields["query_lens"])}
     if fields["backend"] not in ("model", "vllm"):
         changes |= {"kv_layout": "contiguous", "pad_batch": 0}
-    if fields["op"] not in ("unified_attention", "reshape_and_cache_flash"):
-        changes |= {"kv_layout": "contiguous"}
-    if fields["kv_cache_dtype"] == "fp8_e5m2" and fields["op"] not in others:
+    if not op.hnd:
+        changes["kv_layout"] = "contiguous"
+    if fields.get("kv_cache_dtype") not in op.kv_cache_dtypes:
         changes["kv_cache_dtype"] = "fp8"
-    if fields["op"] not in SINK_OPS:
-        changes["sinks"] = False
-    if fields["op"] not in SOFTCAP_OPS:
-        changes["softcap"] = None
+    for name, plain in (
+        ("sinks", False),
+        ("softcap", None),
+        ("alibi", False),
+        ("sliding_window", 0),
+    ):
+        if not getattr(op, name):
+            changes[name] = plain
+    if not (op.attends_to_cache and {**fields, **changes}.get("sliding_window")):
+        changes["freed"] = "kept"
     return changes
-
-
-def _freed_by(fields):
-    """Return changes where the drawn op or window frees no block."""
-    frees = fields["op"] not in PARTS_UNKNOWN and fields.get("sliding_window")
-    return {} if frees else {"freed": "kept"}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
-from attnlab.contracts.dispatch import CPU_ATTENTION, Target, decide
+from attnlab.case.ops import CPU_ATTENTION
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops

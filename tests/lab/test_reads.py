@@ -8,8 +8,8 @@ import torch
 from helpers.sources import needs_triton
 from helpers.triton_example import CASE, EXAMPLE, TRITON
 
-from attnlab.case.case import CACHE_ONLY_OPS, CACHE_WRITE, LIBRARY_OPS
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.check_case import look
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library, is_callers_fault
@@ -116,12 +116,12 @@ def test_what_vllm_reads(source: Source) -> None:
     """By every op: all that its contract takes from the cache and nothing that is another's; 0.11.2's
     decode kernel reads its last block's tail, 0.33.0's does not."""
     lab = Lab(source=source.path, device="cpu")
-    for op in LIBRARY_OPS:
+    for op in TRITON_OPS:
         lens = {"query_lens": (1, 1), "ctx_lens": (20, 37)}
         if op != "decode_attention_fwd":
             lens = {"query_lens": (1, 5, 1), "ctx_lens": (20, 30, 37)}
         fields = {"op": op, "release": source.rules, "backend": "vllm", "trace_reads": True, **lens}
-        case = CASE.replace(**fields, fill="context_only" if op == CACHE_WRITE else "all_rows")
+        case = CASE.replace(**fields, fill="context_only" if OPS[op].writes_cache else "all_rows")
         memory = lab.run(case).memory
         assert memory is not None
         own = {seq: 0 for seq in range(len(case.query_lens))}
@@ -132,7 +132,7 @@ def test_what_vllm_reads(source: Source) -> None:
                 assert kind == "unwritten tail", (op, seq, kind)
                 assert source.rules == "0.11.2", (op, seq)
                 assert op == "chunked_prefill_paged_decode", op
-        if op in CACHE_ONLY_OPS:
+        if OPS[op].new_tokens_from == "cache":
             assert tuple(own.values()) == case.lengths.seq_lens
         elif op == "chunked_prefill_paged_decode":
             assert tuple(own.values()) == (21, 30, 38)

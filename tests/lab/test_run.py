@@ -8,11 +8,12 @@ from helpers.cases import decode_rows, hostile, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.case.case import FIELDS, RELEASES, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe, OneOf
+from attnlab.case.ops import PREFILL, RELEASES
 from attnlab.case.stages import STAGES
-from attnlab.contracts.dispatch import PREFILL
 from attnlab.lab import lab as run_module
 from attnlab.lab.lab import Lab
 

@@ -15,7 +15,8 @@ from helpers.notebooks import SMALL
 from helpers.sources import sdist
 from nbformat import read
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import Unavailable
 from attnlab.case.flags import case_of, notebook_parameters
 from attnlab.case.parameters import read_parameters, share_out

@@ -10,7 +10,7 @@ from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import outcomes, predict_stages, stage_table
 from attnlab.reports.investigate import find_notebooks
-from attnlab.show.sheets import html
+from attnlab.show.sheets import html, sheet_of
 from attnlab.study.claims import FAILS, HOLDS, LEDGER, Findings
 from attnlab.study.overview import _JUDGES, Chapters, read_chapters
 
@@ -94,6 +94,7 @@ def test_a_notebook_without_an_answer_is_listed(tmp_path: Path, ledger: Findings
     assert (one.question, one.verdict, one.facts) == ("What <if>?", "", {})
     page = html(found)
     assert '<a href="55-what-if%20%26%20why.ipynb">What &lt;if&gt;?</a>' in page
+    assert sheet_of(found).parts[0].rows[0][2].tone == "quiet"
 
 
 @pytest.mark.parametrize("platform", ["gfx942", "sm_90", "gfx1100", "gfx90a"])

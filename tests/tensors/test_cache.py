@@ -19,7 +19,6 @@ from attnlab.tensors.cache import (
     interleaved,
     make_block_table,
     make_cache,
-    written_lens,
 )
 from attnlab.tensors.formats import FORMATS
 
@@ -125,7 +124,7 @@ def test_the_check_of_provenance_can_fail(mutant):
 def test_fill_policies(fill):
     """The cache holds ctx_len tokens, and the new ones of all sequences or of decodes alone."""
     case = hostile(fill=fill)
-    lens = written_lens(case.lengths, fill)
+    lens = case.lengths.cached_lens(fill)
     for seq, (q, c) in enumerate(zip(case.query_lens, case.ctx_lens, strict=True)):
         new = fill == "all_rows" or (fill == "decode_rows" and q == 1)
         assert lens[seq] == c + (q if new else 0)

@@ -114,7 +114,7 @@ def wrong_files(call):
     yield "a scalar too many", tensors, {"attnlab_call": json.dumps(scalars | {"nonsense": 1})}
     del scalars["op"]
     yield "a scalar too few", tensors, {"attnlab_call": json.dumps(scalars)}
-    scalars["op"] = "x"
+    scalars["op"] = call.op
     good = {"attnlab_call": json.dumps(scalars)}
     yield "a tensor too many", tensors | {"nonsense": torch.zeros(1)}, good
     yield "a tensor too few", {n: t for n, t in tensors.items() if n != "value"}, good

@@ -16,7 +16,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.reference import causal_flops, reference
 from attnlab.lab.stage_table import stage_table
 from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import addresses, make_cache, written_lens
+from attnlab.tensors.cache import addresses, make_cache
 from attnlab.tensors.fill import write_tokens
 
 SEED_CASE = Case(stage="cast_after_cumsum", x=8)  # as vLLM's test draws it at seed 0
@@ -76,7 +76,7 @@ def _fill(case: Case, batch: Batch) -> dict[str, float]:
     cache = make_cache(case, batch)
     whole = _seconds(lambda: make_cache(case, batch))
     clone = _seconds(lambda: (cache.key.clone(), cache.value.clone()))
-    lens = written_lens(batch.lengths, case.staging.fill)
+    lens = batch.lengths.cached_lens(case.staging.fill)
     table = cache.provenance.block_table
     rows, slots, _ = addresses(batch, lens, table, case.total_blocks, case.block_size)
     tokens = _seconds(

@@ -3,16 +3,8 @@
 from collections.abc import Sequence
 
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.dispatch import (
-    DECODE_FWD,
-    MERGE,
-    PREFILL,
-    ROCM_DECODE,
-    TRITON_DECODE,
-    UNIFIED,
-    WRITE,
-    Target,
-)
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRITE
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
 from attnlab.kernels.model.merge import merge_attn_states
 from attnlab.kernels.model.prefill import (

@@ -10,8 +10,9 @@ rounded, and nothing else, so the models keep a sequence whole.
 import torch
 
 from attnlab.case.errors import KernelRejected
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
 from attnlab.contracts.contract import PREFILL_TILE, as_read, cached_lens, contract, served
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, UNIFIED, Target
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
+from attnlab.case.ops import PREFILL
 from attnlab.case.platforms import Platform
 from attnlab.contracts.contract import as_read, contract, served
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, Target
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.kernels.model.cache_reads import scale_of
 from attnlab.kernels.model.rocm_decode import allocate
 from attnlab.kernels.rocm.adapt import has_source

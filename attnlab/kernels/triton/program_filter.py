@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab.contracts.dispatch import DECODE_FWD, PREFILL, TRITON_DECODE, UNIFIED
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
+from attnlab.contracts.dispatch import TRITON_DECODE
 from attnlab.tensors.call import KernelCall
 
 Program = tuple[int, int, int]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
+from attnlab.case.ops import OPS, PREFILL, WRAPPER
 from attnlab.case.platforms import Platform
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, WRAPPER, Target
+from attnlab.contracts.dispatch import ROCM_DECODE, Target
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
@@ -44,7 +45,7 @@ class Loaded:
 
     def function(self, op: str) -> Callable[..., None]:
         """Return the op; raise Unavailable where the release has none."""
-        named = OP_CALLS[op]
+        named = OPS[op]
         module = self.loader.load(named.module)
         found: Callable[..., None] | None = getattr(module, named.function, None)
         if found is None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.dispatch import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE, Target
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.contracts.dispatch import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
@@ -44,14 +45,11 @@ _MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
 class OpCall:
     """How to call one op.
 
-    - ``module``, ``function``: where the op is defined, relative to vLLM's folder of attention ops.
     - ``arguments``: returns the op's arguments by name.
     - ``finish``: copies the result into ``call.output`` if the op writes it elsewhere. Mutates the call.
     - ``lse``: returns the log-sum-exp that the op wrote, [rows, num_heads] float32, or None.
     """
 
-    module: str
-    function: str
     arguments: Callable[[KernelCall, Target], Arguments]
     finish: Callable[[KernelCall, Arguments], None] = lambda call, arguments: None
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
@@ -72,18 +70,15 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
             raise Unavailable(
                 f"{call.op} requires the argument {name}, which the lab does not know"
             )
-    scaled = {"k_scale", "k_descale"} & set(
-        given
-    ) or call.op == MERGE  # its inputs are partial outputs, not a cache
+    op = call.spec
+    scaled = op.k_scale in given or op.cache_layout is None  # without a cache, there is no scale
     if call.kv_cache_dtype != "auto" and not scaled:
         raise Unavailable(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
-    if call.sinks is not None and "sinks" not in given:
+    if call.sinks is not None and op.sinks not in given:
         raise Unavailable(f"sinks must be false: {call.op} of this vLLM has no argument for them")
-    if call.softcap is not None and not {"softcap", "logit_cap"} & set(given):
+    if call.softcap is not None and op.softcap not in given:
         raise Unavailable(f"softcap must be none: {call.op} of this vLLM has no argument for it")
-    if call.num_splits is not None and not {"num_par_softmax_segments", "num_kv_splits"} & set(
-        given
-    ):
+    if call.num_splits is not None and op.num_splits not in given:
         raise Unavailable(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
     return given
 
@@ -260,25 +255,10 @@ def _finish_write(call: KernelCall, arguments: Arguments) -> None:
 
 
 OP_CALLS = {
-    WRAPPER: OpCall(module=WRAPPER, function=WRAPPER, arguments=_wrapper),
-    PREFILL: OpCall(module="prefix_prefill", function=PREFILL, arguments=_prefill),
-    UNIFIED: OpCall(module="triton_unified_attention", function=UNIFIED, arguments=_unified),
-    DECODE_FWD: OpCall(
-        module="triton_decode_attention",
-        function=DECODE_FWD,
-        arguments=_decode,
-        lse=lambda given: given.get("lse"),
-    ),
-    MERGE: OpCall(
-        module="triton_merge_attn_states",
-        function=MERGE,
-        arguments=_merge,
-        lse=lambda given: given["output_lse"].T,
-    ),
-    WRITE: OpCall(
-        module="triton_reshape_and_cache_flash",
-        function="triton_reshape_and_cache_flash",
-        arguments=_write,
-        finish=_finish_write,
-    ),
+    WRAPPER: OpCall(arguments=_wrapper),
+    PREFILL: OpCall(arguments=_prefill),
+    UNIFIED: OpCall(arguments=_unified),
+    DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
+    MERGE: OpCall(arguments=_merge, lse=lambda given: given["output_lse"].T),
+    WRITE: OpCall(arguments=_write, finish=_finish_write),
 }

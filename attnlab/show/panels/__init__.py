@@ -6,7 +6,8 @@ it shows is a function's result that a notebook could call itself; nothing is co
 
 from collections.abc import Sequence
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.case_panel import FACTS, Panel
 from attnlab.show.panels.views import VIEWS

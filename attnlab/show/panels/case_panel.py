@@ -9,7 +9,8 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -31,7 +32,7 @@ FACTS = {
     "violations": lambda result: texts.breaches_html(result.violations),
 }
 _PATIENCE_S = 0.5  # a panel that is ready within this shows itself at once, whole
-_ORIGIN_GROUP = "where the kernels come from"
+_ORIGIN_GROUP = FIELDS["backend"].metadata["group"]
 
 
 class Panel:

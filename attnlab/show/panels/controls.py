@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from attnlab.case.case import FIELDS, field_type
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import FieldType, Flag, Int, Maybe, OneOf
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.case import FIELDS, Case
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnlab.case.case import CACHE_WRITE, Case
+from attnlab.case.case import Case
 from attnlab.contracts.dispatch import Target
 from attnlab.contracts.slot_use import Slot, SlotUse, slot_use
 from attnlab.lab.cache_write import as_numbers, slot_order
@@ -69,7 +69,7 @@ def look(lab: Lab, case: Case, on_step: Callable[[str], None]) -> PanelData:
     got = expected = row_slots = None
     if result.errors is not None:
         got, expected = result.call.output, own.reference(case)
-        if case.op == CACHE_WRITE:
+        if case.spec.writes_cache:
             row_slots = slot_order(case, provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])
     return PanelData(result=result, got=got, expected=expected, row_slots=row_slots, use=use)

@@ -5,7 +5,8 @@ import itertools
 
 import torch
 
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.case.ops import PREFILL
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
 from attnlab.study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome

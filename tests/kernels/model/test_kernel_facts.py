@@ -6,10 +6,11 @@ import pytest
 import torch
 from helpers.cases import call_of, decode_rows, hostile, same_bits
 
-from attnlab.case.case import RELEASES, Case
+from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
+from attnlab.case.ops import PREFILL, RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.cache_reads import scale_of
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm

@@ -9,8 +9,8 @@ from helpers.cases import call_of, decode_rows, hostile, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.case.case import RELEASES
-from attnlab.contracts.dispatch import PREFILL, ROCM_DECODE, TRITON_DECODE, Target, decide
+from attnlab.case.ops import PREFILL, RELEASES
+from attnlab.contracts.dispatch import ROCM_DECODE, TRITON_DECODE, Target, decide
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model import rocm_decode

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.rules import SOFTCAP_OPS
+from attnlab.case.ops import DECODE_FWD, MERGE, OPS, UNIFIED, WRITE
 from attnlab.cli.main import main
-from attnlab.contracts.dispatch import DECODE_FWD, MERGE, UNIFIED, WRITE, Target, decide
+from attnlab.contracts.dispatch import Target, decide
 from attnlab.kernels.triton.program_filter import Subset
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
@@ -28,13 +28,13 @@ from attnlab.lab.lab import Lab
 
 pytestmark = needs_triton
 
-OPS = (UNIFIED, DECODE_FWD, MERGE, WRITE)
+FURTHER = (UNIFIED, DECODE_FWD, MERGE, WRITE)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Draw a small Case of one of these ops, with lengths near block edges."""
-    op = draw(st.sampled_from(OPS))
+    op = draw(st.sampled_from(FURTHER))
     block_size = draw(st.sampled_from((8, 16, 32, 64)))
     edge = st.tuples(st.integers(0, 2), st.sampled_from((-1, 0, 1)))
     only_decodes = op == DECODE_FWD or draw(st.booleans())
@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn) -> Case:
         sliding_window=0 if alibi or plain else draw(st.sampled_from((0, 0, 1, 16))),
         alibi=alibi,
         sinks=op == UNIFIED and draw(st.booleans()),
-        softcap=draw(st.sampled_from((None, 0.02, 3.0))) if op in SOFTCAP_OPS else None,
+        softcap=draw(st.sampled_from((None, 0.02, 3.0))) if OPS[op].softcap else None,
         num_splits=draw(st.sampled_from(splits)),
         query_lens=tuple(query_lens),
         ctx_lens=tuple(ctx_lens),
@@ -111,7 +111,7 @@ def sound(op: str, **changes: Any) -> Case:
     return hostile(**fields | tolerance | lens | changes)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FURTHER)
 def test_each_op_is_right(source: Source, op: str) -> None:
     """The ops match the float64 reference with NaN in every unwritten slot."""
     result = Lab(source=source.path).run(sound(op, release=source.rules))
@@ -120,7 +120,7 @@ def test_each_op_is_right(source: Source, op: str) -> None:
     assert not result.wraps
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FURTHER)
 def test_the_comparison_sees_a_planted_fault(source: Source, op: str) -> None:
     """The check of every op detects a missing token and a slot with another token's data."""
     lab = Lab(source=source.path)

@@ -10,9 +10,11 @@ from helpers.cases import hostile
 from helpers.strategies import cases
 from hypothesis import HealthCheck, given, settings
 
-from attnlab.case.case import CACHE_WRITE, FIELDS, OPS, Case, field_type
+from attnlab.case.case import Case
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.fields import Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
+from attnlab.case.ops import OPS, WRITE
 from attnlab.case.stages import STAGES
 from attnlab.case.test_id import nearest_id
 from attnlab.contracts.slot_use import FOREIGN, OWN, SPARE, UNUSED, UNWRITTEN, USES
@@ -510,7 +512,7 @@ def test_a_selection_stays_where_it_can() -> None:
 
 def test_a_selection_of_a_cache_write_is_a_slot() -> None:
     """The rows of reshape_and_cache_flash are slots: the row's own place is told."""
-    case = SMALL.replace(op=CACHE_WRITE, x=None, num_blocks=40)
+    case = SMALL.replace(op=WRITE, x=None, num_blocks=40)
     view = panel(case, knobs=("stage",), views=("error", "slots"))
     assert view.wait(30)
     assert view.error is None

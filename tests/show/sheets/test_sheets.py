@@ -155,9 +155,15 @@ def test_every_noun_that_displays_itself_has_a_sheet() -> None:
     for module in pkgutil.walk_packages(attnlab.__path__, "attnlab."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in Shown.__subclasses__()}
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in leaves(Shown)}
     own = {name for name in kinds if name.startswith("attnlab.")}
     assert own == {*SHEETS} | {"attnlab.show.sheets.sheet.Sheet"}
+
+
+def leaves(kind: type) -> list[type]:
+    """Return the subclasses of a class that have no subclasses."""
+    below = kind.__subclasses__()
+    return [leaf for sub in below for leaf in leaves(sub)] if below else [kind]
 
 
 def test_a_noun_without_a_sheet_is_an_error() -> None:
