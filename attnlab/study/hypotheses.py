@@ -64,11 +64,11 @@ class Prediction:
 def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
     """Return what a hypothesis predicts; ``changes`` turn the failing Case into the hypothesis's Case.
 
-    The same steps for every hypothesis: run it with two contents of the output buffer, diagnose it, and
-    run it after the cast moved.
+    The same steps for every hypothesis: run it with two contents of the output buffer, diagnose it if its
+    error depends on the buffer, and run it after the cast moved.
     """
-    suspected = case.replace(**changes)
-    runs = [lab.run(suspected.replace(output_init=buffer)) for buffer in _BUFFERS]
+    assumed = case.replace(**changes)
+    runs = [lab.run(assumed.replace(output_init=buffer)) for buffer in _BUFFERS]
     query_start_loc = {"stage": "cast_after_cumsum", "query_start_loc_dtype": None}
     fixed = lab.run(case.replace(**{**changes, **query_start_loc}))
     after = fixed.errors.mismatched if fixed.errors else None
@@ -81,7 +81,8 @@ def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
     places = runs[-1].places()
     is_known = not any(map(math.isnan, sizes))
     largest = max(sizes)
-    if diagnose(suspected, lab=lab, propose=False).unwritten:
+    depends_on_buffer = is_known and min(sizes) != largest
+    if depends_on_buffer and diagnose(assumed, lab=lab, propose=False).unwritten:
         largest = torch.finfo(getattr(torch, case.dtype)).max
     return Prediction(
         status=runs[-1].status,
