@@ -1,1 +1,1 @@
-"""Headless notebooks and the pages, files and texts made from results."""
+"""Headless notebooks, their pages, JUnit, and texts and scripts for upstream."""
