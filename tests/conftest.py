@@ -1,33 +1,58 @@
-"""What the tests share: one small case that is as hostile as a real batch, and helpers to look at it."""
+"""Fixtures and rules that all tests share.
 
+A test that needs a release of vLLM has the marker `releases`; other tests cannot download anything.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 from helpers.notebooks import NOTEBOOKS, SMALL
-from helpers.sources import RELEASES, release, sdist
+from helpers.sources import RELEASES, downloads, of_release, refuse_downloads, sdist
 
 from attnlab.kernels.vllm.source import Source
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Keep torch to one thread: for tensors this small more of them cost time."""
+    """Limit torch to one thread: on tensors this small, more threads are slower."""
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=("0.11.2", "0.33.0"))
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Permit downloads while a test with the marker `releases` is set up and runs."""
+    with downloads(allowed=item.get_closest_marker("releases") is not None):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def no_downloads(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Hide the downloaded releases from a test without the marker `releases`, and let downloads fail."""
+    if request.node.get_closest_marker("releases") is None:
+        cache = tmp_path_factory.getbasetemp() / "cache"
+        monkeypatch.setenv("ATTNLAB_CACHE", str(cache))
+        refuse_downloads(monkeypatch, cache)
+
+
+@pytest.fixture(params=[pytest.param(v, marks=pytest.mark.releases) for v in RELEASES])
 def rocm(request: pytest.FixtureRequest) -> Source:
-    """Give the sdist of one release after the other."""
+    """Return the sdist of each release in turn."""
     return sdist(request.param)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=[pytest.param("small", marks=pytest.mark.releases)])
 def small_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Run all notebooks as committed but for their size, once for all tests; give the reports' folder.
+    """Run all notebooks once, as committed but at a reduced size; return the folder of the reports.
 
-    Under pytest-xdist the first process that asks runs them, and the others wait.
+    Under pytest-xdist the first process that asks runs them, and the others wait. Notebook 08 downloads
+    an sdist.
     """
     from attnlab.reports.investigate import find_notebooks, investigate
 
@@ -41,10 +66,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     return reports
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=[pytest.param(v, marks=pytest.mark.releases) for v in RELEASES])
 def source(request: pytest.FixtureRequest) -> Source:
-    """Give one release after the other; skip where its wheel cannot be had."""
-    found = release(request.param)
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    """Return each release in turn; skip if its wheel cannot be downloaded."""
+    return of_release(request.param)

@@ -1,15 +1,20 @@
-"""The helpers of the other tests see what they are meant to see."""
+"""Tests of the helpers that other tests use."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from helpers.cases import decode_rows, hostile, same_bits
+from helpers.sources import of_release, release, sdist
 
+from attnlab.kernels.vllm.sdist import fetch_sdist
+from attnlab.kernels.vllm.source import fetch
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import NOBODY, make_cache
 
 
-def test_same_bits_tells_nan_from_nan_and_zero_from_minus_zero():
-    """Bits are compared, not numbers: NaN equals itself, -0.0 is not 0.0, a dtype is not another."""
+def test_same_bits_compares_bits_and_dtypes():
+    """NaN equals itself, -0.0 differs from 0.0, and tensors of different dtypes differ."""
     nan = torch.tensor([float("nan"), 0.0])
     assert same_bits(nan, nan.clone())
     assert not same_bits(nan, torch.tensor([float("nan"), -0.0]))
@@ -17,7 +22,7 @@ def test_same_bits_tells_nan_from_nan_and_zero_from_minus_zero():
 
 
 def test_hostile_is_hostile():
-    """The fixture has what it promises: every edge of a block and a partition, spare blocks, NaN."""
+    """The case has lengths at every edge of a block and a partition, spare blocks, and NaN."""
     case = hostile()
     seq_lens = case.lengths.seq_lens
     assert {n % case.block_size for n in seq_lens} >= {0, 1, case.block_size - 1}
@@ -35,7 +40,18 @@ def test_hostile_is_hostile():
 
 @pytest.mark.parametrize("changes", [{"block_size": 5}, {"head_size": 24, "x": 8}])
 def test_hostile_takes_changes(changes):
-    """Changes reach the Case, and its spare blocks follow."""
     case = hostile(**changes)
     assert all(getattr(case, name) == value for name, value in changes.items())
     assert case.total_blocks == 12 * case.blocks_per_seq + 5
+
+
+@pytest.mark.parametrize("ask", [release, of_release, sdist, fetch, fetch_sdist])
+def test_without_its_marker_a_test_cannot_download(ask: Callable[[str], object]):
+    """Releases that were downloaded before are hidden, too: the test would fail on another machine."""
+    with pytest.raises(pytest.fail.Exception, match="releases"):
+        ask("0.33.0")
+
+
+@pytest.mark.releases
+def test_with_its_marker_a_test_can_download():
+    assert release("0.33.0") is not None

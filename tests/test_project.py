@@ -1,23 +1,26 @@
-"""The project's own files hold together."""
+"""The project's own files are consistent."""
 
 import ast
 import json
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
+MAX_README_LINES = 150
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(autouse=True)
 def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test import the scripts of tools/."""
+    """Make the scripts of tools/ importable."""
     monkeypatch.syspath_prepend(ROOT / "tools")
 
 
@@ -26,7 +29,7 @@ def _project() -> dict:
 
 
 def test_environment_yml_is_what_pyproject_says() -> None:
-    """The generated text is the committed one, and pip's part names every requirement."""
+    """The committed file is what the tool generates, and it lists every requirement."""
     import environment
 
     text = (ROOT / "environment.yml").read_text()
@@ -38,7 +41,7 @@ def test_environment_yml_is_what_pyproject_says() -> None:
 
 
 def test_every_dependency_says_why_it_is_there() -> None:
-    """Each requirement in pyproject.toml has a comment on its line, or its extra has one above."""
+    """Each requirement in pyproject.toml has a comment on its line, or above its extra."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     bare = [
         line
@@ -78,7 +81,7 @@ case "$*" in *{fails}*) exit 1;; esac
     ],
 )
 def test_set_up_goes_on_without_vllm_and_says_so(tmp_path, extras, fails, code, installed) -> None:
-    """Where its CPU build cannot be had the rest is installed; any other failure is one."""
+    """Without vLLM's CPU build the rest is installed; any other failure fails the set-up."""
     log, python = tmp_path / "log", tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(STUB.format(log=log, fails=fails))
@@ -87,8 +90,8 @@ def test_set_up_goes_on_without_vllm_and_says_so(tmp_path, extras, fails, code, 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert [re.search(r"\[.*\]", line)[0] for line in log.read_text().splitlines()] == installed
-    said = [line for line in done.stdout.splitlines() if line.startswith("attnlab: set-up goes on")]
-    assert len(said) == len(installed) - 1
+    notices = [line for line in done.stdout.splitlines() if line.startswith("attnlab: ")]
+    assert len(notices) == len(installed) - 1
     assert any(tmp_path.glob("venv/.ready-*")) is (code == 0)
 
 
@@ -106,7 +109,7 @@ def test_notebook_is_committed_clean(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_nothing_that_another_machine_would_change(path: Path) -> None:
-    """Its text is what nbformat writes of its sources and tags, so that a diff is what a person changed."""
+    """Its text is what nbformat writes of its sources and tags, so that diffs show only edits."""
     import strip
 
     text = path.read_text(encoding="utf-8")
@@ -129,7 +132,7 @@ def test_what_a_run_leaves_in_a_notebook_is_stripped() -> None:
 
 
 def is_short(source: str) -> bool:
-    """Answer whether a code cell has at most 15 lines and one function: what is longer is the library's."""
+    """Answer whether a code cell has at most 15 lines and one function."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     count = sum(isinstance(node, functions) for node in ast.walk(ast.parse(source)))
     return source.count("\n") < 15 and count <= 1
@@ -145,18 +148,18 @@ def is_short(source: str) -> bool:
         ("class A:\n    def f(self):\n        pass", False),
     ],
 )
-def test_a_long_cell_is_seen(source: str, short: bool) -> None:
+def test_a_long_cell_is_found(source: str, short: bool) -> None:
     assert is_short(source) is short
 
 
 def test_the_readme_names_every_notebook_by_a_link_that_is_there() -> None:
-    """Its table has a row for each, and no other."""
+    """The table has one row per notebook."""
     linked = re.findall(r"\]\(notebooks/([^)]+)\)", (ROOT / "README.md").read_text())
     assert sorted(linked) == [path.name for path in NOTEBOOKS]
 
 
 def test_links_between_notebooks_lead_somewhere() -> None:
-    """A link to a notebook that is not there would be dead in JupyterLab and in the reports."""
+    """Links between notebooks are used in JupyterLab and in the reports."""
     links = [
         (path.name, target)
         for path in NOTEBOOKS
@@ -167,10 +170,35 @@ def test_links_between_notebooks_lead_somewhere() -> None:
 
 
 def test_imports_of_a_light_command_stay_light() -> None:
-    """--help and explain need no torch: they answer at once."""
+    """`explain` does not import torch."""
     code = (
         "import sys; from attnlab.cli.main import main; main(['explain', '--json']);"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.slow
+def test_the_wheel_and_the_sdist_are_complete(tmp_path: Path) -> None:
+    """The wheel contains every file of the package that git tracks; the sdist the notebooks, too."""
+    pytest.importorskip("build")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*command, str(ROOT)], check=True, capture_output=True)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    tracked = subprocess.run(
+        ["git", "ls-files", "attnlab", "notebooks", "docs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    package = {path for path in tracked if path.startswith("attnlab/")}
+    with zipfile.ZipFile(wheel) as archive:
+        assert package - {*archive.namelist()} == set()
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*tracked} - names == set()

@@ -1,7 +1,7 @@
-"""Write environment.yml from pyproject.toml, which is the one list of dependencies.
+"""Write environment.yml from the dependencies in pyproject.toml.
 
-python tools/environment.py          writes the file
-python tools/environment.py --check  exits 1 where the file differs
+python tools/environment.py          write the file
+python tools/environment.py --check  exit with 1 if the file is out of date
 """
 
 import sys
@@ -9,14 +9,14 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("cpu", "triton", "lab", "vllm", "test")
+EXTRAS = ("cpu", "triton", "lab", "vllm", "test", "docs")
 
 
 def environment() -> str:
-    """Return the text of environment.yml: Python from conda, everything else by pip as pinned."""
+    """Return the text of environment.yml: Python from conda, everything else from pip."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [
-        "# Made from pyproject.toml by tools/environment.py; change it there.",
+        "# Generated from pyproject.toml by tools/environment.py. Change pyproject.toml instead.",
         f"name: {project['name']}",
         "channels:",
         "  - conda-forge",
@@ -39,7 +39,7 @@ def environment() -> str:
 
 
 def main() -> int:
-    """Write the file, or compare it; return the exit code."""
+    """Write or compare the file, and return the exit code."""
     path = ROOT / "environment.yml"
     if "--check" in sys.argv[1:]:
         return int(path.read_text() != environment())

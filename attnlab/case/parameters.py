@@ -139,8 +139,15 @@ def typed(name: str, value: Any, default: Any) -> Any:
 
 
 def _check_together(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise InvalidCase if the parameters of a notebook contradict each other as a Case."""
+    """Build the Case of a notebook's parameters, so that a contradiction is reported before it runs.
+
+    None means "as in the test id".
+    """
+    given = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     try:
-        Case.from_dict({name: value for name, value in values.items() if name in FIELDS})
+        if test_id := values.get("test_id"):
+            Case.from_test_id(test_id, **given)
+        else:
+            Case.from_dict(given)
     except InvalidCase as error:
         raise InvalidCase(f"{path.stem}: {error}", field=error.field) from None

@@ -23,11 +23,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
-    from_scratch = not (args.test_id or args.case or args.knob_op)
-    if args.knob_backend is not None and is_plugin(args.knob_backend) and from_scratch:
+    from_scratch = not (args.test_id or args.case or args.field_op)
+    if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
         from attnlab.kernels.plugin import PluginBackend
 
-        args.knob_op = PluginBackend(spec=args.knob_backend).op
+        args.field_op = PluginBackend(spec=args.field_backend).op
     return case_of(args)
 
 

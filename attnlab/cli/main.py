@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
+from attnlab.case.extras import named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
     bench_command,
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        code: int = args.command(args)
+        with named_extra(f"attnlab {args.name}"):
+            code: int = args.command(args)
     except AttnLabError as error:
         print(f"attnlab: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Compare the verdicts of a run with those of a run that was kept: a verdicts.json of before."""
+"""Compare the verdicts of a run with a baseline: the verdicts.json of an earlier run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.show.notebook import Json, Verdict
 
-FieldType = Literal["gone", "broken", "changed", "mended", "new", "figures", "parameters"]
+ChangeKind = Literal["gone", "broken", "changed", "fixed", "new", "figures", "parameters"]
 _LOSSES = ("gone", "broken", "changed")
 _WRONG = "baseline must be a verdicts.json of attnlab investigate"
 
@@ -18,21 +18,21 @@ _WRONG = "baseline must be a verdicts.json of attnlab investigate"
 class Change:
     """Hold one difference from the baseline.
 
-    `kind` is "gone" (a verdict is not there any more), "broken" (it was as expected and is not now),
-    "changed" (it found something else, and is as right or wrong as before), "mended" (it is as expected
-    now), "new", "figures" (it found the same, on other evidence) or "parameters" (the notebook ran with
-    others). `before` and `after` are what was found, or the figures that differ.
+    ``kind`` is "gone" (the verdict no longer exists), "broken" (it was as expected before), "changed" (it
+    found another value and is as right or wrong as before), "fixed" (it is as expected now), "new",
+    "figures" (the same value with other evidence) or "parameters" (the notebook ran with other ones).
+    ``before`` and ``after`` are the values found, or the evidence that differs.
     """
 
     notebook: str
     verdict: str
-    kind: FieldType
+    kind: ChangeKind
     before: Json = None
     after: Json = None
 
     @property
     def is_loss(self) -> bool:
-        """Answer whether a regression run fails over it."""
+        """Answer whether the change fails a regression run."""
         return self.kind in _LOSSES
 
     def to_json(self) -> dict[str, Json]:
@@ -49,16 +49,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Hold what a baseline says of one notebook."""
+    """Hold the verdicts and parameters of one notebook in a baseline."""
 
     verdicts: tuple[Verdict, ...]
     parameters: Mapping[str, Json]
 
 
 def read_baseline(path: Path) -> dict[str, Kept]:
-    """Return what a verdicts.json holds, by notebook.
+    """Return the content of a verdicts.json, by notebook.
 
-    Raises InvalidCase, in one line, for a file that cannot be read or is none.
+    Raises InvalidCase if the file cannot be read or has another form.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -67,13 +67,13 @@ def read_baseline(path: Path) -> dict[str, Kept]:
     except (ValueError, RecursionError) as error:
         raise InvalidCase(f"{_WRONG}, got {path}: {' '.join(str(error).split())}") from error
     try:
-        return {one["name"]: _kept(one) for one in document["notebooks"]}
+        return {notebook["name"]: _kept(notebook) for notebook in document["notebooks"]}
     except (AttnLabError, KeyError, TypeError, ValueError) as error:
         raise InvalidCase(f"{_WRONG}, got {path}, which has another form") from error
 
 
 def compare(name: str, now: Kept, before: Kept | None) -> list[Change]:
-    """Return what differs between a notebook's verdicts now and in the baseline, losses first."""
+    """Return the differences between a notebook's verdicts now and in the baseline, losses first."""
     was = {verdict.name: verdict for verdict in before.verdicts} if before else {}
     found = {verdict.name: verdict for verdict in now.verdicts}
     changes = [
@@ -86,8 +86,8 @@ def compare(name: str, now: Kept, before: Kept | None) -> list[Change]:
             changes.append(change)
     if before and dict(before.parameters) != dict(now.parameters):
         old, new = (
-            _apart(before.parameters, now.parameters),
-            _apart(now.parameters, before.parameters),
+            _difference(before.parameters, now.parameters),
+            _difference(now.parameters, before.parameters),
         )
         changes.append(Change(notebook=name, verdict="", kind="parameters", before=old, after=new))
     return sorted(changes, key=lambda change: not change.is_loss)
@@ -98,20 +98,23 @@ def _change(name: str, was: Verdict | None, now: Verdict) -> Change | None:
         return Change(notebook=name, verdict=now.name, kind="new", after=now.found)
     before, after = was.found, now.found
     if was.ok != now.ok:
-        kind: FieldType = "mended" if now.ok else "broken"
+        kind: ChangeKind = "fixed" if now.ok else "broken"
     elif before != after:
         kind = "changed"
     elif was.evidence != now.evidence:
         kind = "figures"
-        before, after = _apart(was.evidence, now.evidence), _apart(now.evidence, was.evidence)
+        before, after = (
+            _difference(was.evidence, now.evidence),
+            _difference(now.evidence, was.evidence),
+        )
     else:
         return None
     return Change(notebook=name, verdict=now.name, kind=kind, before=before, after=after)
 
 
-def _apart(one: Mapping[str, Json], other: Mapping[str, Json]) -> Json:
-    """Return what of one mapping the other does not have."""
-    return {key: value for key, value in one.items() if key not in other or other[key] != value}
+def _difference(mapping: Mapping[str, Json], other: Mapping[str, Json]) -> Json:
+    """Return the entries of a mapping that the other does not have."""
+    return {key: value for key, value in mapping.items() if key not in other or other[key] != value}
 
 
 def _kept(notebook: Mapping[str, Any]) -> Kept:

@@ -1,4 +1,4 @@
-"""Pictures of what a check found: for each finding where its kernel is wrong, and one page with all."""
+"""Pictures of the findings of a check: an error map for each, and one page with all of them."""
 
 import base64
 import io
@@ -9,37 +9,41 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.lab.error_map import ErrorMap, compare
-from attnlab.defects.problem import Problem
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.lengths import Lengths
-from attnlab.lab.lab import Lab
+from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
-from attnlab.checker.case_run import run_case
 from attnlab.checker.side_outputs import expected_lse
-from attnlab.kernels.backend import Backend
-from attnlab.lab.result import Result
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.error_location import locate
+from attnlab.kernels.backend import Backend
+from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A finding, and the file of its picture; ``path`` None and ``why`` where there is nothing to draw.
+    """A finding and the file of its picture.
 
-    ``data`` is the file's bytes in base64, ``told`` the kind of finding in words.
+    ``data`` is the file in base64, ``kind`` the kind of finding as text. Without a picture ``path`` is
+    None and ``why`` states the reason.
     """
 
     finding: Finding
-    told: str
+    kind: str
     path: Path | None = None
     data: str = ""
     why: str = ""
 
 
 def check_drawable(folder: Path) -> None:
-    """Make the folder; raise Unavailable without matplotlib or the packages of the reports, InvalidCase
-    for a folder that cannot be made."""
+    """Create the folder.
+
+    Raises Unavailable if matplotlib or a package of the reports is missing, and InvalidCase if the folder
+    cannot be created.
+    """
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -51,13 +55,14 @@ def check_drawable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidCase(f"pictures must be a folder that can be made: {error}") from error
+        text = f"pictures must be a folder that can be created, got {folder}: {error.strerror}"
+        raise InvalidCase(text, field="pictures") from error
 
 
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
     """Write a PNG of each finding and a page with all of them to ``folder``; return the page.
 
-    The Cases are run once more. Raises as :func:`check_drawable` does.
+    The Cases run again. Raises the errors of :func:`check_drawable`.
     """
     check_drawable(folder)
     from attnlab.reports.pages import write_findings
@@ -73,11 +78,13 @@ def write_pictures(report: Report, backend: Backend, folder: Path, command: str)
 
 
 def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Picture:
-    """Draw a finding where it was first seen, and at its smallest Case, and write it to ``path``."""
-    told = KINDS[finding.kind]
+    """Draw a finding at the Case where it was first found and at its smallest Case, and write ``path``."""
+    kind = KINDS[finding.kind]
     if finding.kind == "fails":
-        return Picture(finding=finding, told=told, why="it raised, so there is no output to draw")
-    cases = {"where it was first seen": finding.first, "the smallest case": finding.case}
+        return Picture(
+            finding=finding, kind=kind, why="the call raised an error, so there is no output"
+        )
+    cases = {"first found": finding.first, "the smallest case": finding.case}
     try:
         maps = {
             words: errors_of(lab, backend, case, finding)
@@ -85,14 +92,14 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
             if case is not None
         }
     except AttnLabError as error:
-        return Picture(finding=finding, told=told, why=f"run again, it raised: {error}")
-    data = _drawn(maps, f"{finding.op}: {told} ({finding.diagnosis})")
+        return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
+    data = _drawn(maps, f"{finding.op}: {kind} ({finding.diagnosis})")
     path.write_bytes(data)
-    return Picture(finding=finding, told=told, path=path, data=base64.b64encode(data).decode())
+    return Picture(finding=finding, kind=kind, path=path, data=base64.b64encode(data).decode())
 
 
 def _drawn(maps: dict[str, ErrorMap], title: str) -> bytes:
-    """Return a PNG with an error map beside the other."""
+    """Return a PNG with the error maps side by side."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -110,7 +117,7 @@ def _drawn(maps: dict[str, ErrorMap], title: str) -> bytes:
 
 
 def _place(errors: ErrorMap) -> str:
-    """Return where the error is, in words."""
+    """Return where the error is, as text."""
     places = errors.places()
     if not places:
         return "nothing beyond rounding"
@@ -125,7 +132,7 @@ def _place(errors: ErrorMap) -> str:
 
 
 def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> ErrorMap:
-    """Run a Case and return the errors that its finding is about, held to the bound of rounding."""
+    """Run a Case and return the errors of its finding, with the rounding bound as tolerance."""
     ran = run_case(lab, backend, case)
     if finding.kind == "wrong_lse" and ran.lse is not None:
         expected, bound = expected_lse(lab, case)
@@ -142,7 +149,7 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
 
 
 def _bound(lab: Lab, case: Case, ran: Result) -> float:
-    """Return the most that rounding explains of any element, by the survey's own bounds."""
+    """Return the largest rounding bound of any element."""
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     found = locate(problem, ran.output, expected=lab.reference(case))
     known = found.ratio.isfinite() & (found.ratio > 0) & found.error.isfinite()

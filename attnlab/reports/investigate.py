@@ -1,4 +1,4 @@
-"""Run notebooks headless and write what they found, each on its own."""
+"""Run notebooks headless and write their pages, the index, verdicts.json and junit.xml."""
 
 import logging
 import math
@@ -14,27 +14,40 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from attnlab.reports.baseline import Change, Kept, compare, read_baseline
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.reports.runner import OnProgress, Run
-from attnlab.reports.notebook_result import Outcome, Results, plain_dict, write_junit, write_verdicts
 from attnlab.case.parameters import share_out
+from attnlab.reports.baseline import Change, Kept, compare, read_baseline
+from attnlab.reports.executed import read_title
+from attnlab.reports.notebook_result import (
+    Outcome,
+    Results,
+    plain_dict,
+    write_junit,
+    write_verdicts,
+)
 from attnlab.reports.pages import write_index
+from attnlab.reports.runner import OnProgress, Run
 
 __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
 OnEnd = Callable[[Outcome], None]
 
-_NOTEBOOK_GIB = 6.0  # the largest notebook held 5.3 GiB at the real test's size
+_NOTEBOOK_GIB = 6.0  # the largest notebook needed 5.3 GiB at the size of the test
 
 
 def find_notebooks(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the notebooks in `root` that the names mean, in the order of the names.
+    """Return the named notebooks in ``root``, in the order of the names.
 
-    A name is a number (`03` or `3`), a slug, or a file name. No names mean all `NN-*.ipynb`.
+    A name is a number (``03`` or ``3``), a slug, or a file name. Without names, return all ``NN-*.ipynb``.
+    Raises AttnLabError for an unknown name or a folder without notebooks.
     """
     known = sorted(root.glob("[0-9][0-9]-*.ipynb"))
+    if not known and root.resolve() == NOTEBOOKS:
+        raise AttnLabError(
+            "attnlab is installed without its notebooks: give --notebooks-folder PATH, such as notebooks/ "
+            "of a checkout or of the sdist"
+        )
     if not known:
         raise AttnLabError(f"{root} must hold notebooks named NN-slug.ipynb, got none")
     found: dict[Path, None] = {}
@@ -58,17 +71,19 @@ def investigate(
     jobs: int = 1,
     baseline: Path | None = None,
 ) -> Results:
-    """Run the notebooks and write `reports`; return the Outcome of each, in the order of paths.
+    """Run the notebooks and write ``reports``; return the Outcome of each, in the order of paths.
 
-    A parameter goes to the notebooks that know it. `timeout_s` bounds each notebook, `jobs` how many
-    run at once; their processes share the cores. `on_progress` gets a notebook's name, how many of its
-    cells are done and how many there are, from the thread that runs it; `on_end` an Outcome. The index,
-    verdicts.json and junit.xml are written anew as each notebook ends, so that an interrupted run
-    leaves what it had finished. `baseline` is a verdicts.json to compare with, read before all else.
+    - ``parameters``: each goes to the notebooks that have it.
+    - ``timeout_s``: limits each notebook; ``jobs``: notebooks run at once, which share the cores.
+    - ``on_progress``: called with a notebook's name, cells done and cells in total, in the thread that
+      runs the notebook; ``on_end``: called with each Outcome.
+    - ``baseline``: a verdicts.json to compare with; it is read first.
 
-    Raises AttnLabError, before anything runs, where no notebook knows a parameter or `reports`
-    cannot be written, InvalidCase for a wrong baseline or value, and Unavailable where Jupyter is not
-    installed.
+    The index, verdicts.json and junit.xml are rewritten as each notebook ends, so an interrupted run
+    keeps the finished notebooks.
+
+    Raises AttnLabError before anything runs if no notebook has a parameter or ``reports`` cannot be
+    written, InvalidCase for a wrong baseline or value, and Unavailable if Jupyter is not installed.
     """
     _check_installed()
     kept = None if baseline is None else read_baseline(baseline)
@@ -96,7 +111,7 @@ def investigate(
 
 
 def default_jobs(paths: Sequence[Path]) -> int:
-    """Return how many notebooks to run at once: one a core, as far as the free memory reaches."""
+    """Return how many notebooks to run at once: one per core, limited by the free memory."""
     return max(1, int(min(cores(), len(paths), free_memory_gib() / _NOTEBOOK_GIB)))
 
 
@@ -106,10 +121,7 @@ def cores() -> int:
 
 
 def free_memory_gib() -> float:
-    """Return the memory that is available, or infinity where the system does not say.
-
-    A container's limit counts as what is available at most.
-    """
+    """Return the available memory, at most the limit of the container; infinity if it is unknown."""
     free = math.inf
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -117,14 +129,14 @@ def free_memory_gib() -> float:
             next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 2**20
         )
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
-    except (OSError, StopIteration, ValueError):  # another system, no limit, or "max"
+    except (OSError, StopIteration, ValueError):  # not Linux, no limit, or "max"
         return free
     return free
 
 
 @dataclass(slots=True, kw_only=True)
 class _Book:
-    """Keep what has ended, by place in the order of the runs, and write it."""
+    """Collect the outcomes by the position of their runs, and write them."""
 
     runs: Sequence[Run]
     reports: Path
@@ -133,7 +145,7 @@ class _Book:
     ended: dict[int, Outcome] = field(default_factory=dict)
 
     def results(self) -> Results:
-        """Return what is known so far."""
+        """Return the results so far."""
         outcomes = [self.ended[place] for place in sorted(self.ended)]
         left = [run.name for place, run in enumerate(self.runs) if place not in self.ended]
         return Results(
@@ -144,14 +156,14 @@ class _Book:
         )
 
     def write(self) -> None:
-        """Write the index, verdicts.json and junit.xml anew."""
+        """Rewrite the index, verdicts.json and junit.xml."""
         results = self.results()
         write_index(results, self.reports / "index.html")
         write_verdicts(results, self.reports / "verdicts.json")
         write_junit(results, self.reports / "junit.xml")
 
     def _changes(self, kept: Mapping[str, Kept], outcomes: Sequence[Outcome]) -> list[Change]:
-        """Compare what has ended, and what is no notebook any more, with the baseline."""
+        """Compare finished notebooks, and notebooks that no longer exist, with the baseline."""
         now = {
             one.name: Kept(verdicts=tuple(one.verdicts), parameters=plain_dict(one.parameters))
             for one in outcomes
@@ -164,10 +176,10 @@ class _Book:
 
 
 def _run_all(book: _Book, jobs: int, stop: threading.Event, on_end: OnEnd) -> None:
-    """Run at most `jobs` notebooks at once; when interrupted, end their kernels first.
+    """Run at most ``jobs`` notebooks at once; on an interrupt, end their kernels first.
 
-    The runs have threads of their own even one at a time: the main thread is the one that a
-    Ctrl-C reaches, and nbclient would swallow it there. What was running then is an outcome too.
+    Each run has its own thread, even with one job: Ctrl-C reaches the main thread, and nbclient would
+    swallow it there. Interrupted runs are outcomes too.
     """
     book.write()
     with ThreadPoolExecutor(max_workers=jobs) as pool:
@@ -194,14 +206,27 @@ def _is_named(path: Path, name: str) -> bool:
     return Path(name).name in (path.name, path.stem, slug)
 
 
-def _pages(paths: Sequence[Path], reports: Path) -> frozenset[str]:
-    """Return the notebooks that have a page in `reports`, or will have."""
-    there = {page.stem for page in reports.glob("[0-9][0-9]-*.html")}
-    return frozenset(there | {path.stem for path in paths})
+def _pages(paths: Sequence[Path], reports: Path) -> dict[str, str]:
+    """Return the notebooks that have or will have a page in ``reports``, with their titles."""
+    titles = {page.stem: "" for page in reports.glob("[0-9][0-9]-*.html")}
+    folders = {path.parent for path in paths}
+    known = {path.stem: path for folder in folders for path in folder.glob("[0-9][0-9]-*.ipynb")}
+    titles |= {path.stem: "" for path in paths}
+    return {name: _title(known.get(name)) or name for name in titles}
+
+
+def _title(path: Path | None) -> str:
+    """Return the title of a notebook file, or "" if it cannot be read."""
+    import nbformat
+
+    try:
+        return "" if path is None else read_title(nbformat.read(path, as_version=4))
+    except Exception:
+        return ""
 
 
 def _make_folder(executed: Path, paths: Sequence[Path]) -> None:
-    """Make the folder of the executed notebooks, and see that each of the files can be written there."""
+    """Make the folder of the executed notebooks, and check that each output file can be written."""
     try:
         executed.mkdir(parents=True, exist_ok=True)
         for folder in (executed, executed.parent):
@@ -217,17 +242,17 @@ def _make_folder(executed: Path, paths: Sequence[Path]) -> None:
 
 
 def _check_installed() -> None:
-    """Raise Unavailable where what runs notebooks is missing."""
+    """Raise Unavailable if a package that runs notebooks is missing."""
     for package in ("papermill", "nbconvert", "ipykernel"):
         if find_spec(package) is None:
             raise Unavailable(
-                f"notebooks run with {package}, which is not installed: pip install 'attnlab[lab]'"
+                f"notebooks need {package}, which is not installed: pip install 'attnlab[lab]'"
             )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep papermill's log, and warnings about its own insides, off the terminal."""
+    """Keep papermill's log and its internal warnings off the terminal."""
     log = logging.getLogger("papermill")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""Hold how a notebook ended, and write that for machines: JSON and JUnit XML."""
+"""The result of a run of notebooks, written as JSON and JUnit XML."""
 
 import json
 import re
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attnlab.reports.baseline import Change
 from attnlab.case.errors import AttnLabError
 from attnlab.case.shown import Shown
+from attnlab.reports.baseline import Change
+from attnlab.reports.post_mortem import PostMortem
 from attnlab.show.notebook import Json, Verdict, plain, versions
 
 Status = Literal[
@@ -25,12 +26,12 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 class Outcome:
     """Hold how one notebook ended.
 
-    `status` is "passed", "failed" (a verdict differs), "refused" (InvalidCase: it does not take the
-    parameters that were given), "error" (any other exception), "died" (its kernel), "timeout" (it took
-    too long), "interrupted" (by the user) or "unavailable" (it raised Unavailable: what it needs is not
-    here, so nothing was found out). `message` is one line, empty where it passed. `cells` are how many
-    of its cells were run, the one included that it stopped in, and how many it has; `summary` is what
-    the notebook itself says of its verdict as it is committed.
+    - ``status``: "passed", "failed" (a verdict differs), "refused" (InvalidCase: the parameters do not
+      fit), "error" (any other exception), "died" (its kernel), "timeout", "interrupted" (by the user) or
+      "unavailable" (it raised Unavailable: a dependency is missing).
+    - ``message``: one line, empty if it passed.
+    - ``cells``: cells run, including the one in which it stopped, and cells in total.
+    - ``summary``: the verdict paragraph of the committed notebook; ``report``: its post-mortem, or None.
     """
 
     name: str
@@ -42,15 +43,16 @@ class Outcome:
     executed: Path
     html: Path
     summary: str = ""
+    report: PostMortem | None = None
     cells: tuple[int, int] = (0, 0)
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Results(Shown):
-    """Hold what a run of several notebooks has found so far.
+    """Hold the results of a run of several notebooks so far.
 
-    `not_run` names the notebooks that have not ended; `changes` are None without a baseline.
+    ``not_run`` names the notebooks that have not ended; ``changes`` is None without a baseline.
     """
 
     outcomes: Sequence[Outcome]
@@ -66,28 +68,30 @@ class Results(Shown):
 
     @property
     def total(self) -> int:
-        """Return how many notebooks were asked for."""
+        """Return the number of notebooks that were requested."""
         return len(self.outcomes) + len(self.not_run)
 
     @property
     def ok(self) -> bool:
-        """Answer whether all have ended well and nothing of the baseline was lost."""
+        """Answer whether every notebook passed or is unavailable, and no verdict of the baseline was lost."""
         lost = any(change.is_loss for change in self.changes or ())
         return not self.not_run and not lost and all_ok(self.outcomes)
 
 
 def all_ok(outcomes: Sequence[Outcome]) -> bool:
-    """Answer whether nothing is wrong: each notebook passed or is unavailable here, and one passed."""
-    found = {one.status for one in outcomes}
+    """Answer whether each notebook passed or is unavailable, and at least one passed."""
+    found = {outcome.status for outcome in outcomes}
     return "passed" in found and found <= {"passed", "unavailable"}
 
 
 def write_verdicts(results: Results, path: Path) -> None:
-    """Write all verdicts as JSON; `ok` stays false until all notebooks have ended well."""
+    """Write all verdicts as JSON; ``ok`` stays false until every notebook has passed or is unavailable."""
     document: dict[str, Any] = {
-        "notebooks": [_to_json(one, path.parent) for one in results.outcomes],
+        "notebooks": [_to_json(outcome, path.parent) for outcome in results.outcomes],
         "not_run": list(results.not_run),
-        "unavailable": [one.name for one in results.outcomes if one.status == "unavailable"],
+        "unavailable": [
+            outcome.name for outcome in results.outcomes if outcome.status == "unavailable"
+        ],
         "versions": versions(),
         "ok": results.ok,
     }
@@ -97,24 +101,24 @@ def write_verdicts(results: Results, path: Path) -> None:
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _to_json(one: Outcome, folder: Path) -> dict[str, Any]:
+def _to_json(outcome: Outcome, folder: Path) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "title": one.title,
-        "status": one.status,
-        "message": one.message,
-        "seconds": round(one.seconds, 3),
-        "cells": list(one.cells),
-        "parameters": plain_dict(one.parameters),
-        "html": one.html.relative_to(folder).as_posix(),
-        "verdicts": [verdict.to_json() for verdict in one.verdicts],
+        "name": outcome.name,
+        "title": outcome.title,
+        "status": outcome.status,
+        "message": outcome.message,
+        "seconds": round(outcome.seconds, 3),
+        "cells": list(outcome.cells),
+        "parameters": plain_dict(outcome.parameters),
+        "html": outcome.html.relative_to(folder).as_posix(),
+        "verdicts": [verdict.to_json() for verdict in outcome.verdicts],
     }
 
 
 def write_junit(results: Results, path: Path) -> None:
-    """Write JUnit XML: a test case for each verdict, and one for a notebook that has no other.
+    """Write JUnit XML: one test case for each verdict, and one for a notebook without verdicts.
 
-    A notebook that was not run is a test case that is skipped.
+    A notebook that did not run is a skipped test case.
     """
     root = ET.Element("testsuites", name="attnlab")
     for outcome in results.outcomes:
@@ -141,13 +145,13 @@ def _add_suite(root: ET.Element, name: str, cases: Sequence[ET.Element], seconds
 
 
 def one_line(text: str) -> str:
-    """Return the first line that says something, without terminal colours."""
+    """Return the first non-empty line, without terminal colours."""
     lines = (line.strip() for line in _ANSI.sub("", text).splitlines())
     return next((line for line in lines if line), "")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step, so that an interruption leaves the old one or the new one."""
+    """Replace a file atomically. Raises AttnLabError if it cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -161,7 +165,7 @@ def _junit_cases(outcome: Outcome) -> list[ET.Element]:
     for verdict in outcome.verdicts:
         problem = None if verdict.ok else ("failure", str(verdict))
         cases.append(_junit_case(outcome.name, verdict.name, 0.0, problem))
-    explained = outcome.status == "passed" or any(not one.ok for one in outcome.verdicts)
+    explained = outcome.status == "passed" or any(not verdict.ok for verdict in outcome.verdicts)
     if not cases or not (explained and outcome.status in ("passed", "failed")):
         kinds = {"passed": "", "failed": "failure", "unavailable": "skipped"}
         kind = kinds.get(outcome.status, "error")
@@ -173,7 +177,7 @@ def _junit_cases(outcome: Outcome) -> list[ET.Element]:
 def _junit_case(
     notebook: str, name: str, seconds: float, problem: tuple[str, str] | None
 ) -> ET.Element:
-    """Return one test case; what XML cannot hold is taken out of its texts."""
+    """Return one test case; characters that XML does not allow are removed from its texts."""
     case = ET.Element(
         "testcase", classname=notebook, name=_NOT_XML.sub("", name), time=f"{seconds:.3f}"
     )

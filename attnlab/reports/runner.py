@@ -1,4 +1,4 @@
-"""Run one notebook without a person, and tell how that ended."""
+"""Run one notebook headless and report how it ended."""
 
 import asyncio
 import json
@@ -9,35 +9,36 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from attnlab.reports.notebook_result import Outcome, Status, one_line
-from attnlab.reports.pages import (
+from attnlab.reports.executed import (
     drop_widgets,
+    read_post_mortem,
     read_summary,
     read_title,
     read_verdicts,
-    write_post_mortem,
 )
+from attnlab.reports.notebook_result import Outcome, Status, one_line
+from attnlab.reports.pages import write_post_mortem
 
 OnProgress = Callable[[str, int, int], None]
 
 _SIGNALS = {
-    "SIGKILL": "ended from outside, by want of memory perhaps",
+    "SIGKILL": "killed from outside, possibly for lack of memory",
     "SIGSEGV": "segmentation fault",
-    "SIGABRT": "it aborted",
+    "SIGABRT": "aborted",
 }
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Run one notebook; the fields that change are what nbclient's hooks tell on the way.
+    """Run one notebook. nbclient's hooks update ``cell``, ``cell_index``, ``total`` and ``deadline``.
 
-    `timeout_s` bounds the whole notebook, `threads` each of its processes. `pages` names the notebooks
-    whose pages this one's may link to.
+    ``timeout_s`` limits the whole notebook, ``threads`` each of its processes. ``pages`` maps the
+    notebooks to which this page may link to their titles.
     """
 
     source: Path
@@ -47,7 +48,7 @@ class Run:
     on_progress: OnProgress
     stop: threading.Event
     threads: int
-    pages: frozenset[str] = frozenset()
+    pages: Mapping[str, str] = field(default_factory=dict)
     folder_flag: bool = False
     cell: str = ""
     cell_index: int = 0
@@ -67,27 +68,28 @@ class Run:
         return self.reports / f"{self.name}.html"
 
     def outcome(self) -> Outcome:
-        """Execute the notebook, write its report and say how it ended.
+        """Execute the notebook, write its page and return how it ended.
 
-        Raises AttnLabError where the report cannot be written; all else is in the Outcome.
+        Raises AttnLabError if the page cannot be written; every other failure is in the Outcome.
         """
         started = time.perf_counter()
         self.executed.unlink(missing_ok=True)
         status, message = self._execute()
         seconds = time.perf_counter() - started
         try:
-            status, message, told = self._report(status, message)
-        except Exception as error:  # whatever is in this notebook, the others go on
+            status, message, executed = self._report(status, message)
+        except Exception as error:  # a broken notebook must not stop the others
             message = message or _in_one_line(error)
             self._replace_executed()
-            status, message, told = self._report("error", message)
+            status, message, executed = self._report("error", message)
         return Outcome(
             name=self.name,
-            title=read_title(told) or self.name,
+            title=read_title(executed) or self.name,
             status=status,
             message=message,
-            verdicts=read_verdicts(told),
-            summary=read_summary(told),
+            verdicts=read_verdicts(executed),
+            summary=read_summary(executed),
+            report=read_post_mortem(executed),
             seconds=seconds,
             executed=self.executed,
             html=self.html,
@@ -96,9 +98,9 @@ class Run:
         )
 
     def _report(self, status: Status, message: str) -> tuple[Status, str, Any]:
-        """Write the report; return status and message as the notebook has them, and the notebook.
+        """Write the page; return the final status, the message and the executed notebook.
 
-        A wrong verdict fails a notebook that never concluded, too, or that is unavailable from there on.
+        A wrong verdict fails the notebook even if it did not conclude or became unavailable later.
         """
         from nbformat import read, write
 
@@ -120,7 +122,7 @@ class Run:
         return status, message, notebook
 
     def _command(self) -> str:
-        """Return the command line that makes this notebook's report again."""
+        """Return the command line that reproduces the page."""
         words = ["attnlab", "investigate", self.name.split("-", 1)[0]]
         if self.folder_flag:
             words += ["--notebooks-folder", str(self.source.parent)]
@@ -129,7 +131,7 @@ class Run:
         return shlex.join(words)
 
     def _execute(self) -> tuple[Status, str]:
-        """Run papermill; return the status and one line on what went wrong."""
+        """Run papermill; return the status and one line about the failure."""
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
         from papermill.exceptions import PapermillExecutionError
 
@@ -138,21 +140,21 @@ class Run:
             try:
                 self._run_papermill(words, ended)
             except PapermillExecutionError as error:
-                said = one_line(error.evalue)
+                text = one_line(error.evalue)
                 if error.ename == "VerdictFailed":
-                    return "failed", said
+                    return "failed", text
                 if error.ename == "Unavailable":
-                    return "unavailable", said
+                    return "unavailable", text
                 if error.ename == "InvalidCase" and self.parameters:
-                    return "refused", said
-                return "error", f"{error.ename}: {said}"
+                    return "refused", text
+                return "error", f"{error.ename}: {text}"
             except CellTimeoutError:
                 return "timeout", f"longer than {self.timeout_s:g} s, {self._place()}"
             except DeadKernelError:
                 if self.stop.is_set():
                     return "interrupted", f"interrupted {self._place()}"
                 return "died", f"the kernel died{ended.text} {self._place()}{_last_words(words)}"
-            except Exception as error:  # no kernel, or a file that is no notebook
+            except Exception as error:  # no kernel, or not a notebook
                 if self.stop.is_set():
                     return "interrupted", "interrupted before its first cell"
                 return "error", _in_one_line(error)
@@ -164,7 +166,7 @@ class Run:
         return f"in cell {self.cell_index} of {self.total}: {one_line(self.cell)}"
 
     def _run_papermill(self, words: IO[bytes], ended: "Ended") -> None:
-        """Execute `source` into `executed`, the kernel starting in the notebook's own folder."""
+        """Execute ``source`` into ``executed``; the kernel starts in the folder of the notebook."""
         from papermill.execute import execute_notebook
 
         self.deadline = time.monotonic() + self.timeout_s
@@ -175,12 +177,12 @@ class Run:
             kernel_name="python3",
             language="python",
             progress_bar=False,
-            # papermill's own cwd would move this whole process, and so every other thread
+            # papermill's cwd option would change the directory of this process, and of all threads
             resources={"metadata": {"path": str(self.source.parent)}},
             kernel_manager_class=_kernel_class(self.stop, words, ended, self.threads),
             shutdown_kernel="immediate",
             coalesce_streams=True,
-            # nbclient takes 0 for no limit
+            # nbclient reads 0 as no limit
             timeout_func=lambda cell: max(1e-3, self.deadline - time.monotonic()),
             on_notebook_start=self._on_start,
             on_cell_execute=self._on_execute,
@@ -198,7 +200,7 @@ class Run:
         self.on_progress(self.name, cell_index + 1, self.total)
 
     def _replace_executed(self) -> None:
-        """Put a notebook that says so where the executed one is missing or broken."""
+        """Replace a missing or broken executed notebook by one that says so."""
         from nbformat import v4, write
 
         cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
@@ -207,13 +209,13 @@ class Run:
 
 @dataclass(slots=True)
 class Ended:
-    """Hold how a kernel's process ended: `code` is its exit code, or a signal's number below zero."""
+    """Hold how the process of a kernel ended: ``code`` is its exit code, or minus the signal's number."""
 
     code: int | None = None
 
     @property
     def text(self) -> str:
-        """Say it in brackets, or nothing where it is not known."""
+        """Return the code or signal in brackets, or "" if it is unknown."""
         if self.code is None:
             return ""
         if self.code >= 0:
@@ -223,10 +225,10 @@ class Ended:
 
 
 def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads: int) -> type[Any]:
-    """Return a kernel manager whose kernel ends soon after `stop` and speaks to `words` only.
+    """Return a kernel manager whose kernel ends soon after ``stop`` and writes to ``words`` only.
 
-    Its processes use `threads` threads each, unless the environment says otherwise; how it ends is
-    left in `ended`.
+    Its processes use ``threads`` threads each, unless the environment sets another number. How it ends
+    is stored in ``ended``.
     """
     from jupyter_client.manager import AsyncKernelManager
 
@@ -236,7 +238,7 @@ def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads
             await super().start_kernel(stdout=words, stderr=words, **options)
 
         async def _async_is_alive(self) -> bool:
-            # nbclient asks this once a second, also before the kernel is ready
+            # nbclient calls this every second, even before the kernel is ready
             if stop.is_set() and self.provisioner is not None:
                 await self.provisioner.kill()
             alive = await super()._async_is_alive()
@@ -254,15 +256,15 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _last_words(words: IO[bytes]) -> str:
-    """Return the last line that a kernel wrote past Jupyter, such as a fatal error of C++."""
+    """Return the last line that the kernel wrote to its own stderr, such as a fatal C++ error."""
     words.seek(0)
     lines = [line.strip() for line in words.read().decode(errors="replace").splitlines()]
-    own = [line for line in lines if line and not line.startswith("[IPKernelApp]")]
-    return f" ({own[-1]})" if own else ""
+    lines = [line for line in lines if line and not line.startswith("[IPKernelApp]")]
+    return f" ({lines[-1]})" if lines else ""
 
 
 def _close_event_loop() -> None:
-    """Cancel what nbclient leaves behind after a timeout, or it complains when collected."""
+    """Cancel tasks that nbclient leaves after a timeout; otherwise asyncio warns at collection."""
     from jupyter_core.utils import ensure_event_loop
 
     loop = ensure_event_loop()
@@ -273,7 +275,7 @@ def _close_event_loop() -> None:
 
 
 def as_flag(value: Any) -> str:
-    """Write a parameter as the text of NAME=VALUE that stands for it; a tuple as "1,2"."""
+    """Return a parameter as the VALUE of NAME=VALUE; a tuple as "1,2"."""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return value if isinstance(value, str) else json.dumps(value)

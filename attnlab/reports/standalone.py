@@ -1,4 +1,4 @@
-"""Take out of a page what would load something, run something, or lead to what is not there."""
+"""Make a piece of HTML self-contained: nothing is loaded, no script runs, no link is dead."""
 
 import re
 from collections.abc import Collection
@@ -19,13 +19,14 @@ _LOADING = [
 _CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
 _NOTEBOOK_LINK = re.compile(r"(?:\./)?(\d\d-[\w.-]+)\.ipynb(#.*)?$")
 _PAGE_LINK = re.compile(r"(https?:|mailto:|#)", re.I)
+_NO_ALT = "No description has been provided for this image"
 
 
 def self_contained(body: str, pages: Collection[str] = ()) -> str:
-    """Return HTML that loads nothing, runs no script, and links to nothing that it does not bring along.
+    """Return HTML without loaders, scripts and dead links; every picture has an alternative text.
 
-    A link to a notebook of `pages` becomes one to its page, a link to the web or inside the page stays,
-    and of any other the text stays.
+    A link to a notebook of ``pages`` becomes a link to its page. Links to the web and within the page
+    stay. Every other link becomes plain text.
     """
     from bs4 import BeautifulSoup
 
@@ -35,10 +36,10 @@ def self_contained(body: str, pages: Collection[str] = ()) -> str:
     for tag in soup.find_all(True):
         for name in [name for name in tag.attrs if _is_loading(tag.name, name, str(tag[name]))]:
             del tag[name]
-        if tag.name == "img" and not tag.has_attr("src"):
-            tag.replace_with(f"({tag.get('alt') or 'picture'}: not embedded)")
+        if tag.name == "img":
+            _clean_picture(tag)
         elif tag.name in ("a", "area") and tag.has_attr("href"):
-            _mend_link(tag, pages)
+            _clean_link(tag, pages)
         elif "style" in tag.attrs:
             tag["style"] = _CSS_LOAD.sub("none", str(tag["style"]))
         elif tag.name == "style":
@@ -46,8 +47,30 @@ def self_contained(body: str, pages: Collection[str] = ()) -> str:
     return str(soup)
 
 
-def _mend_link(link: Any, pages: Collection[str]) -> None:
-    """Lead a link to the page of a notebook, leave it, or take its address away."""
+def headings(body: str) -> list[tuple[str, str]]:
+    """Return the H2 headings of a body as (id, text)."""
+    from bs4 import BeautifulSoup
+
+    found = []
+    for heading in BeautifulSoup(body, "html.parser").find_all("h2"):
+        if heading.get("id"):
+            found.append((str(heading["id"]), heading.get_text().rstrip("¶ ")))
+    return found
+
+
+def _clean_picture(picture: Any) -> None:
+    """Replace a picture that is not embedded by its text; without a text it gets that of its heading."""
+    alt = str(picture.get("alt") or "")
+    if not picture.has_attr("src"):
+        picture.replace_with(f"({alt or 'picture'}: not embedded)")
+    elif not alt or alt == _NO_ALT:
+        heading = picture.find_previous(["h1", "h2", "h3"])
+        title = heading.get_text().rstrip("¶ ") if heading else ""
+        picture["alt"] = f"Figure: {title}" if title else "Figure"
+
+
+def _clean_link(link: Any, pages: Collection[str]) -> None:
+    """Point a link to the page of a notebook, keep it, or remove its address."""
     address = str(link["href"]).strip()
     if found := _NOTEBOOK_LINK.match(address):
         if found[1] in pages:
@@ -59,7 +82,7 @@ def _mend_link(link: Any, pages: Collection[str]) -> None:
 
 
 def _is_loading(tag: str, attribute: str, value: str) -> bool:
-    """Say whether an attribute fetches something or runs a script; a plain link does neither."""
+    """Answer whether an attribute fetches something or runs a script; a plain link does neither."""
     value = value.strip().lower()
     if attribute.startswith("on") or value.startswith("javascript:"):
         return True

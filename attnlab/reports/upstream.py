@@ -1,7 +1,7 @@
-"""A finding for the people upstream: a script that shows it without the lab, and a text for an issue.
+"""Report a finding upstream: a script that reproduces it without the lab, and a text for an issue.
 
-The script draws the case's numbers anew, the same bits, fills a cache, calls the op of whatever vLLM is
-installed and compares with float64. It imports torch, Triton and vLLM alone.
+The script draws the same bits as the lab, fills a cache, calls the op of the installed vLLM and compares
+with float64. It imports only torch, Triton and vLLM.
 """
 
 import math
@@ -12,26 +12,21 @@ from typing import Any
 
 import torch
 
-import attnlab
-from attnlab.tensors.cache import freed_blocks
-from attnlab.tensors.call import KernelCall
 from attnlab.case.case import Case
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import cached_lens
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
-from attnlab.contracts.target import Target
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import cached_lens
-from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.contracts.target import Target
 from attnlab.case.errors import InvalidCase
-from attnlab.tensors.formats import written_format
+from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.checker.finding import KINDS, Finding
+from attnlab.contracts.kernel_contracts import contract
+from attnlab.contracts.rows import cached_lens
+from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
-from attnlab.checker.finding import KINDS, Finding
+from attnlab.tensors.cache import freed_blocks
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import written_format
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_KNOWN = (  # knobs that a script knows, or that say nothing to it
+_KNOWN = (  # fields that the script implements or that do not affect it
     *(
         "op",
         "num_heads",
@@ -82,12 +77,13 @@ _BUFFER = {"nan": 'float("nan")', "zeros": "0.0", "recycled": "1.5"}
 def write_reports(
     findings: list[Finding], folder: Path, version: str, device: str = "cpu"
 ) -> list[Path]:
-    """Write a text and a script for each finding to ``folder``, made where it is missing; return them.
+    """Write a text and a script for each finding to ``folder``, and return their paths.
 
-    ``version``: the vLLM that showed them, in words; ``device``: where, "cuda" or, under Triton's
-    interpreter, "cpu". Of a finding that
-    :func:`has_script` denies only the text is written. Raises InvalidCase for a folder that cannot be
-    made or written.
+    - ``version``: a description of the vLLM that ran.
+    - ``device``: "cuda", or "cpu" for Triton's interpreter.
+
+    The folder is created if it is missing. A finding without a script (:func:`has_script`) gets a text
+    only. Raises InvalidCase if the folder cannot be created or written.
     """
     written = []
     try:
@@ -107,8 +103,8 @@ def write_reports(
 
 
 def has_script(case: Case) -> bool:
-    """Answer whether a script can stand for a Case: an attention op over a cache that production fills,
-    and no knob that the script does not know."""
+    """Answer whether a script can reproduce a Case: an attention op on a complete cache, with fields that
+    the script implements."""
     known = (
         case.op in TRITON_OPS
         and case.spec.attends_to_cache
@@ -119,7 +115,7 @@ def has_script(case: Case) -> bool:
 
 
 def _facts(finding: Finding, version: str) -> dict[str, Any]:
-    """Return what the templates say of a finding."""
+    """Return the values that the templates use for a finding."""
     case = finding.case
     lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
     facts = {
@@ -141,12 +137,12 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
 
 
 def _of_it(finding: Finding) -> str:
-    """Return a finding's kind as a title has it."""
+    """Return the kind of a finding as part of a title."""
     return KINDS[finding.kind].removeprefix("it ").replace("its output", "output")
 
 
 def _setting(case: Case) -> str:
-    """Return a Case's features in words."""
+    """Return the features of a Case as a phrase."""
     words = [
         f"{case.num_heads} query heads on {case.num_kv_heads} KV heads of {case.head_size}",
         f"blocks of {case.block_size}",
@@ -168,7 +164,7 @@ def _setting(case: Case) -> str:
 
 
 def _of_case(case: Case) -> dict[str, Any]:
-    """Return what the script needs to build a Case's call."""
+    """Return the values from which the script builds the call of a Case."""
     lab, plain = Lab(), case.replace(backend="model", trace_reads=False)
     call, target = lab.call(plain), Target.of(plain)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
@@ -211,7 +207,7 @@ def _of_case(case: Case) -> dict[str, Any]:
 
 
 def _expression(name: str, value: Any, call: KernelCall) -> str:
-    """Return an argument of an op as the script writes it."""
+    """Return an argument of the op as an expression of the script."""
     names = {"key": "new_keys", "value": "new_values"}
     for field in (
         "query",
@@ -238,7 +234,7 @@ def _expression(name: str, value: Any, call: KernelCall) -> str:
 
 
 def _render(template: str, facts: dict[str, Any]) -> str:
-    """Fill a template of plain text."""
+    """Fill a plain-text template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     texts = Environment(
@@ -247,6 +243,6 @@ def _render(template: str, facts: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # plain text, of the lab's own making
+        autoescape=False,  # plain text, without foreign input
     )
     return texts.get_template(template).render(**facts)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.extras import named_extra
 from attnlab.case.fields import refuse
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
@@ -18,7 +19,8 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
     Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
     that was rejected, because it has no errors.
     """
-    from attnlab.show.plots import plot_error, plot_power, plot_stages
+    with named_extra("attnlab.plot"):
+        from attnlab.show.plots import plot_error, plot_power, plot_stages
 
     if isinstance(noun, Result) and noun.errors is not None:
         return plot_error(noun.errors, unwritten=noun.unwritten_rows().cpu(), title=title, ax=ax)

@@ -1,1 +1,33 @@
-"""The study of vLLM #28490: claims, engine recordings and the overview."""
+"""The study of vLLM #28490: claims, engine recordings, the overview, and what its notebooks share."""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {  # the public names of each module
+    "attnlab.lab.stage_table": "outcomes predict_stages",
+    "attnlab.show.plots": "plot_blocks plot_fits plot_formats plot_merge plot_seq_error "
+    "plot_sizes plot_story",
+    "attnlab.study.claims": "judge_claims",
+    "attnlab.study.engine_batch": "compare_fills engine_case engine_run rounding_step",
+    "attnlab.study.html_table": "table",
+    "attnlab.study.hypotheses": "predict table_of",
+    "attnlab.study.incident": "post_mortem pull_request",
+    "attnlab.study.kernels": "fp8_values real_kernels",
+    "attnlab.study.mutants": "is_full_size mutant nine_mutants",
+    "attnlab.study.overview": "read_chapters",
+    "attnlab.study.timeline_plot": "plot_timeline",
+    "attnlab.study.predictions": "decode_contract decodes_on_rocm missing_token_bound "
+    "on_int64 predict_chapters predict_claims predict_status read_as_int32 tail_reaches_output",
+    "attnlab.study.production": "EngineRun record_engine separate_cache_writes",
+    "attnlab.study.rocm_device": "SWAPPED_LANES emulated",
+    "attnlab.study.set_up": "by_verdict case_from conclude round_trips stage_stories",
+}
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name at its first use, so that a notebook pays only for what it asks for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

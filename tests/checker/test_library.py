@@ -46,6 +46,9 @@ def test_sound_models_give_no_finding(platform: str) -> None:
     assert report.findings == report.observations == []
     assert set(ModelBackend(rules="0.33.0").blind_spots) <= set(report.left_out)
 
+
+@pytest.mark.slow
+def test_the_older_models_faults_are_found() -> None:
     """NaN of the last block leaks, the default scale uses the number of heads, the soft cap overflows."""
     report = checked(ModelBackend(rules="0.11.2"), cases=DEFAULT_CASES)
     faults = {one.group: one for one in report.findings if one.kind == "wrong_output"}

@@ -46,6 +46,7 @@ def status_of(url: str, limit_s: float = 60.0) -> int:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_the_lab_asks_for_its_token(tmp_path: Path) -> None:
     """Without the token a notebook is refused, with it the folder of notebooks is there."""

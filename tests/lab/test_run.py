@@ -292,6 +292,7 @@ def seed_size():
     }
 
 
+@pytest.mark.slow
 def test_the_failure_at_its_own_size(seed_size):
     """8192 of 43720704 elements, all of row 5336, after the type fix that undid itself."""
     errors = seed_size["int32_before_cumsum"].errors

@@ -25,7 +25,7 @@ def verdict(found, expected=3, name="rows", **evidence):
     ("before", "now", "kind", "is_loss", "values"),
     [
         (kept(verdict(3)), kept(verdict(4)), "broken", True, (3, 4)),
-        (kept(verdict(4)), kept(verdict(3)), "mended", False, (4, 3)),
+        (kept(verdict(4)), kept(verdict(3)), "fixed", False, (4, 3)),
         (kept(verdict(4)), kept(verdict(5)), "changed", True, (4, 5)),
         (kept(verdict(3)), kept(verdict(5, expected=5)), "changed", True, (3, 5)),
         (kept(verdict(3)), kept(), "gone", True, (3, None)),
@@ -104,8 +104,8 @@ def investigate_json(folder, capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_run_is_held_to_the_run_before(tmp_path, capsys):
-    """The reports' own verdicts.json can be the baseline: it is read before it is written anew."""
+def test_a_run_is_compared_with_an_earlier_one(tmp_path, capsys):
+    """The verdicts.json of the same folder can be the baseline: it is read before it is rewritten."""
     write_one(tmp_path, 1)
     write_notebook(
         tmp_path / "02-two.ipynb", "Two", f"{VERDICTS}verdicts.record('two', expected=1, found=1)"
@@ -115,25 +115,25 @@ def test_a_run_is_held_to_the_run_before(tmp_path, capsys):
     last = ("--baseline", str(tmp_path / "r" / "verdicts.json"))
     code, document = investigate_json(tmp_path, capsys, *last)
     assert (code, document["baseline"]["changes"]) == (0, [])
-    assert "Nothing changed against" in (tmp_path / "r" / "index.html").read_text()
+    assert 'class="changes"' not in (tmp_path / "r" / "index.html").read_text()
 
     (tmp_path / "kept.json").write_bytes((tmp_path / "r" / "verdicts.json").read_bytes())
-    write_one(tmp_path, 2, expected=2)  # as expected, and yet another finding
+    write_one(tmp_path, 2, expected=2)  # as expected, with another value
     code, document = investigate_json(
         tmp_path, capsys, "2", "--baseline", str(tmp_path / "kept.json")
     )
     assert (code, document["baseline"]["changes"]) == (
         0,
         [],
-    )  # what was not asked for is not missed
+    )  # a notebook that was not requested is not missing
     last = ("--baseline", str(tmp_path / "kept.json"))
     (tmp_path / "02-two.ipynb").unlink()
     code, document = investigate_json(tmp_path, capsys, *last)
     assert (code, document["ok"]) == (1, False)
-    told = [(c["notebook"], c["kind"], c["before"]) for c in document["baseline"]["changes"]]
-    assert told == [("01-one", "changed", 1), ("02-two", "gone", 1)]
+    found = [(c["notebook"], c["kind"], c["before"]) for c in document["baseline"]["changes"]]
+    assert found == [("01-one", "changed", 1), ("02-two", "gone", 1)]
     index = (tmp_path / "r" / "index.html").read_text()
-    assert "Since the baseline" in index
+    assert index.count('class="changes"') == 1
     assert "<td>changed</td><td><code>1</code></td><td><code>2</code></td>" in index
 
 

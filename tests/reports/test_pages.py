@@ -1,4 +1,4 @@
-"""A report stands alone, says what was run, and keeps what a widget or a kernel left behind."""
+"""Pages are self-contained and show the post-mortem, the cells and the provenance of a notebook."""
 
 import dataclasses
 import json
@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from nbformat import v4, write
 
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.reports.executed import (
+    drop_widgets,
+    read_post_mortem,
+    read_summary,
+    read_title,
+    read_verdicts,
+)
 from attnlab.reports.notebook_result import (
     Outcome,
     Results,
@@ -17,15 +24,9 @@ from attnlab.reports.notebook_result import (
     write_text,
     write_verdicts,
 )
-from attnlab.reports.pages import (
-    drop_widgets,
-    read_summary,
-    read_title,
-    read_verdicts,
-    write_index,
-    write_post_mortem,
-)
-from attnlab.show.notebook import PROVENANCE_MIME, Verdict
+from attnlab.reports.pages import write_index, write_post_mortem
+from attnlab.reports.post_mortem import OWNERS, POST_MORTEM_MIME, Event, PostMortem
+from attnlab.show.notebook import PROVENANCE_MIME, VERDICTS_MIME, Verdict
 
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
@@ -228,9 +229,98 @@ def test_no_widget_speaks_for_itself(tmp_path):
 )
 def test_a_link_leads_to_a_page_that_is_there(tmp_path, link, becomes):
     cell = v4.new_markdown_cell(f"# One\n\nsee [there]({link})")
-    page = write_report(tmp_path, cell, pages={"01-one", "02-two"})
+    page = write_report(tmp_path, cell, pages={"01-one": "One", "02-two": "Two"})
     assert becomes in page
     assert ".ipynb" not in page.split("<footer>")[0].split("<main>")[1]
+
+
+REPORT = PostMortem(
+    failed="row <5>",
+    where="gfx942",
+    since="0.11.2",
+    cause="a cast",
+    fix="another cast",
+    status="open",
+    impact=("one row",),
+    timeline=(Event(name="PR #1", text="merged & closed", url="https://example.org/1"),),
+    follow_up={"kernel": "check the dtype"},
+    incident="vLLM #28490",
+)
+
+
+def test_a_post_mortem_is_on_top_of_its_page_once(tmp_path):
+    shown = v4.new_output("display_data", data=REPORT._repr_mimebundle_())
+    cells = [v4.new_markdown_cell("# One\n\n## Symptom\n\ntext"), code("report", shown)]
+    page = write_report(tmp_path, *cells).split("<main>")[1]
+    for text in ("row &lt;5&gt;", "a cast", "one row", "check the dtype", "merged &amp; closed"):
+        assert page.count(text) == 1, text
+    order = [
+        page.index(text)
+        for text in ('class="summary"', 'id="timeline"', 'id="Symptom"', 'id="follow-up"')
+    ]
+    assert sorted(order) == order
+    assert 'href="https://example.org/1"' in page
+    assert '<a href="#Symptom">Symptom</a>' in page
+    assert page.count("<h1") == 1
+
+
+def test_a_page_shows_each_verdict_once(tmp_path):
+    verdict = Verdict(name="the verdict", expected=1, found=1)
+    card = v4.new_output("display_data", data=verdict._repr_mimebundle_())
+    table = v4.new_output(
+        "display_data",
+        data={VERDICTS_MIME: [verdict.to_json()], "text/html": "<table>the verdict</table>"},
+    )
+    page = write_report(tmp_path, code("record", card), code("conclude", table))
+    assert page.count("the verdict") == 1
+
+
+def test_a_page_links_to_its_neighbours(tmp_path):
+    pages = {"00-zero": "Zero", "01-one": "One", "02-two": "Two & more"}
+    page = write_report(tmp_path, code(), pages=pages)
+    assert '<a href="00-zero.html" rel="prev">← Zero</a>' in page
+    assert '<a href="02-two.html" rel="next">Two &amp; more →</a>' in page
+    only = write_report(tmp_path, code(), pages={"01-one": "One"}).split("<main>")[1]
+    assert "rel=" not in only
+
+
+def test_every_picture_has_an_alternative_text(tmp_path):
+    named = output(image_png=PNG)
+    named.metadata["image/png"] = {"alt": "error of <each> head"}
+    heading = v4.new_markdown_cell("# One\n\n## The size")
+    page = write_report(tmp_path, code("a", named), heading, code("b", output(image_png=PNG)))
+    assert 'alt="error of &lt;each&gt; head"' in page
+    assert 'alt="Figure: The size"' in page
+
+
+def test_a_post_mortem_survives_json():
+    assert PostMortem.from_json(json.loads(json.dumps(REPORT.to_json()))) == REPORT
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"cause": " "}, "cause"), ({"follow_up": {"nobody": "x"}}, "follow_up")]
+)
+def test_a_post_mortem_checks_its_fields(changes, field):
+    with pytest.raises(InvalidCase) as error:
+        dataclasses.replace(REPORT, **changes)
+    assert error.value.field == field
+
+
+def test_a_post_mortem_of_another_form_is_refused():
+    bundle = REPORT._repr_mimebundle_()
+    bundle[POST_MORTEM_MIME] = {"failed": "x"}
+    shown = v4.new_output("display_data", data=bundle)
+    with pytest.raises(AttnLabError):
+        read_post_mortem(v4.new_notebook(cells=[code("x", shown)]))
+    assert OWNERS == ("kernel", "test", "upstream")
+
+
+def test_the_index_is_titled_by_the_incident(tmp_path):
+    write_index(Results(outcomes=[outcome(tmp_path, report=REPORT)]), tmp_path / "index.html")
+    page = (tmp_path / "index.html").read_text()
+    assert "<title>vLLM #28490: post-mortem</title>" in page
+    assert 'href="https://example.org/1"' in page
+    assert Loads(page).found == []
 
 
 def test_the_index_says_what_a_notebook_concludes_as_committed(tmp_path):

@@ -1,11 +1,12 @@
-"""The reports as a reader sees them: opened from disk in a browser that has no network."""
+"""The pages in a browser without a network, opened from disk."""
 
 from pathlib import Path
 
 import pytest
 from helpers.browser import offline_page
 
-WIDTHS = {"a phone": 390, "a screen": 1280}
+pytestmark = pytest.mark.browser
+WIDTHS = {"a phone": 420, "a screen": 1280}
 # What sticks out of the page to the right: boxes wider than the window that no scroll bar of their own holds.
 OVERHANG = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 # A picture that did not load has no size.
@@ -68,8 +69,8 @@ def test_each_page_opens_without_a_network(small_run: Path, width: int, scheme: 
             page.evaluate(
                 "() => document.querySelectorAll('details').forEach(one => one.open = true)"
             )
-            told = (path.name, page.asked, page.complaints, page.evaluate(BROKEN))
-            assert told == (path.name, [], [], 0)
+            found = (path.name, page.asked, page.complaints, page.evaluate(BROKEN))
+            assert found == (path.name, [], [], 0)
             assert page.evaluate(OVERHANG) <= 0, path.name
             assert page.evaluate(FAINT) == [], path.name
 

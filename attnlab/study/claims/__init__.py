@@ -1,4 +1,4 @@
-"""The ledger of claims: what the investigation's notes say, each judged by an experiment."""
+"""The ledger: the claims of the investigation's notes, each judged by an experiment."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,25 +9,26 @@ from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED, Claim, Entry, F
 LEDGER: tuple[Entry, ...] = tuple(
     sorted(
         (*index_tensors.ENTRIES, *kernels.ENTRIES, *cache.ENTRIES, *production.ENTRIES),
-        key=lambda one: int(one.claim.number.removeprefix("C")),
+        key=lambda entry: int(entry.claim.number.removeprefix("C")),
     )
 )
 
 
 def judge_claims(on_step: Callable[[str, int, int], None] | None = None) -> Findings:
-    """Return what came of every claim, in the ledger's order.
+    """Return the finding about every claim, in the order of the ledger.
 
-    vLLM's engine, which takes a process of its own and half of the time, runs while the others are judged.
+    vLLM's engine takes half of the time; it runs in a child process while the other claims are judged.
+    ``on_step`` is called with a claim's number, the claims done and their total.
     """
     findings = Findings()
     with ThreadPoolExecutor(1) as pool:
         engine = pool.submit(production.ask) if {*production.ENTRIES} & {*LEDGER} else None
-        for done, one in enumerate(LEDGER):
+        for done, entry in enumerate(LEDGER):
             if on_step is not None:
-                on_step(one.claim.number, done, len(LEDGER))
-            if engine is not None and one in production.ENTRIES:
+                on_step(entry.claim.number, done, len(LEDGER))
+            if engine is not None and entry in production.ENTRIES:
                 engine.result()
-            findings.append(one.judge(one.claim))
+            findings.append(entry.judge(entry.claim))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""The Cases on which the claims are tried: the test's own at its size, and small ones like it."""
+"""The Cases of the experiments: the test's own, and small ones like it."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
 from attnlab.lab.lab import Lab
 
-MODEL = "model of ROCm's kernel and of Triton's"
+MODEL = "models of the ROCm kernel and of Triton's"
 
 
 def like_the_test(**changes: Any) -> Case:
-    """Return a small Case in the form of the test's: prefills and, last, one decode sequence."""
+    """Return a small Case like the test's: two prefills, then one decode sequence."""
     fields: dict[str, Any] = {
         "num_heads": 64,
         "head_size": 128,
@@ -26,23 +26,23 @@ def like_the_test(**changes: Any) -> Case:
 
 
 def seed_size(**changes: Any) -> Case:
-    """Return the Case of the test's plain form as it draws it at seed 0."""
+    """Return the Case of the test without ALiBi, as drawn with seed 0."""
     return Case(**{"stage": "cast_after_cumsum", "x": 8, **changes})
 
 
 def decode_at_seed_size(**changes: Any) -> Case:
-    """Return the decode sequence of the test's draw alone: 929 tokens of context, 64 heads of 128."""
+    """Return only the decode sequence of the test: 929 tokens of context, 64 heads of 128."""
     return like_the_test(query_lens=(1,), ctx_lens=(929,), max_query_len=1024, **changes)
 
 
 def outcome(case: Case) -> str:
-    """Return what becomes of a Case: the kernel's refusal, or how many elements are wrong."""
+    """Return the error with which a kernel rejects a Case, or the number of wrong elements."""
     result = Lab().run(case)
     return result.error if result.error is not None else f"{result.errors.mismatched} wrong"  # type: ignore[union-attr]
 
 
 def is_rejected(case: Case) -> bool:
-    """Answer whether a kernel refuses the Case."""
+    """Answer whether a kernel rejects the Case."""
     try:
         Lab().output(case)
     except KernelRejected:
@@ -51,11 +51,11 @@ def is_rejected(case: Case) -> bool:
 
 
 def decode_error(case: Case) -> float:
-    """Return the largest error of the last sequence, which is the decode one."""
+    """Return the largest error of the last sequence, which decodes; NaN if the Case is rejected."""
     errors = Lab().run(case).errors
     return float("nan") if errors is None else errors.seq_error()[-1]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float16 tensor's bits."""
+    """Return the bits of a float16 tensor as int16."""
     return tensor.contiguous().view(torch.int16)

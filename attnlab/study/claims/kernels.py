@@ -1,4 +1,4 @@
-"""Claims on which kernel takes what, and from where."""
+"""Claims about what each kernel accepts and where it reads from."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from attnlab.study.claims.ledger import Claim, Finding, entry, found
 
 @entry("C5", "000, 001", "fp8_e5m2 is rejected by the ROCm kernel")
 def e5m2_rejected(claim: Claim) -> Finding:
-    """Run the Case with that cache."""
+    """Run the Case with an e5m2 cache."""
     text = outcome(like_the_test(kv_cache_dtype="fp8_e5m2", cache_write="numeric"))
     right = text == "Unsupported KV cache dtype: fp8_e5m2"
     return found(claim, right, f"it raises: {text}", MODEL, outcome=text)
@@ -26,7 +26,7 @@ def e5m2_rejected(claim: Claim) -> Finding:
     "C6", "003", "the rejection needs head_size 128 and a GQA ratio of 1 to 16: the custom kernel's"
 )
 def rejection_needs(claim: Claim) -> Finding:
-    """Run that cache with the test's parameters, and compare with who is dispatched."""
+    """Run an e5m2 cache with the parameters of the test, and compare with the dispatch."""
     agree, rejected = True, []
     for head_size, group, window in itertools.product((24, 128), (1, 64), (0, 16)):
         case = like_the_test(
@@ -42,13 +42,15 @@ def rejection_needs(claim: Claim) -> Finding:
         if refused:
             rejected.append(f"{head_size}, {group}, {window}")
     needed = all(name.startswith("128, 1,") for name in rejected)
-    reading = "it is raised where that kernel is dispatched and nowhere else; sliding_window 0 is needed too"
+    reading = (
+        "it is raised exactly where that kernel is dispatched; sliding_window 0 is required too"
+    )
     return found(claim, agree and needed and bool(rejected), reading, MODEL, rejected=rejected)
 
 
 @entry("C15", "002, 004", "decode kernels read keys and values from the cache alone")
 def decode_reads_cache(claim: Claim) -> Finding:
-    """Put NaN in the new tokens' arguments and see whether a decode row changes."""
+    """Put NaN in the arguments for new tokens and check whether a decode row changes."""
     same = {}
     for platform in ("gfx942", "sm_90"):
         case, lab = like_the_test(platform=platform, stage="sound"), Lab()
@@ -76,7 +78,7 @@ def prefill_skips(claim: Claim) -> Finding:
         before = call.output.clone()
         model.run(call, Target.of(case), (PREFILL,))
         written[op] = not bool(bits(call.output[-1]).equal(bits(before[-1])))
-    reading = "it does where chunked_prefill_paged_decode calls it (skip_decode); called directly it does not"
+    reading = "it does if chunked_prefill_paged_decode calls it (skip_decode); called directly it does not"
     right = not written["chunked_prefill_paged_decode"] and written["context_attention_fwd"]
     return found(claim, right, reading, MODEL, decode_row_written=written)
 
@@ -87,7 +89,7 @@ def prefill_skips(claim: Claim) -> Finding:
     "GFX11 and GFX12 use the custom kernel only for GQA ratios 3 to 16 and block_size 16",
 )
 def gfx11(claim: Claim) -> Finding:
-    """Ask the dispatch predicate for every ratio and three block sizes."""
+    """Evaluate the dispatch predicate for seven ratios and two block sizes."""
     chosen = []
     for platform, size in itertools.product(("gfx1100", "gfx1201"), (16, 32)):
         for group in (1, 2, 3, 4, 8, 16, 32):
@@ -97,7 +99,7 @@ def gfx11(claim: Claim) -> Finding:
             if TRITON_DECODE not in decide(case).kernels:
                 chosen.append((size, group))
     right = bool(chosen) and all(size == 16 and 3 <= group <= 16 for size, group in chosen)
-    reading = "so it is, with head_size 128, no ALiBi and an unquantised cache besides"
+    reading = "this holds; head_size 128, no ALiBi and an unquantised cache are required too"
     return found(claim, right, reading, "the dispatch predicate", chosen=len(chosen))
 
 

@@ -1,4 +1,4 @@
-"""The ledger's form: a claim, the experiment that judges it, and what came of it."""
+"""The classes of the ledger: a claim, the experiment that judges it, and its finding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,8 +12,7 @@ HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot be decided"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that the investigation's notes say: ``number`` in the ledger, the sentence, and the
-    notes that say it."""
+    """A claim of the investigation's notes: its number in the ledger, its text, and the notes with it."""
 
     number: str
     text: str
@@ -22,10 +21,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Finding(Shown):
-    """What came of a claim.
+    """The finding about a claim.
 
-    ``verdict`` is "holds", "fails" or "cannot be decided"; ``reading`` says in a sentence what the
-    experiment showed; ``evidence`` are its numbers; ``rests_on`` is what ran: a model, arithmetic, …
+    - ``verdict``: "holds", "fails" or "cannot be decided".
+    - ``reading``: the result of the experiment in one sentence; ``evidence``: its figures.
+    - ``rests_on``: what ran: a model, arithmetic, …
     """
 
     claim: Claim
@@ -48,7 +48,7 @@ class Finding(Shown):
 
 
 class Findings(Shown, list[Finding]):
-    """What came of the claims, which shows itself as the ledger."""
+    """The findings about all claims, shown as a table."""
 
     __slots__ = ()
 
@@ -58,14 +58,14 @@ Experiment = Callable[[Claim], Finding]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A claim of the ledger and the experiment that judges it."""
+    """A claim and the experiment that judges it."""
 
     claim: Claim
     judge: Experiment
 
 
 def entry(number: str, notes: str, text: str) -> Callable[[Experiment], Entry]:
-    """Make an experiment an entry of the ledger."""
+    """Return a decorator that turns an experiment into an entry of the ledger."""
     claim = Claim(number=number, text=text, notes=notes)
     return lambda judge: Entry(claim=claim, judge=judge)
 
@@ -73,7 +73,7 @@ def entry(number: str, notes: str, text: str) -> Callable[[Experiment], Entry]:
 def found(
     claim: Claim, is_so: bool | None, reading: str, rests_on: str, **evidence: object
 ) -> Finding:
-    """Return a finding; ``is_so`` None is one that cannot be decided here."""
+    """Return a finding; ``is_so`` is None if the claim cannot be decided here."""
     verdict = UNDECIDED if is_so is None else HOLDS if is_so else FAILS
     return Finding(
         claim=claim,

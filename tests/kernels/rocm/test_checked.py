@@ -161,6 +161,7 @@ def test_0_11_2_reads_behind_the_query_where_a_head_has_64_elements(rocm: Source
         watched(case, rocm)
 
 
+@pytest.mark.releases
 def test_a_lab_reports_what_a_watched_kernel_read() -> None:
     """The newest token is missing: the Result has the slot's state, as text and as JSON."""
     source = sdist("0.33.0")

@@ -171,6 +171,7 @@ def worst(call: KernelCall, case: Case) -> float:
     return float((off / bound(case, batch)[rows]).nan_to_num(nan=torch.inf).max())
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("fault", ["MFMA4_LAYOUT", "MFMA16_LAYOUT", "SHUFFLE"])
 def test_a_wrong_instruction_is_caught(fault: str) -> None:
     """A device with a wrong lane layout or a shuffle off by one exceeds the bound."""
@@ -193,6 +194,7 @@ def test_a_wrong_instruction_is_caught(fault: str) -> None:
     assert worst(real(case, source, DeviceOptions(faults=(fault,))), case) > 1.0
 
 
+@pytest.mark.releases
 def test_a_dropped_barrier_is_a_race_that_the_order_shows() -> None:
     """The source gives the same bits in every thread order; with one barrier removed it does not."""
     source = sdist("0.11.2")

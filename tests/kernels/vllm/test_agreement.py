@@ -148,6 +148,7 @@ def test_on_mi300_the_wrapper_calls_the_model_of_the_rocm_kernel(source: Source)
     assert (result.status, result.error) == ("rejected", "expected scalar type Int but found Long")
 
 
+@pytest.mark.releases
 def test_findings_by_release() -> None:
     """0.11.2 takes the default scale from the number of heads and reads NaN of the last block; 0.33.0
     does not."""
@@ -198,6 +199,7 @@ def test_compare_counts_the_heads_that_ran() -> None:
     assert [place.heads for place in errors.places()] == [(3,)]
 
 
+@pytest.mark.releases
 def test_the_labs_launch_gives_the_bits_of_tritons_own() -> None:
     """The lab's launch gives the same bits as the stock launch, for 0.33.0, which the stock launch can
     run."""

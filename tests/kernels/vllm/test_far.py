@@ -155,6 +155,7 @@ def test_where_it_makes_no_sense(changes) -> None:
         Case(**{"first_block": 9, **changes})
 
 
+@pytest.mark.releases
 def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
     """Without a GPU the script cannot decide and says why; with a GPU's strides it distinguishes the
     releases."""

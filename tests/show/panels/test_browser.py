@@ -15,6 +15,7 @@ from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.controls import tooltip_of
 
+pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 LONG_MS = 120_000  # a limit for slow machines; every wait ends with a state of the page
 

@@ -1,4 +1,4 @@
-"""The picture of a Timeline, in the manner of :mod:`attnlab.show.plots`."""
+"""Plot a Timeline; like the functions of :mod:`attnlab.show.plots`, it only draws."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ _WIDTH = 0.86  # of a call's column
 
 
 def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Draw every call in its order: a lane for each prompt, and in it the cache positions.
+    """Draw every call in order, with one lane of cache positions for each prompt.
 
-    A cache write covers the positions that it fills and says how many, attention those that seq_lens
-    makes it read and says its seq_len. What attention reads and no earlier call wrote is red and hatched.
-    Lines part the steps.
+    A cache write covers the positions that it fills and shows their number. An attention call covers the
+    positions that it reads and shows its seq_len; those that no earlier call wrote are red and hatched.
+    Lines separate the steps.
     """
     if ax is None:
         size = (0.42 * len(timeline.events) + 2.2, 1.3 * len(timeline.prompt_lens) + 1.2)
@@ -29,8 +29,8 @@ def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None
     for x, event in enumerate(timeline.events):
         batch = _batch_of(timeline, event)
         for row, seq in enumerate(timeline.seq_ids(batch)):
-            own = written.setdefault((event.layer, seq), set())
-            for first, last, style in _spans(event, batch, row, own):
+            filled = written.setdefault((event.layer, seq), set())
+            for first, last, style in _spans(event, batch, row, filled):
                 ax.add_patch(Rectangle((x, bottom[seq] + first), _WIDTH, last - first, **style))
             seq_len, new = batch.seq_lens[row], batch.query_lens[row]
             text = f"+{new}" if isinstance(event, CacheWrite) else str(seq_len)
@@ -44,7 +44,7 @@ def plot_timeline(timeline: Timeline, *, title: str = "", ax: Axes | None = None
 
 
 def _batch_of(timeline: Timeline, event: CacheWrite | Attention) -> Attention:
-    """Return the attention of the event's step and layer, which knows the batch."""
+    """Return the attention call of the event's step and layer."""
     place = (event.step, event.layer)
     return next(a for a in timeline.attentions if (a.step, a.layer) == place)
 
@@ -52,7 +52,7 @@ def _batch_of(timeline: Timeline, event: CacheWrite | Attention) -> Attention:
 def _spans(
     event: CacheWrite | Attention, batch: Attention, row: int, written: set[int]
 ) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return (first, last, style) of what an event does to one sequence; a write adds to ``written``."""
+    """Return (first, last, style) of an event's spans in one sequence; a write adds to ``written``."""
     first, last = batch.ctx_lens[row], batch.seq_lens[row]
     if isinstance(event, CacheWrite):
         written.update(range(first, last))
@@ -83,7 +83,7 @@ def _steps(ax: Axes, timeline: Timeline, lane: float) -> None:
 
 
 def _lanes(ax: Axes, timeline: Timeline, lane: float) -> None:
-    """Rule a line under each lane and name its prompt."""
+    """Draw a line under each lane and label it with its prompt."""
     names = [f"prompt {i}:\n{length} tokens" for i, length in enumerate(timeline.prompt_lens)]
     ax.set_yticks([lane * (i + 0.4) for i in range(len(names))], names[::-1])
     ax.tick_params(axis="y", length=0)
@@ -92,7 +92,7 @@ def _lanes(ax: Axes, timeline: Timeline, lane: float) -> None:
 
 
 def _legend(ax: Axes) -> list[Patch]:
-    """Return an entry for each thing that is drawn."""
+    """Return a legend entry for each kind of span."""
     handles = [
         Patch(facecolor=_WRITTEN, label="cache write: new tokens"),
         Patch(facecolor=_READ, alpha=0.75, label="attention: positions read"),

@@ -1,0 +1,1 @@
+"""Headless notebooks, their pages, JUnit, and texts and scripts for upstream."""

@@ -1,0 +1,52 @@
+"""The incident that the notebooks study, vLLM #28490: its public history and what a page says of it."""
+
+from attnlab.reports.post_mortem import Event, PostMortem
+
+TITLE = "vLLM #28490"
+_REPOSITORY = "https://github.com/vllm-project/vllm"
+URL = f"{_REPOSITORY}/issues/28490"
+
+TIMELINE = (
+    Event(
+        name="issue #28490",
+        text="test_prefix_prefill fails on AMD GPUs",
+        url=URL,
+    ),
+    Event(
+        name="PR #28424",
+        text="the test asks for int32 index tensors, before torch.cumsum",
+        url=f"{_REPOSITORY}/pull/28424",
+    ),
+    Event(
+        name="PR #29019",
+        text="a wider tolerance is proposed and closed",
+        url=f"{_REPOSITORY}/pull/29019",
+    ),
+    Event(
+        name="PR #28905",
+        text="the cast moves after torch.cumsum and is merged; 160 tests pass",
+        url=f"{_REPOSITORY}/pull/28905",
+    ),
+)
+
+
+def post_mortem(*, related: tuple[Event, ...] = (), **fields: object) -> PostMortem:
+    """Return a PostMortem of this incident.
+
+    ``fields`` are those of PostMortem; ``related`` are events after those of the incident. Raises
+    TypeError for an unknown field.
+    """
+    values: dict[str, object] = {
+        "since": "the ROCm runs of the test on vLLM 0.11.2",
+        "timeline": TIMELINE,
+        "incident": TITLE,
+        "url": URL,
+        **fields,
+    }
+    values["timeline"] = (*TIMELINE, *related)
+    return PostMortem(**values)  # type: ignore[arg-type]
+
+
+def pull_request(number: int, text: str) -> Event:
+    """Return the event of a vLLM pull request."""
+    return Event(name=f"PR #{number}", text=text, url=f"{_REPOSITORY}/pull/{number}")

@@ -1,0 +1,23 @@
+"""What notebook 07 asks of a test's mutation report."""
+
+from attnlab.case.case import Case
+from attnlab.mutation.mutants import MUTANTS, NINE
+from attnlab.mutation.power import Mutant, MutationReport, power
+
+
+def mutant(case: Case, name: str) -> tuple[float, str]:
+    """Return the effect of one mutant on a test's data, and its outcome. Raises KeyError for a name."""
+    defect = {one.name: one for one in MUTANTS}[name]
+    (scored,) = power(case, mutants=[defect], remedies=False).mutants
+    return scored.effect, scored.outcome
+
+
+def nine_mutants(report: MutationReport) -> list[Mutant]:
+    """Return the nine mutants that an earlier count used."""
+    return report.named(NINE)
+
+
+def is_full_size(case: Case) -> bool:
+    """Answer whether a Case has the sizes, lengths and data of the test."""
+    test = Case(stage=case.stage, x=case.x, platform=case.platform, release=case.release)
+    return case == test

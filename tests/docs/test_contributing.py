@@ -1,0 +1,104 @@
+"""The worked examples of CONTRIBUTING.md do what they claim."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnlab
+from attnlab.checker.public import check
+from attnlab.cli.main import main
+from attnlab.mutation.power import power
+from attnlab.tensors.call import KernelCall
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import snippets  # noqa: E402
+
+sys.path.pop(0)
+SMALL = attnlab.Case(num_heads=4, query_lens=(17, 1), ctx_lens=(16, 40), distribution="normal")
+
+
+def example(title: str) -> list[snippets.Snippet]:
+    """Return the Python blocks of one section."""
+    page = ROOT / "CONTRIBUTING.md"
+    text = page.read_text(encoding="utf-8")
+    start = text.index(f"## {title}\n")
+    first = text.count("\n", 0, start)
+    last = first + re.split(r"^## ", text[start + 3 :], maxsplit=1, flags=re.MULTILINE)[0].count(
+        "\n"
+    )
+    return [s for s in snippets.snippets(page) if s.kind == "python" and first < s.line <= last + 1]
+
+
+def run(title: str) -> dict[str, object]:
+    """Run the Python blocks of one section; return their names."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    found = example(title)
+    assert found
+    for snippet in found:
+        snippets.run_python(snippet, names)
+    return names
+
+
+def test_an_op() -> None:
+    ops = pytest.importorskip("attnlab.case.ops")
+    new = run("Add an op")["RAGGED"]
+    assert {f.name for f in dataclasses.fields(new)} == {f.name for f in dataclasses.fields(ops.Op)}
+    assert not new.sliding_window
+
+
+def test_a_backend(tmp_path: Path) -> None:
+    (snippet,) = example("Add a backend")
+    file = tmp_path / "my_kernel.py"
+    file.write_text(snippet.text)
+    right = check(f"{file}:my_attention", cases=3)
+    assert right.cases_run == 3
+    # It ignores windows and other features; an error that a window explains is not a crash.
+    wrong = tmp_path / "wrong_kernel.py"
+    wrong.write_text(snippet.text.replace("[:seq_len]", "[:seq_len].roll(1, 0)"))
+    assert len(check(f"{wrong}:my_attention", cases=3).findings) > len(right.findings)
+
+
+def test_a_backend_in_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = example("Add a backend")
+    file = tmp_path / "my_kernel.py"
+    file.write_text(snippet.text)
+    flags = ["--query-lens", "17,1", "--ctx-lens", "16,40", "--num-heads", "4", "--json"]
+    case = ["--op", "unified_attention", "--backend", f"{file}:my_attention"]
+    assert main(["run", *case, *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "match"
+
+
+def test_a_defect() -> None:
+    names = run("Add a defect")
+    defect = names["SCALE_HALVED"]
+    known = getattr(attnlab.DEFECTS, "values", lambda: attnlab.DEFECTS)()
+    assert defect.name not in {d.name for d in known}
+    report = power(SMALL, remedies=False)
+    assert defect.name not in {m.name for m in report.survivors}
+    assert isinstance(attnlab.run(SMALL).call, KernelCall)
+
+
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("papermill")
+    monkeypatch.chdir(tmp_path)
+    run("Add a notebook")
+    command = ["investigate", "--notebooks-folder", str(tmp_path), "--reports", str(tmp_path / "r")]
+    assert main(command) == 0
+    (found,) = json.loads((tmp_path / "r" / "verdicts.json").read_text())["notebooks"]
+    assert (found["name"], found["status"]) == ("99-example", "passed")
+
+
+@pytest.mark.parametrize("title", ["Add a defect", "Add a notebook"])
+def test_a_planted_fault_in_an_example_is_found(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = example(title)[0]
+    broken = dataclasses.replace(snippet, text=snippet.text + "undefined_name\n")
+    with pytest.raises(NameError):
+        snippets.run_python(broken, {"__name__": "__main__"})

@@ -1,0 +1,261 @@
+"""Run the snippets of README.md, CONTRIBUTING.md and docs/, and compare what they print.
+
+python tools/snippets.py           run all, and exit with 1 if one fails or prints something else
+python tools/snippets.py --write   run all, and write what the commands print into the pages
+python tools/snippets.py PAGE …    the same for some pages
+
+Three kinds of fenced blocks are run, page by page, in order and in one process:
+
+- ``python``: the blocks of a page share their names. ``expression  # literal`` is compared.
+- ``console``: each line ``$ command`` is run, and the lines after it are what it prints. A line ``...``
+  stands for any number of lines. Exit codes 0 and 1 are results; others are failures.
+- ``sh``: nothing is run; each ``make`` target must exist, and each attnlab command must parse.
+
+An HTML comment directly above a block changes this: ``<!-- slow -->`` and ``<!-- releases -->`` choose the
+pytest marker, ``<!-- skip: reason -->`` skips the block.
+"""
+
+import ast
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^>]*?) -->\n)?^```(?P<kind>python|console|sh)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+COLUMNS = "80"
+# Digits and places of a rounding error, and times, differ between machines.
+UNSTABLE = re.compile(
+    r"\d\.\d+(?=e[+-]\d\d)|(?<=e-0\d at )\([\d, ]+\)|\b\d+(\.\d+)?(?= s\b)|(?<=^seconds: ).*"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snippet:
+    """One fenced block: its page, line, kind and text, and the note in the comment above it."""
+
+    page: Path
+    line: int
+    kind: str
+    text: str
+    note: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """Return the pages that have snippets: README, CONTRIBUTING and the written pages of docs/."""
+    docs = [p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "notebooks"} & {*p.parts}]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(docs)]
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """Return the snippets of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(
+            page=page,
+            line=text.count("\n", 0, found.start("kind")) + 1,
+            kind=found["kind"],
+            text=found["text"],
+            note=found["note"] or "",
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def markers(page: Path) -> set[str]:
+    """Return the pytest markers that the notes of a page ask for."""
+    return {s.note for s in snippets(page) if s.note in ("slow", "releases")}
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """Enter a temporary folder that has the examples and the notebooks, and an ``attnlab`` on the PATH."""
+    before = os.getcwd(), dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for name in ("examples", "notebooks", "docs"):
+            (work / name).symlink_to(ROOT / name)
+        program = work / "bin" / "attnlab"
+        program.parent.mkdir()
+        text = f"#!{sys.executable}\nimport sys\nfrom attnlab.cli.main import main\n"
+        text += 'if __name__ == "__main__":\n    sys.exit(main())\n'
+        program.write_text(text)
+        program.chmod(0o755)
+        os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.environ["COLUMNS"] = COLUMNS
+        os.chdir(work)
+        try:
+            yield work
+        finally:
+            os.chdir(before[0])
+            os.environ.clear()
+            os.environ.update(before[1])
+
+
+def run_command(command: str) -> tuple[int, str]:
+    """Run one shell command; return its exit code and what it prints. A plain attnlab command runs here."""
+    words = shlex.split(command)
+    if words[0] != "attnlab" or re.search(r"[|<>]", re.sub(r"\"[^\"]*\"|'[^']*'", "", command)):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+    from attnlab.cli.main import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            code = main(words[1:])
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    return code, printed.getvalue()
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Return the commands of a console block, each with the lines that it is stated to print."""
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        elif found and found[-1][0].endswith("\\") and not found[-1][1]:
+            found[-1] = (found[-1][0][:-1] + line.strip(), [])
+        elif found:
+            found[-1][1].append(line)
+    return found
+
+
+def _lines(text: str) -> list[str]:
+    return [UNSTABLE.sub("N", line.rstrip()) for line in text.rstrip().splitlines()]
+
+
+def is_like(printed: str, stated: list[str]) -> bool:
+    """Compare what a command printed with what the page states; ``...`` stands for any lines."""
+    parts = [re.escape(line) for line in _lines("\n".join(stated))]
+    pattern = "\n".join(parts).replace("\n" + re.escape("..."), r"(\n[^\0]*)?")
+    return re.fullmatch(pattern, "\n".join(_lines(printed))) is not None
+
+
+def run_console(snippet: Snippet) -> list[tuple[str, str, bool]]:
+    """Run the commands of a block; return each with what it printed and whether the page states that."""
+    results = []
+    for command, stated in commands(snippet.text):
+        code, printed = run_command(command)
+        if code not in (0, 1) or "Traceback (most recent call last)" in printed:
+            raise RuntimeError(f"{snippet.name}: exit code {code} of {command}\n{printed}")
+        results.append((command, printed, not stated or is_like(printed, stated)))
+    return results
+
+
+def run_python(snippet: Snippet, names: dict[str, object]) -> None:
+    """Run a block in ``names``; raise AssertionError if an expression differs from its comment."""
+    lines = snippet.text.splitlines()
+    for node in ast.parse(snippet.text).body:
+        source = ast.unparse(node)
+        if not isinstance(node, ast.Expr):
+            exec(compile(source, snippet.name, "exec"), names)
+            continue
+        value = eval(compile(source, snippet.name, "eval"), names)
+        _, _, comment = lines[(node.end_lineno or 1) - 1][node.end_col_offset or 0 :].partition(
+            "# "
+        )
+        with contextlib.suppress(ValueError, SyntaxError):
+            stated = ast.literal_eval(comment.strip())
+            if value != stated:
+                raise AssertionError(f"{snippet.name}: {source} is {value!r}, not {stated!r}")
+
+
+def check_sh(snippet: Snippet) -> None:
+    """Raise an error if a block names a make target or an attnlab command that does not exist."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in snippet.text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            unknown = {word for word in words[1:] if "=" not in word} - targets
+            assert not unknown, f"{snippet.name}: no target {unknown}"
+        elif words[:1] == ["attnlab"]:
+            from attnlab.cli.main import make_parser
+
+            make_parser().parse_args(words[1:])
+
+
+def run_page(page: Path, allowed: set[str]) -> list[tuple[Snippet, list[tuple[str, str, bool]]]]:
+    """Run the snippets of a page whose notes are ``allowed``; return the results of its commands."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    results = []
+    with workplace():
+        for snippet in snippets(page):
+            if snippet.note.startswith("skip") or snippet.note not in ("", *allowed):
+                continue
+            if snippet.kind == "python":
+                with contextlib.redirect_stdout(io.StringIO()):
+                    run_python(snippet, names)
+            elif snippet.kind == "sh":
+                check_sh(snippet)
+            else:
+                results.append((snippet, run_console(snippet)))
+    return results
+
+
+def write_outputs(page: Path, results: list[tuple[Snippet, list[tuple[str, str, bool]]]]) -> None:
+    """Write what the commands of a page print into the page.
+
+    Of a command whose last stated line is ``...``, as many lines are written as the page has.
+    """
+    text = page.read_text(encoding="utf-8")
+    for snippet, ran in results:
+        parts = []
+        blocks = re.split(r"^(?=\$ )", snippet.text, flags=re.MULTILINE)[1:]
+        for block, (_, printed, same), (_, stated) in zip(
+            blocks, ran, commands(snippet.text), strict=True
+        ):
+            if same or not stated:
+                parts.append(block)
+                continue
+            lines = [line.rstrip() for line in printed.splitlines()]
+            if stated[-1] == "...":
+                lines = [*lines[: len(stated) - 1], "..."]
+            parts.append(block[: block.index("\n".join(stated))] + "\n".join(lines) + "\n")
+        text = text.replace(
+            f"```console\n{snippet.text}```", "```console\n" + "".join(parts) + "```"
+        )
+    page.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Run the pages of the command line; return 1 if one fails."""
+    words = [word for word in sys.argv[1:] if word != "--write"]
+    failed = False
+    for page in [Path(word).resolve() for word in words] or pages():
+        try:
+            results = run_page(page, {"slow", "releases"})
+        except Exception as error:
+            print(f"{page.relative_to(ROOT)}: {type(error).__name__}: {error}")
+            failed = True
+            continue
+        if "--write" in sys.argv:
+            write_outputs(page, results)
+            continue
+        for snippet, ran in results:
+            for command, printed, same in ran:
+                if not same:
+                    print(f"{snippet.name}: {command} prints\n{printed}")
+                    failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
