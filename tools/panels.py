@@ -76,8 +76,8 @@ def in_jupyterlab() -> dict[str, float]:
         page = chromium.new_page(viewport={"width": 1500, "height": 1000})
         browser = Browser(page=page, url=url)
         browser.open("05-explorer.ipynb")
-        browser.run("view = explorer(")
-        panel = browser.panel("view = explorer(")
+        browser.run("attnlab.explorer(")
+        panel = browser.panel("attnlab.explorer(")
         for name, value in CHANGES:
             panel.locator("[data-state=idle]").wait_for(state="attached")
             figures[f"{name} {value}"] = round(page.evaluate(TOGGLE, [name, str(value)]), 3)

@@ -1,10 +1,6 @@
 """Panel: controls and views of one Case."""
 
-import base64
-import traceback
 from collections.abc import Sequence
-from html import escape
-from pathlib import Path
 from typing import Any
 
 import ipywidgets as ipw
@@ -16,7 +12,13 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.panels import layout, texts
 from attnlab.show.panels.case_text_box import CaseTextBox
-from attnlab.show.panels.controls import Control, check_knobs, source_input
+from attnlab.show.panels.controls import (
+    Control,
+    check_knobs,
+    kernel_input,
+    set_class,
+    source_input,
+)
 from attnlab.show.panels.draft import Draft
 from attnlab.show.panels.latest_only import Job, LatestOnly
 from attnlab.show.panels.panel_data import PanelData, Selection, make_panel_data
@@ -24,7 +26,8 @@ from attnlab.show.panels.picture import Picture
 from attnlab.show.panels.pointing import Pointer
 from attnlab.show.panels.progress import PICTURES, Progress
 from attnlab.show.panels.rendering import Rendered
-from attnlab.show.panels.views import VIEWS
+from attnlab.show.panels.static_html import static_html
+from attnlab.show.panels.views import VIEWS, check_views
 from attnlab.show.sheets import html
 
 FACTS = {
@@ -42,8 +45,9 @@ class Panel:
     not form a Case, the control at fault shows why, and the old pictures are marked as stale. Without
     JupyterLab's front-end, as in a report, the panel is a static picture of its result.
 
-    In Python, :meth:`set` and :meth:`show` change fields, :meth:`wait` waits, :meth:`cancel` stops,
-    ``pointer`` selects, and ``result`` is the Result, or None before the first one.
+    In Python, :meth:`set` and :meth:`show` change fields, :meth:`reset` restores the first Case,
+    :meth:`wait` waits, :meth:`cancel` stops, ``pointer`` selects, and ``result`` is the Result, or None
+    before the first one.
     """
 
     def __init__(
@@ -56,13 +60,11 @@ class Panel:
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
-        check_views(views)
+        check_views([*FACTS, *VIEWS], views)
         self._lab = lab if lab is not None else Lab()
-        self._draft = Draft.of(case)
-        self._is_showing_values = (
-            False  # while Python changes the controls, their events are ignored
-        )
-        self._is_stale = False
+        self._draft = self._first = Draft.of(case)
+        self._is_showing_values = False  # if True, the events of the controls are ignored
+        self._is_stale = self._is_dark = False
         self.data: PanelData | None = None
         self.error: Exception | None = None  # what ended the last run, if it has no Result
         self._rendered: dict[str, Rendered] = {}
@@ -70,12 +72,20 @@ class Panel:
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
         names = ("verdict", *(name for name in FACTS if name in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
-        self.pictures = {n: Picture(hint=VIEWS[n].tooltip) for n in VIEWS if n in views}
+        for name, text in self.texts.items():
+            text.add_class("attnlab-fact").add_class(f"attnlab-{name}")
+        self.pictures = {n: Picture(hint=VIEWS[n].hint) for n in VIEWS if n in views}
+        for picture in self.pictures.values():
+            picture.observe(self._on_theme, "dark")
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)
         self._source = source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
+        self._kernel = kernel_input()
+        self._kernel.observe(lambda change: self._on_kernel(change["new"].strip()), "value")
+        self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
+        self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
         self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
         self.widget = self._make_layout(is_explorer)
@@ -115,6 +125,10 @@ class Panel:
     def put(self, case: Case) -> None:
         """Set every field to that of the Case."""
         self.set(**Draft.of(case).values)
+
+    def reset(self) -> None:
+        """Set every field to its value when the panel was made."""
+        self.set(**self._first.values)
 
     def show(self, **changes: Any) -> Result:
         """Change fields, wait, and return the Result; raise the error if there is none."""
@@ -167,23 +181,16 @@ class Panel:
         """Return the current texts and pictures as static HTML."""
         selected = self.selection is not None
         parts = [box.value for name, box in self.texts.items() if name != "selection" or selected]
-        parts += [
-            f'<img alt="{escape(rendered.title)}" width="{rendered.width}" style="max-width:100%" '
-            f'src="data:image/png;base64,{base64.b64encode(rendered.png).decode()}">'
-            for rendered in self._rendered.values()
-        ]
-        names = list(self.controls)
-        fields = ", ".join(names) if len(names) <= 8 else f"all {len(names)} fields of a Case"
-        parts.append(f'<p class="note"><small>In JupyterLab: controls for {fields}.</small></p>')
-        return f'<div class="attnlab-static">{"".join(parts)}</div>'
+        return static_html(parts, self._rendered, list(self.controls))
 
     def _make_layout(self, is_explorer: bool) -> Any:
         progress = self.progress.widget
         if not is_explorer:
             return layout.small(list(self.controls.values()), progress, self.texts, self.pictures)
-        self._boxes = layout.group_boxes(self.controls, {_SOURCE_GROUP: self._source})
-        boxes, case_text = list(self._boxes.values()), self.case_text.widget
-        return layout.large(boxes, progress, self.texts, self.pictures, case_text)
+        extra = {"source": self._source, "own_kernel": self._kernel}
+        self._boxes = layout.group_boxes(self.controls, {_SOURCE_GROUP: extra})
+        boxes = [*self._boxes.values(), self.case_text.widget]
+        return layout.large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 
     # From a control to a request.
 
@@ -200,6 +207,17 @@ class Panel:
         """Take the kernels from another vLLM, in a new Lab."""
         self._lab = Lab(source=change["new"].strip() or None, device=self._lab.device)
         self._on_draft(self._draft)
+
+    def _on_kernel(self, name: str) -> None:
+        """Make a user's kernel the backend."""
+        if name:
+            self.set(backend=name)
+
+    def _on_theme(self, change: Any) -> None:
+        """Render the pictures again if the page's theme is no longer that of the pictures."""
+        if change["new"] != self._is_dark:
+            self._is_dark = change["new"]
+            self._on_draft(self._draft)
 
     def _show_values(self, draft: Draft) -> None:
         self._is_showing_values = True
@@ -219,7 +237,7 @@ class Panel:
                 at_fault = problem.field if problem.field in self.controls else draft.last
             for name, control in self.controls.items():
                 control.explain(problem.text if problem is not None and name == at_fault else "")
-            self._update_groups(at_fault)
+            self._mark_changes(at_fault)
             if problem is not None:
                 self._worker.cancel()
                 self.progress.end(f"invalid case: {problem.text}")
@@ -229,11 +247,17 @@ class Panel:
             self.progress.begin()
             self._worker.submit(case)
 
-    def _update_groups(self, at_fault: str) -> None:
-        """Count in each group's title the fields without their default; open the group at fault."""
-        changed = {n for n, v in self._draft.values.items() if v != FIELDS[n].default}
+    def _mark_changes(self, at_fault: str) -> None:
+        """Mark the fields that differ from the first Case, and open the group at fault."""
+        first = self._first.values
+        changed = {name for name, value in self._draft.values.items() if value != first[name]}
+        changed |= set(self._draft.unread)
+        for name, control in self.controls.items():
+            control.mark(name in changed)
+        self._reset.disabled = not changed
+        self._reset.description = f"Reset {len(changed)} changed" if changed else "Reset"
         for group, box in self._boxes.items():
-            names = [name for name in self.controls if FIELDS[name].metadata["group"] == group]
+            names = layout.names_in(group, self.controls)
             count = len(changed & set(names))
             box.titles = (f"{group} ({count} changed)" if count else group,)
             if at_fault in names:
@@ -243,6 +267,8 @@ class Panel:
         self._is_stale = is_stale
         for picture in self.pictures.values():
             picture.stale = is_stale
+        for text in self.texts.values():
+            set_class(text, "attnlab-stale", is_stale)
 
     # From a request to the views; these run in the worker's thread.
 
@@ -252,7 +278,7 @@ class Panel:
         job.publish(lambda: self._show_texts(data))
         for i, name in enumerate(self.pictures):
             on_step(PICTURES, i, len(self.pictures))
-            rendered = VIEWS[name].render(data)
+            rendered = VIEWS[name].render(data, self._is_dark)
             job.publish(lambda name=name, new=rendered: self._show_picture(name, new))  # type: ignore[misc]
         job.publish(self._finish)
 
@@ -275,20 +301,7 @@ class Panel:
         self.progress.end("")
 
     def _on_error(self, case: Case, error: Exception) -> None:
-        """Show the error that ended a run; an unexpected one with its type and source line."""
+        """Show the error that ended a run."""
         self.error = error
-        title, text = f"{type(error).__name__}:", str(error)
-        if not isinstance(error, AttnLabError):
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(where.filename).name}, line {where.lineno}"
-            title, text = "Internal error:", f"{type(error).__name__}: {error} ({place})"
-        self.texts["verdict"].value = texts.failure_html(title, text)
+        self.texts["verdict"].value = texts.failure_html(error)
         self.progress.end("the results shown are those of an earlier case" if self.data else "")
-
-
-def check_views(names: Sequence[str]) -> None:
-    """Raise AttnLabError for a name that is not a view."""
-    known = (*FACTS, *VIEWS)
-    for name in names:
-        if name not in known:
-            raise AttnLabError(f"view must be one of {', '.join(known)}, got {name}")

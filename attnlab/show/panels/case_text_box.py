@@ -9,8 +9,8 @@ import ipywidgets as ipw
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.show.panels.case_text import case_texts, read_case
+from attnlab.show.panels.controls import labelled
 
-_STYLE = {"description_width": "130px"}
 _TOOLTIPS = {
     "JSON": "The fields that differ from their defaults, for Case.from_json.",
     "command line": "The command that runs this case in a terminal.",
@@ -25,13 +25,12 @@ class CaseTextBox:
 
     def __init__(self, on_case: Callable[[Case], None]) -> None:
         self._on_case = on_case
-        shared = {"style": _STYLE, "layout": {"width": "auto"}}
+        shared: dict[str, Any] = {"layout": {"width": "auto"}}
         self.texts = {
-            name: ipw.Textarea(description=name, tooltip=tooltip, rows=2, **shared)
+            name: ipw.Textarea(tooltip=tooltip, rows=2, **shared)
             for name, tooltip in _TOOLTIPS.items()
         }
         self.pasted = ipw.Text(
-            description="paste",
             tooltip=_PASTE_TOOLTIP,
             placeholder="a test id, JSON or a command line, then Enter",
             continuous_update=False,
@@ -39,8 +38,10 @@ class CaseTextBox:
         )
         self.message = ipw.HTML(tooltip="")
         self.pasted.observe(self._on_paste, "value")
-        content = ipw.VBox([self.pasted, self.message, *self.texts.values()])
+        texts = [labelled(name, text) for name, text in self.texts.items()]
+        content = ipw.VBox([labelled("paste", self.pasted), self.message, *texts])
         self.widget = ipw.Accordion(children=[content], titles=["copy or paste a case as text"])
+        self.widget.selected_index = None
         self.widget.add_class("attnlab-texts")
 
     def show(self, case: Case) -> None:

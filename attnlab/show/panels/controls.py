@@ -50,7 +50,9 @@ class Control:
             self.input.value = _NONE
             return
         if isinstance(self.type, BackendName) and value not in self.input.options:
-            self.input.options = (*self.type.choices, value)  # a user's kernel
+            with self.input.hold_trait_notifications():  # new options reset the value
+                self.input.options = (*self.type.choices, value)  # a user's kernel
+                self.input.value = value
         is_text = isinstance(self.input, ipw.Text)
         self.input.value = self.type.text(value) if is_text else value
 

@@ -30,6 +30,11 @@ class PanelData:
     row_slots: torch.Tensor | None
     slot_map: SlotMap
 
+    @property
+    def cache_of(self) -> int | None:
+        """Return the number of sequences for an op that writes the cache, else None."""
+        return None if self.row_slots is None else len(self.result.case.lengths.query_lens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -118,10 +123,22 @@ def select_band(data: PanelData, band: int, head: int) -> Selection:
     return select(data, rows.start + worst, head)
 
 
-def band_of(data: PanelData, selection: Selection, bands_per_seq: int) -> int:
-    """Return the first band of the error plot that contains the selected row."""
+def select_seq(data: PanelData, seq: int) -> Selection:
+    """Return the selection of the worst row and head of a sequence; NaN is the worst."""
+    errors = data.result.errors
+    if errors is None:
+        raise ValueError("a rejected call has no output to select from")
+    lens = errors.lengths.query_lens
+    start, heads = sum(lens[:seq]), errors.error.shape[1]
+    row, head = divmod(int(errors.error[start : start + lens[seq]].argmax()), heads)
+    return select(data, start + row, head)
+
+
+def bands_of(data: PanelData, selection: Selection, bands_per_seq: int) -> range:
+    """Return the bands of the error plot that contain the selected row."""
     errors = data.result.errors
     assert errors is not None  # a selection exists only with errors
     first = selection.seq * bands_per_seq
     bands = range(first, first + bands_per_seq)
-    return next(band for band in bands if selection.row in errors.band_rows(band))
+    found = [band for band in bands if selection.row in errors.band_rows(band)]
+    return range(found[0], found[-1] + 1)

@@ -1,12 +1,19 @@
 """Pointer: the selection of a panel, its marks on the pictures, and its text."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attnlab.show.panels import texts
-from attnlab.show.panels.panel_data import PanelData, Selection, band_of, select, select_band
+from attnlab.show.panels.panel_data import (
+    PanelData,
+    Selection,
+    bands_of,
+    select,
+    select_band,
+    select_seq,
+)
 from attnlab.show.panels.picture import Picture
-from attnlab.show.panels.rendering import Rendered
+from attnlab.show.panels.rendering import AxesTransform, Rendered
 from attnlab.show.plots.errors import BAND
 
 _HINT = (
@@ -32,6 +39,8 @@ class Pointer:
             pictures["error"].on_point(self.click_error, self.step)
         if "slots" in pictures:
             pictures["slots"].on_point(self.click_slot)
+        if "seqs" in pictures:
+            pictures["seqs"].on_point(self.click_seq, self.step)
 
     def follow(self, data: PanelData | None) -> None:
         """Keep the selected row and head if the new output has them, else drop the selection."""
@@ -71,9 +80,19 @@ class Pointer:
         if selection is None or data is None or data.got is None or data.result.errors is None:
             return
         bands, heads = BAND * len(data.result.errors.lengths.query_lens), data.got.shape[1]
-        band = min(max(band_of(data, selection, BAND) + down, 0), bands - 1)
+        here = bands_of(data, selection, BAND)
+        band = here.start + down if down < 0 else here.stop - 1 + down if down else here.start
+        band = min(max(band, 0), bands - 1)
         head = min(max(selection.head + right, 0), heads - 1)
         self.selection = select_band(data, band, head)
+        self._show()
+
+    def click_seq(self, across: float, down: float) -> None:
+        """Select the worst row and head of the sequence at a point of the plot by sequence."""
+        at = self._data_at("seqs", across, down)
+        if at is None or self._data is None or self._data.got is None:
+            return
+        self.selection = select_seq(self._data, round(at[0]))
         self._show()
 
     def click_slot(self, across: float, down: float) -> None:
@@ -116,13 +135,15 @@ class Pointer:
 
     def _marks(self, data: PanelData, selection: Selection) -> dict[str, list[float]]:
         """Return the mark of the selection on each picture that can show it."""
-        order = data.slot_map.order().tolist()
-        points = {
-            "error": (selection.head, band_of(data, selection, BAND)),
-            "slots": (order.index(selection.place.block), selection.place.slot),
+        column = data.slot_map.order().tolist().index(selection.place.block)
+        bands = bands_of(data, selection, BAND)
+        boxes: dict[str, Callable[[AxesTransform], list[float]]] = {
+            "error": lambda t: t.box(selection.head, bands.start, len(bands)),
+            "slots": lambda t: t.box(column, selection.place.slot),
+            "seqs": lambda t: t.column(selection.seq),
         }
         return {
-            name: self._rendered[name].transform.box(*point)
-            for name, point in points.items()
+            name: box(self._rendered[name].transform)
+            for name, box in boxes.items()
             if name in self._rendered
         }

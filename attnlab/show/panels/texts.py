@@ -1,8 +1,11 @@
 """The texts of a panel as HTML: the verdict, an error, a selection and a slot."""
 
+import traceback
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from attnlab.case.errors import AttnLabError
 from attnlab.contracts.slot_map import Slot
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
@@ -25,8 +28,16 @@ def verdict_html(result: Result) -> str:
     return _block(f"attnlab-verdict-line attnlab-is-{result.status}", parts)
 
 
-def failure_html(title: str, text: str) -> str:
-    """Return what replaces the verdict if there is no Result."""
+def failure_html(error: Exception) -> str:
+    """Return what replaces the verdict if there is no Result.
+
+    An error that is not an AttnLabError is shown with its type and source line.
+    """
+    title, text = f"{type(error).__name__}:", str(error)
+    if not isinstance(error, AttnLabError):
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}, line {where.lineno}"
+        title, text = "Internal error:", f"{type(error).__name__}: {error} ({place})"
     line = _line(f"<b>{escape(title)}</b> {escape(text)}", "rejected")
     return _block("attnlab-verdict-line attnlab-is-failure", [line])
 

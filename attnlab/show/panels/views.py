@@ -1,41 +1,69 @@
 """The views of a panel: pictures rendered from its PanelData."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
 
+from attnlab.case.errors import AttnLabError
+from attnlab.contracts.slot_map import NOT_READ
+from attnlab.contracts.slot_states import STATES
 from attnlab.show.panels.panel_data import PanelData
-from attnlab.show.panels.rendering import Rendered, axes_rect, render
+from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
 from attnlab.show.plots.cache import plot_cache
-from attnlab.show.plots.errors import plot_error, plot_seq_error
+from attnlab.show.plots.errors import BAND, plot_error, plot_seq_error
+from attnlab.tensors.cache import NOBODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A picture: its name, its tooltip, and the function that renders it or returns None."""
+    """A picture: its name, its hint, and the function that renders it or returns None.
+
+    ``render(data, is_dark)`` gives the picture for a page with a light or a dark theme.
+    """
 
     name: str
-    tooltip: str
-    render: Callable[[PanelData], Rendered | None]
+    hint: str
+    render: Callable[[PanelData, bool], Rendered | None]
 
 
-def _render_error(data: PanelData) -> Rendered | None:
+def _render_error(data: PanelData, is_dark: bool) -> Rendered | None:
     result = data.result
     if result.errors is None:
         return None
 
     def plot(ax: Axes) -> None:
-        plot_error(errors, unwritten=unwritten, ax=ax)
+        plot_error(errors, unwritten=unwritten, cache_of=data.cache_of, ax=ax)
         _place_color_bar(ax, rect)
         _move_legend(ax)
 
     errors = result.errors
     unwritten = result.unwritten_rows() if data.row_slots is None else None
-    size, margins = (600, 395), (130, 135, 66, 28)
+    size, margins = (520, 380), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
-    return render(plot, size, rect)
+    return render(plot, size, rect, _error_cells(data), is_dark=is_dark)
+
+
+def _error_cells(data: PanelData) -> Cells:
+    """Return the text of each band of tokens, and the error of each head."""
+    errors = data.result.errors
+    assert errors is not None
+    noun, column = ("token", "head") if data.cache_of is None else ("position", "KV head")
+    rows = []
+    for seq, length in enumerate(errors.lengths.query_lens):
+        owner = f"sequence {seq}"
+        if data.cache_of is not None and seq >= data.cache_of:
+            owner, noun = "no sequence", "slot"
+        start = sum(errors.lengths.query_lens[:seq])
+        for band in range(seq * BAND, (seq + 1) * BAND):
+            tokens = errors.band_rows(band)
+            first, last = tokens.start - start, tokens.stop - 1 - start
+            count = f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+            rows.append(f"{owner}, {count} of {length}")
+    heads = [f"{column} {head}" for head in range(errors.error.shape[1])]
+    values = errors.bands(errors.error, BAND).cpu().numpy()
+    return Cells(rows=rows, columns=heads, values=values, unit="error")
 
 
 def _place_color_bar(ax: Axes, rect: tuple[float, float, float, float]) -> None:
@@ -44,14 +72,9 @@ def _place_color_bar(ax: Axes, rect: tuple[float, float, float, float]) -> None:
     ax.set_position(rect)
     bar = next(other for other in ax.figure.axes if other is not ax)
     bar.set_box_aspect(None)
-    bar.set_position((left + width + 0.14, bottom, 0.025, height))
-    _plain_ticks(bar)
-
-
-def _plain_ticks(ax: Axes) -> None:
-    """Use plain tick labels without minor ticks; math text takes a fifth of the rendering time."""
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
-    ax.yaxis.set_minor_locator(NullLocator())
+    bar.set_position((left + width + 0.02, bottom, 0.025, height))
+    bar.set_ylabel(bar.get_ylabel(), fontsize="small")
+    bar.tick_params(labelsize="small")
 
 
 def _move_legend(ax: Axes) -> None:
@@ -60,21 +83,39 @@ def _move_legend(ax: Axes) -> None:
         ax.legend(
             handles=legend.legend_handles,
             loc="upper center",
-            bbox_to_anchor=(0.5, -0.12),
+            bbox_to_anchor=(0.5, -0.13),
             ncols=3,
             fontsize="small",
             frameon=False,
         )
 
 
-def _render_slots(data: PanelData) -> Rendered | None:
-    size = (600, 198)
+def _render_slots(data: PanelData, is_dark: bool) -> Rendered | None:
+    size = (520, 198)
+    rect = axes_rect(size, (52, 10, 75, 26))
     return render(
-        lambda ax: plot_cache(data.slot_map, ax=ax), size, axes_rect(size, (52, 10, 75, 26))
+        lambda ax: plot_cache(data.slot_map, ax=ax), size, rect, _slot_cells(data), is_dark=is_dark
     )
 
 
-def _render_seqs(data: PanelData) -> Rendered | None:
+def _slot_cells(data: PanelData) -> Cells:
+    """Return the block and the sequence of each column, and what each slot is."""
+    slot_map = data.slot_map
+    order, table = slot_map.order(), slot_map.provenance.block_table
+    owners = {int(block): seq for seq, row in enumerate(table) for block in row}
+    columns = [
+        f"block {block}" + (f" of sequence {owners[block]}" if block in owners else "")
+        for block in order.tolist()
+    ]
+    written = slot_map.provenance.seq != NOBODY
+    codes = np.where(written.numpy(), len(STATES) + 1, len(STATES))
+    codes = np.where(slot_map.states.numpy() == NOT_READ, codes, slot_map.states.numpy())
+    names = [*(f"read: {state}" for state in STATES), "not used", "written, not read"]
+    rows = [f"slot {slot}" for slot in range(codes.shape[1])]
+    return Cells(rows=rows, columns=columns, values=codes[order.numpy()].T, names=names)
+
+
+def _render_seqs(data: PanelData, is_dark: bool) -> Rendered | None:
     errors = data.result.errors
     if errors is None:
         return None
@@ -83,13 +124,25 @@ def _render_seqs(data: PanelData) -> Rendered | None:
         series = {data.result.case.platform: errors.seq_error()}
         title = "largest error per sequence (dashed: atol)"
         plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
-        ax.set(ylabel="", xlabel="sequence")
-        _plain_ticks(ax)
+        ax.set(ylabel="", xlabel="sequence" if data.cache_of is None else "slots of sequence")
+        ax.set_xlim(-0.5, len(errors.lengths.query_lens) - 0.5)
         if legend := ax.get_legend():
             legend.remove()
 
     size = (300, 198)
-    return render(plot, size, axes_rect(size, (60, 8, 45, 26)))
+    names = [f"sequence {seq}" for seq in range(len(errors.lengths.query_lens))]
+    if data.cache_of is not None:
+        names[data.cache_of :] = ["no sequence"] * (len(names) - data.cache_of)
+    values = np.array([errors.seq_error()], dtype=np.float32)
+    cells = Cells(rows=[""], columns=names, values=values, unit="largest error")
+    return render(plot, size, axes_rect(size, (60, 8, 45, 26)), cells, is_dark=is_dark)
+
+
+def check_views(known: Sequence[str], names: Sequence[str]) -> None:
+    """Raise AttnLabError for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise AttnLabError(f"view must be one of {', '.join(known)}, got {name}")
 
 
 VIEWS = {
@@ -97,14 +150,18 @@ VIEWS = {
     for view in (
         View(
             name="error",
-            tooltip="Errors by token and head. Click, or move with the arrow keys, to select.",
+            hint="Errors by token and head. Click, or move with the arrow keys, to select.",
             render=_render_error,
         ),
         View(
             name="slots",
-            tooltip="The use of each cache slot. Click a slot to select its token.",
+            hint="The use of each cache slot. Click a slot to select its token.",
             render=_render_slots,
         ),
-        View(name="seqs", tooltip="The largest error of each sequence.", render=_render_seqs),
+        View(
+            name="seqs",
+            hint="The largest error of each sequence. Click a sequence to select its worst token.",
+            render=_render_seqs,
+        ),
     )
 }

@@ -6,44 +6,56 @@ from typing import TYPE_CHECKING, Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import NullLocator
 
 from attnlab.case.lengths import Lengths
 from attnlab.show.plots.artists import hatch_cells, put_legend
+from attnlab.show.plots.error_scale import COLOURS, ErrorScale, short
 
 if TYPE_CHECKING:
     from attnlab.lab.error_map import ErrorMap
 
 BAND = 16  # rows of the image per sequence
-NAN_AT = 30.0  # where plot_seq_error draws NaN
-_NAN, _UNWRITTEN, _IDLE = "#d62728", "#ff9da6", "#d0d0d0"
+NAN_AT = 1e5  # where plot_seq_error draws NaN, above every error that it draws
+_LEAST, _MOST = 1e-9, 1e3  # the errors that plot_seq_error draws; others are drawn at the limits
+_MAX_LABELS = 20  # of the sequences of a picture
+_NAN, _UNWRITTEN, _IDLE = "#111111", "#c9a0dc", "#d0d0d0"
 
 
 def plot_error(
-    errors: "ErrorMap", *, unwritten: Any = None, title: str = "", ax: Axes | None = None
+    errors: "ErrorMap",
+    *,
+    unwritten: Any = None,
+    cache_of: int | None = None,
+    title: str = "",
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw the largest error of each token and head; every sequence has the same height.
 
-    NaN is red and hatched. ``unwritten``: [num_tokens] bool, rows that no kernel writes, pink and hatched.
-    Heads that did not run are grey and hatched. A line in the colour bar marks the tolerance.
+    Errors within the tolerance are grey to blue, larger ones orange to red, both on a logarithmic scale; a
+    line in the colour bar marks the tolerance. NaN is black and hatched. ``unwritten``: [num_tokens] bool,
+    rows that no kernel writes, violet and hatched. Heads that did not run are grey and hatched.
+    ``cache_of``: for an op that writes the cache, the number of sequences. Each row is then a slot; slots
+    after those of the last sequence have no owner.
     """
     ax = ax or plt.subplots(figsize=(7.5, 5), layout="constrained")[1]
     shown = errors.bands(errors.error, BAND).numpy()
-    cividis = plt.get_cmap("cividis")
+    is_wrong = errors.bands(errors.mismatches, BAND).numpy() > 0
+    scale = ErrorScale.of(errors.atol, shown)
     image = ax.imshow(
-        np.where((shown == 0) | np.isneginf(shown), 1e-12, shown),
-        cmap=cividis.with_extremes(bad=_NAN, under=cividis(0.0)),
-        norm=LogNorm(vmin=1e-9, vmax=max(1.0, errors.atol)),
+        scale.clip(shown, is_wrong),
+        cmap=COLOURS.with_extremes(bad=_NAN),
+        norm=scale.norm(),
         aspect="auto",
         interpolation="none",
     )
     handles = _cover(ax, errors, shown, unwritten)
-    _colour_bar(ax, image, errors.atol)
-    _sequence_ticks(ax, errors.lengths)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set(xlabel="query head", title=title or _finding(errors))
+    _colour_bar(ax, image, scale)
+    _sequence_ticks(ax, errors.lengths, cache_of)
+    _head_ticks(ax, shown.shape[1])
+    xlabel = "query head" if cache_of is None else "KV head"
+    ax.set(xlabel=xlabel, title=title or _finding(errors))
     if handles:
         ax.legend(handles=handles, loc="upper right", framealpha=0.9)
     return ax
@@ -53,8 +65,8 @@ def _cover(ax: Axes, errors: "ErrorMap", shown: Any, unwritten: Any) -> list[Pat
     """Cover NaN, unwritten rows and heads that did not run; return their entries of the legend."""
     entries = []
     if np.isnan(shown).any():
-        hatch_cells(ax, np.isnan(shown), "xx", "black")
-        entries.append(Patch(facecolor=_NAN, edgecolor="black", hatch="xx", label="NaN"))
+        hatch_cells(ax, np.isnan(shown), "xx", "white")
+        entries.append(Patch(facecolor=_NAN, edgecolor="white", hatch="xx", label="NaN"))
     if unwritten is not None and unwritten.any():
         rows = errors.bands(unwritten[:, None].float(), BAND).numpy()[:, 0] > 0
         mask = np.repeat(rows[:, None], shown.shape[1], 1)
@@ -70,27 +82,42 @@ def _cover(ax: Axes, errors: "ErrorMap", shown: Any, unwritten: Any) -> list[Pat
     return entries
 
 
-def _colour_bar(ax: Axes, image: Any, atol: float) -> None:
+def _colour_bar(ax: Axes, image: Any, scale: ErrorScale) -> None:
     """Add the colour bar, with the tolerance marked."""
-    bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error", extend="min")
-    bar.ax.axhline(atol, color="red", linewidth=2)
-    transform = bar.ax.get_yaxis_transform()
-    bar.ax.text(1.15, atol, " atol", color="red", va="center", transform=transform)
-    bar.ax.yaxis.set_ticks_position("left")
-    bar.ax.yaxis.set_label_position("left")
+    bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error")
+    bar.ax.axhline(scale.atol, color="black", linewidth=2)
+    ticks = scale.ticks()
+    labels = [f"atol {t:g}" if t == scale.atol else short(t) for t in ticks]
+    bar.ax.set_yticks(ticks, labels)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _sequence_ticks(ax: Axes, lengths: Lengths) -> None:
-    """Label each sequence with its number and lengths, and draw a line between two sequences."""
-    pairs = list(zip(lengths.query_lens, lengths.ctx_lens, strict=True))
-    ax.set_yticks(
-        [BAND * (i + 0.5) - 0.5 for i in range(len(pairs))],
-        [f"{i}: {query_len} on {ctx_len}" for i, (query_len, ctx_len) in enumerate(pairs)],
-        fontsize="small",
-    )
-    ax.set_ylabel("sequence: new tokens on context")
-    for i in range(1, len(pairs)):
+def _sequence_ticks(ax: Axes, lengths: Lengths, cache_of: int | None) -> None:
+    """Label sequences with their numbers and lengths, and draw a line between two sequences."""
+    count = len(lengths.query_lens)
+    shown = range(0, count, -(-count // _MAX_LABELS))
+    labels = [sequence_label(lengths, i, cache_of) for i in shown]
+    ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
+    ylabel = "sequence: new tokens on context" if cache_of is None else "slots of sequence"
+    ax.set_ylabel(ylabel)
+    for i in range(1, count):
         ax.axhline(BAND * i - 0.5, color="white", linewidth=0.6)
+
+
+def sequence_label(lengths: Lengths, i: int, cache_of: int | None) -> str:
+    """Return the label of sequence ``i`` of a picture; ``cache_of`` as for :func:`plot_error`."""
+    if cache_of is None:
+        return f"{i}: {lengths.query_lens[i]} on {lengths.ctx_lens[i]}"
+    owner = str(i) if i < cache_of else "none"
+    return f"{owner}: {lengths.query_lens[i]} slots"
+
+
+def _head_ticks(ax: Axes, num_heads: int) -> None:
+    """Label at most 9 heads, at equal distances."""
+    step = 1
+    while num_heads > 9 * step:
+        step *= 2
+    ax.set_xticks(range(0, num_heads, step))
 
 
 def _finding(errors: "ErrorMap") -> str:
@@ -109,7 +136,8 @@ def plot_seq_error(
 ) -> Axes:
     """Draw the largest error of each sequence.
 
-    ``series``: [num_seqs] errors by name, one marker each. NaN is an empty marker at the top.
+    ``series``: [num_seqs] errors by name, one marker each. NaN is an empty marker at the top, where the
+    axis has the label NaN.
     """
     ax = ax or plt.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
     at = np.arange(len(lengths.query_lens))
@@ -118,8 +146,10 @@ def plot_seq_error(
         _points(ax, at + shift, np.array(errors, dtype=float), "osD^vP*X"[i % 8], name)
     ax.axhline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
     ax.set_yscale("log")
-    ax.set_ylim(5e-10, 300)
-    ax.set_xticks(at, [str(i) for i in at])
+    ax.set_ylim(_LEAST / 3, NAN_AT * 10)
+    _error_ticks(ax, bool(np.isnan(np.array(list(series.values()), dtype=float)).any()))
+    shown = at[:: -(-len(at) // _MAX_LABELS)]
+    ax.set_xticks(shown, [str(i) for i in shown])
     one_token = lengths.query_lens[-1] == 1
     ax.set(
         xlabel="sequence (the last has one new token)" if one_token else "sequence",
@@ -133,11 +163,16 @@ def plot_seq_error(
 def _points(ax: Axes, x: Any, errors: Any, marker: str, name: str) -> None:
     """Draw one series of points, and its NaN with empty markers."""
     nan = np.isnan(errors)
-    (line,) = ax.plot(x[~nan], np.maximum(errors[~nan], 1e-9), marker, ms=6, label=name)
+    drawn = np.clip(errors[~nan], _LEAST, _MOST)
+    (line,) = ax.plot(x[~nan], drawn, marker, ms=6, label=name)
     ax.plot(x[nan], np.full(nan.sum(), NAN_AT), marker, ms=8, mfc="none", mec=line.get_color())
-    for place in x[nan]:
-        offset: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center"}
-        ax.annotate("NaN", (place, NAN_AT), **offset)
+
+
+def _error_ticks(ax: Axes, has_nan: bool) -> None:
+    """Label every third decade, and the place of NaN if there is one."""
+    ticks = [1e-9, 1e-6, 1e-3, 1.0, 1e3] + [NAN_AT] * has_nan
+    ax.set_yticks(ticks, [*map(short, ticks[:5]), *["NaN"] * has_nan])
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _seq_finding(series: Mapping[str, Sequence[float]], atol: float) -> str:

@@ -31,6 +31,7 @@ RUN = """async ([parameters, text]) => {
       cell.sharedModel.setSource(cell.sharedModel.getSource() + '\\n' + parameters);
   }
   const last = cells.findIndex((cell) => text && cell.sharedModel.getSource().includes(text));
+  if (text && last < 0) return [`no cell contains ${text}`];
   content.activeCellIndex = last + 1;
   const command = text ? 'run-all-above' : 'run-all-cells';
   await window.jupyterapp.commands.execute('notebook:' + command);
@@ -157,7 +158,7 @@ def test_the_explorer(browser: Browser) -> None:
     """Run notebook 05, change stage and platform, select by click and key, enter a wrong value."""
     browser.open("05-explorer.ipynb")
     browser.run(**SIZE)
-    panel = browser.panel("view = explorer(")
+    panel = browser.panel("attnlab.explorer(")
     case = small_case(stage="int32_before_cumsum")
     pictures = [expect(panel, case, "mismatch")]
 
@@ -197,8 +198,8 @@ def test_the_explorer(browser: Browser) -> None:
 def test_no_tooltip_is_null(browser: Browser) -> None:
     """ipywidgets shows the tooltip None as "null"; every label in the explorer has a text or none."""
     browser.open("05-explorer.ipynb")
-    browser.run("view = explorer(", **SIZE)
-    panel = browser.panel("view = explorer(")
+    browser.run("attnlab.explorer(", **SIZE)
+    panel = browser.panel("attnlab.explorer(")
     assert "null" not in panel.evaluate(TITLES)
     label = panel.locator(".attnlab-knob-num_heads").first
     assert tooltip_of("num_heads") in label.evaluate(TITLES)
@@ -207,8 +208,8 @@ def test_no_tooltip_is_null(browser: Browser) -> None:
 def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
     """At full size progress appears; Cancel ends the run and the old verdict remains as stale."""
     browser.open("05-explorer.ipynb")
-    browser.run("view = explorer(", **SIZE)
-    panel = browser.panel("view = explorer(")
+    browser.run("attnlab.explorer(", **SIZE)
+    panel = browser.panel("attnlab.explorer(")
     small = small_case(stage="int32_before_cumsum")
     expect(panel, small, "mismatch")
     panel.get_by_text("copy or paste a case as text").click()

@@ -7,7 +7,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
 from attnlab.show.panels.choices import CHOICES
 from attnlab.show.panels.controls import Control, check_knobs, groups, tooltip_of
-from attnlab.show.panels.layout import group_boxes
+from attnlab.show.panels.layout import MAIN, group_boxes, names_in
 
 
 def values_of(name: str) -> list[object]:
@@ -77,11 +77,22 @@ def test_every_field_is_in_one_group() -> None:
     controls = {name: Control(name, lambda name: None) for name in FIELDS}
     boxes = group_boxes(controls, {})
     assert set(boxes) == {field.metadata["group"] for field in FIELDS.values()}
-    is_open = {group for group, box in boxes.items() if box.selected_index == 0}
-    assert is_open == {FIELDS[name].metadata["group"] for name in ("stage", "platform")}
+    assert all(box.selected_index is None for box in boxes.values())
+    main = [name for names in MAIN.values() for name in names]
+    in_boxes = [name for group in boxes for name in names_in(group, controls)]
+    assert sorted([*main, *in_boxes]) == sorted(FIELDS)
 
 
 def test_an_unknown_field_is_rejected() -> None:
     with pytest.raises(InvalidCase) as error:
         check_knobs(["stage", "stages"])
     assert error.value.field == "stages"
+
+
+@pytest.mark.parametrize("text", ["1e9", "19x", "", "4.0"])
+def test_a_text_that_is_no_integer_is_rejected(text: str) -> None:
+    control = Control("num_heads", lambda name: None)
+    control.input.value = text
+    with pytest.raises(InvalidCase) as error:
+        control.read()
+    assert error.value.field == "num_heads"

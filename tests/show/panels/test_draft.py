@@ -20,7 +20,7 @@ def test_a_contradiction_is_explained_at_its_control() -> None:
     view = explorer(SMALL)
     assert view.wait(30)
     before = view.pictures["error"].png
-    view.controls["num_queries_per_kv"].input.value = 3
+    view.controls["num_queries_per_kv"].input.value = "3"
     wrong = view.controls["num_queries_per_kv"]
     assert explained(view) == ["num_queries_per_kv"]
     assert view._boxes[FIELDS["num_queries_per_kv"].metadata["group"]].selected_index == 0
@@ -30,7 +30,7 @@ def test_a_contradiction_is_explained_at_its_control() -> None:
     with pytest.raises(InvalidCase) as error:
         view.show()
     assert error.value.field == "num_queries_per_kv"
-    wrong.input.value = 2
+    wrong.input.value = "2"
     assert view.wait(30)
     assert not view.is_stale
     assert not wrong.message.value

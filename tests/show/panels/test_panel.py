@@ -6,7 +6,7 @@ from helpers.panels import LOST, SMALL
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
-from attnlab.show.panels import explorer, panel
+from attnlab.show.panels import Panel, explorer, panel
 
 
 def test_a_panel_shows_the_result_of_a_lab() -> None:
@@ -91,3 +91,40 @@ def test_an_unknown_field_or_view_is_rejected() -> None:
     view = panel(SMALL, knobs=("stage",))
     with pytest.raises(InvalidCase, match="stages is not a field"):
         view.set(stages="sound")
+
+
+def changed(view: Panel) -> set[str]:
+    """Return the fields whose controls are marked as changed."""
+    return {n for n, c in view.controls.items() if "attnlab-changed" in c.widget._dom_classes}
+
+
+def test_changed_fields_are_marked_until_a_reset() -> None:
+    view = explorer(SMALL)
+    assert view._reset.disabled
+    view.controls["stage"].input.value = "int64"
+    view.controls["num_heads"].input.value = "1e9"
+    assert changed(view) == {"stage", "num_heads"}
+    assert "2" in view._reset.description
+    view._reset.click()
+    assert changed(view) == set()
+    assert view.case == SMALL
+    assert view.controls["num_heads"].input.value == "4"
+
+
+def test_texts_are_stale_with_the_pictures() -> None:
+    view = explorer(SMALL)
+    assert view.wait(30)
+    stale = lambda: {n for n, t in view.texts.items() if "attnlab-stale" in t._dom_classes}  # noqa: E731
+    assert stale() == set()
+    view.controls["num_heads"].input.value = "1e9"
+    assert stale() == set(view.texts)
+    assert view.controls["num_heads"].message.layout.display == ""
+    assert view.show(num_heads=4).status == "match"
+    assert stale() == set()
+
+
+def test_an_own_kernel_becomes_the_backend() -> None:
+    view = explorer(SMALL)
+    view._kernel.value = "no/such/file.py:mine"
+    assert view._draft.values["backend"] == "no/such/file.py:mine"
+    assert view.controls["backend"].read() == "no/such/file.py:mine"

@@ -3,13 +3,14 @@
 import io
 
 import matplotlib.image
+import numpy as np
 import pytest
 from helpers.panels import LOST, SMALL
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.ops import OPS
 from attnlab.show.panels import explorer, panel
-from attnlab.show.panels.panel_data import band_of
+from attnlab.show.panels.panel_data import bands_of
 from attnlab.show.plots.errors import BAND
 
 
@@ -28,7 +29,7 @@ def test_a_click_selects_what_the_picture_shows() -> None:
             assert one.row in rows
             assert one.head == head
             assert one.error == float(errors.error[rows.start : rows.stop, head].max())
-            assert band_of(view.data, one, BAND) <= band  # the first band that has the row
+            assert band in bands_of(view.data, one, BAND)
     assert view.selection.seq == 3
     assert "row 46" in view.texts["selection"].value
     view.pointer.click_error(0.001, 0.5)  # outside the axes: nothing
@@ -36,7 +37,7 @@ def test_a_click_selects_what_the_picture_shows() -> None:
 
 
 def test_the_transform_agrees_with_the_pixels() -> None:
-    """The middle of a cell is red if and only if its row is NaN."""
+    """The middle of a cell is black if and only if its row is NaN."""
     case = LOST.replace(query_start_loc_dtype="int32", empty_slots="nan")
     view = panel(case, knobs=("stage",))
     assert view.wait(30)
@@ -47,9 +48,9 @@ def test_the_transform_agrees_with_the_pixels() -> None:
         left, top, wide, tall = rendered.transform.box(1, band)
         column = int((left + wide / 2) * width)
         colours = pixels[int((top + tall * 0.2) * height) : int((top + tall) * height), column, :3]
-        is_red = bool((colours[:, 0] > 0.7).any() and (colours[:, 2] < 0.3).any())
+        is_black = bool((colours.max(1) < 0.2).any())
         nan = view.result.errors.error[view.result.errors.band_rows(band), 1].isnan().any()
-        assert is_red == bool(nan), band
+        assert is_black == bool(nan), band
 
 
 def test_arrow_keys_move_the_selection() -> None:
@@ -94,3 +95,50 @@ def test_every_op_has_its_pictures(op: str) -> None:
     assert view.error is None
     assert all(picture.png for picture in view.pictures.values())
     assert view.result.status == "match"
+
+
+def test_a_click_on_a_sequence_selects_its_worst_token() -> None:
+    view = panel(LOST, knobs=("stage",), views=("error", "seqs"))
+    assert view.wait(30)
+    left, top, width, height = view._rendered["seqs"].transform.column(2)
+    view.pointer.click_seq(left + width / 2, top + height / 2)
+    errors = view.result.errors.error[6:46]  # the rows of sequence 2
+    assert view.selection.seq == 2
+    assert view.selection.error == float(errors.max())
+    assert view.pictures["seqs"].mark == [left, top, width, height]
+
+
+@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "reshape_and_cache_flash"])
+def test_the_cells_of_a_picture_are_what_it_shows(op: str) -> None:
+    """The front-end gets a name for each row and column, and the values."""
+    view = explorer(SMALL.replace(op=op, x=None))
+    assert view.wait(30)
+    for name, picture in view.pictures.items():
+        cells, drawn = picture.cells, view._rendered[name].cells
+        values = np.frombuffer(cells["values"], dtype="<f4")
+        assert len(values) == len(cells["rows"]) * len(cells["columns"])
+        assert np.array_equal(values, np.asarray(drawn.values, np.float32).ravel(), equal_nan=True)
+    cells = view.pictures["error"].cells
+    slots = op == "reshape_and_cache_flash"
+    assert cells["rows"][BAND] == (
+        "sequence 1, positions 0 to 1 of 34" if slots else "sequence 1, token 0 of 1"
+    )
+    assert cells["columns"][0] == ("KV head 0" if slots else "head 0")
+    assert view.pictures["slots"].cells["rows"][-1] == "slot 15"
+
+
+def test_the_mark_covers_all_bands_of_a_token() -> None:
+    view = panel(LOST, knobs=("stage",))
+    assert view.wait(30)
+    view.pointer.select(3, 0, 0)
+    assert view.pictures["error"].mark == view._rendered["error"].transform.box(0, 3 * BAND, BAND)
+
+
+def test_a_dark_page_has_dark_pictures() -> None:
+    view = panel(SMALL, knobs=("stage",))
+    assert view.wait(30)
+    corner = lambda: matplotlib.image.imread(io.BytesIO(view.pictures["error"].png))[0, 0, 0]  # noqa: E731
+    assert corner() > 0.9
+    view.pictures["error"].dark = True
+    assert view.wait(30)
+    assert corner() < 0.2

@@ -1,5 +1,7 @@
 """The plots of errors: NaN, unwritten rows and idle heads are outside the colour map."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from helpers.cases import hostile
 from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.show.plots import plot_error, plot_seq_error
+from attnlab.show.plots.error_scale import COLOURS, ErrorScale
 from attnlab.show.plots.errors import BAND, NAN_AT
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))
@@ -66,5 +69,52 @@ def test_sequence_errors_and_nan():
     assert [y for _, y in b] == [1e-9, 2.0]
     assert b_nan == []
     assert {y for _, y in atol} == {1e-2}
-    assert [text.get_text() for text in ax.texts] == ["NaN"]
+    ticks = dict(zip(ax.get_yticks(), (t.get_text() for t in ax.get_yticklabels()), strict=True))
+    assert ticks[NAN_AT] == "NaN"
+    assert list(ax.texts) == []
     assert "1 of 2 sequences" in ax.get_title()
+
+
+def colour(ax, band):
+    """Return the colour of head 0 in a row of the image."""
+    image = ax.images[0]
+    return image.cmap(image.norm(image.get_array()[band, 0]))
+
+
+def test_the_colours_break_at_the_tolerance(lost):
+    """An element that is off by a little more than the tolerance has a colour of the upper half."""
+    upper = {tuple(c) for c in COLOURS.colors[len(COLOURS.colors) // 2 :]}
+    errors = replace(
+        lost.errors, error=lost.errors.error.clone(), mismatches=lost.errors.mismatches
+    )
+    errors.error[0, 0], errors.error[1, 0] = errors.atol * 1.01, errors.atol * 0.99
+    errors.mismatches[0, 0] = 1
+    ax = plot_error(errors)
+    assert colour(ax, 0) in upper
+    assert colour(ax, BAND // 2) not in upper
+    errors.mismatches[0, 0] = 0  # within a relative tolerance
+    assert colour(plot_error(errors), 0) not in upper
+
+
+@pytest.mark.parametrize("atol", [0.0, 1e-4, 0.002, 5.0])
+def test_the_scale_is_monotonic_and_invertible(atol):
+    scale = ErrorScale.of(atol, np.array([1e-3, np.nan, 2.0, -np.inf]))
+    errors = np.geomspace(scale.least, scale.most, 50)
+    shares = np.asarray(scale.norm()(errors))
+    assert (np.diff(shares) > 0).all()
+    assert shares[0] == 0
+    assert shares[-1] == 1
+    assert scale.norm().inverse(shares) == pytest.approx(errors, rel=1e-3)
+    assert {scale.least, scale.atol, scale.most} <= set(scale.ticks())
+
+
+def test_one_head_has_one_tick(lost):
+    one = replace(
+        lost.errors, error=lost.errors.error[:, :1], mismatches=lost.errors.mismatches[:, :1]
+    )
+    assert plot_error(one).get_xticks().tolist() == [0]
+
+
+def test_rows_of_a_cache_write_are_labelled_as_slots(lost):
+    labels = [t.get_text() for t in plot_error(lost.errors, cache_of=1).get_yticklabels()]
+    assert labels == ["0: 3 slots", "none: 1 slots"]
