@@ -34,7 +34,12 @@ class Control:
         self.widget = ipw.VBox([labelled(name, self.input), self.message])
         self.widget.add_class("attnlab-control").add_class(f"attnlab-knob-{name}")
         self.show(FIELDS[name].default if value is None else value)
-        self.input.observe(lambda change: on_change(name), "value")
+        self._on_change, self._is_silent = on_change, False
+        self.input.observe(self._on_value, "value")
+
+    def _on_value(self, change: Any) -> None:
+        if not self._is_silent:
+            self._on_change(self.name)
 
     def read(self) -> Any:
         """Return the value of the field; raise InvalidCase if the text cannot be parsed."""
@@ -50,9 +55,9 @@ class Control:
             self.input.value = _NONE
             return
         if isinstance(self.type, BackendName) and value not in self.input.options:
-            with self.input.hold_trait_notifications():  # new options reset the value
-                self.input.options = (*self.type.choices, value)  # a user's kernel
-                self.input.value = value
+            self._is_silent = True  # new options reset the value
+            self.input.options = (*self.type.choices, value)  # a user's kernel
+            self._is_silent = False
         is_text = isinstance(self.input, ipw.Text)
         self.input.value = self.type.text(value) if is_text else value
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from helpers.browser import find_chromium
+from helpers.geometry import layout_faults
 from helpers.jupyter import running_lab
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.controls import tooltip_of
+from attnlab.show.panels.layout import MAIN
 
 pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
@@ -189,10 +191,90 @@ def test_the_explorer(browser: Browser) -> None:
     enter(panel, "num_queries_per_kv", "3")
     wrong = panel.locator(".attnlab-knob-num_queries_per_kv .attnlab-wrong")
     wrong.filter(has_text="must be a divisor of num_heads (2), got 3").wait_for()
-    panel.locator(".attnlab-stale").first.wait_for()
+    panel.locator(".attnlab-picture.attnlab-stale").first.wait_for()
+    panel.locator(".attnlab-verdict.attnlab-stale").wait_for()
+    panel.locator(".attnlab-knob-num_queries_per_kv.attnlab-changed").wait_for()
+    enter(panel, "num_heads", "1e9")
+    text = "num_heads must be an integer from 1 to 4096, got '1e9'"
+    panel.locator(".attnlab-knob-num_heads .attnlab-wrong").filter(has_text=text).wait_for()
+    enter(panel, "num_heads", "2")
     enter(panel, "num_queries_per_kv", "1")
     expect(panel, case, "match")
     wrong.wait_for(state="detached")
+
+
+MAIN_NAMES = [name for names in MAIN.values() for name in names]
+SIZES = [(1280, 800), (1920, 1080)]
+BAD_STYLES = {
+    "outside": ".attnlab-panel .attnlab-middle { padding-top: 900px }",
+    "overlaps": ".attnlab-panel .attnlab-middle { margin-left: -200px }",
+    "clipped": ".attnlab-panel .attnlab-name { flex-basis: 60px !important }",
+    "hidden": ".attnlab-panel .attnlab-knob-stage { display: none }",
+}
+UNTITLED = """(root) => [...root.querySelectorAll('label, select, input, textarea, button')]
+  .filter((part) => part.getClientRects().length && !part.closest('[title]:not([title=""])'))
+  .map((part) => part.outerHTML.slice(0, 120))"""
+
+
+def test_the_main_parts_are_on_one_screen(browser: Browser) -> None:
+    """Verdict, errors and main controls are visible together; a bad style is detected."""
+    page = browser.page
+    page.set_viewport_size({"width": 1280, "height": 800})
+    browser.open("05-explorer.ipynb")
+    browser.run("attnlab.explorer(")
+    panel = browser.panel("attnlab.explorer(")
+    panel.locator(".attnlab-picture img").first.wait_for()
+    for theme in ("JupyterLab Light", "JupyterLab Dark"):
+        page.evaluate(
+            "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
+            theme,
+        )
+        for width, height in SIZES:
+            page.set_viewport_size({"width": width, "height": height})
+            assert layout_faults(panel, MAIN_NAMES) == [], (theme, width)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    for word, style in BAD_STYLES.items():
+        planted = page.add_style_tag(content=style)
+        assert any(word in fault for fault in layout_faults(panel, MAIN_NAMES)), word
+        planted.evaluate("tag => tag.remove()")
+    assert layout_faults(panel, MAIN_NAMES) == []
+
+
+def test_every_control_has_a_tooltip(browser: Browser) -> None:
+    """In all groups; a label without a title is detected."""
+    browser.open("05-explorer.ipynb")
+    browser.run("attnlab.explorer(", **SIZE)
+    panel = browser.panel("attnlab.explorer(")
+    panel.evaluate(
+        "root => root.querySelectorAll('.attnlab-groups .jupyter-widget-Collapse-header')"
+        ".forEach(head => head.click())"
+    )
+    panel.locator(".attnlab-knob-k_scale label").wait_for()
+    assert panel.evaluate(UNTITLED) == []
+    panel.locator(".attnlab-knob-stage label").evaluate("label => label.removeAttribute('title')")
+    assert len(panel.evaluate(UNTITLED)) == 1
+
+
+def test_values_are_shown_at_the_pointer(browser: Browser) -> None:
+    """On each picture; and a click on the plot by sequence selects a token."""
+    browser.open("05-explorer.ipynb")
+    browser.run("attnlab.explorer(", **SIZE)
+    panel = browser.panel("attnlab.explorer(")
+    expect(panel, small_case(stage="int32_before_cumsum"), "mismatch")
+    patterns = (
+        r"sequence \d+, tokens? .*\nhead \d\nerror [\d.e-]+",
+        r"slot \d+\nblock \d+ of sequence \d+\n",
+        r"sequence \d+\nlargest error",
+    )
+    for i, pattern in enumerate(patterns):
+        image = panel.locator(".attnlab-picture img").nth(i)
+        box = image.bounding_box()
+        image.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.4})
+        hover = panel.locator(".attnlab-hover").nth(i)
+        hover.wait_for()
+        assert re.match(pattern, hover.inner_text())
+    image.click(position={"x": box["width"] * 0.95, "y": box["height"] * 0.4})
+    panel.locator(".attnlab-selection", has_text="sequence 9").first.wait_for()
 
 
 def test_no_tooltip_is_null(browser: Browser) -> None:
@@ -218,7 +300,7 @@ def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
     pasted.press("Enter")
     panel.get_by_role("button", name="Cancel").click()
     panel.get_by_text("cancelled; the results shown are those of an earlier case").wait_for()
-    panel.locator(".attnlab-stale").first.wait_for()
+    panel.locator(".attnlab-verdict.attnlab-stale").wait_for()
     assert Lab().run(small).verdict in panel.inner_text()
     pasted.fill(small.to_cli())
     pasted.press("Enter")

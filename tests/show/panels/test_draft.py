@@ -16,14 +16,13 @@ def explained(view: Panel) -> list[str]:
 
 
 def test_a_contradiction_is_explained_at_its_control() -> None:
-    """Its group is open; the old picture remains and is marked as stale."""
+    """The old picture remains and is marked as stale."""
     view = explorer(SMALL)
     assert view.wait(30)
     before = view.pictures["error"].png
     view.controls["num_queries_per_kv"].input.value = "3"
     wrong = view.controls["num_queries_per_kv"]
     assert explained(view) == ["num_queries_per_kv"]
-    assert view._boxes[FIELDS["num_queries_per_kv"].metadata["group"]].selected_index == 0
     assert view.is_stale
     assert view.pictures["error"].stale
     assert view.pictures["error"].png == before
@@ -34,6 +33,15 @@ def test_a_contradiction_is_explained_at_its_control() -> None:
     assert view.wait(30)
     assert not view.is_stale
     assert not wrong.message.value
+
+
+def test_the_group_of_a_wrong_field_opens() -> None:
+    view = explorer(SMALL)
+    box = view._boxes[FIELDS["max_query_len"].metadata["group"]]
+    assert box.selected_index is None
+    view.controls["max_query_len"].input.value = "many"
+    assert explained(view) == ["max_query_len"]
+    assert box.selected_index == 0
 
 
 def test_a_rule_is_explained_at_the_field_that_it_names() -> None:
