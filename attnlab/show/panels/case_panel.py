@@ -83,15 +83,15 @@ class Panel:
         self._source = source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
         self._kernel = kernel_input()
-        self._kernel.observe(lambda change: self._on_kernel(change["new"].strip()), "value")
+        self._kernel.observe(
+            lambda change: self.set(backend=change["new"].strip() or "model"), "value"
+        )
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
         self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
         self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
         self.widget = self._make_layout(is_explorer)
         self._on_draft(self._draft)
-
-    # For Python.
 
     @property
     def case(self) -> Case:
@@ -192,8 +192,6 @@ class Panel:
         boxes = [*self._boxes.values(), self.case_text.widget]
         return layout.large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 
-    # From a control to a request.
-
     def _on_control(self, name: str) -> None:
         if self._is_showing_values:
             return
@@ -207,11 +205,6 @@ class Panel:
         """Take the kernels from another vLLM, in a new Lab."""
         self._lab = Lab(source=change["new"].strip() or None, device=self._lab.device)
         self._on_draft(self._draft)
-
-    def _on_kernel(self, name: str) -> None:
-        """Make a user's kernel the backend."""
-        if name:
-            self.set(backend=name)
 
     def _on_theme(self, change: Any) -> None:
         """Render the pictures again if the page's theme is no longer that of the pictures."""
