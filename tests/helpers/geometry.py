@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _FAULTS = """(root, names) => {
-  const parts = { verdict: '.attnlab-verdict', errors: '.attnlab-middle .attnlab-picture img' };
+  const parts = { verdict: '.attnlab-fact-verdict', errors: '.attnlab-middle .attnlab-picture img' };
   for (const name of names) parts[name] = `.attnlab-knob-${name}`;
   const boxes = {}, faults = [];
   const scroller = root.closest('.jp-WindowedPanel-outer').getBoundingClientRect();

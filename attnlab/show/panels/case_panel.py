@@ -73,7 +73,7 @@ class Panel:
         names = ("verdict", *(name for name in FACTS if name in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
         for name, text in self.texts.items():
-            text.add_class("attnlab-fact").add_class(f"attnlab-{name}")
+            text.add_class("attnlab-fact").add_class(f"attnlab-fact-{name}")
         self.pictures = {n: Picture(hint=VIEWS[n].hint) for n in VIEWS if n in views}
         for picture in self.pictures.values():
             picture.observe(self._on_theme, "dark")

@@ -192,7 +192,7 @@ def test_the_explorer(browser: Browser) -> None:
     wrong = panel.locator(".attnlab-knob-num_queries_per_kv .attnlab-wrong")
     wrong.filter(has_text="must be a divisor of num_heads (2), got 3").wait_for()
     panel.locator(".attnlab-picture.attnlab-stale").first.wait_for()
-    panel.locator(".attnlab-verdict.attnlab-stale").wait_for()
+    panel.locator(".attnlab-fact-verdict.attnlab-stale").wait_for()
     panel.locator(".attnlab-knob-num_queries_per_kv.attnlab-changed").wait_for()
     enter(panel, "num_heads", "1e9")
     text = "num_heads must be an integer from 1 to 4096, got '1e9'"
@@ -211,7 +211,7 @@ BAD_STYLES = {
     "clipped": ".attnlab-panel .attnlab-name { flex-basis: 60px !important }",
     "hidden": ".attnlab-panel .attnlab-knob-stage { display: none }",
 }
-UNTITLED = """(root) => [...root.querySelectorAll('label, select, input, textarea, button')]
+UNTITLED = """(root) => [...root.querySelectorAll('label, select, input, textarea')]
   .filter((part) => part.getClientRects().length && !part.closest('[title]:not([title=""])'))
   .map((part) => part.outerHTML.slice(0, 120))"""
 
@@ -300,7 +300,7 @@ def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
     pasted.press("Enter")
     panel.get_by_role("button", name="Cancel").click()
     panel.get_by_text("cancelled; the results shown are those of an earlier case").wait_for()
-    panel.locator(".attnlab-verdict.attnlab-stale").wait_for()
+    panel.locator(".attnlab-fact-verdict.attnlab-stale").wait_for()
     assert Lab().run(small).verdict in panel.inner_text()
     pasted.fill(small.to_cli())
     pasted.press("Enter")
