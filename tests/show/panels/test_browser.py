@@ -249,9 +249,11 @@ def test_every_control_has_a_tooltip(browser: Browser) -> None:
         "root => root.querySelectorAll('.attnlab-groups .jupyter-widget-Collapse-header')"
         ".forEach(head => head.click())"
     )
-    panel.locator(".attnlab-knob-k_scale label").wait_for()
+    panel.locator(".attnlab-knob-k_scale .attnlab-name label[title^=Scale]").wait_for()
     assert panel.evaluate(UNTITLED) == []
-    panel.locator(".attnlab-knob-stage label").evaluate("label => label.removeAttribute('title')")
+    panel.locator(".attnlab-knob-stage .attnlab-name .widget-html-content label").evaluate(
+        "label => label.removeAttribute('title')"
+    )
     assert len(panel.evaluate(UNTITLED)) == 1
 
 
