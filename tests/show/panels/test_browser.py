@@ -212,7 +212,8 @@ BAD_STYLES = {
     "hidden": ".attnlab-panel .attnlab-knob-stage { display: none }",
 }
 UNTITLED = """(root) => [...root.querySelectorAll('label, select, input, textarea')]
-  .filter((part) => part.getClientRects().length && !part.closest('[title]:not([title=""])'))
+  .filter((part) => part.getClientRects().length && !part.closest('[title]:not([title=""])')
+    && !part.querySelector('[title]:not([title=""])'))
   .map((part) => part.outerHTML.slice(0, 120))"""
 
 
