@@ -163,7 +163,15 @@ def test_errors_become_exit_codes(capsys, monkeypatch, error, code):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space"), FileNotFoundError(2, "No file", "x")])
+def test_an_os_error_is_one_line(capsys, monkeypatch, error):
+    monkeypatch.setattr(command_line, "COMMANDS", (planted(error),))
+    assert main(["plant"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_bug_is_not_hidden(capsys, monkeypatch):
+    """The traceback is printed, and the exit code is not that of a mismatch."""
     monkeypatch.setattr(command_line, "COMMANDS", (planted(ZeroDivisionError()),))
-    with pytest.raises(ZeroDivisionError):
-        main(["plant"])
+    assert main(["plant"]) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
