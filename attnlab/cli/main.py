@@ -12,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import shtab
+
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
 from attnlab.case.extras import named_extra
@@ -21,12 +23,16 @@ from attnlab.cli import (
     check,
     claims,
     decode_error,
+    defects,
     diagnose,
+    env,
     explain,
     fetch,
     investigate,
+    platforms,
     power,
     run,
+    stages,
 )
 from attnlab.cli.command import Command
 
@@ -40,10 +46,15 @@ COMMANDS: tuple[Command, ...] = (
     claims.COMMAND,
     investigate.COMMAND,
     fetch.COMMAND,
+    defects.COMMAND,
+    stages.COMMAND,
+    platforms.COMMAND,
+    env.COMMAND,
     bench_command.COMMAND,
 )
 
 
+_COMPLETION = "print the completion of a shell, for example: attnlab --print-completion bash"
 BAD_INPUT, BUG, INTERRUPTED = 2, 70, 130  # 70 is EX_SOFTWARE of sysexits.h
 
 
@@ -112,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
         "'attnlab COMMAND --help' has examples.",
     )
     parser.add_argument("--version", action="version", version=f"attnlab {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help=_COMPLETION)
     commands = parser.add_subparsers(dest="name", title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
