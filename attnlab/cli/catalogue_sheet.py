@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnlab.show.sheets.sheet import Facts, Grid, Sheet, Words
+from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Words
 
 
 def list_sheet(
     noun: str, entries: Mapping[str, Mapping[str, Any]], columns: Sequence[str]
 ) -> Sheet:
     """Return a row for each entry, with the facts in ``columns``."""
-    rows = [
+    rows: list[Row] = [
         [Words(name, code=True), *(_text(facts[column]) for column in columns)]
         for name, facts in entries.items()
     ]
