@@ -517,3 +517,27 @@ def test_junit_names_what_was_not_run(tmp_path):
 def test_junit_takes_what_xml_cannot_hold(tmp_path):
     bad = outcome(status="error", message="a\x1b[31m\x00<b>\ufffe", verdicts=[])
     assert junit(tmp_path, bad) == [("01-one", "notebook", "error", "a[31m<b>")]
+
+
+def test_the_first_picture_follows_the_summary(tmp_path):
+    picture = code("plot()", output(image_png=PNG))
+    page = write_report(
+        tmp_path,
+        v4.new_markdown_cell("# One"),
+        picture,
+        code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_())),
+    )
+    header, body = page.split('id="timeline"')
+    assert header.count("<img") == 1
+    assert "<img" not in body
+    assert 'href="#picture"' in body
+
+
+def test_a_picture_after_the_first_heading_stays_in_its_place(tmp_path):
+    cells = (v4.new_markdown_cell("# One\n\n## Symptom"), code("plot()", output(image_png=PNG)))
+    page = write_report(
+        tmp_path, *cells, code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_()))
+    )
+    header, body = page.split('id="timeline"')
+    assert "<img" not in header
+    assert body.count("<img") == 1
