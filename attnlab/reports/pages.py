@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import write_text
 from attnlab.reports.body import TEMPLATES, render_body
 from attnlab.reports.executed import (
     read_error,
@@ -15,8 +16,8 @@ from attnlab.reports.executed import (
     read_title,
     read_verdicts,
 )
-from attnlab.reports.notebook_result import Results, Status, write_text
-from attnlab.reports.standalone import headings, self_contained
+from attnlab.reports.notebook_result import Results, Status
+from attnlab.reports.standalone import headings, lift_picture, self_contained
 from attnlab.show.notebook import as_text, versions
 
 
@@ -42,13 +43,16 @@ def write_post_mortem(
     folder = Path(papermill.get("input_path") or executed).parent
     provenance = read_provenance(notebook)
     body = self_contained(render_body(notebook, folder, status), pages)
+    report = read_post_mortem(notebook)
+    body, picture = lift_picture(body) if report else (body, "")
     previous, following = _neighbours(html.stem, pages)
     page = _render(
         "post_mortem.html.j2",
         title=read_title(notebook) or executed.stem,
         body=body,
         contents=headings(body),
-        report=read_post_mortem(notebook),
+        report=report,
+        picture=picture,
         previous=previous,
         following=following,
         failure=failure or read_error(notebook),

@@ -21,7 +21,6 @@ from attnlab.reports.notebook_result import (
     Outcome,
     Results,
     write_junit,
-    write_text,
     write_verdicts,
 )
 from attnlab.reports.pages import write_index, write_post_mortem
@@ -520,15 +519,25 @@ def test_junit_takes_what_xml_cannot_hold(tmp_path):
     assert junit(tmp_path, bad) == [("01-one", "notebook", "error", "a[31m<b>")]
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(AttnLabError) as error:
-        write_text(tmp_path / "no" / "x.json", "{}")
-    assert str(error.value) == f"{tmp_path}/no/x.json cannot be written: No such file or directory"
+def test_the_first_picture_follows_the_summary(tmp_path):
+    picture = code("plot()", output(image_png=PNG))
+    page = write_report(
+        tmp_path,
+        v4.new_markdown_cell("# One"),
+        picture,
+        code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_())),
+    )
+    header, body = page.split('id="timeline"')
+    assert header.count("<img") == 1
+    assert "<img" not in body
+    assert 'href="#picture"' in body
 
 
-def test_a_file_is_replaced_whole(tmp_path):
-    path = tmp_path / "x.json"
-    write_text(path, "old")
-    write_text(path, "new")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_picture_after_the_first_heading_stays_in_its_place(tmp_path):
+    cells = (v4.new_markdown_cell("# One\n\n## Symptom"), code("plot()", output(image_png=PNG)))
+    page = write_report(
+        tmp_path, *cells, code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_()))
+    )
+    header, body = page.split('id="timeline"')
+    assert "<img" not in header
+    assert body.count("<img") == 1
