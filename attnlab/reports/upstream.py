@@ -127,7 +127,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "seen": finding.seen,
         "op": finding.op,
         "module": OPS[finding.op].module,
-        "target": _setting(case),
+        "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
         "packages": {name: version_of(name) for name in ("torch", "triton")},
