@@ -34,8 +34,9 @@ def check(
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
-    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or checkout; or
-      ``installed``: the vLLM that is installed; or none of these: the lab's models of ``release``.
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
+      checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
+      ``release``.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op; ``seconds``: about the time in total.
     - ``on_op`` is called with (ops done, ops in total).

@@ -95,7 +95,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
         assert report.findings == []
         return
     assert kind in {one.kind for one in report.findings}
-    assert all(one.case.num_kv_heads <= 2 for one in report.findings)
+    assert {one.case.num_kv_heads for one in report.findings} <= {1, 2}
     names = {one.diagnosis for one in report.findings}
     assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
 
