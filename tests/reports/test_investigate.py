@@ -1,4 +1,4 @@
-"""Each notebook ends with its own outcome, whatever it or another one does."""
+"""Each notebook has its own outcome, independent of the others."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ from attnlab.show.sheets import plain
 
 
 def write_all(root):
-    """Write a notebook for each way to end."""
+    """Write a notebook for each outcome."""
     write_notebook(
         root / "01-pass.ipynb",
         "It passes",
@@ -69,12 +69,12 @@ def write_all(root):
         needs,
     )
     write_notebook(root / "10-segfault.ipynb", "It reads what is not there", SEGFAULT)
-    write_notebook(root / "11-killed.ipynb", "It is killed, as for want of memory", OOM_KILL)
+    write_notebook(root / "11-killed.ipynb", "It is killed, as without memory", OOM_KILL)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run all of them once; return outcomes by slug, the reports and the progress."""
+    """Run all notebooks once; return outcomes by slug, the folder of reports and the progress."""
     root = tmp_path_factory.mktemp("notebooks")
     reports = tmp_path_factory.mktemp("out") / "new" / "reports"
     write_all(root)
@@ -114,19 +114,19 @@ def run(tmp_path_factory):
         ("wrong", "failed", "wrong: expected 1, found 2"),
     ],
 )
-def test_each_notebook_ends_its_own_way(run, slug, status, message):
+def test_the_outcome_of_each_notebook(run, slug, status, message):
     outcome = run[0][slug]
     assert (outcome.status, outcome.message) == (status, message)
 
 
-def test_a_file_that_is_no_notebook_is_an_error_of_its_own(run):
+def test_an_invalid_notebook_is_an_error(run):
     outcome = run[0]["broken"]
     assert (outcome.status, outcome.title) == ("error", "07-broken")
     assert outcome.message.startswith("NotJSONError: ")
     assert "NotJSONError" in outcome.html.read_text()
 
 
-def test_verdicts_survive_what_comes_after_them(run):
+def test_verdicts_before_a_failure_are_kept(run):
     names = {slug: [verdict.name for verdict in one.verdicts] for slug, one in run[0].items()}
     assert names == {
         "pass": ["seed"],
@@ -183,7 +183,7 @@ def test_each_notebook_has_its_files(run):
         ("lacks", "from attnlab.case.errors", 0),
     ],
 )
-def test_a_page_shows_how_far_its_notebook_came(run, slug, stopped, not_run):
+def test_a_page_shows_where_its_notebook_stopped(run, slug, stopped, not_run):
     page = BeautifulSoup(run[0][slug].html.read_text(), "html.parser")
     (*places,) = page.select("#stopped pre")
     assert len(places) == bool(stopped)
@@ -219,7 +219,7 @@ def test_progress_counts_cells_up_to_the_total(run):
     assert steps[0][0] < steps[-1][0] == steps[-1][1]
 
 
-def test_a_run_of_nothing_but_passes_is_ok_and_says_nothing(tmp_path, capfd):
+def test_a_run_without_failures_prints_nothing(tmp_path, capfd):
     path = write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
     (outcome,) = investigate([path], parameters={}, reports=tmp_path / "r", timeout_s=60)
     assert (outcome.status, outcome.title) == ("passed", "One")
@@ -231,8 +231,8 @@ def test_a_run_of_nothing_but_passes_is_ok_and_says_nothing(tmp_path, capfd):
     ("slugs", "ok"),
     [(["pass", "lacks"], True), (["lacks"], False), (["pass", "lacks", "wrong"], False)],
 )
-def test_what_cannot_run_here_is_neither_right_nor_wrong(run, tmp_path, slugs, ok):
-    """It does not spoil a run in which others passed; alone it proves nothing."""
+def test_an_unavailable_notebook_does_not_fail_a_run(run, tmp_path, slugs, ok):
+    """It fails a run only if no other notebook passed."""
     outcomes = [run[0][slug] for slug in slugs]
     assert all_ok(outcomes) is ok
     results = Results(outcomes=outcomes)
@@ -247,7 +247,7 @@ def test_what_cannot_run_here_is_neither_right_nor_wrong(run, tmp_path, slugs, o
         (run[1] / name).unlink()
 
 
-def test_a_run_that_takes_too_long_says_nothing_either(tmp_path, capfd, caplog):
+def test_a_timeout_prints_nothing(tmp_path, capfd, caplog):
     path = write_notebook(tmp_path / "01-one.ipynb", "One", "while True: pass")
     (outcome,) = investigate([path], parameters={}, reports=tmp_path / "r", timeout_s=0.5)
     gc.collect()
@@ -256,7 +256,7 @@ def test_a_run_that_takes_too_long_says_nothing_either(tmp_path, capfd, caplog):
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_old_run_does_not_speak_for_a_new_one(tmp_path):
+def test_files_of_an_earlier_run_are_ignored(tmp_path):
     executed = tmp_path / "r" / "executed"
     executed.mkdir(parents=True)
     write_notebook(executed / "01-one.ipynb", "Old")
@@ -271,22 +271,20 @@ def test_an_old_run_does_not_speak_for_a_new_one(tmp_path):
     ("cores", "free_gib", "notebooks", "jobs"),
     [(2, 23.0, 7, 2), (2, 11.9, 7, 1), (64, 30.0, 7, 5), (64, math.inf, 7, 7), (1, 2.0, 7, 1)],
 )
-def test_as_many_run_at_once_as_cores_and_memory_allow(
-    monkeypatch, cores, free_gib, notebooks, jobs
-):
+def test_number_of_jobs(monkeypatch, cores, free_gib, notebooks, jobs):
     monkeypatch.setattr(module, "cores", lambda: cores)
     monkeypatch.setattr(module, "free_memory_gib", lambda: free_gib)
     assert default_jobs([f"0{number}-x.ipynb" for number in range(notebooks)]) == jobs
 
 
-def test_what_is_free_is_less_than_all_there_is():
+def test_free_memory_is_at_most_the_total():
     total = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
     assert 0 < free_memory_gib() <= total
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, "3"), ("7", "7")])
 def test_the_processes_share_the_cores(tmp_path, monkeypatch, given, threads):
-    """Six cores and two notebooks at once are three threads each; what the user sets is kept."""
+    """With six cores each of two notebooks gets three threads, unless the user sets a number."""
     monkeypatch.setattr(module, "cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
@@ -319,7 +317,7 @@ def test_notebooks_are_found_by_number_slug_or_file(names, asked, found):
 
 
 @pytest.mark.parametrize("name", ["2", "new", "scratch", "", "03-cast.html"])
-def test_an_unknown_notebook_is_named_with_what_there_is(names, name):
+def test_an_unknown_notebook_is_an_error(names, name):
     with pytest.raises(AttnLabError) as error:
         find_notebooks(["03", name], names)
     assert str(error.value) == (
@@ -332,7 +330,7 @@ def test_a_folder_without_notebooks_is_an_error(tmp_path):
         find_notebooks([], tmp_path)
 
 
-def test_a_parameter_that_nobody_knows_stops_all_before_it_runs(names):
+def test_an_unknown_parameter_is_an_error_before_the_run(names):
     with pytest.raises(AttnLabError) as error:
         investigate(
             find_notebooks([], names),
@@ -355,14 +353,14 @@ def test_reports_that_cannot_be_written_are_one_line(names):
     assert str(error.value) == f"{names}/file/executed cannot be made or written: Not a directory"
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can become another")
-def test_reports_that_only_another_may_write_are_one_line(names):
-    """Tests may run as root, whom no permission stops: so become nobody for the moment."""
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can change the user")
+def test_reports_without_write_permission_are_one_line(names):
+    """Permissions do not restrict root, so the test runs as user nobody."""
     for folder in (names, *names.parents):
         folder.chmod(folder.stat().st_mode | 0o055)
     (names / "r" / "executed").mkdir(parents=True)
     for folder in (names / "r", names / "r" / "executed"):
-        folder.chmod(0o755)  # whatever umask another library has left
+        folder.chmod(0o755)  # independent of the umask
     os.seteuid(65534)
     try:
         with pytest.raises(AttnLabError, match="cannot be made or written: Permission denied"):
@@ -389,7 +387,7 @@ def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):
         investigate([], parameters={}, reports=names / "r", timeout_s=9)
 
 
-def test_a_kernels_last_words_are_its_own(tmp_path):
+def test_the_last_line_of_a_kernel_without_warnings(tmp_path):
     words = tmp_path / "words"
     words.write_bytes(b"[IPKernelApp] WARNING | x\nFatal \xff error\n\n")
     with words.open("rb") as file:
