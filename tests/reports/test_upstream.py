@@ -159,7 +159,7 @@ def test_a_finding_without_a_script_has_a_text(tmp_path: Path) -> None:
         assert not has_script(case)
         found = Finding(op=case.op, kind="wrong_bytes", case=case, evidence="e", diagnosis="d")
         (file,) = write_reports([found], tmp_path / case.op, "vllm 0")
-        assert "There is none for this op or case" in file.read_text()
+        assert "There is no script for this op or case" in file.read_text()
 
 
 @pytest.mark.releases
