@@ -38,9 +38,12 @@ write.kv_cache_dtypes = ("auto",)
 """
 
 
-@pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize(
+    "platform",
+    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gfx942", "gfx1100"))],
+)
 def test_sound_models_give_no_finding(platform: str) -> None:
-    """Variants in which a model repeats an error of vLLM are left out."""
+    """Variants in which a model reproduces an error of vLLM are left out."""
     report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
@@ -115,6 +118,7 @@ def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
+@pytest.mark.slow
 def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     tmp_path: Path,
 ) -> None:

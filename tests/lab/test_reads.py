@@ -213,6 +213,7 @@ def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, mon
         vllm_ops.run(call, Target(), (), source, where="cuda", watch=True)
 
 
+@pytest.mark.slow
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
     backend = planted(tmp_path, "both = seen", "both = (pos <= end)")

@@ -42,7 +42,7 @@ def is_running(pid):
     ("name", "code", "line"),
     [
         ("SIGINT", 130, "attnlab: interrupted"),
-        ("SIGTERM", 143, "attnlab: terminated by SIGTERM"),
+        pytest.param(*("SIGTERM", 143, "attnlab: terminated by SIGTERM"), marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_keeps_its_results(tmp_path, name, code, line):
