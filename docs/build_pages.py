@@ -136,10 +136,10 @@ def _check(document: Mapping[str, Any]) -> str:
 def _fills(document: Mapping[str, Any]) -> str:
     rows = [
         [
-            f["data"],
-            f["empty"],
+            f["distribution"],
+            f["empty_slots"],
             f["fill"],
-            f["origin"],
+            f["backend"],
             f"{f['decode_error']:.3g}"
             if isinstance(f["decode_error"], float)
             else f["decode_error"],
@@ -150,9 +150,10 @@ def _fills(document: Mapping[str, Any]) -> str:
     return "\n\n".join(
         (
             _heading("Models and kernels on the same data", "h200.json", document),
-            "The largest error of the decode row, by data, content of empty slots, and cache fill:",
+            "The largest error of the decode row, by distribution, content of empty slots, and cache fill:",
             _table(
-                ["data", "empty slots", "fill", "backend", "decode error", "elements off"], rows
+                ["distribution", "empty slots", "fill", "backend", "decode error", "elements off"],
+                rows,
             ),
         )
     )

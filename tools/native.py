@@ -3,7 +3,7 @@
 python tools/native.py --source vllm-0.33.0.tar.gz --out docs/native.json
 
 Two tables: every stage on an AMD and an NVIDIA platform, and every fill of the cache against every
-content of the slots that nobody writes. A GPU is needed; which one, and the versions, go into the file.
+content of the slots that are never written. A GPU is needed; which one, and the versions, go into the file.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DISTRIBUTIONS, EMPTY_SLOTS
+from attnlab.case.json import json_number
 from attnlab.case.stages import FILLS
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab
@@ -57,18 +58,20 @@ def main() -> int:
 
 
 def _fills(lab: Lab, case: Case) -> list[dict[str, Any]]:
-    """Return a row for each data, content of empty slots and fill; NaN is None."""
+    """Return a row for each distribution, content of unwritten slots and fill; NaN becomes "nan"."""
     rows = []
-    for data, empty, fill in itertools.product(DISTRIBUTIONS, EMPTY_SLOTS, FILLS):
-        result = lab.run(case.replace(data=data, empty_slots=empty, fill=fill))
+    for distribution, empty_slots, fill in itertools.product(DISTRIBUTIONS, EMPTY_SLOTS, FILLS):
+        result = lab.run(
+            case.replace(distribution=distribution, empty_slots=empty_slots, fill=fill)
+        )
         assert result.errors is not None
         *prefill, decode = result.errors.seq_error()
         rows.append(
             {
-                "data": data,
-                "empty_slots": empty,
+                "distribution": distribution,
+                "empty_slots": empty_slots,
                 "fill": fill,
-                "decode_error": None if decode != decode else decode,
+                "decode_error": json_number(decode),
                 "prefill_error": max(prefill),
                 "mismatched": result.errors.mismatched,
                 "backend": result.backend,

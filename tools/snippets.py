@@ -57,7 +57,11 @@ class Snippet:
 
 def pages() -> list[Path]:
     """Return the pages that have snippets: README, CONTRIBUTING and the written pages of docs/."""
-    docs = [p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "notebooks"} & {*p.parts}]
+    docs = [
+        p
+        for p in (ROOT / "docs").rglob("*.md")
+        if not {"_build", "_generated", "notebooks"} & {*p.parts}
+    ]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(docs)]
 
 

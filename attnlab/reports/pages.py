@@ -16,7 +16,7 @@ from attnlab.reports.executed import (
     read_verdicts,
 )
 from attnlab.reports.notebook_result import Results, Status, write_text
-from attnlab.reports.standalone import headings, self_contained
+from attnlab.reports.standalone import headings, lift_picture, self_contained
 from attnlab.show.notebook import as_text, versions
 
 
@@ -42,13 +42,16 @@ def write_post_mortem(
     folder = Path(papermill.get("input_path") or executed).parent
     provenance = read_provenance(notebook)
     body = self_contained(render_body(notebook, folder, status), pages)
+    report = read_post_mortem(notebook)
+    body, picture = lift_picture(body) if report else (body, "")
     previous, following = _neighbours(html.stem, pages)
     page = _render(
         "post_mortem.html.j2",
         title=read_title(notebook) or executed.stem,
         body=body,
         contents=headings(body),
-        report=read_post_mortem(notebook),
+        report=report,
+        picture=picture,
         previous=previous,
         following=following,
         failure=failure or read_error(notebook),

@@ -58,6 +58,23 @@ def headings(body: str) -> list[tuple[str, str]]:
     return found
 
 
+def lift_picture(body: str) -> tuple[str, str]:
+    """Return the body without its first picture, and that picture; "" if no picture precedes the first H2.
+
+    A link to "#picture" takes its place.
+    """
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(body, "html.parser")
+    found = soup.find(["h2", "img"])
+    if found is None or found.name != "img":
+        return body, ""
+    link = soup.new_tag("a", href="#picture")
+    link.string = "picture: at the top of the page"
+    found.replace_with(link)
+    return str(soup), str(found)
+
+
 def _clean_picture(picture: Any) -> None:
     """Replace a picture that is not embedded by its text; without a text it gets that of its heading."""
     alt = str(picture.get("alt") or "")

@@ -20,7 +20,7 @@ _MODULES = {  # the public names of each module
     "on_int64 predict_chapters predict_claims predict_status read_as_int32 tail_reaches_output",
     "attnlab.study.production": "EngineRun record_engine separate_cache_writes",
     "attnlab.study.rocm_device": "SWAPPED_LANES emulated",
-    "attnlab.study.set_up": "by_verdict case_from conclude round_trips stage_stories",
+    "attnlab.study.set_up": "by_verdict case_from conclude plain_text round_trips stage_stories",
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = list(_PUBLIC)

@@ -1,15 +1,15 @@
 """Hypotheses about a failure: what each predicts, and whether that agrees with what was observed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 
 _BUFFERS = ("zeros", "recycled")  # contents of the output buffer that no hypothesis fixes
 _FACTOR = 2.0  # by which an observed size may leave the predicted range
@@ -22,8 +22,8 @@ class Prediction:
     - ``status``: "match", "mismatch" or "rejected".
     - ``row``: the only row with mismatches, or None; ``elements``: mismatches, None if rejected.
     - ``smallest``, ``largest``: the range of the largest error over the contents of the output buffer.
-      ``largest`` is the largest number of the dtype if the diagnosis finds rows that no kernel writes:
-      such a row may hold anything. None if the call is rejected or the error is NaN.
+      ``largest`` is the largest number of the dtype if a row keeps the content of both buffers: no kernel
+      wrote it, so it may hold anything. None if the call is rejected or the error is NaN.
     - ``after_fix``: mismatches after the cast moved, everything else unchanged.
     """
 
@@ -53,7 +53,8 @@ class Prediction:
         """Return the prediction as the cells of a table, in the order of agrees()."""
         size = "none"
         if self.smallest is not None and self.largest is not None:
-            size = f"{self.smallest:.2g} to {self.largest:.2g}"
+            ends = dict.fromkeys((f"{self.smallest:.2g}", f"{self.largest:.2g}"))
+            size = " to ".join(ends)
         row, elements, after_fix = (
             "none" if value is None else str(value)
             for value in (self.row, self.elements, self.after_fix)
@@ -64,8 +65,8 @@ class Prediction:
 def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
     """Return what a hypothesis predicts; ``changes`` turn the failing Case into the hypothesis's Case.
 
-    The same steps for every hypothesis: run it with two contents of the output buffer, diagnose it if its
-    error depends on the buffer, and run it after the cast moved.
+    The same steps for every hypothesis: run it with two contents of the output buffer, look for rows that
+    keep both, and run it after the cast moved.
     """
     assumed = case.replace(**changes)
     runs = [lab.run(assumed.replace(output_init=buffer)) for buffer in _BUFFERS]
@@ -81,8 +82,7 @@ def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
     places = runs[-1].places()
     is_known = not any(map(math.isnan, sizes))
     largest = max(sizes)
-    depends_on_buffer = is_known and min(sizes) != largest
-    if depends_on_buffer and diagnose(assumed, lab=lab, propose=False).unwritten:
+    if is_known and _keeps_a_row(lab, runs):
         largest = torch.finfo(getattr(torch, case.dtype)).max
     return Prediction(
         status=runs[-1].status,
@@ -92,6 +92,19 @@ def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
         largest=largest if is_known else None,
         after_fix=after,
     )
+
+
+def _keeps_a_row(lab: Lab, runs: Sequence[Result]) -> bool:
+    """Answer whether a row of the output has the bits of the buffer before the call in every run."""
+    kept = [_kept(run.call.output, lab.call(run.case).output) for run in runs]
+    return bool(torch.stack(kept).all(0).any())
+
+
+def _kept(output: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return which rows have equal bits, [num_tokens] bool."""
+    bits = {2: torch.int16, 4: torch.int32}[output.element_size()]
+    same = output.contiguous().view(bits) == buffer.contiguous().view(bits)
+    return same.flatten(1).all(1)
 
 
 def table_of(

@@ -1,8 +1,10 @@
 """What every notebook does first and last: build its Case, describe its figures, conclude."""
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
+from html import unescape
 from typing import Any
 
 from attnlab.case.case import Case
@@ -13,6 +15,20 @@ from attnlab.lab.result import Result
 from attnlab.show.notebook import Verdicts, provenance
 from attnlab.show.panels.case_text import case_texts, read_case
 from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED
+
+_GREY = "#747c86"  # readable on white and on the dark background of a page
+_COLOURS = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": _GREY,
+    "axes.labelcolor": _GREY,
+    "axes.edgecolor": _GREY,
+    "axes.titlecolor": _GREY,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "legend.facecolor": "white",
+}
 
 
 def case_from(parameters: Mapping[str, Any], **changes: Any) -> Case:
@@ -47,20 +63,25 @@ def conclude(verdicts: Verdicts, case: Case, *results: Result | str) -> None:
 
 
 def describe_figures() -> None:
-    """Give each figure that the notebook shows an alternative text: the titles of its axes.
+    """Give each figure that the notebook shows an alternative text, and colours for light and dark pages.
 
-    Does nothing outside IPython.
+    The text consists of the titles of the figure's axes. Does nothing outside IPython.
     """
     if "IPython" not in sys.modules:
         return
     shell = importlib.import_module("IPython.core.getipython").get_ipython()
     if shell is None:
         return
+    importlib.import_module("matplotlib").rcParams.update(_COLOURS)
+    # The inline backend sets its formatter at the first figure, and shows figures in a callback that it
+    # registers then: this callback runs before that one.
+    shell.events.register("post_execute", lambda: _describe(shell))
+
+
+def _describe(shell: Any) -> None:
+    """Add an alternative text to the output of the inline backend's formatter, once."""
     formatter = shell.display_formatter.formatters["image/png"]
     figure = importlib.import_module("matplotlib.figure").Figure
-    importlib.import_module(
-        "matplotlib.pyplot"
-    )  # selects the inline backend, which sets a formatter
     draw = formatter.type_printers.get(figure)
     if draw is None or getattr(draw, "has_alt", False):
         return
@@ -78,6 +99,11 @@ def alt_text(figure: Any) -> str:
     suptitle = figure.get_suptitle() if hasattr(figure, "get_suptitle") else ""
     titles = [suptitle, *(axes.get_title() for axes in figure.axes)]
     return "; ".join(" ".join(title.split()) for title in titles if title.strip())
+
+
+def plain_text(html: str) -> str:
+    """Return a piece of HTML without its tags."""
+    return unescape(re.sub(r"<[^>]*>", "", html))
 
 
 def round_trips(case: Case) -> tuple[dict[str, str], list[bool]]:

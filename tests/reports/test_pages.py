@@ -532,3 +532,27 @@ def test_a_file_is_replaced_whole(tmp_path):
     write_text(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_first_picture_follows_the_summary(tmp_path):
+    picture = code("plot()", output(image_png=PNG))
+    page = write_report(
+        tmp_path,
+        v4.new_markdown_cell("# One"),
+        picture,
+        code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_())),
+    )
+    header, body = page.split('id="timeline"')
+    assert header.count("<img") == 1
+    assert "<img" not in body
+    assert 'href="#picture"' in body
+
+
+def test_a_picture_after_the_first_heading_stays_in_its_place(tmp_path):
+    cells = (v4.new_markdown_cell("# One\n\n## Symptom"), code("plot()", output(image_png=PNG)))
+    page = write_report(
+        tmp_path, *cells, code("x", v4.new_output("display_data", data=REPORT._repr_mimebundle_()))
+    )
+    header, body = page.split('id="timeline"')
+    assert "<img" not in header
+    assert body.count("<img") == 1

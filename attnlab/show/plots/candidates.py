@@ -31,7 +31,7 @@ def plot_sizes(
         colour = STATUS_COLOURS["match" if name in fits else "mismatch"]
         ax.plot([least, most], [y, y], color=colour, linewidth=7, solid_capstyle="butt")
         ax.plot([least, most], [y, y], "D" if least == most else "|", color=colour, markersize=9)
-    ax.axvline(observed, color="black", label=f"observed {observed:.4g}")
+    ax.axvline(observed, color="#707070", label=f"observed {observed:.4g}")
     ax.axvline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
     ax.set_xscale("log")
     ax.set_yticks(range(len(sizes)), list(sizes))

@@ -40,7 +40,10 @@ def plot_power(mutants: Sequence["Mutant"], *, title: str = "", ax: Axes | None 
     ax.set_yticks(range(len(mutants)), [mutant.name for mutant in mutants], fontsize="small")
     ax.set_ylim(len(mutants) - 0.5, -0.5)
     ax.grid(axis="x", alpha=0.3)
-    ax.set(xlabel="largest effect / tolerance", title=title or _finding(mutants))
+    ax.set(
+        xlabel="largest effect / tolerance (NaN and infinity: right edge)",
+        title=title or _finding(mutants),
+    )
     put_legend(ax)
     return ax
 

@@ -21,6 +21,8 @@ from attnlab.show.sheets.sheet import (
 _STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _BAR_WIDTH = 24
 _MOST_COMPLETE = 200  # rows
+_MANY = 7  # columns: from here on with less space between them
+_UNBROKEN = 9  # the longest word or number, in characters, that a narrow table does not break
 
 
 def render(sheet: Sheet, *, complete: bool = False) -> RenderableType:
@@ -53,13 +55,19 @@ def _facts(facts: Facts) -> Table:
 
 def _grid(grid: Grid, most: int) -> list[RenderableType]:
     """Return the title, the first ``most`` rows, and the number of rows that are omitted."""
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    gap = 2 if len(grid.columns) < _MANY else 1
+    table = Table(box=None, padding=(0, gap), pad_edge=False)
     shown = grid.rows[:most]
+    texts = [[_value(value) for value in row] for row in shown]
     for i, name in enumerate(grid.columns):
         number = all(isinstance(row[i], int) for row in shown)
-        table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
-    for row in shown:
-        table.add_row(*(_value(value) for value in row))
+        words = " ".join([name, *(cells[i].plain for cells in texts)]).split()
+        width = max((len(word) for word in words if len(word) <= _UNBROKEN), default=0)
+        table.add_column(
+            Text(name), justify="right" if number else "left", overflow="fold", min_width=width
+        )
+    for cells in texts:
+        table.add_row(*cells)
     left = len(grid.rows) - len(shown)
     return [
         *([Text(grid.title, "dim")] if grid.title else []),
