@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 
+import pytest
 import torch
 from helpers.cases import hostile, same_bits
 
