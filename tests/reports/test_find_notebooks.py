@@ -93,7 +93,7 @@ def test_a_folder_in_the_way_of_a_report_is_one_line(names, name):
     (names / "r" / name).mkdir(parents=True)
     with pytest.raises(AttnLabError) as error:
         investigate(find_notebooks(["3"], names), parameters={}, reports=names / "r", timeout_s=9)
-    assert str(error.value) == f"{names}/r/{name} cannot be written: it is a folder"
+    assert str(error.value) == f"{names}/r/{name} must be a regular file or a new one"
 
 
 def test_without_jupyter_the_error_says_what_to_install(names, monkeypatch):

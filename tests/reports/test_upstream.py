@@ -190,7 +190,7 @@ def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Refuse a file instead of a folder, and a report about the models."""
     (tmp_path / "file").write_text("")
     found = Finding(op=CASE.op, kind="fails", case=CASE, evidence="e", diagnosis="d")
-    with pytest.raises(InvalidCase, match="report must be a folder to write to"):
+    with pytest.raises(InvalidCase, match="report must be a folder that can be created"):
         write_reports([found], tmp_path / "file", "vllm 0")
     assert main(["check", "--report", str(tmp_path)]) == 2
     assert "report must be given with a vLLM" in capsys.readouterr().err
