@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case
-from attnlab.checker.finding import KINDS, OBSERVATIONS
+from attnlab.checker.finding import KINDS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.op_check import is_callers_fault
@@ -38,9 +38,12 @@ write.kv_cache_dtypes = ("auto",)
 """
 
 
-@pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize(
+    "platform",
+    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gfx942", "gfx1100"))],
+)
 def test_sound_models_give_no_finding(platform: str) -> None:
-    """Variants in which a model repeats an error of vLLM are left out."""
+    """Variants in which a model reproduces an error of vLLM are left out."""
     report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
@@ -95,7 +98,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
         assert report.findings == []
         return
     assert kind in {one.kind for one in report.findings}
-    assert all(one.case.num_kv_heads <= 2 for one in report.findings)
+    assert {one.case.num_kv_heads for one in report.findings} <= {1, 2}
     names = {one.diagnosis for one in report.findings}
     assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
 
@@ -116,6 +119,7 @@ def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
+@pytest.mark.slow
 def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     tmp_path: Path,
 ) -> None:
@@ -159,11 +163,12 @@ def test_a_release(source: Source) -> None:
     """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
     report = check_library(find_backend("vllm", source.path, "cpu"), TRITON_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
-    if source.rules == "0.33.0":
-        assert report.findings == []
-    else:
-        assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
-    assert {one.kind for one in report.observations} <= set(OBSERVATIONS)
+    findings = {one.kind for one in report.findings}
+    observations = {one.kind for one in report.observations}
+    old = source.rules == "0.11.2"
+    assert findings == ({"reads_unwritten_slots"} if old else set())
+    assert observations - {"reads_empty_slots"} == {"out_of_bounds", "reads_outside_window"}
+    assert ("reads_empty_slots" in observations) == old
 
 
 def test_hostile_cases_keep_every_contract() -> None:

@@ -130,6 +130,7 @@ def test_help_has_purpose_example_and_exit_codes(capsys, command):
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert command.purpose in text
+    assert command.examples
     assert all(f"attnlab {command.name}" in example for example in command.examples)
     assert all(example in text for example in command.examples)
     assert "exit codes: 0 " in text
