@@ -17,13 +17,15 @@ from attnlab.tensors.call import KernelCall
 @triton.jit
 def row_kernel(
     query, key, value, sinks, table, last, seq, out, scale, GROUP, table_stride,
-    HEADS: tl.constexpr, KV: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    query_row, query_head, query_dim, out_row, out_head, out_dim,  # strides
+    KV: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    d, slot = tl.arange(0, PAD), tl.arange(0, BLOCK)
+    d, slot = tl.arange(0, PAD), tl.arange(0, TILE)  # powers of two; the rest is masked
     end = tl.load(last + row)  # the row's position
-    q = tl.load(query + (row * HEADS + head) * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
+    place = query + row * query_row + head * query_head + d * query_dim
+    q = tl.load(place, mask=d < DIM, other=0.0).to(tl.float32)
     largest, total = -float("inf"), 0.0
     if SINKS:  # a logit that is part of the sum and has no value
         largest, total = tl.load(sinks + head).to(tl.float32), 1.0
@@ -33,6 +35,7 @@ def row_kernel(
         block = tl.load(table + tl.load(seq + row) * table_stride + first // BLOCK).to(tl.int64)
         at = ((block * BLOCK + slot)[:, None] * KV + head // GROUP) * DIM + d[None, :]
         seen = pos <= end
+        seen &= slot < BLOCK
         if WINDOW:
             seen &= pos > end - WINDOW
         both = seen[:, None] & (d < DIM)[None, :]
@@ -44,7 +47,8 @@ def row_kernel(
         total = total * keep + tl.sum(weights, 0)
         mixed = mixed * keep + tl.sum(weights[:, None] * v, 0)
         largest = new
-    tl.store(out + (row * HEADS + head) * DIM + d, mixed / total, mask=d < DIM)
+    place = out + row * out_row + head * out_head + d * out_dim
+    tl.store(place, mixed / total, mask=d < DIM)
 
 
 def my_attention(call: KernelCall) -> None:
@@ -59,8 +63,9 @@ def my_attention(call: KernelCall) -> None:
         call.query, key, value, call.sinks, call.block_table,
         call.seq_lens.long()[seq] - back, seq, call.output,
         call.sm_scale or dim**-0.5, call.num_queries_per_kv, call.block_table.stride(0),
-        HEADS=heads, KV=call.key.shape[1], BLOCK=call.block_size, DIM=dim,
-        PAD=triton.next_power_of_2(dim), WINDOW=call.sliding_window,
+        *call.query.stride(), *call.output.stride(),
+        KV=call.key.shape[1], BLOCK=call.block_size, TILE=triton.next_power_of_2(call.block_size),
+        DIM=dim, PAD=triton.next_power_of_2(dim), WINDOW=call.sliding_window,
         SINKS=call.sinks is not None,
     )  # fmt: skip
 

@@ -113,15 +113,16 @@ TESTS = Path(__file__).parent
 
 
 def imported_tests(source: str) -> list[str]:
-    """Return the test modules that a source text imports."""
+    """Return the test modules that a source text imports; modules of the package are none."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or "", *(alias.name for alias in node.names)}
-    outside = (name for name in names if not name.startswith("attnlab."))
-    return sorted(n for n in outside if n.split(".")[-1].startswith("test_") or n == "conftest")
+            path = node.module or ""
+            names |= {path, *(f"{path}.{alias.name}" for alias in node.names)}
+    names = {name for name in names if name.split(".")[0] != "attnlab"}
+    return sorted(n for n in names if n.split(".")[-1].startswith("test_") or n == "conftest")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,9 @@ def test_tests_mirror_the_folders():
     """Each folder of tests is a folder of the package, except `helpers` and `docs`."""
     own = {p.relative_to(TESTS) for p in TESTS.rglob("*") if p.is_dir() and p.name != "__pycache__"}
     packages = {p.parent.relative_to(ROOT) for p in ROOT.rglob("__init__.py")}
-    assert own - {Path("helpers"), Path("docs")} <= packages
+    mirrored = own - {Path("helpers"), Path("docs")}
+    assert mirrored <= packages
+    assert {path.parts[0] for path in mirrored} == set(FOLDERS)
 
 
 @pytest.mark.parametrize(
@@ -167,3 +170,5 @@ def test_a_planted_import_of_a_test_is_found():
         "test_case"
     ]
     assert imported_tests("import conftest") == ["conftest"]
+    assert imported_tests("from lab import test_reads") == ["lab.test_reads"]
+    assert imported_tests("from attnlab.case.test_id import parse") == []

@@ -186,4 +186,4 @@ def test_plot_of_each_noun():
 
 
 def test_defects_are_the_catalogue():
-    assert "newest_slot_unwritten" in {defect.name for defect in attnlab.DEFECTS}
+    assert "newest_slot_unwritten" in attnlab.DEFECTS

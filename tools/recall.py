@@ -18,7 +18,7 @@ from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.checker import check_case
+from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.public import DEFAULT_CASES

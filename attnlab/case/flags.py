@@ -19,6 +19,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print a help text or an error; argparse would ignore a full disk or a closed pipe."""
+        if message:
+            (file or sys.stderr).write(message)
+
 
 def add_case_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a Case, in groups, and the flags --test-id and --case."""
@@ -88,12 +93,13 @@ def case_of(args: argparse.Namespace) -> Case:
 
 def read_text(file: str) -> str:
     """Return the text of a file, or of standard input for "-"; raise InvalidCase."""
-    if file == "-":
-        return sys.stdin.read()
+    if file == "-" and sys.stdin is None:
+        raise InvalidCase("standard input must not be closed")
     try:
-        return Path(file).read_text()
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidCase(f"{file} must be a readable text file: {error}") from error
+        name = "standard input" if file == "-" else file
+        raise InvalidCase(f"{name} must be a readable text file: {error}") from error
 
 
 def notebook_parameters(words: Sequence[str]) -> dict[str, Any]:

@@ -1,23 +1,18 @@
 """Check a kernel library: every op, in this process or one process per op, merged into one report."""
 
 import dataclasses
-import multiprocessing
-import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.op_check import Budget, OpReport, check_op, crash, grouped
+from attnlab.checker.op_check import Budget, OpReport, check_op
+from attnlab.checker.worker import check_in_workers
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.child_process import end_with_parent
 
 OnOp = Callable[[int, int], None]
 NOT_COVERED = ("output scales; scales per token and head; bidirectional masks",)
@@ -67,15 +62,22 @@ def check_library(
     seed: int = 0,
     processes: int = 1,
     on_op: OnOp = lambda done, total: None,
+    case_limit_s: float = 60.0,
 ) -> Report:
     """Check ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in total.
 
-    With ``processes`` > 1 each op runs in a process of its own. A process that dies becomes a finding;
-    the other ops continue. ``on_op`` is called with the number of finished ops and of all ops.
+    With ``processes`` > 1 each op runs in a process of its own. A case that ends its process, or takes
+    longer than ``case_limit_s``, becomes a finding, and the check continues. ``on_op`` is called with the
+    number of finished ops and of all ops.
     """
     start = time.perf_counter()
+    at_once = min(processes, len(ops))
     budget = Budget(
-        platform=platform, cases=cases, seconds=seconds * processes / len(ops), seed=seed
+        platform=platform,
+        cases=cases,
+        seconds=seconds * at_once / len(ops),
+        seed=seed,
+        case_limit_s=case_limit_s,
     )
     op_reports: list[OpReport] = []
     for op_report in _check_ops(backend, ops, budget, processes):
@@ -115,46 +117,12 @@ def _check_ops(
         for op in ops:
             yield check_op(backend, op, budget)
         return
+    stop = threading.Event()
     with ThreadPoolExecutor(processes) as threads:
-        futures = [threads.submit(_check_in_processes, backend, op, budget) for op in ops]
-        for future in as_completed(futures):
-            yield future.result()
-
-
-def _check_in_processes(backend: Backend, op: str, budget: Budget) -> OpReport:
-    """Check an op in a process of its own; if a kernel breaks the GPU's context, continue in a new one."""
-    parts = [_check_in_process(backend, op, budget, 0)]
-    while (resume := parts[-1].resume) is not None:
-        parts.append(_check_in_process(backend, op, budget, resume))
-    return OpReport(
-        op=op,
-        cases_run=sum(part.cases_run for part in parts),
-        findings=grouped(finding for part in parts for finding in part.findings),
-        left_out=list(dict.fromkeys(text for part in parts for text in part.left_out)),
-        reads=parts[0].reads,
-    )
-
-
-def _check_in_process(backend: Backend, op: str, budget: Budget, begin: int) -> OpReport:
-    """Check an op from case ``begin`` on in a new process; a process that dies is a finding."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        1, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)
-    ) as pool:
+        futures = [threads.submit(check_in_workers, backend, op, budget, stop) for op in ops]
         try:
-            return pool.submit(check_op, backend, op, budget, begin).result()
-        except BrokenProcessPool:
-            cases = hostile_cases(backend, op, budget.platform, budget.cases, budget.seed)
-            text = "the process died while it ran this case or a later one"
-            return OpReport(
-                op=op,
-                cases_run=0,
-                findings=[crash(next(cases), text)],
-                left_out=[f"{op}: every case after the crash"],
-            )
-
-
-def _begin_worker(parent: int) -> None:
-    """Let this process end with its parent, and use one thread."""
-    end_with_parent(parent)
-    torch.set_num_threads(1)
+            for future in as_completed(futures):
+                yield future.result()
+        finally:  # also if the caller is interrupted
+            stop.set()
+            threads.shutdown(wait=False, cancel_futures=True)

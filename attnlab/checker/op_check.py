@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
@@ -22,12 +22,16 @@ from attnlab.lab.lab import Lab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What to run: ``cases`` hostile Cases per op on a platform, for ``seconds`` per op."""
+    """What to run: ``cases`` hostile Cases per op on a platform, for ``seconds`` per op.
+
+    ``case_limit_s`` is how long one case may take in a process of its own before it is a finding.
+    """
 
     platform: str
     cases: int
     seconds: float
     seed: int = 0
+    case_limit_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +53,50 @@ class OpReport:
     resume: int | None = None
 
 
-def check_op(backend: Backend, op: str, budget: Budget, begin: int = 0) -> OpReport:
-    """Check the hostile Cases of an op, from index ``begin`` on, until the time is up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the check of an op has come: what runs next, and the report of the cases before it.
+
+    ``case`` is the Case with number ``index``, or None if the findings are being shrunk.
+    """
+
+    index: int
+    case: Case | None
+    report: OpReport
+
+
+def check_op(
+    backend: Backend,
+    op: str,
+    budget: Budget,
+    begin: int = 0,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> OpReport:
+    """Check the hostile Cases of an op, from index ``begin`` on, until the time is up.
+
+    ``on_progress`` is called before each case and before the findings are shrunk.
+    """
     start, cases_run = time.perf_counter(), 0
     lab = Lab(source=backend.path, device="cpu", keep=3)
     findings, left_out = list[Finding](), list[str]()
     reads, resume = ReadCounts(), None
+
+    def report() -> OpReport:
+        return OpReport(
+            op=op,
+            cases_run=cases_run,
+            findings=grouped(findings),
+            left_out=[*dict.fromkeys(left_out), *reads.left_out(op)],
+            reads=reads,
+            resume=resume,
+        )
+
     cases = hostile_cases(backend, op, budget.platform, budget.cases, budget.seed)
     for i, case in itertools.islice(enumerate(cases), begin, None):
         if time.perf_counter() - start > budget.seconds:
-            count = budget.cases - i
-            left_out.append(f"{op}: {count} of {budget.cases} cases, because the time was up")
+            left_out += time_is_up(op, budget, i).left_out
             break
+        on_progress(Progress(index=i, case=case, report=report()))
         try:
             if is_callers_fault(lab, case):
                 continue
@@ -74,17 +110,18 @@ def check_op(backend: Backend, op: str, budget: Budget, begin: int = 0) -> OpRep
         cases_run += 1
         if resume is not None:
             break
-    findings = grouped(findings)
-    if resume is None:  # nothing can run on a broken GPU context
-        findings = _shrink_all(lab, backend, findings, start + budget.seconds)
-    return OpReport(
-        op=op,
-        cases_run=cases_run,
-        findings=findings,
-        left_out=[*dict.fromkeys(left_out), *reads.left_out(op)],
-        reads=reads,
-        resume=resume,
-    )
+    if resume is not None:  # nothing can run on a broken GPU context
+        return report()
+    on_progress(Progress(index=budget.cases, case=None, report=report()))
+    findings = _shrink_all(lab, backend, grouped(findings), start + budget.seconds)
+    return report()
+
+
+def time_is_up(op: str, budget: Budget, begin: int) -> OpReport:
+    """Return the report of the cases from index ``begin`` on, which do not run any more."""
+    count = budget.cases - begin
+    text = f"{op}: {count} of {budget.cases} cases, because the time was up"
+    return OpReport(op=op, cases_run=0, findings=[], left_out=[text] if count > 0 else [])
 
 
 def crash(case: Case, evidence: str) -> Finding:

@@ -29,15 +29,19 @@ def check(
     platform: str = "sm_90",
     cases: int = DEFAULT_CASES,
     seconds: float = DEFAULT_SECONDS,
+    case_seconds: float | None = None,
     seed: int = 0,
     on_op: Callable[[int, int], None] = lambda done, total: None,
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
-    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or checkout; or
-      ``installed``: the vLLM that is installed; or none of these: the lab's models of ``release``.
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
+      checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
+      ``release``.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op; ``seconds``: about the time in total.
+    - ``case_seconds``: a case that takes longer is stopped and is a finding; None for ``seconds``, but at
+      least 20 and at most 60. The lab's models run without a limit.
     - ``on_op`` is called with (ops done, ops in total).
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
@@ -48,11 +52,14 @@ def check(
     field_type("platform").check("platform", platform)
     cases, seed = Int(1).check("cases", cases), Int(0).check("seed", seed)
     seconds = Number().check("seconds", seconds)
+    limit_s = min(max(seconds, 20.0), 60.0)
+    if case_seconds is not None:
+        limit_s = Number().check("case_seconds", case_seconds)
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
     processes = 1 if backend.name == "model" else max(2, os.cpu_count() or 1)
-    return check_library(backend, chosen, platform, cases, seconds, seed, processes, on_op)
+    return check_library(backend, chosen, platform, cases, seconds, seed, processes, on_op, limit_s)
 
 
 def backend_of(

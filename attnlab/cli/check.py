@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
+from attnlab.case.output_file import make_output_folder
 from attnlab.checker.public import DEFAULT_CASES, DEFAULT_SECONDS
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
@@ -81,6 +82,13 @@ def _add_conditions(group: Any) -> None:
         help="approximate time limit in total (default: %(default)g)",
     )
     group.add_argument(
+        "--case-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="stop a case that takes longer, and report that it does not end (default: as --seconds, but "
+        "20 to 60); the lab's models have no limit",
+    )
+    group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the data (default: %(default)s)"
     )
 
@@ -132,6 +140,8 @@ def _checked(args: argparse.Namespace) -> "Report":
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
+    if args.report is not None:
+        make_output_folder(args.report, "report")
     with progress(f"checking {backend.version}") as on_step:
         report = check(
             **_library(args),
@@ -139,6 +149,7 @@ def _checked(args: argparse.Namespace) -> "Report":
             platform=args.platform,
             cases=args.cases,
             seconds=args.seconds,
+            case_seconds=args.case_seconds,
             seed=args.seed,
             on_op=lambda done, total: on_step(done=done, total=total),
         )

@@ -1,12 +1,18 @@
 """The command line ``attnlab``: parse the arguments, run the command, map errors to exit codes.
 
-Exit codes: 0 as expected, 1 not, 2 bad input (one line that names the field), 130 interrupted.
+Exit codes: 0 as expected, 1 not, 2 bad input or a file that cannot be used (one line), 70 an error in attnlab
+itself (a traceback), 130 interrupted.
 """
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+
+import shtab
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
@@ -17,12 +23,16 @@ from attnlab.cli import (
     check,
     claims,
     decode_error,
+    defects,
     diagnose,
+    env,
     explain,
     fetch,
     investigate,
+    platforms,
     power,
     run,
+    stages,
 )
 from attnlab.cli.command import Command
 
@@ -36,30 +46,72 @@ COMMANDS: tuple[Command, ...] = (
     claims.COMMAND,
     investigate.COMMAND,
     fetch.COMMAND,
+    defects.COMMAND,
+    stages.COMMAND,
+    platforms.COMMAND,
+    env.COMMAND,
     bench_command.COMMAND,
 )
 
 
+_COMPLETION = "print the completion of a shell, for example: attnlab --print-completion bash"
+BAD_INPUT, BUG, INTERRUPTED = 2, 70, 130  # 70 is EX_SOFTWARE of sysexits.h
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; without a command, print the help."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # an error at the interpreter's exit would change the exit code
+    except AttnLabError as error:
+        return _failed(str(error), BAD_INPUT)
+    except OSError as error:
+        return _failed(_text_of(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    except Exception:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        return BUG
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Parse the arguments and run the command; raise what it raises."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.name is None:
         parser.print_help()
         return 0
-    try:
-        with named_extra(f"attnlab {args.name}"):
-            code: int = args.command(args)
-    except AttnLabError as error:
-        print(f"attnlab: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("attnlab: interrupted", file=sys.stderr)
-        return 130
+    if sys.stdout is None:
+        raise OSError("standard output is closed")
+    with named_extra(f"attnlab {args.name}"):
+        code: int = args.command(args)
     return code
+
+
+def _failed(text: str, code: int) -> int:
+    """Print one line on standard error, drop output that cannot be written, and return ``code``."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):
+        print(f"attnlab: {text}", file=sys.stderr)
+    return code
+
+
+def _text_of(error: OSError) -> str:
+    """Return an OSError in one line."""
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed before the end of the output"
+    if error.filename is None and error.errno == errno.ENOSPC:
+        return f"the output cannot be written: {os.strerror(error.errno)}"
+    where = "" if error.filename is None else f"{error.filename}: "
+    return where + " ".join((error.strerror or str(error)).split())
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,9 +119,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="attnlab",
         description="Find out why a paged-attention kernel, or the test of one, is wrong.",
-        epilog="Exit codes: 0 as expected, 1 not, 2 bad input. 'attnlab COMMAND --help' has examples.",
+        epilog="Exit codes: 0 as expected, 1 not, 2 bad input, 70 a bug of attnlab. "
+        "'attnlab COMMAND --help' has examples.",
     )
     parser.add_argument("--version", action="version", version=f"attnlab {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help=_COMPLETION)
     commands = parser.add_subparsers(dest="name", title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)

@@ -13,7 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 
-ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Output(Console):
+    """A console that raises if its pipe is closed; rich would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+ERRORS = _Output(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
@@ -26,7 +34,7 @@ def show(noun: Shown) -> None:
     from attnlab.show.sheets import WIDTH, text
 
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(highlight=False, width=WIDTH if fixed else None)
+    console = _Output(highlight=False, width=WIDTH if fixed else None)
     console.print(text(noun, complete=True))
 
 

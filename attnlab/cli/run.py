@@ -6,6 +6,7 @@ from pathlib import Path
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import check_output_file
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
@@ -45,10 +46,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_case(args: argparse.Namespace, case: Case) -> int:
-    if args.save_call is not None and not args.save_call.absolute().parent.is_dir():
-        raise InvalidCase(
-            f"save-call must be in an existing folder, got {args.save_call}", field="save-call"
-        )
+    if args.save_call is not None:
+        check_output_file(args.save_call, "save-call")  # before minutes are spent
     with progress("running") as on_step:
         result = case_source.lab_of(args, on_step).run(case)
     if args.save_call is not None:

@@ -1,11 +1,18 @@
-"""End a child process when its parent ends, however the parent ends."""
+"""End a child process when its parent ends, however the parent ends.
+
+python child_process.py PARENT COMMAND…   run a command that ends with the process PARENT
+"""
 
 import ctypes
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERVAL_S = 0.5
@@ -25,7 +32,37 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that runs ``command`` and ends with this process, from its start on.
+
+    Only on Linux, where the request to the kernel outlives exec; elsewhere ``command`` itself.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
+
+
+def run_in_child(job: bytes, sender: Any) -> None:
+    """Run a pickled (function, arguments) as the target of a multiprocessing child that ends with its parent.
+
+    The function gets ``sender``, then the arguments. They are restored after the request to end, because
+    that may take seconds.
+    """
+    parent = multiprocessing.parent_process()
+    end_with_parent(os.getppid() if parent is None or parent.pid is None else parent.pid)
+    function, arguments = pickle.loads(job)
+    function(sender, *arguments)
+
+
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_INTERVAL_S)
     os._exit(1)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[2]}: {error.strerror}")

@@ -6,12 +6,20 @@ The function takes a KernelCall and writes every row of ``call.output``. Its att
 - ``kv_cache_dtypes``: the cache dtypes that it supports (all).
 - ``large_caches``: whether it runs without copying the cache, so that a check can use large ones (False).
 
-It raises NotImplementedError for a call that it does not support.
+It raises NotImplementedError for a call that it does not support. What it returns is ignored:
+
+    def my_kernel(call):
+        call.output.copy_(attention(call.query, ...))   # right: writes its result
+        call.output[rows] = attention(...)              # right
+        return attention(call.query, ...)               # wrong: writes nothing, and is reported
+
+An exception of the function, sys.exit and os._exit are failures of the kernel.
 """
 
 import builtins
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +40,7 @@ from attnlab.case.fields import ENTRY_POINT
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.contained import contained, text_of
 from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
 from attnlab.kernels.triton.trace import Watched
 from attnlab.tensors.call import KernelCall
@@ -74,6 +83,12 @@ class PluginBackend(Backend):
         """Return the function."""
         return load_kernel(self.spec)
 
+    @property
+    def file(self) -> str | None:
+        """Return the file that defines the function, or None if it has none."""
+        code = getattr(inspect.unwrap(self.kernel), "__code__", None)
+        return None if code is None else str(code.co_filename)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _plugin, (self.spec,)
 
@@ -107,14 +122,15 @@ class PluginBackend(Backend):
     ) -> RunOutput:
         """Run the function; its Triton kernels, on a CPU, under the lab's interpreter.
 
-        Raises KernelFailed with what the function raises, Unavailable for its NotImplementedError,
-        DeviceLost if it broke the GPU's context.
+        Raises KernelFailed with what the function raises and its line, or if it returns its result instead
+        of writing it; Unavailable for its NotImplementedError; DeviceLost if it broke the GPU's context.
         """
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
+        before = None if call.spec.writes_cache else call.output.clone()
         try:
-            with launching(plan):
-                self.kernel(call)
+            with launching(plan), contained():
+                returned = self.kernel(call)
         except AttnLabError:
             raise
         except torch.AcceleratorError as error:
@@ -122,10 +138,25 @@ class PluginBackend(Backend):
         except NotImplementedError as error:
             raise Unavailable(f"{self.name} does not support this call: {error}") from error
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise KernelFailed(f"{type(error).__name__}: {text}") from error
+            raise KernelFailed(text_of(error, self.file)) from error
+        if before is not None and _is_result(returned, call) and _same_bits(before, call.output):
+            raise KernelFailed(
+                f"{self.name} returned a tensor and wrote nothing; it must write its result to "
+                "call.output, for example call.output.copy_(result)"
+            )
         is_traced = options.trace_reads and bool(plan.observed.launches)
         return RunOutput(log=plan.observed, is_traced=is_traced)
+
+
+def _is_result(returned: Any, call: KernelCall) -> bool:
+    """Answer whether a function returned a tensor, or several, of which one has the shape of the output."""
+    tensors = returned if isinstance(returned, tuple | list) else (returned,)
+    return any(isinstance(t, torch.Tensor) and t.shape == call.output.shape for t in tensors)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Answer whether two tensors have the same bytes; NaN equals NaN."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _plugin(spec: str) -> PluginBackend:
@@ -195,14 +226,13 @@ def _function(spec: ModuleSpec, attribute: str) -> Kernel:
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
     try:
         assert spec.loader is not None
-        spec.loader.exec_module(module)
+        with contained():
+            spec.loader.exec_module(module)
     except AttnLabError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise InvalidCase(
-            f"{spec.origin} cannot run: {type(error).__name__}: {text}", field="backend"
-        ) from error
+        text = text_of(error, spec.origin)
+        raise InvalidCase(f"{spec.origin} cannot run: {text}", field="backend") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise InvalidCase(f"{spec.origin} must have a function {attribute!r}", field="backend")

@@ -43,8 +43,8 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
     """Return the right result of a Case, with its log-sum-exp if ``with_lse``.
 
     A key that the op reads from the cache counts as it is stored: encoded and decoded in the cache's
-    format. These are all context tokens, and the new tokens that the op reads there (``case.spec.fill_read``). Other new
-    tokens count as they are.
+    format. These are all context tokens, and the new tokens that the op reads there
+    (``case.spec.fill_read``). Other new tokens count as they are.
     """
     shape, device = batch.query.shape, batch.query.device
     dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32

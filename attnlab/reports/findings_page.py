@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.lengths import Lengths
+from attnlab.case.output_file import make_output_folder, write_bytes
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import Report
@@ -52,11 +53,7 @@ def check_drawable(folder: Path) -> None:
         raise Unavailable(
             f"pictures need the lab extra: pip install 'attnlab[lab]' ({error})"
         ) from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"pictures must be a folder that can be created, got {folder}: {error.strerror}"
-        raise InvalidCase(text, field="pictures") from error
+    make_output_folder(folder, "pictures")
 
 
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
@@ -94,7 +91,7 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
     except AttnLabError as error:
         return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
     data = _drawn(maps, f"{finding.op}: {kind} ({finding.diagnosis})")
-    path.write_bytes(data)
+    write_bytes(path, data)
     return Picture(finding=finding, kind=kind, path=path, data=base64.b64encode(data).decode())
 
 

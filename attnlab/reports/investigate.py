@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.output_file import check_output_file
 from attnlab.case.parameters import share_out
 from attnlab.reports.baseline import Change, Kept, compare, read_baseline
 from attnlab.reports.executed import read_title
@@ -237,8 +238,7 @@ def _make_folder(executed: Path, paths: Sequence[Path]) -> None:
     names = ("index.html", "verdicts.json", "junit.xml", *(f"{path.stem}.html" for path in paths))
     files = [executed.parent / name for name in names] + [executed / path.name for path in paths]
     for file in files:
-        if file.is_dir():
-            raise AttnLabError(f"{file} cannot be written: it is a folder")
+        check_output_file(file)
 
 
 def _check_installed() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attnlab.case.errors import AttnLabError
+from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
 from attnlab.reports.baseline import Change
 from attnlab.reports.post_mortem import PostMortem
@@ -148,16 +148,6 @@ def one_line(text: str) -> str:
     """Return the first non-empty line, without terminal colours."""
     lines = (line.strip() for line in _ANSI.sub("", text).splitlines())
     return next((line for line in lines if line), "")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically. Raises AttnLabError if it cannot be written."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise AttnLabError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _junit_cases(outcome: Outcome) -> list[ET.Element]:

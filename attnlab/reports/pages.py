@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import write_text
 from attnlab.reports.body import TEMPLATES, render_body
 from attnlab.reports.executed import (
     read_error,
@@ -15,7 +16,7 @@ from attnlab.reports.executed import (
     read_title,
     read_verdicts,
 )
-from attnlab.reports.notebook_result import Results, Status, write_text
+from attnlab.reports.notebook_result import Results, Status
 from attnlab.reports.standalone import headings, lift_picture, self_contained
 from attnlab.show.notebook import as_text, versions
 

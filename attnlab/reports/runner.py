@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from attnlab.kernels.child_process import ending_with_parent
 from attnlab.reports.executed import (
     drop_widgets,
     read_post_mortem,
@@ -228,7 +229,7 @@ def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads
     """Return a kernel manager whose kernel ends soon after ``stop`` and writes to ``words`` only.
 
     Its processes use ``threads`` threads each, unless the environment sets another number. How it ends
-    is stored in ``ended``.
+    is stored in ``ended``. It ends with this process, even if that is killed.
     """
     from jupyter_client.manager import AsyncKernelManager
 
@@ -236,6 +237,9 @@ def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
             options["env"] = {"OMP_NUM_THREADS": str(threads), **options.get("env", os.environ)}
             await super().start_kernel(stdout=words, stderr=words, **options)
+
+        def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
+            return ending_with_parent(super().format_kernel_cmd(extra_arguments))
 
         async def _async_is_alive(self) -> bool:
             # nbclient calls this every second, even before the kernel is ready

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.rows import cached_lens
@@ -86,19 +86,16 @@ def write_reports(
     only. Raises InvalidCase if the folder cannot be created or written.
     """
     written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, finding in enumerate(findings, 1):
-            name = f"{number:02}_{finding.op}_{finding.kind}"
-            facts = {**_facts(finding, version), "name": name}
-            facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-            facts["script"] = _render("repro.py.j2", facts) if has_script(finding.case) else ""
-            for suffix, text in (("py", facts["script"]), ("md", _render("upstream.md.j2", facts))):
-                if text:
-                    (folder / f"{name}.{suffix}").write_text(text)
-                    written.append(folder / f"{name}.{suffix}")
-    except OSError as error:
-        raise InvalidCase(f"report must be a folder to write to, got {folder}: {error}") from error
+    make_output_folder(folder, "report")
+    for number, finding in enumerate(findings, 1):
+        name = f"{number:02}_{finding.op}_{finding.kind}"
+        facts = {**_facts(finding, version), "name": name}
+        facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
+        facts["script"] = _render("repro.py.j2", facts) if has_script(finding.case) else ""
+        for suffix, text in (("py", facts["script"]), ("md", _render("upstream.md.j2", facts))):
+            if text:
+                write_text(folder / f"{name}.{suffix}", text)
+                written.append(folder / f"{name}.{suffix}")
     return written
 
 
@@ -127,7 +124,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "seen": finding.seen,
         "op": finding.op,
         "module": OPS[finding.op].module,
-        "target": _setting(case),
+        "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
         "empty": _EMPTY[case.empty_slots],
         "packages": {name: version_of(name) for name in ("torch", "triton")},

@@ -6,6 +6,7 @@ python -m attnlab.study.engine RESULT   reads the settings from standard input, 
 import importlib
 import inspect
 import json
+import os
 import resource
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from attnlab.kernels.child_process import end_with_parent
 from attnlab.study.production import VERSION, EngineRun
 from attnlab.study.timeline import Attention, CacheWrite, Event, Timeline
 
@@ -252,6 +254,7 @@ def refuse_network() -> list[str]:
 
 def main() -> int:
     """Read the settings from standard input, run the engine, and write the timeline to the given file."""
+    end_with_parent(os.getppid())
     started = time.perf_counter()
     run = EngineRun(**json.load(sys.stdin))
     Path(sys.argv[1]).write_text(json.dumps(record(run, started).to_dict()))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.fields import Int, Lens, OneOf, refuse
+from attnlab.kernels.child_process import ending_with_parent
 from attnlab.study.timeline import Timeline
 
 VERSION = "0.32.0"
@@ -98,7 +99,7 @@ def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) ->
         command = [sys.executable, "-m", "attnlab.study.engine", str(result)]
         try:
             done = subprocess.run(
-                command,
+                ending_with_parent(command),
                 input=json.dumps(dataclasses.asdict(run or EngineRun())),
                 env=_environment(folder),
                 capture_output=True,

@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall
+from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import OPS, Op
+from attnlab.case.output_file import replacing
 from attnlab.case.shown import Shown
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import PagedCache, garbage
@@ -182,7 +183,7 @@ class KernelCall(Shown):
     def save(self, path: Path) -> None:
         """Write the call to a safetensors file, with scalars as metadata.
 
-        Raises InvalidCall if the file cannot be written.
+        The file is replaced at once. Raises InvalidCall if it cannot be written.
         """
         tensors, scalars = {}, {}
         for field in fields(self):
@@ -192,9 +193,10 @@ class KernelCall(Shown):
             elif value is not None:
                 scalars[field.name] = value
         try:
-            save_file(tensors, path, metadata={"attnlab_call": json.dumps(scalars)})
-        except (OSError, SafetensorError) as error:
-            raise InvalidCall(f"{path} must be a writable file: {error}") from error
+            with replacing(Path(path)) as part:
+                save_file(tensors, part, metadata={"attnlab_call": json.dumps(scalars)})
+        except (InvalidCase, SafetensorError) as error:
+            raise InvalidCall(f"{path} must be a file to write to: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":

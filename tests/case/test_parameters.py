@@ -155,4 +155,5 @@ def test_papermill_itself_gets_one_line(tmp_path, given, line):
         execute_notebook(path, None, given, kernel_name="python3", progress_bar=False)
     lines = str(error.value).splitlines()
     assert lines[-1].startswith(line)
-    assert not any("Traceback" in text for text in lines)
+    assert "Traceback" not in str(error.value)
+    assert error.value.traceback == [lines[-1]]

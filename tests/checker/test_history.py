@@ -236,8 +236,8 @@ def test_a_documented_limit_is_not_a_finding(source: Source) -> None:
         kinds_found(source, case)
 
 
-def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each finding has a PNG that the page embeds; without findings the page states that."""
+def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page contains a picture of each finding, or states that there are none."""
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
     (tmp_path / "mine.py").write_text(wrong)
     drawn = tmp_path / "drawn"
@@ -257,7 +257,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data.startswith(b"\x89PNG")
     page = (drawn / "index.html").read_text()
     assert base64.b64encode(data).decode() in page
-    for words in ("kv_head_modulo", "attnlab run --op unified_attention", "Left out"):
+    for words in ("kv_head_modulo", "attnlab run --op unified_attention", "Not covered"):
         assert words in page
     assert "<script" not in page
     (tmp_path / "mine.py").write_text(RIGHT)
@@ -273,7 +273,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert main(right) == 0
     assert json.loads(capsys.readouterr().out)["pictures"] == f"{drawn}/index.html"
-    assert "Nothing to draw" in (drawn / "index.html").read_text()
+    assert "No findings." in (drawn / "index.html").read_text()
 
 
 def test_a_picture_shows_where(tmp_path: Path) -> None:

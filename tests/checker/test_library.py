@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case
-from attnlab.checker.finding import KINDS, OBSERVATIONS
+from attnlab.checker.finding import KINDS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.op_check import is_callers_fault
@@ -38,9 +38,12 @@ write.kv_cache_dtypes = ("auto",)
 """
 
 
-@pytest.mark.parametrize("platform", ["sm_90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize(
+    "platform",
+    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gfx942", "gfx1100"))],
+)
 def test_sound_models_give_no_finding(platform: str) -> None:
-    """Variants in which a model repeats an error of vLLM are left out."""
+    """Variants in which a model reproduces an error of vLLM are left out."""
     report = checked(ModelBackend(rules="0.33.0"), cases=30, platform=platform, seed=11)
     assert report.cases_run > 170
     assert report.findings == report.observations == []
@@ -68,7 +71,7 @@ def test_the_older_models_faults_are_found() -> None:
     ("old", "new", "kind", "diagnosis"),
     [
         ("* scale", "* 2 * scale", "wrong_output", "scale_doubled"),
-        ("[:seq_len]", "[: seq_len + 8]", "fails", "RuntimeError: The"),
+        ("[:seq_len]", "[: seq_len + 8]", "fails", "kernel.py:#: RuntimeError: The"),
         ("hidden |= away <= -call", "hidden |= away < -call", "wrong_output", "window_plus_one"),
         ("call.output[rows] = (", "x = (", "rows_not_written", "rows_never_written"),
         ("repeat_interleave(group, 1)", "repeat(1, group, 1)", "wrong_output", "kv_head_modulo"),
@@ -95,7 +98,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> 
         assert report.findings == []
         return
     assert kind in {one.kind for one in report.findings}
-    assert all(one.case.num_kv_heads <= 2 for one in report.findings)
+    assert {one.case.num_kv_heads for one in report.findings} <= {1, 2}
     names = {one.diagnosis for one in report.findings}
     assert any(name.startswith((diagnosis, "ambiguous")) for name in names), names
 
@@ -110,11 +113,13 @@ def test_a_leak_of_empty_slots_is_found(tmp_path: Path) -> None:
 
 def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     """The check continues after the process of a kernel has ended."""
-    backend = planted(tmp_path, "import os\ndef my_attention(call): os._exit(1)\n")
+    end = "ctypes.CDLL(None)._exit(1)"  # os._exit is a failure of the kernel, and ends no process
+    backend = planted(tmp_path, f"import ctypes\ndef my_attention(call): {end}\n")
     report = check_library(backend, backend.ops, "sm_90", 3, 60.0, processes=2)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
+@pytest.mark.slow
 def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     tmp_path: Path,
 ) -> None:
@@ -158,11 +163,12 @@ def test_a_release(source: Source) -> None:
     """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
     report = check_library(find_backend("vllm", source.path, "cpu"), TRITON_OPS, "sm_90", 5, 600.0)
     assert report.cases_run >= 25
-    if source.rules == "0.33.0":
-        assert report.findings == []
-    else:
-        assert {one.kind for one in report.findings} == {"reads_unwritten_slots"}
-    assert {one.kind for one in report.observations} <= set(OBSERVATIONS)
+    findings = {one.kind for one in report.findings}
+    observations = {one.kind for one in report.observations}
+    old = source.rules == "0.11.2"
+    assert findings == ({"reads_unwritten_slots"} if old else set())
+    assert observations - {"reads_empty_slots"} == {"out_of_bounds", "reads_outside_window"}
+    assert ("reads_empty_slots" in observations) == old
 
 
 def test_hostile_cases_keep_every_contract() -> None:
@@ -224,7 +230,7 @@ def test_bad_input(arguments, words, capsys: pytest.CaptureFixture[str]) -> None
     ("text", "words"),
     [
         ("def other(call): pass", "must have a function"),
-        ("raise ValueError('no')", "cannot run: ValueError: no"),
+        ("raise ValueError('no')", "cannot run: kernel.py:1: ValueError: no"),
         ("def my_attention(call): pass\nmy_attention.op = 'mine'", "op must be one of"),
     ],
 )
@@ -234,8 +240,15 @@ def test_a_wrong_plugin_is_rejected(tmp_path: Path, text: str, words: str) -> No
         planted(tmp_path, text)
 
 
-def test_the_triton_example(tmp_path: Path) -> None:
-    """It has no finding under the interpreter."""
+@pytest.mark.parametrize("what", ["first", "strides", "block size"])
+def test_the_triton_example(what: str) -> None:
+    """It has no finding under the interpreter: in general, with strides, with 48 tokens per block."""
     backend = find_backend(f"{EXAMPLES / 'my_triton_attention.py'}:my_attention")
-    case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
-    assert check_case(Lab(), backend, case) == []
+    cases = [*hostile_cases(backend, backend.ops[0], "sm_90", DEFAULT_CASES, 0)]
+    chosen = {
+        "first": cases[:1],
+        "strides": [case for case in cases if case.kv_layout == "fused"],
+        "block size": [case for case in cases if case.block_size == 48],
+    }[what]
+    assert len(chosen) == 1
+    assert check_case(Lab(), backend, chosen[0]) == []

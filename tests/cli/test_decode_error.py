@@ -22,6 +22,7 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
     assert decoded["max_abs_error"] > decoded["largest_possible"]
     monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
     text = printed(capsys, ["decode-error", "--test-id", SEED_ID], 0)
+    assert len(decoded["sentences"]) > 2
     assert all(" ".join(words.split()) in text for words in decoded["sentences"])
 
 

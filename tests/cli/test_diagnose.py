@@ -39,6 +39,8 @@ def test_the_text_has_the_sentences_and_every_candidate(capsys):
     text = printed(capsys, ["diagnose", *FAILING], 1)
     for words in (found["status"], *found["sentences"]):
         assert " ".join(words.split()) in text
+    assert found["sentences"]
+    assert len(found["candidates"]) > 10
     assert all(candidate["name"] in text for candidate in found["candidates"])
 
 

@@ -75,6 +75,17 @@ OWN_FLAGS = [
     (["fetch"], "VERSION"),
     (["fetch", "newest"], "newest"),
     (["fetch", "newest", "--sdist"], "newest"),
+    (["defects", "nothing"], "defect must be one of"),
+    (["defects", "a", "b"], "b"),
+    (["stages", "last"], "stage must be one of"),
+    (["stages", "--nonsense"], "--nonsense"),
+    (["platforms", "tpu"], "platform must be one of"),
+    (["platforms", ""], "platform must be one of"),
+    (["env", "x"], "x"),
+    (["--print-completion", "dos"], "--print-completion"),
+    (["--print-completion"], "--print-completion"),
+    (["check", "--case-seconds", "0"], "case_seconds must be"),
+    (["check", "--case-seconds", "nan"], "case_seconds must be"),
     (["bench", "everything"], "everything"),
     (["bench", "diagnose", "--trials", "0"], "trials must be"),
     (["bench", "diagnose", "--seed", "-1"], "seed must be"),
@@ -119,6 +130,7 @@ def test_help_has_purpose_example_and_exit_codes(capsys, command):
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert command.purpose in text
+    assert command.examples
     assert all(f"attnlab {command.name}" in example for example in command.examples)
     assert all(example in text for example in command.examples)
     assert "exit codes: 0 " in text
@@ -163,7 +175,15 @@ def test_errors_become_exit_codes(capsys, monkeypatch, error, code):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space"), FileNotFoundError(2, "No file", "x")])
+def test_an_os_error_is_one_line(capsys, monkeypatch, error):
+    monkeypatch.setattr(command_line, "COMMANDS", (planted(error),))
+    assert main(["plant"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_bug_is_not_hidden(capsys, monkeypatch):
+    """The traceback is printed, and the exit code is not that of a mismatch."""
     monkeypatch.setattr(command_line, "COMMANDS", (planted(ZeroDivisionError()),))
-    with pytest.raises(ZeroDivisionError):
-        main(["plant"])
+    assert main(["plant"]) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -69,6 +69,8 @@ def test_the_text_has_the_outcome_the_violations_and_the_places(capsys):
     result = Lab().run(Case(**sizes, **lens, stage="int32_before_cumsum"))
     for words in (*result.decision.kernels, result.verdict, *place_lines(result.places())):
         assert words in text
+    assert result.places()
+    assert [one.effect for one in result.violations] == ["silent"] * 2
     assert all(one.effect in text for one in result.violations)
 
 

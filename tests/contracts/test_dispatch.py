@@ -64,6 +64,7 @@ def test_the_custom_kernel_runs(platform, changes, release):
     assert decision.kernels == (PREFILL, ROCM_DECODE)
     assert decision.decode == ROCM_DECODE
     assert decision.refused == ()
+    assert decision.terms
     assert all(term.holds for term in decision.terms)
     assert decision.release == release
 

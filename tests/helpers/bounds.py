@@ -1,4 +1,4 @@
-"""The worst-case bound of :mod:`attnlab.lab.rounding` for a whole Case, whichever of its kernels wrote a row."""
+"""The worst-case bound of :mod:`attnlab.lab.rounding` for all rows of a Case."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def bound(case: Case, batch: Batch) -> torch.Tensor:
 
 
 def score_error(case: Case, batch: Batch, rounding: Rounding) -> float:
-    """Return by how much a score may be off."""
+    """Return the largest error of a score."""
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     query, key = (float(one.double().norm(dim=2).max()) for one in (batch.query, batch.key))
     key *= 1 + 2.0**-3 * case.is_fp8  # a stored key may be larger than the key by an FP8 rounding

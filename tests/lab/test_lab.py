@@ -1,4 +1,4 @@
-"""`make lab` serves the notebooks to whoever has the token, and to nobody else."""
+"""`make lab` serves the notebooks, and only with the token."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def lab_command() -> list[str]:
-    """Return the words of what `make lab` runs once the set-up is there, its program aside."""
+    """Return the arguments of the command that `make lab` runs after the set-up."""
     done = subprocess.run(
         ["make", "--dry-run", "--assume-old=setup", "lab"],
         cwd=ROOT,
@@ -32,7 +32,7 @@ def lab_command() -> list[str]:
 
 
 def status_of(url: str, limit_s: float = 60.0) -> int:
-    """Return the HTTP status of a GET; the server says its address a little before it listens."""
+    """Return the HTTP status of a GET; retry, because the server prints its address before it listens."""
     end = time.monotonic() + limit_s
     while True:
         try:
@@ -42,14 +42,14 @@ def status_of(url: str, limit_s: float = 60.0) -> int:
             with error:
                 return error.code
         except urllib.error.URLError:
-            assert time.monotonic() < end, f"nobody answers at {url}"
+            assert time.monotonic() < end, f"no answer at {url}"
             time.sleep(0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_the_lab_asks_for_its_token(tmp_path: Path) -> None:
-    """Without the token a notebook is refused, with it the folder of notebooks is there."""
+    """The server refuses requests without the token and serves those with it."""
     command = lab_command()
     assert not any(word in " ".join(command) for word in ("token", "password", "--ip", "allow"))
     opened = ROOT / command[-1]

@@ -117,7 +117,7 @@ def test_slots_are_exactly_those_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_what_vllm_reads(source: Source) -> None:
-    """Every op reads what its contract takes from the cache, and no slot of another sequence.
+    """Every op reads the slots that its contract requires, and no slot of another sequence.
 
     0.11.2's decode kernel also reads the tail of the last block; 0.33.0's does not.
     """
@@ -131,13 +131,14 @@ def test_what_vllm_reads(source: Source) -> None:
         memory = lab.run(case).memory
         assert memory is not None
         own = {seq: 0 for seq in range(len(case.query_lens))}
+        others = set()
         for (seq, state), slots in slots_by_state(memory).items():
             if state is SlotState.OWN:
                 own[seq] = len(slots)
             else:
-                assert state is SlotState.UNWRITTEN_TAIL, (op, seq, state)
-                assert source.rules == "0.11.2", (op, seq)
-                assert op == "chunked_prefill_paged_decode", op
+                others.add(state)
+        tail = source.rules == "0.11.2" and op == "chunked_prefill_paged_decode"
+        assert others == ({SlotState.UNWRITTEN_TAIL} if tail else set()), op
         if OPS[op].new_tokens_from == "cache":
             assert tuple(own.values()) == case.lengths.seq_lens
         elif op == "chunked_prefill_paged_decode":
@@ -212,6 +213,7 @@ def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, mon
         vllm_ops.run(call, Target(), (), source, where="cuda", watch=True)
 
 
+@pytest.mark.slow
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
     backend = planted(tmp_path, "both = seen", "both = (pos <= end)")

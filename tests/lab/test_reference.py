@@ -1,4 +1,4 @@
-"""The reference against torch's own attention in float64, and the count of its operations."""
+"""The reference agrees with torch's attention in float64; its operations are counted."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ from attnlab.lab.reference import (
 )
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
 
-DOUBLE = 1e-12  # float64 has 1.1e-16 an operation; a few thousand of them on numbers below 10
+DOUBLE = 1e-12  # float64: 1.1e-16 per operation, a few thousand operations on numbers below 10
 
 
 def plain(query, key, value, scale, window, slopes, sinks=None, softcap=None):
     """Return attention by scaled_dot_product_attention with an explicit mask, float64.
 
-    A sink is one more key of each head whose score is the sink and whose value is 0. With a soft cap
-    the scores are part of the mask, and the queries 0.
+    A sink is an additional key with the sink as its score and the value 0. With a soft cap the mask
+    contains the scores, and the queries are 0.
     """
     query_len, seq_len = query.shape[0], key.shape[0]
     at = torch.arange(seq_len - query_len, seq_len)[:, None]
@@ -48,8 +48,8 @@ def plain(query, key, value, scale, window, slopes, sinks=None, softcap=None):
     return mixed.transpose(0, 1)
 
 
-def plainly(case, batch):
-    """Return the whole batch by ``plain``, each key as the op sees it."""
+def plain_batch(case, batch):
+    """Return the output of the whole batch by ``plain``, with the keys as the op reads them."""
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens, out = batch.token_start_loc, batch.kv_start_loc, []
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
@@ -67,7 +67,7 @@ def plainly(case, batch):
 
 @st.composite
 def shapes(draw):
-    """Return a small Case over ratios, head sizes, windows, sinks, caps, lengths and formats."""
+    """Return a small random Case."""
     op = draw(st.sampled_from([*list(OPS)[:3], "unified_attention"]))
     unified = op == "unified_attention"
     group, count = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(1, 3))
@@ -96,30 +96,30 @@ def shapes(draw):
 @given(shapes(), st.sampled_from([4, 64, 256]), st.sampled_from([1 << 8, 1 << 12, 1 << 19]))
 @settings(max_examples=60, deadline=None)
 def test_float64_reference_is_attention(case, rows, scores):
-    """Whatever the shape, and however the tiles are cut: torch's attention to float64's last digits."""
+    """For any shape and tile size it equals torch's attention up to rounding in float64."""
     batch = make_batch(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_module, "_TILES", {"cpu": (rows, scores)})
         got = reference(case, batch)
     assert got.dtype == torch.float64
-    torch.testing.assert_close(got, plainly(case, batch), atol=DOUBLE, rtol=DOUBLE)
+    torch.testing.assert_close(got, plain_batch(case, batch), atol=DOUBLE, rtol=DOUBLE)
 
 
 @pytest.mark.parametrize("changes", [{}, {"alibi": True}, {"sinks": True}], ids=str)
 def test_float32_reference_is_near(changes):
-    """The float32 oracle differs by float32's rounding of scores (below 32, 2^-24 each) and sums."""
+    """It differs by the rounding of scores (below 32, 2^-24 each) and sums in float32."""
     case = hostile(reference_dtype="float32", **changes)
     batch = make_batch(case)
     got = reference(case, batch)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), plainly(case, batch), atol=2e-5, rtol=0)
+    torch.testing.assert_close(got.double(), plain_batch(case, batch), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("oracle", ["float32", "float64"])
+@pytest.mark.parametrize("reference_dtype", ["float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_the_batch_is_not_changed(oracle, dtype):
-    """The reference reads a batch that later runs share: not a bit of it changes."""
-    case = hostile(dtype=dtype, reference_dtype=oracle, sliding_window=5)
+def test_the_batch_is_not_changed(reference_dtype, dtype):
+    """Later runs share the batch, so the reference does not change it."""
+    case = hostile(dtype=dtype, reference_dtype=reference_dtype, sliding_window=5)
     batch, untouched = make_batch(case), make_batch(case)
     first = reference(case, batch)
     for name in ("query", "key", "value"):
@@ -128,7 +128,7 @@ def test_the_batch_is_not_changed(oracle, dtype):
 
 
 def test_only_stored_keys_are_quantised():
-    """New keys of a prefill count as they are, those of a decode row as the cache stores them."""
+    """New keys of a prefill are not quantised, context keys are."""
     case = hostile(kv_cache_dtype="fp8", query_lens=(3, 1), ctx_lens=(4, 4))
     tokens = make_batch(case).key[:7]
     stored = stored_tokens(case, tokens, 4, 1.0)
@@ -156,14 +156,14 @@ MUTANTS = {
 def attend_at(
     tensors, shift=0, scale=1.0, window=0, heads=False, slopes=1.0, sinks=0.0, softcap=2.0
 ):
-    """Return attention with one thing wrong, by torch's own."""
+    """Return torch's attention with one fault."""
     query, key, value, alibi, logits = tensors
     if heads:
         group = query.shape[1] // key.shape[1]
         order = torch.arange(query.shape[1]) % key.shape[1]
         key, value = key[:, order], value[:, order]
         assert group > 1
-    if shift == 1:  # a query that stands one further sees its successor's key
+    if shift == 1:  # each query also sees the key of the next token
         key, value = torch.cat([key[1:], key[-1:]]), torch.cat([value[1:], value[-1:]])
     if shift == -1:
         key, value = torch.cat([key[:1], key[:-1]]), torch.cat([value[:1], value[:-1]])
@@ -173,8 +173,7 @@ def attend_at(
 
 
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-def test_wrong_attention_is_told_from_right(mutant):
-    """The comparison that the reference passes is failed by each of these mistakes."""
+def test_wrong_attention_fails_the_comparison(mutant):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(20, 6, 16, generator=generator, dtype=torch.float64)
     key, value = (torch.randn(30, 3, 16, generator=generator).double() for _ in range(2))
@@ -188,7 +187,7 @@ def test_wrong_attention_is_told_from_right(mutant):
 
 
 def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
-    """The reference's own mask, off by one, is caught by the check above."""
+    """A mask that is off by one fails the comparison."""
     real = reference_module._bias
 
     def moved(like, position, rows, begin, end, window):
@@ -197,13 +196,13 @@ def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
     monkeypatch.setattr(reference_module, "_bias", moved)
     case = hostile(query_lens=(9, 1), ctx_lens=(4, 20))
     batch = make_batch(case)
-    got, expected = reference(case, batch), plainly(case, batch)
+    got, expected = reference(case, batch), plain_batch(case, batch)
     assert not torch.allclose(got, expected, atol=DOUBLE, rtol=DOUBLE)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 400])
 def test_causal_flops_by_counting(window):
-    """Two products, a multiplication and an addition for each element of each visible pair."""
+    """Two products, each with a multiplication and an addition per element of a visible pair."""
     case = hostile(sliding_window=window, query_lens=(7, 1, 30), ctx_lens=(0, 20, 3))
     pairs = 0
     for q, c in zip(case.query_lens, case.ctx_lens, strict=True):
@@ -214,7 +213,7 @@ def test_causal_flops_by_counting(window):
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 64, 71])
 def test_alibi_slopes(num_heads):
-    """Geometric for a power of two; otherwise that of the power below, then every second above."""
+    """Geometric for a power of two; otherwise the power below and every second slope of that above."""
     slopes = alibi_slopes(num_heads).double()
     assert slopes.shape == (num_heads,)
     below = 1 << (num_heads.bit_length() - 1)
@@ -225,7 +224,7 @@ def test_alibi_slopes(num_heads):
 
 
 def plain_lse(case, batch):
-    """Return the log-sum-exp of each row's visible scores, [num_tokens, num_heads] float64, row by row."""
+    """Return the log-sum-exp of each row's visible scores, [num_tokens, num_heads] float64."""
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     rows, tokens, lse = batch.token_start_loc, batch.kv_start_loc, []
     for i, (q, c) in enumerate(zip(batch.lengths.query_lens, batch.lengths.ctx_lens, strict=True)):
@@ -251,7 +250,7 @@ def plain_lse(case, batch):
     ids=str,
 )
 def test_the_lse_is_that_of_the_keys(changes):
-    """The output does not depend on whether it is asked for; a sink is not part of it."""
+    """with_lse does not change the output; a sink is not part of the log-sum-exp."""
     case = hostile(op="unified_attention", **changes)
     batch = make_batch(case)
     got = exact_attention(case, batch, with_lse=True)

@@ -1,4 +1,4 @@
-"""The rounding bound holds for every kernel model, and is not so wide that nothing would break it."""
+"""The rounding bound holds for every kernel model, and small errors exceed it."""
 
 import random
 
@@ -13,7 +13,7 @@ from attnlab.lab.lab import Lab
 
 
 def worst(case) -> float:
-    """Return the largest error of a sound run in units of the bound."""
+    """Return the largest error of a correct run in units of the bound."""
     lab = Lab()
     problem, output = correct_run(lab, case)
     return float(locate(problem, output).ratio.max())
@@ -23,14 +23,12 @@ def worst(case) -> float:
 @pytest.mark.parametrize("platform", ["gfx942", "gfx1100", "sm_90"])
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_sound_runs_stay_within_it(dtype, platform, kv):
-    """No element of a sound run is off by more than the bound, the likely one included."""
     assert (
         worst(hostile(dtype=dtype, platform=platform, kv_cache_dtype=kv, empty_slots="zeros")) <= 1
     )
 
 
 def test_random_sound_runs_stay_within_it():
-    """The same on random cases."""
     rng, ran = random.Random(5), 0
     while ran < 25:
         try:
@@ -41,23 +39,23 @@ def test_random_sound_runs_stay_within_it():
 
 
 def test_it_is_within_a_factor_of_what_kernels_do():
-    """A tenth of the bound would not do: float16 reaches a fifth of it."""
+    """The errors of float16 reach a fifth of the bound."""
     assert worst(hostile(platform="sm_90", empty_slots="zeros")) > 0.2
 
 
 def test_an_error_just_above_it_is_seen():
-    """One element moved by twice its bound is a wrong row, and only that."""
+    """An error of twice the bound in one element gives one wrong row."""
     case = hostile()
     problem, output = correct_run(Lab(), case)
     row_slice = problem.row_slice_of(20, torch.tensor([3]))
-    noise = problem.correct(row_slice).bound[0, 0, 7]
-    output[20, 3, 7] = (problem.correct(row_slice).output[0, 0, 7] + 2 * noise).to(output.dtype)
+    rounding = problem.correct(row_slice).bound[0, 0, 7]
+    output[20, 3, 7] = (problem.correct(row_slice).output[0, 0, 7] + 2 * rounding).to(output.dtype)
     found = locate(problem, output)
     assert torch.nonzero(found.is_wrong).tolist() == [[20, 3]]
 
 
 def test_long_contexts_have_a_sharper_bound():
-    """Where values cancel, the likely bound is far below the worst case, and holds."""
+    """If values cancel, the probable bound is far below the worst case and still holds."""
     case = hostile(
         query_lens=(1, 1), ctx_lens=(900, 1500), platform="sm_90", distribution="uniform_1e-3"
     )

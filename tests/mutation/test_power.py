@@ -46,6 +46,7 @@ def test_the_test_kills_three_of_nine_with_float16():
     assert outcome["newest_slot_zero"] == outcome["newest_token_dropped"] == "survived"
 
 
+@pytest.mark.slow
 def test_the_test_kills_one_of_nine_with_fp8_and_accepts_zeros():
     """Its FP8 cache is all zeros, so an output of zeros passes, and so do wrong keys and values."""
     case = TEST.replace(kv_cache_dtype="fp8", cache_write="numeric")
@@ -66,7 +67,13 @@ def test_a_missing_token_is_killed_by_poison_or_a_derived_tolerance():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"kv_cache_dtype": "fp8", "cache_write": "numeric"}], ids=["fp16", "fp8"]
+    "changes",
+    [
+        pytest.param({}, id="fp16"),
+        pytest.param(
+            {"kv_cache_dtype": "fp8", "cache_write": "numeric"}, id="fp8", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_the_proposal_kills_all_survivors_and_the_models_pass(changes):
     """Except for equivalent mutants; ``tail_leaked`` needs NaN, which the kernels of 0.11.2 leak, too."""

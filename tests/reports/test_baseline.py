@@ -1,4 +1,4 @@
-"""A run is compared with a run that was kept: what is gone, broken, changed, mended or new."""
+"""A run is compared with an earlier one: verdicts are gone, broken, changed, fixed or new."""
 
 import json
 
@@ -41,13 +41,13 @@ def verdict(found, expected=3, name="rows", **evidence):
         (kept(seed=1, x=2), kept(seed=4, x=2), "parameters", False, ({"seed": 1}, {"seed": 4})),
     ],
 )
-def test_each_kind_of_change_is_told(before, now, kind, is_loss, values):
+def test_each_kind_of_change(before, now, kind, is_loss, values):
     (change,) = compare("01-one", now, before)
     assert (change.kind, change.is_loss) == (kind, is_loss)
     assert (change.before, change.after) == values
 
 
-def test_what_is_the_same_is_no_change_and_losses_come_first():
+def test_equal_verdicts_are_no_change_and_losses_come_first():
     same = kept(verdict(3, size=1.0), seed=1)
     assert compare("01-one", same, same) == []
     before = kept(verdict(3), verdict(1, name="b"))
@@ -69,7 +69,7 @@ def test_what_is_the_same_is_no_change_and_losses_come_first():
         '{"notebooks": [{"name": ["x"], "verdicts": []}]}',
     ],
 )
-def test_a_file_that_is_no_baseline_is_one_line(tmp_path, text):
+def test_a_wrong_baseline_is_one_line(tmp_path, text):
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(InvalidCase) as error:
         read_baseline(tmp_path / "b.json")
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_baseline_is_one_line(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
-def test_a_baseline_that_is_not_there_is_one_line_and_loses_nothing(tmp_path, capsys):
+def test_a_missing_baseline_is_one_line_and_keeps_the_reports(tmp_path, capsys):
     write_notebook(tmp_path / "01-one.ipynb", "One", "1 + 1")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "verdicts.json").write_text("of before")
@@ -139,6 +139,6 @@ def test_a_run_is_compared_with_an_earlier_one(tmp_path, capsys):
 
 def test_changes_are_printed_as_a_table():
     changes = compare("01-one", kept(verdict(4)), kept(verdict(3)))
-    said = plain(Results(outcomes=(), baseline="kept.json", changes=changes))
-    assert "since kept.json" in said
-    assert "broken" in said
+    printed = plain(Results(outcomes=(), baseline="kept.json", changes=changes))
+    assert "since kept.json" in printed
+    assert "broken" in printed

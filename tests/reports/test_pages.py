@@ -21,7 +21,6 @@ from attnlab.reports.notebook_result import (
     Outcome,
     Results,
     write_junit,
-    write_text,
     write_verdicts,
 )
 from attnlab.reports.pages import write_index, write_post_mortem
@@ -518,20 +517,6 @@ def test_junit_names_what_was_not_run(tmp_path):
 def test_junit_takes_what_xml_cannot_hold(tmp_path):
     bad = outcome(status="error", message="a\x1b[31m\x00<b>\ufffe", verdicts=[])
     assert junit(tmp_path, bad) == [("01-one", "notebook", "error", "a[31m<b>")]
-
-
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(AttnLabError) as error:
-        write_text(tmp_path / "no" / "x.json", "{}")
-    assert str(error.value) == f"{tmp_path}/no/x.json cannot be written: No such file or directory"
-
-
-def test_a_file_is_replaced_whole(tmp_path):
-    path = tmp_path / "x.json"
-    write_text(path, "old")
-    write_text(path, "new")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_first_picture_follows_the_summary(tmp_path):

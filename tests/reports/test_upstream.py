@@ -1,5 +1,5 @@
-"""What is written for upstream: a script that fails where the bug is, passes where it is not, and imports
-nothing of the lab."""
+"""Reports for upstream: the script fails if the bug is present, passes otherwise, and does not import
+attnlab."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ DECODE = {
     "ctx_lens": (20,),
     "num_blocks": 3,
 }
-RIGHT = {  # cases in which 0.33.0 is right
+RIGHT = {  # cases in which 0.33.0 is correct
     "gqa": {"op": "unified_attention"},
     "alibi, float32, pieces": {
         "op": "unified_attention",
@@ -65,7 +65,7 @@ def outcome(script: Path, source: Source) -> tuple[int, str]:
     ids=["unwritten slots", "default scale"],
 )
 def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None:
-    """Of 0.11.2's two faults each script exits with 1 there, says where, and with 0 on 0.33.0."""
+    """The script of each fault of 0.11.2 exits with 1 and names the place there, and with 0 on 0.33.0."""
     script = written(tmp_path, CASE.replace(fill="all_rows", release="0.11.2", **changes))
     code, text = outcome(script, of_release("0.11.2"))
     assert (code, "1 of 1 rows are wrong" in text) == (1, True), text
@@ -76,7 +76,7 @@ def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None
 
 @pytest.mark.releases
 def test_a_script_of_an_overflow(tmp_path: Path) -> None:
-    """0.11.2's soft cap: NaN where a score is beyond 88 times the cap; 0.33.0's is right."""
+    """In 0.11.2 a score above 88 times the soft cap becomes NaN."""
     case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
     script = written(tmp_path, case.replace(empty_slots="zeros"), "wrong_output")
     for version, code in (("0.11.2", 1), ("0.33.0", 0)):
@@ -86,8 +86,8 @@ def test_a_script_of_an_overflow(tmp_path: Path) -> None:
 
 @pytest.mark.releases
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0"])
-def test_a_script_of_alibi_beside_sinks(tmp_path: Path, version: str) -> None:
-    """unified_attention counts ALiBi from the first new token: wrong in a prefill, right in decodes."""
+def test_a_script_of_alibi_with_sinks(tmp_path: Path, version: str) -> None:
+    """unified_attention counts ALiBi from the first new token: only prefills are wrong."""
     fields = {"op": "unified_attention", "alibi": True, "sinks": True, "empty_slots": "zeros"}
     for query_lens, code in (((4, 1), 1), ((1, 1), 0)):
         lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
@@ -114,16 +114,16 @@ def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
 
 @pytest.mark.releases
 @pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
-def test_a_script_passes_where_nothing_is_wrong(tmp_path: Path, changes) -> None:
-    """The script's own reference and bound hold for every feature that it knows."""
+def test_a_script_passes_if_nothing_is_wrong(tmp_path: Path, changes) -> None:
+    """The reference and bound of the script hold for every feature that it implements."""
     case = CASE.replace(**{"fill": "all_rows", "empty_slots": "zeros", **changes})
     code, text = outcome(written(tmp_path, case), of_release("0.33.0"))
     assert code == 0, text
 
 
 @pytest.mark.releases
-def test_a_script_sees_what_rounding_does_not_explain(tmp_path: Path) -> None:
-    """With a scale that is 1 % off in the call, not in the reference, it exits with 1."""
+def test_a_script_finds_an_error_above_rounding(tmp_path: Path) -> None:
+    """With a scale that is 1 % off in the call but not in the reference, it exits with 1."""
     script = written(tmp_path, CASE.replace(fill="all_rows"))
     text = script.read_text()
     assert '"softmax_scale": 0.2' in text
@@ -131,8 +131,8 @@ def test_a_script_sees_what_rounding_does_not_explain(tmp_path: Path) -> None:
     assert outcome(script, of_release("0.33.0"))[0] == 1
 
 
-def test_a_script_that_cannot_run_says_so(tmp_path: Path) -> None:
-    """Without a vLLM, exit 2 and a line; it imports nothing of the lab and is Python of its own."""
+def test_a_script_without_vllm_exits_with_2(tmp_path: Path) -> None:
+    """It prints one line, and does not import attnlab."""
     script = written(tmp_path, CASE.replace(fill="all_rows"))
     tree = ast.parse(script.read_text())
     names = {
@@ -140,7 +140,7 @@ def test_a_script_that_cannot_run_says_so(tmp_path: Path) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert names <= {"torch", "triton", "vllm", "inspect", "os", "sys", "types"}
+    assert names == {"torch", "triton", "vllm", "inspect", "os", "sys"}
     command = [sys.executable, "-c", "import sys; sys.modules['vllm'] = None; import runpy;"]
     command[-1] += f" runpy.run_path({str(script)!r}, run_name='__main__')"
     done = subprocess.run(command, capture_output=True, text=True)
@@ -148,8 +148,8 @@ def test_a_script_that_cannot_run_says_so(tmp_path: Path) -> None:
     assert "cannot run here: " in done.stdout
 
 
-def test_what_has_no_script_has_a_text(tmp_path: Path) -> None:
-    """A merge, a cache write, a cache that the test fills: told in words alone."""
+def test_a_finding_without_a_script_has_a_text(tmp_path: Path) -> None:
+    """A merge, a cache write, and a case without its new tokens have no script."""
     for changes in (
         {"op": "merge_attn_states"},
         {"op": "reshape_and_cache_flash"},
@@ -159,12 +159,12 @@ def test_what_has_no_script_has_a_text(tmp_path: Path) -> None:
         assert not has_script(case)
         found = Finding(op=case.op, kind="wrong_bytes", case=case, evidence="e", diagnosis="d")
         (file,) = write_reports([found], tmp_path / case.op, "vllm 0")
-        assert "There is none for this op or case" in file.read_text()
+        assert "There is no script for this op or case" in file.read_text()
 
 
 @pytest.mark.releases
 def test_the_command_writes_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """attnlab check --report: a script and a text for each finding, named in the document."""
+    """attnlab check --report writes a script and a text for each finding and lists them."""
     old = of_release("0.11.2")
     words = [
         "check",
@@ -187,10 +187,10 @@ def test_the_command_writes_reports(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file for a folder, a report of the models."""
+    """Refuse a file instead of a folder, and a report about the models."""
     (tmp_path / "file").write_text("")
     found = Finding(op=CASE.op, kind="fails", case=CASE, evidence="e", diagnosis="d")
-    with pytest.raises(InvalidCase, match="report must be a folder to write to"):
+    with pytest.raises(InvalidCase, match="report must be a folder that can be created"):
         write_reports([found], tmp_path / "file", "vllm 0")
     assert main(["check", "--report", str(tmp_path)]) == 2
     assert "report must be given with a vLLM" in capsys.readouterr().err

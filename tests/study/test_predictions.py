@@ -10,6 +10,7 @@ from attnlab.study.claims.cases import like_the_test
 ENGINE = ("C17", "C18")
 
 
+@pytest.mark.slow
 def test_every_claim_is_predicted_as_it_is_found() -> None:
     predicted = predictions.predict_claims()
     assert list(predicted) == [entry.claim.number for entry in LEDGER]

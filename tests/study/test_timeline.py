@@ -1,4 +1,4 @@
-"""What follows from a timeline, on ones made by hand; each check has a timeline that it must refuse."""
+"""Timelines written by hand: orders, unwritten reads and the plot; each check can fail."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_new_slots_are_those_of_the_block_table():
 
 
 def test_orders_keep_steps_and_layers_apart():
-    """Calls of another layer between a layer's write and attention are not its own."""
+    """Calls of another layer are separate."""
     assert TIMELINE.orders() == dict.fromkeys([(0, 0), (1, 0)], ("write", "attention"))
     other = dataclasses.replace(TIMELINE, events=(EVENTS[0], write(0, (2,), layer=1), *EVENTS[1:]))
     assert other.orders()[0, 0] == ("write", "attention")
@@ -95,21 +95,21 @@ def test_orders_keep_steps_and_layers_apart():
         ((EVENTS[0], EVENTS[1], write(1, (9, 15)), EVENTS[3]), [0, 1]),  # to the wrong slot
     ],
 )
-def test_reads_of_what_nobody_wrote_are_counted(events, missing):
-    """Per attention: the positions below seq_len whose slot no earlier write of the layer filled."""
+def test_unwritten_reads_are_counted(events, missing):
+    """For each attention, count positions below seq_len that no earlier write of the layer filled."""
     assert dataclasses.replace(TIMELINE, events=events).unwritten_reads() == missing
 
 
-def test_attention_first_moves_nothing_else():
-    """Steps stay in order, and every new token is then missing."""
+def test_with_attention_first_only_swaps_calls():
+    """Steps stay in order, and every new token is missing."""
     moved = TIMELINE.with_attention_first()
     assert [event.step for event in moved.events] == [0, 0, 1, 1]
     assert moved.unwritten_reads() == [5, 2]
     assert sorted(map(str, moved.events)) == sorted(map(str, EVENTS))
 
 
-def test_rows_are_known_by_their_first_block():
-    """Also when the batch has them in another order, or one has left."""
+def test_sequences_are_identified_by_their_first_block():
+    """The order in the batch does not matter."""
     later = dataclasses.replace(EVENTS[3], block_table=(TABLE[1], TABLE[0]))
     timeline = dataclasses.replace(TIMELINE, events=(*EVENTS[:3], later))
     assert timeline.seq_ids(later) == [1, 0]
@@ -117,7 +117,7 @@ def test_rows_are_known_by_their_first_block():
 
 
 def test_json_round_trip():
-    """A timeline written as JSON and read back is equal; one with a field missing is refused."""
+    """A timeline read from its JSON is equal; JSON without a field is refused."""
     again = Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict())))
     assert again == TIMELINE
     broken = TIMELINE.to_dict()
@@ -133,8 +133,8 @@ def rectangles(ax) -> list[tuple[float, float, float, bool]]:
     return [(p.get_x(), p.get_y() % lane, p.get_height(), bool(p.get_hatch())) for p in found]
 
 
-def test_the_picture_shows_what_is_written_and_read():
-    """A rectangle for each sequence of each call, as tall as the positions that it covers."""
+def test_the_plot_shows_writes_and_reads():
+    """Each sequence of each call has a rectangle that covers its positions."""
     drawn = rectangles(plot_timeline(TIMELINE))
     first_written = [(0.0, 0.0, 3, False), (0.0, 0.0, 2, False)]
     assert drawn[:2] == first_written
@@ -146,8 +146,8 @@ def test_the_picture_shows_what_is_written_and_read():
     ]
 
 
-def test_the_picture_hatches_what_is_read_too_early():
-    """Only there, and the legend says so."""
+def test_the_plot_hatches_unwritten_reads():
+    """Only unwritten reads are hatched, and the legend explains it."""
     ax = plot_timeline(TIMELINE.with_attention_first(), title="early")
     hatched = [one[:3] for one in rectangles(ax) if one[3]]
     assert hatched == [(0.0, 0.0, 3), (0.0, 0.0, 2), (2.0, 3.0, 1), (2.0, 2.0, 1)]

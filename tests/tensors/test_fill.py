@@ -117,9 +117,12 @@ def test_a_block_whose_tokens_stand_in_another_order(what):
     new = torch.arange(8.0).view(4, 1, 2)
     fast = torch.zeros(1, 1, 1, 4, 2), torch.zeros(1, 1, 2, 4)
     slow = tuple(tensor.clone() for tensor in fast)
+    whole = tuple(tensor.clone() for tensor in fast)
+    write_tokens(*whole, new, new, torch.arange(4), torch.arange(4))
     write_tokens(*fast, new, new, rows, slots)
     one_by_one(*slow, new, new, rows, slots)
-    assert all(map(same_bits, fast, slow))
+    assert [same_bits(*pair) for pair in zip(fast, slow, strict=True)] == [True, True]
+    assert [same_bits(*pair) for pair in zip(fast, whole, strict=True)] == [False, False]
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.cache_folder import check_private, private_folder, writing
+from attnlab.kernels.child_process import ending_with_parent
 
 DEVICE = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -94,7 +95,7 @@ def build(
         source, made = Path(work) / f"{name}.cpp", Path(work) / "made.so"
         source.write_text(text)
         command = [compiler.command, *_FLAGS, *flags, f"-I{DEVICE}", str(source), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(ending_with_parent(command), capture_output=True, text=True)
         if done.returncode:
             raise Unavailable(
                 f"{compiler.command} cannot compile {name}: {_first_error(done.stderr)}"

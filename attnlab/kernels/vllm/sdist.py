@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.cache_folder import cache_folder, private_folder, writing
+from attnlab.kernels.child_process import ending_with_parent
 from attnlab.kernels.vllm.source import check_release
 
 _SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
@@ -92,4 +93,4 @@ def pip_settings() -> dict[str, list[str]]:
 
 def _pip(*words: str) -> str:
     command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return subprocess.run(ending_with_parent(command), capture_output=True, text=True).stdout

@@ -25,6 +25,7 @@ from filelock import FileLock
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
+from attnlab.kernels.child_process import ending_with_parent
 
 OPS_FOLDERS = (
     "vllm/v1/attention/ops",
@@ -127,7 +128,8 @@ def _download(version: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", partial]
-        done = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True)
+        command = ending_with_parent([*command, f"vllm=={version}"])
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not _wheels(Path(partial), version):
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no wheel"]
             raise Unavailable(f"pip cannot download vllm=={version}: {lines[0]}")

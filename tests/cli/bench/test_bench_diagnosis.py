@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 
+import pytest
 import torch
 from helpers.cases import hostile, same_bits
 
@@ -53,6 +54,7 @@ def test_a_defect_is_invisible_in_rows_that_it_does_not_touch():
     assert not is_visible(problem, DEFECTS["newest_slot_zero"], "prefill")
 
 
+@pytest.mark.slow
 def test_the_diagnosis_names_planted_defects():
     figures = bench_diagnose(trials=25, sound=10, seed=424242)
     assert figures["top_1"] >= 0.98
@@ -64,6 +66,7 @@ def test_the_diagnosis_names_planted_defects():
     json.dumps(figures, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_the_benchmark_notices_a_diagnosis_that_guesses(monkeypatch):
     """A random candidate as the cause."""
 

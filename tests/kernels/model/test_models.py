@@ -1,4 +1,4 @@
-"""The kernel models against exact attention, within what their roundings allow."""
+"""The kernel models agree with exact attention within the bound of their rounding."""
 
 import dataclasses
 
@@ -22,14 +22,14 @@ from attnlab.tensors.formats import FORMATS
 
 
 def outside(case, output):
-    """Return which elements differ from exact attention by more than the bound; NaN does."""
+    """Return which elements are NaN or differ from exact attention by more than the bound."""
     batch = make_batch(case)
     exact = reference(case.replace(reference_dtype="float64"), batch)
     return ~((output.double() - exact).abs() <= bound(case, batch))
 
 
 def run_directly(case):
-    """Return the output of the Case's kernels, called one after the other without a Lab."""
+    """Return the output of the Case's kernels, run without a Lab."""
     call, _ = call_of(case)
     model.run(call, Target.of(case), decide(case).kernels)
     return call.output
@@ -37,7 +37,7 @@ def run_directly(case):
 
 @st.composite
 def grid(draw, platforms, head_sizes, dtypes):
-    """Return a random Case over what kernels differ in; the scale is passed, since 0.11.2's is odd."""
+    """Return a random Case with a scale, because the default scale of 0.11.2 is wrong."""
     group, count = draw(st.integers(1, 8)), draw(st.integers(1, 3))
     alibi = draw(st.booleans())
     fp8 = draw(st.sampled_from(["auto", "auto", "fp8", "fp8_e5m2"]))
@@ -74,7 +74,7 @@ ROCM = grid(["gfx942"], [64, 128], ["float16", "bfloat16"])
 @given(TRITON)
 @settings(max_examples=30, deadline=None)
 def test_prefill_and_triton_decode_are_attention(case):
-    """Every row within the bound, NaN in every slot and row that nobody writes notwithstanding."""
+    """Every row is within the bound, with NaN in every unwritten slot and row."""
     assert decide(case).decode == TRITON_DECODE
     if case.release == "0.11.2":
         case = case.replace(empty_slots="garbage")  # it reads the tail of the last block
@@ -84,7 +84,7 @@ def test_prefill_and_triton_decode_are_attention(case):
 @given(ROCM)
 @settings(max_examples=30, deadline=None)
 def test_prefill_and_rocm_decode_are_attention(case):
-    """The same of the ROCm kernel, over one partition and several."""
+    """Every row is within the bound, with one partition and with several."""
     assert decide(case).decode == ROCM_DECODE
     if case.release == "0.11.2":
         case = case.replace(empty_slots="garbage")
@@ -95,7 +95,7 @@ def test_prefill_and_rocm_decode_are_attention(case):
 @pytest.mark.parametrize("group", [1, 2, 6])
 @pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "context_attention_fwd"])
 def test_the_hostile_batch_through_a_lab(platform, group, op):
-    """Lab.run gives the same bits as the kernels by themselves, and they are right."""
+    """Lab.run gives the bits of the kernels, and they are correct."""
     case = hostile(platform=platform, num_queries_per_kv=group, op=op)
     result = Lab().run(case)
     assert result.decision.kernels[0] == PREFILL
@@ -106,7 +106,7 @@ def test_the_hostile_batch_through_a_lab(platform, group, op):
 @pytest.mark.parametrize("output", ["recycled", "nan"])
 @pytest.mark.parametrize("kernel", [PREFILL, TRITON_DECODE, ROCM_DECODE])
 def test_rows_of_others_keep_their_bits(kernel, output):
-    """Each kernel writes every element of its rows, and not a bit of any other."""
+    """Each kernel writes every element of its rows and no other row."""
     case = hostile(output_init=output)
     call, _ = call_of(case)
     before = call.output.clone()
@@ -119,7 +119,7 @@ def test_rows_of_others_keep_their_bits(kernel, output):
 
 @pytest.mark.parametrize("platform", ["gfx942", "sm_90"])
 def test_kernels_change_nothing_but_the_output(platform):
-    """Query, keys, caches and index tensors are read only, float32 included."""
+    """Kernels do not write query, keys, caches or index tensors, in float32 either."""
     case = hostile(platform=platform, dtype="float32", alibi=True)
     call, _ = call_of(case)
     tensors = {

@@ -41,12 +41,12 @@ def test_a_sound_call_is_clean_and_gives_the_same_bits(rocm: Source, group: int)
     assert [str(one) for one in findings.unwritten] == []
     memory = report(findings, cache.provenance, call.seq_lens)
     seqs = [s for s, query_len in enumerate(case.lengths.query_lens) if query_len == 1]
-    assert sorted({one.seq for one in memory.slots}) == seqs
+    found = {(one.tensor, one.seq) for one in memory.slots}
+    assert found == {(tensor, seq) for tensor in ("key_cache", "value_cache") for seq in seqs}
     for one in memory.slots:
-        assert one.counts[SlotState.OWN] == case.lengths.seq_lens[one.seq]
-        read = {state for state, count in one.counts.items() if count}
-        assert read <= {SlotState.OWN, SlotState.UNWRITTEN_TAIL}
-        assert one.counts[SlotState.UNWRITTEN_TAIL] < case.block_size
+        seq_len = case.lengths.seq_lens[one.seq]
+        expected = {SlotState.OWN: seq_len, SlotState.UNWRITTEN_TAIL: -seq_len % case.block_size}
+        assert {state: n for state, n in one.counts.items() if n or state in expected} == expected
 
 
 def test_slot_states(rocm: Source) -> None:

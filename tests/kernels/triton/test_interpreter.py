@@ -1,5 +1,6 @@
 """Launches under Triton's interpreter, where they differ from the stock launch."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
+from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
-from attnlab.lab.lab import Lab
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -89,15 +91,24 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int) -> None:
     """The error of program 7 arrives from any process, and no child remains."""
+    fork, forked = interpreter._fork, []
+
+    def record(*args):
+        forked.append(fork(*args))
+        return forked[-1]
+
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
+    monkeypatch.setattr(interpreter, "_fork", record)
     out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
         interpreter.launching(interpreter.LaunchPlan(processes=processes)),
         pytest.raises(Exception, match="program 7"),
     ):
         kernels["number"][(5, 4)](out, fail=True)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(forked) == processes - 1
+    for child, _ in forked:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
 
 
 def test_nothing_of_triton_stays_changed(kernels) -> None:
@@ -140,7 +151,7 @@ def test_a_missing_triton_is_told() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_gives_a_notice_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notice precedes the seed batch with all heads, but not with one head."""
     notices: list[str] = []
 
@@ -150,9 +161,9 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
     source = Source(kind="wheel", path=Path("x"), root=Path("x"), version="0.33.0")
     monkeypatch.setattr("attnlab.kernels.vllm.backend.find_source", lambda path: source)
     monkeypatch.setattr("attnlab.kernels.vllm.backend.run", stop)
+    backend = VllmBackend(path=Path("x"), requested_device="cpu")
     for heads, announced in ((None, 1), ((0, 1), 0)):
         notices.clear()
-        lab = Lab(on_notice=notices.append)
         case = Case(backend="vllm", kv_head_range=heads, platform="sm_90")
         call = SimpleNamespace(
             op=case.op,
@@ -162,8 +173,9 @@ def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) ->
             query_lens=torch.tensor(case.lengths.query_lens),
             seq_lens=torch.tensor(case.lengths.seq_lens),
         )
+        options = dataclasses.replace(RunOptions.of(case), on_notice=notices.append)
         with pytest.raises(Unavailable, match="enough"):
-            lab._run_vllm(case, call, Target.of(case), decide(case))
+            backend.run(call, Target.of(case), decide(case).kernels, options)
         assert len(notices) == announced
     assert not notices
 

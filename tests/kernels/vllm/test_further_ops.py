@@ -221,10 +221,13 @@ def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
         ),
         ({"num_splits": 2}, "num_splits must be none"),
         ({"op": UNIFIED, "num_splits": 3}, "num_splits must be 0 or a power of two"),
-        ({"op": UNIFIED, "kv_cache_dtype": "fp8_e5m2"}, "hands it e4m3 under this name"),
-        ({"op": WRITE, "backend": "vllm", "seq_range": (0, 1)}, "seqs must be none with reshape"),
-        ({"backend": "vllm", "seq_range": (0, 99)}, "seqs must be at most 0:12"),
-        ({"seq_range": (0, 1)}, "seqs must be none with backend model"),
+        ({"op": UNIFIED, "kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8"),
+        (
+            {"op": WRITE, "backend": "vllm", "seq_range": (0, 1)},
+            "seq_range must be none with reshape",
+        ),
+        ({"backend": "vllm", "seq_range": (0, 99)}, "seq_range must be at most 0:12"),
+        ({"seq_range": (0, 1)}, "seq_range must be none with backend model"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -279,6 +279,7 @@ def test_twice_and_once_per_split_are_the_same_in_two_pieces():
 def test_without_sinks_none_of_them_is_suspected():
     """Sink defects do not apply to a call without sinks; an extra sink does not apply to a call with
     sinks."""
+    assert len(SINKS) == 9
     problems = make_problem(hostile()), make_problem(hostile(sinks=True))
     assert not any(DEFECTS[name].applies(problems[0]) for name in SINKS)
     assert all(DEFECTS[name].applies(problems[1]) for name in SINKS)
@@ -299,6 +300,6 @@ def test_the_power_of_a_test_with_sinks():
     for data in ("uniform_1e-3", "normal"):
         diagnosis = power(case.replace(distribution=data, atol=1e-3), mutants=names, remedies=False)
         outcomes[data] = {one.outcome for one in diagnosis.mutants}
-        assert len(diagnosis.mutants) == len(names)
+        assert len(diagnosis.mutants) == len(names) == 8
     assert outcomes == {"uniform_1e-3": {"survived"}, "normal": {"killed"}}
     assert power(case.replace(sinks=False), mutants=names, remedies=False).mutants == []

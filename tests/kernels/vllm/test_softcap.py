@@ -122,6 +122,7 @@ def test_a_capped_sink_is_found():
 def test_without_a_cap_none_of_them_is_suspected():
     """An overflow that some data show is not reported as equivalent."""
     problem = make_problem(hostile(op=UNIFIED))
+    assert len(CAPS) == 6
     assert not any(DEFECTS[name].applies(problem) for name in (*CAPS, "sink_capped"))
     problem = make_problem(capped(alibi=True, softcap=5.0))
     assert [name for name in CAPS if not DEFECTS[name].applies(problem)] == ["softcap_overflows"]

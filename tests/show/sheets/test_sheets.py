@@ -3,14 +3,10 @@
 import dataclasses
 import importlib
 import pkgutil
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.cases import hostile
 from helpers.html import Page
 from rich.console import Console
 
@@ -22,7 +18,7 @@ from attnlab.checker.library import Report
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
-from attnlab.contracts.violation import Violation, Violations
+from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.decode_error import decode_error
@@ -32,10 +28,9 @@ from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.reports.baseline import Change
 from attnlab.reports.notebook_result import Outcome, Results
 from attnlab.show.notebook import Verdict, Verdicts
-from attnlab.show.sheets import SHEETS, html, line, plain, sheet_of, text
+from attnlab.show.sheets import SHEETS, html, plain, sheet_of, text
 from attnlab.show.sheets.inputs import describe
 from attnlab.show.sheets.results import place_lines
-from attnlab.show.sheets.tensors import contents
 from attnlab.study.claims.ledger import Claim, Findings
 from attnlab.study.claims.ledger import Finding as ClaimFinding
 from attnlab.study.overview import Chapter, Chapters
@@ -145,6 +140,7 @@ def test_a_noun_is_displayed_everywhere(nouns: dict[str, Shown], name: str) -> N
     assert len(repr(noun)) < 300
     assert "tensor(" not in page.text + shown + repr(noun)
     for words in (sheet.kind, str(getattr(sheet.head, "text", sheet.head))):
+        assert words
         assert words in page.text
         assert words in squeezed(shown)
     out = StringIO()
@@ -158,7 +154,8 @@ def test_every_noun_that_displays_itself_has_a_sheet() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in leaves(Shown)}
-    bases = {"attnlab.case.declaration.CaseFields"}  # a base of Case, not a noun
+    # Bases of Case. @dataclass(slots=True) replaces a class, and the replaced one has no subclasses.
+    bases = {"attnlab.case.declaration.CaseFields", "attnlab.case.quantities.CaseQuantities"}
     own = {name for name in kinds if name.startswith("attnlab.")} - bases
     assert own == {*SHEETS} | {"attnlab.show.sheets.sheet.Sheet"}
 
@@ -167,11 +164,6 @@ def leaves(kind: type) -> list[type]:
     """Return the subclasses of a class that have no subclasses."""
     below = kind.__subclasses__()
     return [leaf for sub in below for leaf in leaves(sub)] if below else [kind]
-
-
-def test_a_noun_without_a_sheet_is_an_error() -> None:
-    with pytest.raises(TypeError, match="Stranger"):
-        line(type("Stranger", (Shown,), {})())
 
 
 def test_a_result_shows_case_kernels_violations_and_places(nouns: dict[str, Shown]) -> None:
@@ -247,41 +239,6 @@ def test_a_call_has_shapes_dtypes_strides_and_small_contents(nouns: dict[str, Sh
     assert [row[0] for row in rows if row[0] == "sm_scale"] == ["sm_scale"]
 
 
-def test_a_batch_of_the_real_size_stays_short() -> None:
-    """The page of a batch with 300 sequences is short, and folds most rows."""
-    shape = Case(query_lens=(1,) * 300, ctx_lens=(3,) * 300, num_heads=2, head_size=64)
-    batch = Lab().batch(shape)
-    page = batch._repr_html_()
-    Page(page)
-    assert len(page) < 100_000
-    assert "288 more rows" in page
-    assert "… and 88 more" in page
-    assert page.count("<svg") == 12 + 200
-    assert len(plain(batch).splitlines()) < 25
-
-
-def test_a_table_of_violations_escapes_its_text() -> None:
-    """No text becomes markup, in HTML or in the terminal."""
-    found = Violations(
-        [
-            Violation(
-                kind="unsupported",
-                effect="silent",
-                kernel="[bold]a & b</td>",
-                parameter="<u>[red]",
-                value=1,
-                required=2,
-            )
-        ]
-    )
-    page = html(found)
-    assert "<u>" not in page
-    assert "</td></td>" not in page
-    assert "[bold]a & b</td>" in Page(page).text
-    assert "<u>[red]" in plain(found)
-    assert "[bold]a & b</td>" in plain(found)
-
-
 def test_violations_are_a_list(case: Case, lab: Lab) -> None:
     sound = case.replace(stage="sound")
     found = find_violations(lab.call(sound), Target.of(sound), decide(sound).kernels)
@@ -292,42 +249,11 @@ def test_violations_are_a_list(case: Case, lab: Lab) -> None:
     assert type(copied) is Violations
 
 
-def test_the_repr_of_a_case_makes_the_case_again() -> None:
-    for one in (Case(), hostile(), Case(sm_scale=0.5, kv_head_range=(0, 2), backend="vllm")):
-        assert eval(repr(one), {"Case": Case}) == one
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(2, 0), "no elements"),
-        (torch.tensor([3, 1, 2]), "3, 1, 2"),
-        (torch.tensor([0.5, 1e-9]), "0.5, 1e-09"),
-        (torch.zeros(3, 3), "zeros"),
-        (torch.arange(40), "0 to 39"),
-        (torch.full((2, 2), float("nan")), "NaN everywhere"),
-        (torch.tensor([[1.0, float("nan")], [-2.0, 0.0]]), "-2 to 1; 1 NaN"),
-        (torch.tensor([[1.0, float("inf")]]), "1 to inf"),
-        (torch.tensor([[0x7F, 3]], dtype=torch.uint8), "3 to 127"),
-    ],
-)
-def test_contents_of_a_tensor(tensor: torch.Tensor, expected: str) -> None:
-    assert contents(tensor) == expected
-
-
 def test_ipython_shows_text_for_one_and_a_line_inside_a_list(nouns: dict[str, Shown]) -> None:
     pretty = pytest.importorskip("IPython.lib.pretty").pretty
     for noun in nouns.values():
         assert pretty(noun) == plain(noun)
         assert repr(noun) in pretty([noun])
-
-
-def test_a_noun_is_displayed_without_importing_the_sheets() -> None:
-    code = "from attnlab.case.case import Case; print(Case()._repr_html_()[:5], repr(Case(seed=3)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert done == "<div  Case(seed=3)\n"
 
 
 def test_the_repr_of_a_lab_has_no_tensors(lab: Lab, case: Case) -> None:

@@ -1,0 +1,109 @@
+"""The command ``attnlab env``."""
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from attnlab import __version__
+from attnlab.case.errors import AttnLabError
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, show
+
+_PACKAGES = ("torch", "triton", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Return what an issue report needs; a fact that cannot be found says why."""
+    return {
+        "attnlab": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **{package: _version(package) for package in _PACKAGES},
+        "vllm": _vllm(),
+        "gpu": _gpu(),
+        "compiler": _compiler(),
+        "cores": _cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "cache_folder": _cache_folder(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _vllm() -> str:
+    """Return the installed vLLM and its folder."""
+    from attnlab.kernels.vllm.source import find_source
+
+    try:
+        source = find_source(None)
+    except AttnLabError:
+        return "not installed"
+    return f"{source.version} in {source.root}"
+
+
+def _gpu() -> str:
+    """Return the name of the GPU that torch can use, with the version of its driver API."""
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "none that torch can use"
+        api = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()} ({api})"
+    except Exception as error:  # a broken installation is what a report must show
+        return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _compiler() -> str:
+    """Return the C++ compiler of backend rocm: the first line of its --version."""
+    from attnlab.kernels.rocm.build import find_compiler
+
+    try:
+        compiler = find_compiler(os.environ.get("CXX"))
+    except AttnLabError as error:
+        return str(error)
+    lines = compiler.version.splitlines() or [""]
+    return f"{compiler.command}: {lines[0]}"
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cache_folder() -> str:
+    from attnlab.kernels.cache_folder import cache_folder
+
+    folder = cache_folder()
+    if not folder.exists():
+        return f"{folder} (not created yet)"
+    return str(folder) if os.access(folder, os.W_OK) else f"{folder} (not writable)"
+
+
+def _run(args: argparse.Namespace) -> int:
+    facts = environment()
+    if args.json:
+        print_json(facts)
+        return 0
+    from attnlab.cli.catalogue_sheet import one_sheet
+
+    show(one_sheet("environment", f"attnlab {__version__}", facts))
+    return 0
+
+
+COMMAND = Command(
+    name="env",
+    purpose="Print the versions and the machine, for an issue report.",
+    examples=("attnlab env", "attnlab env --json"),
+    exit_codes="0 always",
+    run=_run,
+)

@@ -1,0 +1,81 @@
+"""The commands that list the lab's catalogues, the environment, and shell completion."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.commands import document, printed
+
+from attnlab import __version__
+from attnlab.case.platforms import PLATFORMS
+from attnlab.case.stages import STAGES
+from attnlab.cli.main import COMMANDS, main
+from attnlab.defects import DEFECTS
+
+CATALOGUES = {"stages": STAGES, "platforms": PLATFORMS, "defects": DEFECTS}
+
+
+@pytest.mark.parametrize("command", CATALOGUES)
+def test_a_list_has_every_entry(capsys, command):
+    entries = CATALOGUES[command]
+    found = document(capsys, [command], 0)
+    assert list(found) == list(entries)
+    text = printed(capsys, [command], 0)
+    assert all(name in text for name in entries if len(name) < 16)  # longer ones may be folded
+
+
+@pytest.mark.parametrize("command", CATALOGUES)
+def test_every_entry_is_explained(capsys, command):
+    everything = document(capsys, [command], 0)
+    for name, facts in everything.items():
+        assert document(capsys, [command, name], 0) == facts
+        text = printed(capsys, [command, name], 0)
+        assert text.startswith(f"{command[:-1].capitalize()} {name} ")
+
+
+def test_the_facts_are_those_of_the_catalogue(capsys):
+    assert document(capsys, ["platforms", "gfx942"], 0)["format_of_fp8"] == "fp8_e4m3fnuz"
+    assert document(capsys, ["stages", "fill_decode"], 0)["fill"] == "decode_rows"
+    defect = document(capsys, ["defects", "kv_head_modulo"], 0)
+    assert defect["what_happens"] == DEFECTS["kv_head_modulo"].text
+
+
+@pytest.mark.parametrize("argv", [["stages"], ["platforms", "gfx942"], ["explain", "--json"]])
+def test_commands_without_tensors_start_without_torch(argv):
+    code = f"import sys; from attnlab.cli.main import main; main({argv!r}); "
+    code += "sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_the_environment(capsys):
+    found = document(capsys, ["env"], 0)
+    assert found["attnlab"] == __version__
+    names = {"python", "torch", "triton", "numpy", "vllm", "gpu", "compiler", "cores"}
+    assert names | {"memory_gib", "cache_folder"} <= set(found)
+    assert all(found.values())
+    assert __version__ in printed(capsys, ["env"], 0)
+
+
+def test_the_environment_names_what_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path / "new"))
+    found = document(capsys, ["env"], 0)
+    assert "no-such-compiler" in found["compiler"]
+    assert found["cache_folder"].endswith("(not created yet)")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_completion_knows_every_command(capsys, tmp_path, shell):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--print-completion", shell])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(command.name in text for command in COMMANDS)
+    assert "sliding-window" in text
+    if shutil.which(shell):
+        script = tmp_path / "completion"
+        script.write_text(text)
+        assert subprocess.run([shell, "-n", script], check=False).returncode == 0
