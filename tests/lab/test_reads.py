@@ -233,7 +233,7 @@ def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
 
 def test_an_out_of_bounds_access_of_a_plugin_is_reported(tmp_path: Path) -> None:
     """Before the first element of a tensor."""
-    old = "q = tl.load(query"
+    old = "q = tl.load(place"
     backend = planted(tmp_path, old, "tl.load(out - 1); " + old)
     case = next(hostile_cases(backend, backend.ops[0], "sm_90", 1, 0))
     assert "out_of_bounds" in {one.kind for one in check_case(Lab(), backend, case)}
