@@ -104,8 +104,6 @@ class Int:
 
     @property
     def allowed(self) -> str:
-        if self.most == 2**31 - 1:
-            return f"an integer of at least {self.least}"
         return f"an integer from {self.least} to {self.most}"
 
     def check(self, name: str, value: Any) -> int:
@@ -185,7 +183,7 @@ class Lens:
 
     @property
     def allowed(self) -> str:
-        return f"a non-empty list of integers of at least {self.least}"
+        return f"a non-empty list of integers from {self.least} to {Int(self.least).most}"
 
     def check(self, name: str, value: Any) -> tuple[int, ...]:
         if not isinstance(value, list | tuple) or not value:
@@ -208,7 +206,7 @@ class Lens:
 class Span:
     """A non-empty range of indices A to B - 1; on a command line "A:B"."""
 
-    allowed: str = "a range A:B with 0 <= A < B"
+    allowed: str = f"a range A:B with 0 <= A < B <= {2**31 - 1}"
 
     def check(self, name: str, value: Any) -> tuple[int, int]:
         if not isinstance(value, list | tuple) or len(value) != 2:
@@ -232,7 +230,7 @@ class Span:
 class Table:
     """Rows of block numbers, one row per sequence; on a command line JSON, "[[3,1],[0,2]]"."""
 
-    allowed: str = "a list of rows of equal length, each of block numbers of at least 0"
+    allowed: str = f"a list of rows of equal length, each of block numbers from 0 to {2**31 - 1}"
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         if not isinstance(value, list | tuple) or not value:

@@ -77,12 +77,12 @@ def add_source_flag(parser: argparse.ArgumentParser) -> None:
 
 def case_of(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise InvalidCase."""
-    if args.test_id and args.case:
+    if args.test_id is not None and args.case is not None:
         raise InvalidCase("test-id must not be given with case", field="test_id")
     case = Case()
-    if args.test_id:
+    if args.test_id is not None:
         case = Case.from_test_id(args.test_id)
-    elif args.case:
+    elif args.case is not None:
         case = Case.from_json(read_text(str(args.case)))
     flags = {name: getattr(args, "field_" + name) for name in FIELDS}
     changes = {

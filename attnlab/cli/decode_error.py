@@ -19,9 +19,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.lab.decode_error import decode_error
+    from attnlab.lab.decode_error import decode_error, test_id_in
 
-    decoded = decode_error(read_text(args.file), case_of(args))
+    text = read_text(args.file)
+    if args.test_id is None and args.case is None:
+        args.test_id = test_id_in(text)
+    decoded = decode_error(text, case_of(args))
     if args.json:
         print_json(decoded.to_dict())
     else:
@@ -37,5 +40,7 @@ COMMAND = Command(
     exit_codes="0 always",
     add_flags=_add_flags,
     run=_run,
-    notes="The message is that of torch.testing.assert_close, with its counts and its index.",
+    notes="The message is that of torch.testing.assert_close, with its counts and its index. "
+    "If the text names a pytest id of vLLM, that test is the initial case, unless "
+    "--test-id or --case is given.",
 )

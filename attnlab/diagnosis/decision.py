@@ -26,6 +26,7 @@ from attnlab.diagnosis.row_sample import RowSample, sample_output
 
 _VERDICTS = ("explains", "less likely", "excluded by place", "excluded by value")
 _NEVER_WRITTEN = "rows_never_written"
+_MISREAD = "query_start_loc_as_int32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +78,19 @@ def collect_evidence(
     )
 
 
+def _cause_of_unwritten_rows(evidence: Evidence, defects: Sequence[Defect]) -> Defect | None:
+    """Return the defect that leaves rows unwritten: the misread of query_start_loc if the call violates
+    its dtype, else that no kernel writes them."""
+    is_misread = any(
+        violation.kind == "index_dtype"
+        and violation.effect == "silent"
+        and violation.subject == "query_start_loc"
+        for violation in evidence.violations
+    )
+    name = _MISREAD if is_misread else _NEVER_WRITTEN
+    return next((defect for defect in defects if defect.name == name), None)
+
+
 def _is_recognisable(before: torch.Tensor) -> bool:
     """Answer whether a row that keeps these contents can be recognised: not if they are zeros or NaN."""
     return bool(before.isfinite().all()) and bool(before.count_nonzero() == before.numel())
@@ -92,7 +106,7 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
     ignored = torch.arange(0)
     if problem.before is None:  # the buffer is unknown, so no candidate can predict unwritten rows
         only_unwritten = bool(torch.isin(wrong_rows, evidence.unwritten).all())
-        never_written = next((d for d in defects if d.name == _NEVER_WRITTEN), None)
+        never_written = _cause_of_unwritten_rows(evidence, defects)
         if only_unwritten and never_written is not None:
             return _never_written(evidence, diagnosis, never_written, defects)
         if not only_unwritten:
@@ -157,6 +171,7 @@ def _without_candidates(evidence: Evidence) -> Diagnosis:
         unwritten=evidence.unwritten.tolist(),
         unwritten_by=evidence.unwritten_by,
         violations=Violations(evidence.violations),
+        looked_at=(0, len(evidence.output)),
     )
 
 
@@ -165,7 +180,8 @@ def _never_written(
 ) -> Diagnosis:
     """Return the diagnosis of an output whose wrong rows are all unwritten, with an unknown buffer.
 
-    The defect ``never_written`` explains any contents of the buffer, so no number decides against it.
+    The defect ``never_written``, whatever its reason, explains any contents of the buffer,
+    so no number decides against it.
     """
     problem = evidence.problem
     sample = sample_output(problem, evidence.locations, torch.arange(0), evidence.heads)

@@ -16,6 +16,7 @@ _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
 _GREATEST = re.compile(
     r"Greatest absolute difference:\s*(\S+)\s+at index\s*\((\d+),\s*(\d+),\s*(\d+)\)"
 )
+_TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
@@ -68,8 +69,9 @@ class DecodedError(Shown):
             )
         if self.largest_possible is not None and self.max_abs_error > self.largest_possible:
             sentences.append(
-                f"{self.max_abs_error:g} is more than wrong weights of these values can cause "
-                f"({self.largest_possible:g}): the row was not computed from them"
+                f"if the values are within ±{self.largest_possible / 2:g}, as the case's distribution "
+                f"has them, wrong weights cause at most {self.largest_possible:g}: {self.max_abs_error:g} "
+                "was not computed from them"
             )
         return sentences
 
@@ -77,6 +79,28 @@ class DecodedError(Shown):
         """Return the fields and the sentences as values of strict JSON."""
         fields: dict[str, Any] = json_value(dataclasses.asdict(self))
         return {**fields, "sentences": self.sentences()}
+
+
+def test_id_in(text: str) -> str | None:
+    """Return the pytest id that a text names, such as a FAILED line of pytest, or None.
+
+    Only ids that a Case can be made from count; the last one is used.
+    """
+    for test_id in reversed(_TEST_ID.findall(text)):
+        try:
+            Case.from_test_id(test_id)
+        except InvalidCase:
+            continue
+        return str(test_id)
+    return None
+
+
+def _kernel(case: Case, query_len: int) -> str:
+    """Return the kernel that computes the rows of a sequence with ``query_len`` new tokens."""
+    kernels = decide(case).kernels
+    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
+        return PREFILL
+    return next(name for name in reversed(kernels) if name != PREFILL)
 
 
 def decode_error(text: str, case: Case) -> DecodedError:
@@ -97,15 +121,18 @@ def decode_error(text: str, case: Case) -> DecodedError:
     if total != shape[0] * shape[1] * shape[2]:
         raise InvalidCase(
             f"text must be about an output of {shape[0]} × {shape[1]} × {shape[2]} = "
-            f"{shape[0] * shape[1] * shape[2]} elements, as in the case, got {total}"
+            f"{shape[0] * shape[1] * shape[2]} elements, as in the case, got {total}; give the test's "
+            "own case with --test-id, or --num-heads, --head-size, --query-lens and --ctx-lens"
         )
     if row >= shape[0] or head >= shape[1] or element >= shape[2]:
         raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")
     seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
     decode = decide(case).decode
-    from_cache = query_len == 1 and decode is not None
-    newest = (ctx_len, ctx_len // case.block_size, ctx_len % case.block_size)
+    source = case.spec.new_tokens_from
+    from_cache = source == "cache" or (query_len == 1 and decode is not None)
+    position = ctx_len + token
+    newest = (position, position // case.block_size, position % case.block_size)
     largest = _LARGEST_VALUE.get(case.distribution)
     return DecodedError(
         mismatched=mismatched,
@@ -119,7 +146,7 @@ def decode_error(text: str, case: Case) -> DecodedError:
         token=token,
         query_len=query_len,
         ctx_len=ctx_len,
-        kernel=decode if from_cache and decode else PREFILL,
+        kernel=_kernel(case, query_len),
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
     )

@@ -32,7 +32,7 @@ class Remedies:
     - ``cheapest``: by name, the cheapest changes that kill a mutant.
     - ``equivalent``: names of mutants that no data can show.
     - ``proposal``: the changes that kill the most survivors; ``left``: the names of the others;
-      ``models_pass``: whether the lab's models pass the test with the proposal.
+      ``models_pass``: whether the Case's backend passes the test with the proposal.
     """
 
     cheapest: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def find_remedies(
     equivalent = {
         name for name in survivors.keys() - cheapest.keys() if is_equivalent(case, survivors[name])
     }
-    on_step("the models with the proposal")
+    on_step("the backend with the proposal")
     return Remedies(
         cheapest=cheapest,
         equivalent=frozenset(equivalent),

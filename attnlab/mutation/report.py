@@ -11,11 +11,7 @@ from attnlab.case.shown import Shown
 from attnlab.mutation.remedies import changes_text
 
 OUTCOMES = ("killed", "survived", "equivalent")
-_MODELS = {
-    True: "the models pass",
-    False: "the models do not pass",
-    None: "the models were not run",
-}
+_RAN = {True: "passes", False: "does not pass", None: "was not run"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +45,8 @@ class MutationReport(Shown):
 
     - ``mutants``: by margin, the largest first.
     - ``proposal``: the changes of the test that kill the most survivors, or None; ``left``: mutants that
-      still survive them; ``models_pass``: whether the lab's models pass the changed test, None if they
-      were not run.
+      still survive them; ``models_pass``: whether the Case's backend passes the changed test, None if it
+      was not run.
     - ``sampled``: (rows computed, all rows); ``heads``: number of heads computed for each row.
     """
 
@@ -95,7 +91,9 @@ class MutationReport(Shown):
                 f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
             )
             changes = changes_text(self.proposal)
-            sentences.append(f"with {changes}, {left} and {_MODELS[self.models_pass]}")
+            sentences.append(
+                f"with {changes}, {left} and {_backend_text(self.case)} {_RAN[self.models_pass]}"
+            )
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,6 +109,11 @@ class MutationReport(Shown):
             "sentences": self.sentences(),
             "seconds": self.seconds,
         }
+
+
+def _backend_text(case: Case) -> str:
+    """Return what ran the proposal, in words."""
+    return "the lab's model" if case.backend == "model" else f"backend {case.backend}"
 
 
 def _mutant_dict(mutant: Mutant) -> dict[str, Any]:

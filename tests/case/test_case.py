@@ -272,3 +272,13 @@ def test_help_texts_explain_the_field():
         text = field.metadata["help"]
         assert len(text.split()) >= 3, name
         assert not text.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    "name", ["seed", "first_block", "draw_max_ctx_len", "ctx_lens", "block_table"]
+)
+def test_an_integer_field_names_its_limits(name):
+    value = {"ctx_lens": (10**11,), "block_table": ((10**11,),)}.get(name, 10**11)
+    with pytest.raises(InvalidCase) as caught:
+        Case(**{name: value})
+    assert "to 2147483647, got 100000000000" in str(caught.value)

@@ -71,7 +71,7 @@ def test_a_source_is_found_from_the_notebooks_folder_too(tmp_path, monkeypatch):
 WRONG = [
     ({"platfrom": "gfx1100"}, "parameter must be one that a notebook has (fast, lens, platform, "),
     ({"platform": "gfx1"}, "platform must be one of "),
-    ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+    ({"seed": -1}, "seed must be an integer from 0 to 2147483647, got -1"),
     ({"rate": "x"}, "rate must be a finite number of at least 0, got 'x'"),
     ({"fast": "maybe"}, "fast must be true or false, got 'maybe'"),
     ({"source": "nowhere"}, "source must be a path that exists, got 'nowhere'"),

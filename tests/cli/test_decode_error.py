@@ -39,3 +39,55 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
 def test_a_text_that_does_not_fit_is_refused(capsys, monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert error_line(capsys, ["decode-error"]).startswith("attnlab: text ")
+
+
+@pytest.mark.parametrize(
+    ("op", "query_lens", "kernel"),
+    [
+        ("unified_attention", "1,5", "unified_attention"),
+        ("context_attention_fwd", "1,5", "context_attention_fwd"),
+        ("chunked_prefill_paged_decode", "1,5", "paged_attention_rocm"),
+    ],
+)
+def test_the_kernel_is_one_that_runs(capsys, monkeypatch, op, query_lens, kernel):
+    total = 6 * 8 * 128
+    text = (
+        f"Mismatched elements: 8 / {total} (0.0%)\n"
+        "Greatest absolute difference: 0.5 at index (0, 0, 0) (up to 0.0001 allowed)"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    flags = ["--op", op, "--num-heads", "8", "--query-lens", query_lens, "--ctx-lens", "33,12"]
+    decoded = document(capsys, ["decode-error", *flags], 0)
+    assert decoded["kernel"] == kernel
+    if op == "unified_attention":
+        assert decoded["newest"] == [33, 1, 1]
+
+
+def test_the_test_id_is_read_from_the_text(capsys, monkeypatch):
+    """The GQA ratio of the id selects another kernel than the default; a flag wins."""
+    test_id = (
+        "test_contexted_kv_attention"
+        "[chunked_prefill_paged_decode-16-cuda:0-fp8_e5m2-dtype0-128-1-64]"
+    )
+    text = (
+        f"{TEXT}\nFAILED tests/kernels/attention/test_prefix_prefill.py::{test_id} - AssertionError"
+    )
+    kernels = []
+    for flags in ([], ["--test-id", test_id], ["--test-id", SEED_ID]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        kernels.append(document(capsys, ["decode-error", *flags], 0)["kernel"])
+    assert kernels == [
+        "kernel_paged_attention_2d",
+        "kernel_paged_attention_2d",
+        "paged_attention_rocm",
+    ]
+
+
+def test_the_assumption_about_the_values_is_stated(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    sentences = document(capsys, ["decode-error"], 0)["sentences"]
+    assert any("±0.001" in sentence for sentence in sentences)
+
+
+def test_an_empty_test_id_is_refused(capsys):
+    assert error_line(capsys, ["run", "--test-id", ""]).startswith("attnlab: test_id must")
