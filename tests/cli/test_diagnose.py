@@ -57,6 +57,15 @@ def test_an_output_file_and_a_saved_call(capsys, tmp_path):
     assert found["unwritten"] == [31, 49, 90, 91, 95]
 
 
+def test_a_saved_call_names_the_misread_query_start_loc(capsys, tmp_path):
+    """Its only wrong row is unwritten, and the call violates the dtype of query_start_loc."""
+    assert main(["run", *FAILING, "--save-call", str(tmp_path / "call")]) == 1
+    capsys.readouterr()
+    found = document(capsys, ["diagnose", "--call", str(tmp_path / "call")], 1)
+    assert (found["status"], found["cause"]["name"]) == ("explained", "query_start_loc_as_int32")
+    assert " of 0 rows" not in " ".join(found["sentences"])
+
+
 def test_an_output_of_another_shape_is_refused(capsys, tmp_path):
     save_file({"output": torch.zeros(2, 2, 2)}, tmp_path / "output")
     line = error_line(capsys, ["diagnose", *SMALL, "--output-file", str(tmp_path / "output")])

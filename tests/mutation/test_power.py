@@ -1,5 +1,6 @@
 """Which mutants a test notices with its data and tolerance, and which changes make it notice more."""
 
+import dataclasses
 import json
 
 import matplotlib.pyplot as plt
@@ -84,6 +85,8 @@ def test_the_proposal_kills_all_survivors_and_the_models_pass(changes):
     assert report.models_pass
     assert report.proposal is not None
     assert [mutant.name for mutant in report.survivors if not mutant.remedy] == []
+    on_vllm = dataclasses.replace(report, case=case.replace(backend="vllm"))
+    assert "backend vllm passes" in " ".join(on_vllm.sentences())
     proposed = case.replace(**report.proposal)
     assert Lab().run(proposed).status == "match"
     again = power(proposed, remedies=False)
