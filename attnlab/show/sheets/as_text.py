@@ -1,5 +1,7 @@
 """Render a Sheet as text for rich."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,8 +23,11 @@ from attnlab.show.sheets.sheet import (
 _STYLE = {"good": "green", "bad": "red", "warn": "yellow", "odd": "magenta", "quiet": "dim"}
 _BAR_WIDTH = 24
 _MOST_COMPLETE = 200  # rows
-_MANY = 7  # columns: from here on with less space between them
-_UNBROKEN = 9  # the longest word or number, in characters, that a narrow table does not break
+_NARROW = 80  # columns of the narrowest terminal for which words are kept whole
+_WORD, _SHORT_WORD = (
+    24,
+    9,
+)  # the longest word, in characters, that a table keeps whole if it has room
 
 
 def render(sheet: Sheet, *, complete: bool = False) -> RenderableType:
@@ -55,16 +60,14 @@ def _facts(facts: Facts) -> Table:
 
 def _grid(grid: Grid, most: int) -> list[RenderableType]:
     """Return the title, the first ``most`` rows, and the number of rows that are omitted."""
-    gap = 2 if len(grid.columns) < _MANY else 1
-    table = Table(box=None, padding=(0, gap), pad_edge=False)
     shown = grid.rows[:most]
     texts = [[_value(value) for value in row] for row in shown]
+    widths, gap = _min_widths(grid.columns, texts)
+    table = Table(box=None, padding=(0, gap), pad_edge=False)
     for i, name in enumerate(grid.columns):
         number = all(isinstance(row[i], int) for row in shown)
-        words = " ".join([name, *(cells[i].plain for cells in texts)]).split()
-        width = max((len(word) for word in words if len(word) <= _UNBROKEN), default=0)
         table.add_column(
-            Text(name), justify="right" if number else "left", overflow="fold", min_width=width
+            Text(name), justify="right" if number else "left", overflow="fold", min_width=widths[i]
         )
     for cells in texts:
         table.add_row(*cells)
@@ -74,6 +77,23 @@ def _grid(grid: Grid, most: int) -> list[RenderableType]:
         table,
         *([Text(f"… and {left} more rows", "dim")] if left else []),
     ]
+
+
+def _min_widths(columns: Sequence[str], texts: list[list[Text]]) -> tuple[list[int], int]:
+    """Return the least width of each column, so that words stay whole, and the space around it.
+
+    If long words need more than a narrow terminal has, only the first column, which identifies the row,
+    keeps them, and there is less space between columns.
+    """
+
+    def longest(column: int, limit: int) -> int:
+        words = " ".join([columns[column], *(cells[column].plain for cells in texts)]).split()
+        return max((len(word) for word in words if len(word) <= limit), default=0)
+
+    wide = [longest(i, _WORD) for i in range(len(columns))]
+    if sum(wide) + 4 * len(columns) <= _NARROW:
+        return wide, 2
+    return [*wide[:1], *(longest(i, _SHORT_WORD) for i in range(1, len(columns)))], 1
 
 
 def _value(value: Value) -> Text:
