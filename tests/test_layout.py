@@ -171,4 +171,4 @@ def test_a_planted_import_of_a_test_is_found():
     ]
     assert imported_tests("import conftest") == ["conftest"]
     assert imported_tests("from lab import test_reads") == ["lab.test_reads"]
-    assert imported_tests("from attnlab.case.test_id import parse") == []
+    assert imported_tests("from attnlab.case.pytest_id import parse") == []

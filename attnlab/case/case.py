@@ -14,9 +14,9 @@ from typing import Any
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
+from attnlab.case.pytest_id import fields_of
 from attnlab.case.quantities import CaseQuantities
 from attnlab.case.rules import check_rules
-from attnlab.case.test_id import fields_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -80,5 +80,5 @@ class Case(CaseQuantities):
     @classmethod
     def from_test_id(cls, test_id: str, **changes: Any) -> "Case":
         """Return the Case of a vLLM pytest id with ``changes``; see
-        :func:`attnlab.case.test_id.fields_of`."""
+        :func:`attnlab.case.pytest_id.fields_of`."""
         return cls.from_dict({**fields_of(test_id), **changes})

@@ -6,7 +6,7 @@ import shlex
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.flags import Parser, add_case_flags, case_of
-from attnlab.case.test_id import nearest_id
+from attnlab.case.pytest_id import nearest_id
 
 
 def case_texts(case: Case) -> dict[str, str]:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.test_id import nearest_id
+from attnlab.case.pytest_id import nearest_id
 from attnlab.show.panels import explorer
 from attnlab.show.panels.case_text import case_texts, read_case
 
