@@ -8,7 +8,9 @@ import time
 
 import pytest
 from helpers.notebooks import write_notebook
-from helpers.processes import descendants, survivors, wait_for
+from helpers.processes import descendants, popen, survivors, wait_for
+
+pytestmark = pytest.mark.slow
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 LOOP = """
@@ -33,7 +35,7 @@ subprocess.run(ending_with_parent(command) if sys.argv[1] == "wrapped" else comm
 
 
 def start(*argv, **options):
-    return subprocess.Popen(
+    return popen(
         [sys.executable, "-m", "attnlab", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,9 +86,7 @@ def test_investigate_leaves_no_kernel(tmp_path, how):
 @pytest.mark.parametrize("wrapped", ["wrapped", "plain"])
 def test_a_command_that_a_command_starts(how, wrapped):
     """The engine, the compiler and pip are started like this; a plain child survives."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, wrapped], stdout=subprocess.PIPE
-    ) as process:
+    with popen([sys.executable, "-c", PARENT, wrapped], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"started\n"
         count, left = left_by(process, how)
     assert (count, len(left)) == (1, 0 if wrapped == "wrapped" else 1)

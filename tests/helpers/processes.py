@@ -1,9 +1,12 @@
 """Processes: start a command, find the processes that descend from it, and wait for their end."""
 
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def is_running(process: int) -> bool:
@@ -50,3 +53,16 @@ def survivors(processes: Iterable[int], limit_s: float = 2.0) -> list[int]:
     for process in found:
         os.kill(process, 9)
     return found
+
+
+def popen(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+    """Start a command with the default actions of SIGINT and SIGHUP.
+
+    A test runner in the background of a shell, or under nohup, ignores them, and its children inherit that.
+    """
+    return subprocess.Popen(command, preexec_fn=_default_signals, **options)
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from helpers.processes import popen
 
 PARENT = """
 import subprocess, sys, time
@@ -33,7 +34,7 @@ def is_alive(process: int) -> bool:
 def child_survives(end: str, how: signal.Signals) -> bool:
     """Kill a parent by a signal; return whether its child is alive two seconds later."""
     command = [sys.executable, "-c", PARENT, CHILD.format(end=end)]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    parent = popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.send_signal(how)

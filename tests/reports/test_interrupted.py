@@ -9,6 +9,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from helpers.notebooks import write_notebook
+from helpers.processes import popen
+
+pytestmark = pytest.mark.slow
 
 INVESTIGATE = "import sys; from attnlab.cli.main import main; sys.exit(main())"
 # A kernel with a child process, as in the notebook of the engine; it writes both process ids.
@@ -51,7 +54,7 @@ def test_an_interrupted_run_keeps_its_results(tmp_path, name, code, line):
     write_notebook(tmp_path / "03-three.ipynb", "Three", "1 + 1")
     reports, pids = tmp_path / "r", tmp_path / "pids"
     words = ("--jobs", "1", "--notebooks-folder", str(tmp_path), "--reports", str(reports))
-    with subprocess.Popen(
+    with popen(
         [sys.executable, "-c", INVESTIGATE, "investigate", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
