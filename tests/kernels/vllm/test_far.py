@@ -92,7 +92,7 @@ def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
 def test_it_takes_little_memory(source: Source) -> None:
     """All four ops run in less than 1 GiB, imports included, with caches of 4 GiB each."""
     command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(source.path), *OPS]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) < 2**30
 
