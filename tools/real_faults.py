@@ -1,0 +1,341 @@
+"""Measure how well `check` and the diagnosis work on faults that are planted in vLLM's own sources.
+
+python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --out faults.jsonl
+python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
+python tools/real_faults.py --summary faults.jsonl
+
+Each mutant of tools/source_mutation.py changes one expression of a kernel. It runs the hostile cases of
+`attnlab check` and is put into one of four classes:
+
+- breaks: no case runs.
+- no change seen: no hostile case and none of 62 further random cases gives another output, up to rounding.
+- missed: a further random case gives another output, but the check finds nothing.
+- found: the check finds it. Its first wrong output is diagnosed. A name is right if, on fresh cases, the
+  defect of that name explains the output of the mutant wherever one of the two is wrong.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import source_mutation
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import run_case
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.public import DEFAULT_CASES
+from attnlab.contracts.dispatch import decide
+from attnlab.defects import DEFECTS
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.lab.lab import Lab
+
+PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
+HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
+HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
+FURTHER_ROUNDS = 2
+FRESH_CASES = 6
+LIMIT_S = 420.0
+SURE = ("explained", "described")
+
+
+def main() -> None:
+    """Judge the mutants, or print the summary of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", action="append", type=Path, default=[], metavar="PATH")
+    parser.add_argument(
+        "--hip", action="store_true", help="the ROCm kernel, on the emulated device"
+    )
+    parser.add_argument(
+        "--op", action="append", choices=TRITON_OPS, help="only this op; repeatable"
+    )
+    parser.add_argument("--count", type=int, default=30, help="mutants for each source")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the draw of mutants")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
+    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.judge:
+        print(json.dumps(judge(json.loads(args.judge.read_text()))))
+    elif args.summary:
+        print_summary(args.summary)
+    else:
+        run_all(args)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Judge the mutants of every source, a process each, and append the results to the file."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as threads:
+        orders = []
+        for path in args.source:
+            source = find_source(path)
+            ops = [HIP_OP] if args.hip else args.op or TRITON_OPS
+            name = "rocm" if args.hip else "vllm"
+            sound = threads.map(
+                lambda op, s=source, n=name: save_sound(s, n, op, Path(folder)), ops
+            )
+            each = -(-args.count // len(ops))
+            for op, file in zip(ops, sound, strict=True):
+                orders += order_mutants(source, name, op, each, args.seed, file)
+        began = time.perf_counter()
+        with args.out.open("a") as out:
+            for i, result in enumerate(threads.map(judge_in_process, orders), 1):
+                out.write(json.dumps(result) + "\n")
+                out.flush()
+                print(f"{i}/{len(orders)} {result['class']:15} {result['text']}", file=sys.stderr)
+    print(f"{len(orders)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    print_summary(args.out)
+
+
+def order_mutants(
+    source: Source, backend: str, op: str, count: int, seed: int, sound: Path
+) -> Iterator[Path]:
+    """Write one file with the order of each drawn mutant; yield the files."""
+    file = mutated_file(source, backend, op)
+    find = source_mutation.mutants if backend == "vllm" else source_mutation.hip_mutants
+    for i, mutant in enumerate(source_mutation.sample(find(file.read_text()), count, seed)):
+        order = {
+            "root": str(source.root),
+            "version": source.version,
+            "backend": backend,
+            "op": op if backend == "vllm" else HIP_KERNEL,
+            "file": str(file.relative_to(source.root)),
+            "text": f"{file.name} {mutant.text}",
+            "mutant": dataclasses.asdict(mutant),
+            "sound": str(sound),
+        }
+        path = sound.with_name(f"{sound.stem}-{i}.json")
+        path.write_text(json.dumps(order))
+        yield path
+
+
+def mutated_file(source: Source, backend: str, op: str) -> Path:
+    """Return the file whose kernels are mutated."""
+    if backend == "vllm":
+        return source.op_file(OPS[op].module)
+    files = [source.root / name for name in HIP_FILES]
+    return next(file for file in files if file.is_file() and "__HIP__GFX9__" in file.read_text())
+
+
+def judge_in_process(path: Path) -> dict[str, Any]:
+    """Judge one mutant in a process of its own; a process that fails or hangs is a finding."""
+    order = json.loads(path.read_text())
+    command = [sys.executable, __file__, "--judge", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return {**described(order), "class": "found", "kind": "does not end"}
+    if done.returncode:
+        text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {**described(order), "class": "error", "error": text}
+    return json.loads(done.stdout)
+
+
+def described(order: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a mutant in the results."""
+    mutant = order["mutant"]
+    names = ("version", "op", "text")
+    return {**{name: order[name] for name in names}, "rule": mutant["rule"], "line": mutant["line"]}
+
+
+def judge(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the class of a mutant and, if it is found, what the diagnosis says and whether it is right."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        root = plant(order, Path(folder) / "vllm")
+        os.environ["ATTNLAB_CACHE"] = str(Path(folder) / "cache")  # a mutant is built once
+        backend = find_backend(order["backend"], root, "cpu")
+        result = classify(order, backend, Lab(source=root, device="cpu"))
+    return {**described(order), **result, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def plant(order: dict[str, Any], folder: Path) -> Path:
+    """Copy a source, with the mutant in it, into a folder."""
+    shutil.copytree(order["root"], folder)
+    file = folder / order["file"]
+    file.write_text(source_mutation.Mutant(**order["mutant"]).apply(file.read_text()))
+    return folder
+
+
+def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any]:
+    """Run the hostile cases, then further ones, until one output differs from the sound one."""
+    sound = torch.load(order["sound"], weights_only=True)
+    changed, ran = [], 0
+    op = order["op"] if order["backend"] == "vllm" else HIP_OP
+    cases = all_cases(backend, op)
+    for i, (case, expected) in enumerate(zip(cases, sound, strict=True)):
+        if i >= DEFAULT_CASES and (changed or not ran):
+            break
+        got = observe(lab, backend, case)
+        if got is None or isinstance(expected, str) or expected is None:
+            continue
+        ran += not isinstance(got, str)
+        if not same(got, expected):
+            changed.append((i, case))
+            if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case)):
+                return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
+    if not ran:
+        return {"class": "breaks"}
+    if not any(is_beyond_rounding(lab, backend, case) for _, case in changed):
+        return {"class": "no change seen", "rounding": len(changed)}
+    return {"class": "missed", "case": changed[0][0], "run": changed[0][1].to_cli()}
+
+
+def all_cases(backend: Backend, op: str) -> list[Case]:
+    """Return the hostile cases of the check, then those of further rounds."""
+    further, platform = DEFAULT_CASES * (FURTHER_ROUNDS + 1), PLATFORMS[backend.name]
+    first = list(hostile_cases(backend, op, platform, DEFAULT_CASES, 0))
+    return first + list(hostile_cases(backend, op, platform, further, 1))[DEFAULT_CASES:]
+
+
+Observed = tuple[torch.Tensor | None, ...] | str | None
+
+
+def observe(lab: Lab, backend: Backend, case: Case) -> Observed:
+    """Return the outputs of a case, the text of its failure, or None if it cannot run here."""
+    try:
+        if backend.name == "rocm" and HIP_KERNEL not in decide(case).kernels:
+            return None
+        run = run_case(lab, backend, case)
+    except (Unavailable, InvalidCase):
+        return None
+    except AttnLabError as error:
+        return str(error)
+    return run.output.clone(), run.lse, run.padded
+
+
+def save_sound(source: Source, name: str, op: str, folder: Path) -> Path:
+    """Save the outputs of the unchanged op on all cases; return the file."""
+    backend, lab = (
+        find_backend(name, source.path, "cpu"),
+        Lab(source=source.path, device="cpu", keep=3),
+    )
+    file = folder / f"{source.version}-{name}-{op}.pt"
+    torch.save([observe(lab, backend, case) for case in all_cases(backend, op)], file)
+    return file
+
+
+def same(got: Observed, expected: Observed) -> bool:
+    """Return whether two runs have the same bits; NaN equals NaN."""
+    if isinstance(got, str) or isinstance(expected, str) or got is None or expected is None:
+        return got == expected
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and bits_equal(a, b))
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; NaN equals NaN."""
+    a, b = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (a, b))
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def faults_of(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
+    """Return the first fault that the check reports of a case; an empty dict if there is none."""
+    faults = [finding for finding in check_case(lab, backend, case) if finding.is_fault]
+    return {"kind": faults[0].kind, "label": faults[0].diagnosis} if faults else {}
+
+
+def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
+    """Return whether the output of a case is wrong by more than rounding."""
+    try:
+        if case.spec.writes_cache:
+            return bool(faults_of(lab, backend, case))
+        run = run_case(lab, backend, case)
+    except AttnLabError:
+        return True
+    return diagnose(case, run.output, lab=lab, propose=False).is_wrong
+
+
+def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
+    """Diagnose the wrong output of a case, and verify the name on fresh cases."""
+    if case.spec.writes_cache:
+        return {"answer": "not an attention op"}
+
+    def rerun(other: Case) -> torch.Tensor:
+        return run_case(lab, backend, other).output
+
+    try:
+        diagnosis = diagnose(case, rerun(case), lab=lab, rerun=rerun)
+    except AttnLabError as error:
+        return {"answer": "fails", "error": str(error)}
+    names = [candidate.name for candidate in diagnosis.explanations]
+    right = [name for name in names if predicts(lab, backend, case, name)]
+    answer = {"status": diagnosis.status, "names": names, "right": right}
+    if diagnosis.status == "explained":
+        return {**answer, "answer": "named rightly" if right else "named wrongly"}
+    if diagnosis.status == "ambiguous":
+        return {**answer, "answer": "right in a shortlist" if right else "wrong shortlist"}
+    return {**answer, "answer": "abstained", "said": diagnosis.sentences()[:4]}
+
+
+def predicts(lab: Lab, backend: Backend, case: Case, name: str) -> bool:
+    """Return whether a defect explains the mutant's output on fresh cases, wherever one of them is wrong."""
+    decisive = 0
+    for fresh in fresh_cases(backend, case):
+        try:
+            output = run_case(lab, backend, fresh).output
+        except AttnLabError:
+            continue
+        is_wrong = diagnose(fresh, output, lab=lab, defects=(), propose=False).is_wrong
+        only = diagnose(fresh, output, lab=lab, defects=(DEFECTS[name],), propose=False)
+        if is_wrong and only.status != "explained":
+            return False
+        decisive += is_wrong
+    return decisive > 0
+
+
+def fresh_cases(backend: Backend, case: Case) -> Iterator[Case]:
+    """Yield cases with other lengths and other data, with the features of a case."""
+    lengths = ((1, 5, 21), (77, 130, 9)), ((1, 18), (290, 41)), ((1, 1, 1), (19, 34, 523))
+    for seed, (query_lens, ctx_lens) in enumerate((*lengths, *lengths)[:FRESH_CASES], 911):
+        query_lens = query_lens if case.spec.prefill else (1,) * len(query_lens)
+        try:
+            yield case.replace(
+                seed=seed, query_lens=query_lens, ctx_lens=ctx_lens, num_blocks=None, freed="kept"
+            )
+        except InvalidCase:
+            continue
+
+
+def print_summary(path: Path) -> None:
+    """Print the table of classes and answers."""
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    classes = Counter(result["class"] for result in results)
+    answers = Counter(
+        result.get("answer", "no output") for result in results if result["class"] == "found"
+    )
+    live = classes["found"] + classes["missed"]
+    print("| what | number |\n| --- | --- |")
+    for name, number in [("mutants", len(results)), *classes.most_common()]:
+        print(f"| {name} | {number} |")
+    print(f"| found of those that change an output | {classes['found']} of {live} |")
+    for name, number in answers.most_common():
+        print(f"| found, {name} | {number} |")
+
+
+if __name__ == "__main__":
+    main()
