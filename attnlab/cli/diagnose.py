@@ -27,6 +27,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     case_source.add_flags(parser)
 
 
+def _given(args: argparse.Namespace) -> list[str]:
+    """Return which of the fields that a saved call may state were given as flags."""
+    return [name for name in ("platform", "release") if getattr(args, f"field_{name}") is not None]
+
+
 def _run(args: argparse.Namespace) -> int:
     from attnlab.diagnosis.files import diagnose_files
 
@@ -35,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
     with progress("diagnosing") as on_step:
         lab = case_source.lab_of(args, on_step)
-        diagnosis = diagnose_files(case, lab, args.output_file, args.call)
+        diagnosis = diagnose_files(case, lab, args.output_file, args.call, _given(args))
     if args.json:
         print_json(diagnosis.to_dict())
     else:

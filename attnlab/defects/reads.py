@@ -1,7 +1,8 @@
 """Defects in reading the cache: which slots are read, and how their bytes are decoded."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def _scales(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    scales: Callable[[float, float], tuple[float, float]],
+    scales: Callable[[Any, Any], tuple[Any, Any]],
 ) -> Defect:
     """Return the defect of wrong scales; ``scales`` maps (k_scale, v_scale) to the wrong ones."""
 
@@ -54,9 +55,15 @@ def _scales(
 
     def applies(problem: Problem) -> bool:
         correct = (problem.call.k_scale, problem.call.v_scale)
-        return problem.written.is_fp8 and scales(*correct) != correct
+        return problem.written.is_fp8 and not _same_scales(scales(*correct), correct)
 
     return _read(name, text, seen_in, change, applies)
+
+
+def _same_scales(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Answer whether scales are equal, numbers or tensors."""
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
 
 def _format(name: str, seen_in: tuple[str, ...]) -> Defect:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
-from attnlab.tensors.call import make_output
+from attnlab.tensors.case_call import make_output
 
 Rerun = Callable[[Case], torch.Tensor]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

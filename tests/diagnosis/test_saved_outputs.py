@@ -11,8 +11,9 @@ from attnlab.case.errors import InvalidCall
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis.captured import kernels_of
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
-from attnlab.diagnosis.files import diagnose_files, kernels_of
+from attnlab.diagnosis.files import diagnose_files
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 
