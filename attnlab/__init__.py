@@ -21,6 +21,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.public import compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
     from attnlab.mutation.public import power
+    from attnlab.recorder.public import capture
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
     from attnlab.show.public import plot
@@ -37,6 +38,7 @@ __all__ = [
     "Result",
     "Unavailable",
     "Verdicts",
+    "capture",
     "check",
     "compare",
     "decode_error",
@@ -61,6 +63,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "Result": "attnlab.lab.result",
     "Unavailable": "attnlab.case.errors",
     "Verdicts": "attnlab.show.notebook",
+    "capture": "attnlab.recorder.public",
     "check": "attnlab.checker.public",
     "compare": "attnlab.lab.public",
     "decode_error": "attnlab.lab.public",

@@ -43,6 +43,12 @@ def diagnose_captured(
     """
     check_diagnosable(call)
     ran = where_it_ran(call, case, given)
+    if call.rejection and output is None:
+        return Diagnosis(
+            status="rejected",
+            rejection=call.rejection,
+            violations=violations_of_captured(call, case, given=given),
+        )
     return diagnose_call(
         call,
         Target.of(ran.case),
@@ -106,7 +112,7 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     ]
     if call.new_tokens != "given":
         found.append("the new keys and values: they are taken from the cache")
-    if call.before is None:
+    if call.before is None and not call.is_foreign:
         found.append(
             "the output buffer before the call: unwritten rows are found by the contracts alone"
         )

@@ -52,6 +52,7 @@ class KernelCall(Shown):
       lab runs it.
     - ``origin``: which program made the call, and where. ``unmodelled``: the arguments that change the
       result and that attnlab has no reference for; such a call is kept, but not diagnosed.
+      ``rejection``: the error that the op raised, or "".
 
     Raises InvalidCall if shapes contradict each other. A wrong dtype is allowed on purpose.
     """
@@ -89,6 +90,7 @@ class KernelCall(Shown):
     output_scale: float | torch.Tensor | None = None
     block_ids: torch.Tensor | None = None
     unmodelled: tuple[str, ...] = ()
+    rejection: str = ""
     origin: Origin = field(default_factory=Origin)
 
     def __post_init__(self) -> None:

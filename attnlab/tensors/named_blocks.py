@@ -34,7 +34,7 @@ class NamedBlocks:
         found = torch.where(ids[position] == numbers, position.to(numbers.dtype), numbers)
         if 0 in numbers.stride():
             return found.contiguous()
-        kept = numbers.new_empty_strided(numbers.shape, numbers.stride())
+        kept: torch.Tensor = numbers.new_empty_strided(numbers.shape, numbers.stride())
         return kept.copy_(found)
 
 

@@ -118,7 +118,7 @@ def call(one: "KernelCall") -> Sheet:
         for field in dataclasses.fields(one)
         if field.name != "op"
         and not hasattr(getattr(one, field.name), "shape")
-        and (field.name not in _RARE or getattr(one, field.name) not in (None, ()))
+        and (field.name not in _RARE or getattr(one, field.name) not in (None, (), ""))
     ]
     return Sheet(
         kind="KernelCall",
