@@ -1,6 +1,5 @@
-"""Diagnose what files hold: an output of a Case, or a saved call."""
+"""Diagnose an output of a Case that a file holds."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -8,34 +7,27 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call_file import is_call_file
 
 
-def diagnose_files(
-    case: Case,
-    lab: Lab,
-    output: Path | None,
-    call: Path | None,
-    given: Collection[str] = (),
-) -> Diagnosis:
-    """Diagnose the saved call, or else the output in a file, or else the Case's own run.
+def diagnose_file(case: Case, lab: Lab, output: Path | None) -> Diagnosis:
+    """Diagnose the output in a file, or else the Case's own run.
 
-    ``given`` names the fields of the Case that the user stated: they win over the saved call's origin.
-    Raises InvalidCall if a file does not hold what it should.
+    Raises InvalidCall if the file does not hold what it should.
     """
-    if call is not None:
-        return diagnose_captured(KernelCall.load(call), case, given=given)
     if output is not None:
         return diagnose(case, load_output(output), lab=lab)
     return diagnose(case, lab=lab)
 
 
 def load_output(path: Path) -> torch.Tensor:
-    """Load the tensor "output" from a safetensors file; a saved call has one, too."""
+    """Load the tensor "output" from a safetensors file, or the output of a saved call."""
+    if is_call_file(path):
+        return KernelCall.load(path).output
     try:
         with safe_open(path, framework="pt") as file:
             output: torch.Tensor = file.get_tensor("output")
