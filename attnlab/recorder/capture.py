@@ -84,7 +84,7 @@ class Capture:
             refuse("keep", "a whole number from 1", keep)
         self.calls = Calls(keep)
         self.origin = Origin()
-        self._logged = False
+        self._logged = self._is_active = False
         self._ops = {op.name: op for op in recorded_ops(ops, on_error=self._failed)}
         targets: dict[str, list[str]] = {}
         for op in self._ops.values():
@@ -93,10 +93,12 @@ class Capture:
 
     def start(self) -> None:
         """Wrap the ops."""
+        self._is_active = True
         self._patches.install()
 
     def stop(self) -> None:
         """Put the original ops back."""
+        self._is_active = False
         self._patches.remove()
 
     def _failed(self, what: str, error: Exception) -> None:
@@ -117,7 +119,8 @@ class Capture:
 
         @functools.wraps(original)
         def recording(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or getattr(_inside, "is_op", False):
+            is_op = not self._is_active or getattr(_inside, "is_op", False)
+            if is_op or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             before = self._before(op, signature, args, kwargs)
             with _inner():
@@ -142,7 +145,9 @@ class Capture:
                 reading = op.read(bound(signature, args, kwargs))
                 if reading is None:
                     return None
-                writes = {n: reading.fields[n] for n in ("output", "lse") if n in reading.fields}
+                writes: dict[str, Any] = {
+                    n: reading.fields[n] for n in ("output", "lse") if n in reading.fields
+                }
                 reading.fields = copy_fields(reading.fields)
                 if "output" in writes:
                     reading.fields["before"] = reading.fields["output"]

@@ -207,9 +207,16 @@ def _pages(plan: Dump) -> dict[str, torch.Tensor]:
     pages = given.get("paged_kv_indices", given.get("indices"))
     last = given.get("paged_kv_last_page_len", given.get("last_page_len"))
     size = given.get("page_size")
-    if not all(isinstance(one, torch.Tensor) for one in (starts, pages, last)) or not size:
+    if (
+        not isinstance(starts, torch.Tensor)
+        or not isinstance(pages, torch.Tensor)
+        or not isinstance(last, torch.Tensor)
+        or not isinstance(size, int)
+    ):
         raise InvalidCall(f"{plan.folder} must hold the pages of the plan and their size")
     starts, last = starts.long(), last.long()
+    if starts.dim() != 1 or last.shape != (len(starts) - 1,) or int(starts[-1]) > len(pages):
+        raise InvalidCall(f"{plan.folder} must hold a page list that fits its indptr")
     counts = starts.diff()
     table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
     for seq, count in enumerate(counts.tolist()):

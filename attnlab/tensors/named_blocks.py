@@ -35,7 +35,8 @@ class NamedBlocks:
         if 0 in numbers.stride():
             return found.contiguous()
         kept: torch.Tensor = numbers.new_empty_strided(numbers.shape, numbers.stride())
-        return kept.copy_(found)
+        kept.copy_(found)
+        return kept
 
 
 def named_by(numbers: torch.Tensor, num_blocks: int) -> torch.Tensor:
