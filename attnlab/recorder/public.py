@@ -1,10 +1,13 @@
 """The part of ``import attnlab`` that records calls."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from attnlab.recorder import capture as recording
+from attnlab.recorder import other_files
 from attnlab.recorder.recorded_op import RecordedOp
+from attnlab.tensors.call import KernelCall
 
 
 def capture(
@@ -23,3 +26,18 @@ def capture(
       query or q, key_cache or k_cache, block_table, seq_lens.
     """
     return recording.capture(keep=keep, ops=ops)
+
+
+def read_call(
+    path: Path | str, names: Mapping[str, str] | None = None, *, op: str | None = None
+) -> KernelCall:
+    """Return the call in a file or folder of attnlab, FlashInfer's log or SGLang's dumper, or in a dict.
+
+    - ``names``: for a dict of tensors (.pt, .npz, safetensors), the key of each field, for example
+      {"query": "q"}; a number is the value itself. Other fields are found by the names that vLLM,
+      FlashAttention and FlashInfer use.
+    - ``op``: the op that describes the call.
+
+    Nothing in a file is executed. Raises InvalidCall with one line.
+    """
+    return other_files.read_call(Path(path), names, op=op)
