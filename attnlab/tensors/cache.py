@@ -224,7 +224,7 @@ def _empty(
         cache[case.first_block :] = _empty(used, format, case.replace(**_NEAR), salt, device)
         return cache
     if case.empty_slots == "zeros":
-        return torch.zeros(shape, dtype=format.storage, device=device)
+        return untouched(shape, format.storage, device)
     if case.empty_slots == "nan":
         return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
     return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
