@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
@@ -41,7 +42,7 @@ class TestPower:
     @classmethod
     def of_json(cls, text: str) -> "TestPower":
         """Return what :meth:`to_json` wrote."""
-        values = json.loads(text)
+        values: dict[str, Any] = json.loads(text)
         return cls(
             **{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
         )
@@ -78,7 +79,7 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     ran = where_it_ran(call, Case())
     problem = Problem.of_call(call, Target.of(ran.case), kernels_of(ran.case, call))
     sample = sample_correct(problem)
-    tolerances = Case().replace(tolerance=comparison.atol, rtol=comparison.rtol)
+    tolerances = Case().replace(atol=comparison.atol, rtol=comparison.rtol)
     outcomes = {
         mutant.name: score(problem, sample, mutant, tolerances).is_killed
         for mutant in MUTANTS
