@@ -17,7 +17,13 @@ from attnlab.case.ops import PREFILL
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
-from attnlab.defects.attention_inputs import AttentionInputs, Predicted, attention, concatenate
+from attnlab.defects.attention_inputs import (
+    AttentionInputs,
+    Predicted,
+    attention,
+    concatenate,
+    visible,
+)
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.rounding import Rounding
@@ -287,15 +293,3 @@ def make_problem(case: Case, batch: Batch | None = None) -> Problem:
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)
     return Problem.of_case(case, batch, call, output)
-
-
-def visible(
-    position: torch.Tensor, seq_len: int, sliding_window: int, *, causal: bool = True
-) -> torch.Tensor:
-    """Return which keys each row sees, [rows, seq_len] bool: those up to its own if ``causal``, and
-    within the window if any."""
-    keys = torch.arange(seq_len)
-    is_visible = keys <= position[:, None] if causal else torch.ones(len(position), seq_len).bool()
-    if sliding_window:
-        is_visible &= keys > position[:, None] - sliding_window
-    return is_visible

@@ -43,9 +43,9 @@ class TestPower:
     def of_json(cls, text: str) -> "TestPower":
         """Return what :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        return cls(
-            **{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
-        )
+        for name in ("killed", "survived"):
+            values[name] = tuple(values[name])
+        return cls(**values)
 
     def to_json(self) -> str:
         """Return the power as one line of JSON."""

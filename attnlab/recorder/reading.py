@@ -24,7 +24,7 @@ def call_of_reading(
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
     for name, value in fields.items():
-        if name in _NUMBERS:
+        if name in _NUMBERS and name not in ("k_scale", "v_scale"):
             fields[name] = _number(name, value)
     for name in ("k_scale", "v_scale"):
         if name in fields:
@@ -43,7 +43,7 @@ def call_of_reading(
 
 
 _NUMBERS = {
-    **dict.fromkeys(("sm_scale", "softcap"), float),
+    **dict.fromkeys(("sm_scale", "softcap", "k_scale", "v_scale"), float),
     **dict.fromkeys(("max_query_len", "max_seq_len", "sliding_window"), int),
     "causal": bool,
 }
@@ -61,10 +61,8 @@ def _number(name: str, value: Any) -> Any:
 
 def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
     """Return a number for a tensor of one element; a scale per KV head as one per sequence and head."""
-    if not isinstance(scale, torch.Tensor):
-        return float(scale)
-    if scale.numel() == 1:
-        return float(scale)
+    if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
+        return float(_number(name, scale))
     if scale.dim() == 1:
         return scale.expand(len(fields["seq_lens"]), -1)
     return scale

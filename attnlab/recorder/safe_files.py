@@ -31,7 +31,7 @@ def load_torch(path: Path) -> Any:
 def load_npz(path: Path) -> dict[str, Any]:
     """Return the arrays of an .npz file as tensors. Raises InvalidCall; object arrays are refused."""
     try:
-        with np.load(path, allow_pickle=False) as held:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
             arrays = {name: held[name] for name in held.files}
         return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile) as error:

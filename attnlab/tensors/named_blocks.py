@@ -42,7 +42,7 @@ class NamedBlocks:
 def named_by(numbers: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Return the blocks that a table names, rising, [n] int64; numbers outside the cache are left out."""
     flat = numbers.flatten().long()
-    found: torch.Tensor = flat[(flat >= 0) & (flat < num_blocks)].unique()  # type: ignore[no-untyped-call]
+    found: torch.Tensor = flat[(flat >= 0) & (flat < num_blocks)].unique()
     return found
 
 

@@ -41,7 +41,7 @@ FLAGS = {
     for parser in parsers(make_parser())
     for action in parser._actions
     for flag in action.option_strings
-}
+} | set(re.findall(r'"(--[a-z-]+)"', Path(pytest_plugin.__file__).read_text()))
 
 
 def prose(text: str) -> str:

@@ -30,6 +30,12 @@ def kernel(tmp_path, monkeypatch):
 OPS = ("recorded_kernel:paged",)
 
 
+def imported(name):
+    """Import a caller; return a function that calls the op by the caller's name for it."""
+    caller = importlib.import_module(name)
+    return lambda **given: caller.op(**given)
+
+
 def test_a_name_imported_before(kernel):
     """The caller's name is wrapped, and put back after the block."""
     caller = importlib.import_module("its_caller")
@@ -58,7 +64,7 @@ def test_a_module_imported_inside(kernel):
 
 def test_inputs_before_and_outputs_before_and_after(kernel):
     """Changes after the call reach no copy; the output has both its contents."""
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
     given = batch()
     with attnlab.capture(ops=OPS) as calls:
         op(**given)
@@ -90,7 +96,7 @@ def test_a_recorded_call_is_diagnosed(kernel, tmp_path):
 
 
 def test_only_the_last_calls_are_kept(kernel):
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
     with attnlab.capture(ops=OPS, keep=2) as calls:
         for scale in (0.1, 0.2, 0.3):
             op(**batch(), scale=scale)
@@ -100,7 +106,7 @@ def test_only_the_last_calls_are_kept(kernel):
 
 
 def test_a_large_cache_is_kept_by_its_named_blocks(kernel):
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
     given = batch(num_blocks=9000)
     with attnlab.capture(ops=OPS) as calls:
         op(**given)
@@ -113,7 +119,7 @@ def test_a_large_cache_is_kept_by_its_named_blocks(kernel):
 
 def test_an_error_of_the_op_is_the_users(kernel):
     """It is raised unchanged, and the call is kept with its text."""
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
     with attnlab.capture(ops=OPS) as calls, pytest.raises(IndexError):
         op(**{**batch(), "block_table": torch.full((2, 4), 99, dtype=torch.int32)})
     assert calls.recorded[-1].rejection.startswith("IndexError")
@@ -133,7 +139,7 @@ def test_a_rejected_call_is_a_diagnosis(kernel):
 
 def test_an_error_inside_is_logged_once(kernel, monkeypatch, caplog):
     """The program gets its results; two calls that cannot be recorded give one line."""
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
 
     def broken(fields):
         raise RuntimeError("no memory\nat all")
@@ -150,7 +156,7 @@ def test_an_error_inside_is_logged_once(kernel, monkeypatch, caplog):
 
 
 def test_wrong_arguments_raise_what_they_raise_without_capture(kernel):
-    op = importlib.import_module("its_caller").op
+    op = imported("its_caller")
     with attnlab.capture(ops=OPS), pytest.raises(TypeError, match="unexpected keyword"):
         op(**batch(), nonsense=1)
 
