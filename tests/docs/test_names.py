@@ -10,6 +10,7 @@ import pytest
 import attnlab
 from attnlab.case.declaration import CaseFields
 from attnlab.cli.main import COMMANDS, make_parser
+from attnlab.recorder import pytest_plugin
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
