@@ -19,8 +19,10 @@ from attnlab.diagnosis.candidates import (
     is_by_chance,
     screen,
 )
+from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.error_location import ErrorLocations
+from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.row_sample import RowSample, sample_output
 
@@ -102,6 +104,8 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
     diagnosis = _without_candidates(evidence)
     if not len(evidence.locations.wrong_rows):
         return diagnosis
+    pattern = describe(evidence.problem, evidence.output, evidence.locations, evidence.heads)
+    diagnosis = dataclasses.replace(diagnosis, pattern=pattern)
     problem, wrong_rows = evidence.problem, evidence.locations.wrong_rows
     ignored = torch.arange(0)
     if problem.before is None:  # the buffer is unknown, so no candidate can predict unwritten rows
@@ -119,7 +123,7 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
         cause, explanations = None, []  # one defect does not explain the unwritten rows as well
     return dataclasses.replace(
         diagnosis,
-        status=status_of(cause, explanations),
+        status=status_of(cause, explanations, pattern),
         cause=cause,
         explanations=explanations,
         candidates=candidates,
@@ -127,10 +131,10 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
     )
 
 
-def status_of(cause: Candidate | None, explanations: Sequence[Candidate]) -> str:
-    """Return the status of a wrong output with this cause and these explanations."""
+def status_of(cause: Candidate | None, explanations: Sequence[Candidate], pattern: Pattern) -> str:
+    """Return the status of a wrong output with this cause, these explanations and this pattern."""
     if not explanations:
-        return "unexplained"
+        return "described" if pattern.is_complete else "unexplained"
     return "ambiguous" if cause is None else "explained"
 
 

@@ -132,6 +132,7 @@ def _with_reruns(
     dependence = find_dependence(rerun, case, output)
     return dataclasses.replace(
         diagnosis,
+        pattern=first.diagnosis.pattern,
         unwritten=dependence.unwritten.tolist(),
         unwritten_by="reruns" if len(dependence.unwritten) else "",
         slot_dependent=dependence.on_slots.tolist(),
@@ -161,7 +162,7 @@ def _with_finite_contents(
     cause = select_cause(explanations)
     return dataclasses.replace(
         first.diagnosis,
-        status=status_of(cause, explanations),
+        status=status_of(cause, explanations, first.diagnosis.pattern),
         cause=cause,
         explanations=explanations,
     )

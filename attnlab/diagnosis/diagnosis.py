@@ -1,6 +1,7 @@
 """Diagnosis: what explains an output, and the evidence for it."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,9 @@ from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
+from attnlab.diagnosis.pattern import Pattern
 
-STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
+STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
 _UNWRITTEN_BY = {
     "reruns": "shown by reruns with other contents of the output buffer",
     "buffer": "they keep the previous contents of the output buffer",
@@ -42,8 +44,10 @@ class Diagnosis(Shown):
     """What explains an output.
 
     - ``status``: "nothing wrong" (rounding explains every element); "explained" (one defect does);
-      "ambiguous" (several defects do, and the output does not decide between them); "unexplained"; or
-      "rejected" (the kernel raised ``rejection``).
+      "ambiguous" (several defects do, and the output does not decide between them); "described" (no
+      defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; or "rejected" (the
+      kernel raised ``rejection``).
+    - ``pattern``: what the error looks like, before any defect is considered.
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many rows and heads have an error above the rounding bound;
@@ -58,6 +62,7 @@ class Diagnosis(Shown):
     """
 
     status: str
+    pattern: Pattern = field(default_factory=Pattern)
     cause: Candidate | None = None
     explanations: list[Candidate] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
@@ -80,6 +85,10 @@ class Diagnosis(Shown):
         """Answer whether there is anything to explain."""
         return self.status != "nothing wrong"
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of candidates by verdict."""
+        return dict(Counter(candidate.verdict for candidate in self.candidates))
+
     @property
     def is_within_tolerance(self) -> bool:
         """Answer whether the test's tolerance accepts the largest error."""
@@ -94,6 +103,7 @@ class Diagnosis(Shown):
         distinction = [] if self.distinction is None else [self.distinction.sentence()]
         return [
             *self._place_sentences(),
+            *self.pattern.sentences(),
             self._cause_sentence(),
             *self._violation_sentences(),
             *distinction,
@@ -121,6 +131,11 @@ class Diagnosis(Shown):
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.status == "described":
+            return (
+                f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
+                "above reproduce it"
+            )
         if self.cause is None or self.cause.scope is None:
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
@@ -143,6 +158,7 @@ class Diagnosis(Shown):
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),
             "largest": json_number(self.largest),
+            "pattern": self.pattern.to_dict(),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,
