@@ -9,7 +9,7 @@ from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 
 _ALL_ELEMENTS = 1 << 18  # up to this size of an output, every row and head is a cell
-_SAMPLED = 10  # rows and heads of each sequence in a larger output, each with its neighbours
+_SAMPLED = 6  # rows and heads of each sequence in a larger output, each with its neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,6 +18,11 @@ _UNWRITTEN_BY = {
     "buffer": "they keep the previous contents of the output buffer",
     "contracts": "by the contracts of the kernels",
 }
+_SLOTS = {
+    "tail": "the slots after a sequence's last token",
+    "freed": "the blocks that the window has freed",
+    "unmapped": "slots of no sequence",
+}
 CANDIDATE_COLUMNS = (
     "candidate",
     "predicted",
@@ -56,6 +61,10 @@ class Diagnosis(Shown):
       "contracts" or "".
     - ``slot_dependent``: rows that depend on the contents of unwritten cache slots, or None without
       reruns.
+    - ``slot_kinds``: of the slot-dependent rows, those that change when slots of one kind hold NaN: "tail"
+      (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
+    - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
+    - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
     - ``looked_at``: (rows on which candidates were confirmed, all rows).
@@ -74,6 +83,10 @@ class Diagnosis(Shown):
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
     slot_dependent: list[int] | None = None
+    slot_kinds: dict[str, list[int]] = field(default_factory=dict)
+    wraps: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    withdrawn: tuple[str, ...] = ()
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -104,6 +117,8 @@ class Diagnosis(Shown):
         return [
             *self._place_sentences(),
             *self.pattern.sentences(),
+            *self._run_sentences(),
+            *self.withdrawn,
             self._cause_sentence(),
             *self._violation_sentences(),
             *distinction,
@@ -125,12 +140,23 @@ class Diagnosis(Shown):
         if self.slot_dependent:
             rows = rows_text(self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
+        for kind, kind_rows in self.slot_kinds.items():
+            sentences.append(f"NaN in {_SLOTS[kind]} changes {rows_text(kind_rows)}")
         return sentences
+
+    def _run_sentences(self) -> list[str]:
+        """Return what the run itself reported."""
+        wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
+        return [*wraps, *(f"out-of-bounds access: {text}" for text in self.outside)]
 
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.status == "described" and (self.wraps or self.outside):
+            return (
+                "described: the source lines above compute a wrong address; no other cause is named"
+            )
         if self.status == "described":
             return (
                 f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
@@ -162,6 +188,10 @@ class Diagnosis(Shown):
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,
+            "slot_kinds": self.slot_kinds,
+            "wraps": list(self.wraps),
+            "outside": list(self.outside),
+            "withdrawn": list(self.withdrawn),
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "looked_at": list(self.looked_at),
