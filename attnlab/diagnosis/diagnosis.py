@@ -118,9 +118,9 @@ class Diagnosis(Shown):
             *self._place_sentences(),
             *self.pattern.sentences(),
             *self._run_sentences(),
-            *self.withdrawn,
             self._cause_sentence(),
             *self._violation_sentences(),
+            *self.withdrawn,
             *distinction,
         ]
 
