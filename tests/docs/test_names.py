@@ -83,7 +83,7 @@ def unknown_names(text: str) -> set[str]:
     }
     return {
         name
-        for name in found - {"attnlab.kernels"}
+        for name in found - {"attnlab.kernels", "attnlab.ops"}  # entry-point groups
         if name.split(".")[1] not in (*attnlab.__all__, "__version__") and not has_module(name)
     }
 
