@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.cells import ratio_of
