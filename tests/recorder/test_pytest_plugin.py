@@ -179,9 +179,7 @@ def test_under_xdist(run, tmp_path):
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     folder = run[0]
     before = properties(folder)
-    text = pytest_in(
-        folder, "--attnlab", "--attnlab-power", "-n", "2", "--attnlab-dir", str(tmp_path)
-    )
+    text = pytest_in(folder, "--attnlab", "--attnlab-power", "-n", "2", f"--attnlab-dir={tmp_path}")
     after = properties(folder)
     assert {n: p.get("attnlab_wrong_side") for n, p in after.items()} == {
         n: p.get("attnlab_wrong_side") for n, p in before.items()
@@ -193,7 +191,7 @@ def test_under_xdist(run, tmp_path):
 def test_a_folder_that_cannot_be_written(run, tmp_path):
     """The section has the reason; the run goes on."""
     (tmp_path / "file").write_text("")
-    text = pytest_in(run[0], "--attnlab", "--attnlab-dir", str(tmp_path / "file"), "-k", "kernel")
+    text = pytest_in(run[0], "--attnlab", f"--attnlab-dir={tmp_path / 'file'}", "-k", "kernel")
     assert "not written" in text
     assert "INTERNALERROR" not in text
 
@@ -235,7 +233,7 @@ def test_the_example_of_the_documentation(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
     folder = ROOT / "examples" / "failing_test"
     text = pytest_in(
-        folder, "--attnlab", "--attnlab-dir", str(tmp_path), f"--junitxml={tmp_path / 'junit.xml'}"
+        folder, "--attnlab", f"--attnlab-dir={tmp_path}", f"--junitxml={tmp_path / 'junit.xml'}"
     )
     assert "window_plus_one" in text
     found = properties(tmp_path)["test_paged_attention[8]"]
