@@ -50,7 +50,7 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
     base.add_argument(
         "--test-id",
         metavar="ID",
-        help="start from this pytest id of vLLM's test_prefix_prefill.py",
+        help="start from this pytest id of vLLM's attention tests",
     )
     base.add_argument(
         "--case",
