@@ -174,6 +174,7 @@ def test_power_of_a_passing_test(run):
     assert f"{len(power['killed']):>4} of " in run[1]
 
 
+@pytest.mark.slow
 def test_under_xdist(run, tmp_path):
     """Two workers report what one process reports; the controller prints the table."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
@@ -188,6 +189,7 @@ def test_under_xdist(run, tmp_path):
     assert "test_kern.py::test_good" in text.split("attnlab power")[1]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(run, tmp_path):
     """The section has the reason; the run goes on."""
     (tmp_path / "file").write_text("")
@@ -197,8 +199,7 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
 
 
 def test_a_wrong_option(run):
-    for options in (("--attnlab-keep", "0"), ("-o", "attnlab_ops=nonsense")):
-        pytest_in(run[0], "--attnlab", *options, code=4)
+    pytest_in(run[0], "--attnlab", "-o", "attnlab_ops=nonsense", code=4)
 
 
 def test_the_plugin_costs_nothing_without_its_options(run):
@@ -212,6 +213,7 @@ def test_the_plugin_costs_nothing_without_its_options(run):
     pytest_in(folder, "test_light.py", code=0)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_report_does_not_fail_the_run(run):
     """A fault planted in the report is logged; the tests have the same outcomes."""
     (run[0] / "conftest.py").write_text(
