@@ -216,8 +216,7 @@ class KernelCall(Shown):
 def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
     """Return the prefix sums of ``query_lens``, [num_seqs + 1], computed as a stage of the test did.
 
-    ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64;
-    this function computes it in the same way.
+    ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64.
     """
     lens = [0, *query_lens]
     if how == "int64":
@@ -230,8 +229,8 @@ def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
 def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the output buffer before the call, on ``device``: recycled memory, NaN or zeros.
 
-    vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
-    :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
+    vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by ``garbage``, so that an
+    unwritten row never passes by chance.
     """
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
     dtype = FORMATS[case.dtype].dtype
@@ -244,15 +243,21 @@ def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
-    """Return the Case's call on its batch and cache; the op will write ``output``."""
-    new = batch.new_rows()
+def make_call(
+    case: Case,
+    batch: Batch,
+    cache: PagedCache,
+    output: torch.Tensor,
+    new_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> KernelCall:
+    """Return the Case's call; the op will write ``output``. ``new_tokens``: the batch's, if copied before."""
+    key, value = new_tokens or batch.new_tokens()
     return call_of(
         case,
         cache.provenance.block_table,
         query=batch.query,
-        key=batch.key[new],
-        value=batch.value[new],
+        key=key,
+        value=value,
         output=output,
         key_cache=cache.key,
         value_cache=cache.value,
@@ -261,13 +266,12 @@ def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor)
     )
 
 
-def call_of(case: Case, block_table: torch.Tensor, **tensors: torch.Tensor | None) -> KernelCall:
+def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall:
     """Return the Case's call of some ``tensors``, by their names, with its index tensors and options."""
     staging = case.staging
-    arguments: dict[str, Any] = dict(tensors)
     return KernelCall(
         op=case.op,
-        **arguments,
+        **tensors,
         kv_cache_dtype=case.kv_cache_dtype,
         block_table=block_table.to(INDEX_DTYPES[staging.block_table]),
         query_start_loc=make_query_start_loc(case.lengths.query_lens, staging.query_start_loc),

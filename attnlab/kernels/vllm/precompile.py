@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-import torch
-
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.contracts.target import Target
@@ -25,10 +23,7 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
-from attnlab.tensors.batch import alibi_slopes, sink_logits
-from attnlab.tensors.cache import make_block_table
-from attnlab.tensors.call import KernelCall, call_of
-from attnlab.tensors.formats import FORMATS, written_format
+from attnlab.tensors.hollow_call import hollow_call
 from attnlab.tensors.layout import presented
 
 _WORK: list[tuple[Any, str]] = []  # of a forked process
@@ -177,30 +172,3 @@ def _compile_one(i: int) -> str:
     except Exception as error:
         return f"{function.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
     return ""
-
-
-def hollow_call(case: Case) -> KernelCall:
-    """Return a call with the shapes, dtypes and index tensors of the Case's call, without its numbers.
-
-    The other tensors are memory that is never written, so the call takes no time and next to no memory.
-    """
-    tokens, head_size, heads = case.lengths.num_tokens, case.head_size, case.num_kv_heads
-    dtype, stored = FORMATS[case.dtype].dtype, written_format(case).storage
-    chunks = (case.total_blocks, heads, head_size // case.key_x, case.block_size, case.key_x)
-    outputs = (tokens, case.num_heads, head_size)
-    if case.spec.writes_cache:
-        outputs = (case.total_blocks * case.block_size, heads, 2 * head_size)
-    return call_of(
-        case,
-        make_block_table(case),
-        query=torch.empty(tokens, case.num_heads, head_size, dtype=dtype),
-        key=torch.empty(tokens, heads, head_size, dtype=dtype),
-        value=torch.empty(tokens, heads, head_size, dtype=dtype),
-        output=torch.empty(
-            outputs, dtype=written_format(case).dtype if case.spec.writes_cache else dtype
-        ),
-        key_cache=torch.empty(chunks, dtype=stored),
-        value_cache=torch.empty((*chunks[:2], head_size, case.block_size), dtype=stored),
-        alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,
-        sinks=sink_logits(case.num_heads, case.seed) if case.sinks else None,
-    )
