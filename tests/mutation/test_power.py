@@ -19,7 +19,6 @@ NAMED = {mutant.name: mutant for mutant in MUTANTS}
 TEST = Case(stage="cast_after_cumsum", x=8)  # the plain test as it draws itself at seed 0
 KILLED_BY_NAN = {
     "folded_on_sequence_0",
-    "last_partial_block_dropped",
     "newest_slot_nan",
     "rows_never_written",
 }
