@@ -171,12 +171,20 @@ def _with_finite_contents(
         for candidate in first.diagnosis.explanations
         if _is_hidden(second.problem, candidate.defect)
     ]
+    left = [candidate.name for candidate in explanations]
+    candidates = [
+        dataclasses.replace(candidate, verdict="excluded by rerun")
+        if candidate.verdict == "explains" and candidate.name not in left
+        else candidate
+        for candidate in first.diagnosis.candidates
+    ]
     cause = select_cause(explanations)
     return dataclasses.replace(
         first.diagnosis,
         status=status_of(cause, explanations, first.diagnosis.pattern),
         cause=cause,
         explanations=explanations,
+        candidates=candidates,
     )
 
 
