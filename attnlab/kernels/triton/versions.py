@@ -7,6 +7,7 @@ The layer patches private functions of Triton's interpreter. With another Triton
 something else without an error. So other versions are rejected before anything runs.
 """
 
+import functools
 import importlib.metadata
 import re
 
@@ -24,11 +25,18 @@ def check_installed_pair() -> None:
     Raises Unavailable for a pair that is not tested. Does nothing if one is not installed under its own
     name.
     """
+    versions = _installed()
+    if versions is not None:
+        check_pair(*versions)
+
+
+@functools.cache
+def _installed() -> tuple[str, str] | None:
+    """Return the versions of Triton and NumPy; None if one is not installed under its own name."""
     try:
-        versions = [importlib.metadata.version(name) for name in ("triton", "numpy")]
+        return importlib.metadata.version("triton"), importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
-        return
-    check_pair(*versions)
+        return None
 
 
 def check_pair(triton: str, numpy: str) -> None:

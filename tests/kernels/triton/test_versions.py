@@ -58,9 +58,7 @@ def test_another_pair_is_rejected(pair: tuple[str, str]) -> None:
 
 def test_a_backend_on_a_cpu_checks_the_pair_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device is asked for before a source is opened or a process is started."""
-    monkeypatch.setattr(
-        versions.importlib.metadata, "version", {"triton": "3.5.1", "numpy": "2.3.5"}.get
-    )
+    monkeypatch.setattr(versions, "_installed", lambda: ("3.5.1", "2.3.5"))
     with pytest.raises(Unavailable):
         _ = VllmBackend(path="no such file", requested_device="cpu").device
 
