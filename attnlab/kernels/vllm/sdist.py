@@ -62,7 +62,8 @@ def _download(version: str, folder: Path) -> Path:
     except Exception as error:  # unearth and its HTTP client document no exception types
         why = " ".join(str(error).split()) or type(error).__name__
         raise Unavailable(f"the sdist of vllm {version} cannot be downloaded: {why}") from error
-    return best.link.file_path if best.link.is_file else folder / best.link.filename
+    path: Path = best.link.file_path if best.link.is_file else folder / best.link.filename
+    return path
 
 
 def package_finder(**options: Any) -> Any:
