@@ -5,7 +5,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.tensors.batch import alibi_slopes, sink_logits
 from attnlab.tensors.cache import make_block_table
-from attnlab.tensors.call import KernelCall, call_of
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import call_of
 from attnlab.tensors.formats import FORMATS, read_format, written_format
 
 
