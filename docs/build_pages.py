@@ -65,7 +65,6 @@ def write_benchmarks(docs: Path) -> None:
     parts = [
         _machine_table(json.loads((docs / "cpu.json").read_text())),
         _speed(json.loads((docs / "speed.json").read_text())),
-        _growth(json.loads((docs / "growth.json").read_text())),
         _matrix(json.loads((docs / "h200-matrix.json").read_text())),
         _check(json.loads((docs / "h200-check.json").read_text())),
         _fills(json.loads((docs / "h200.json").read_text())),
@@ -110,24 +109,6 @@ def _speed(document: Mapping[str, Any]) -> str:
             _heading("Before and after", "speed.json", document),
             document["note"],
             _table(["measured", "before", "after", "how"], rows),
-        )
-    )
-
-
-def _growth(document: Mapping[str, Any]) -> str:
-    steps = list(dict.fromkeys(step for found in document["exponents"].values() for step in found))
-    rows = [
-        [axis, *(found.get(step, "") for step in steps)]
-        for axis, found in document["exponents"].items()
-    ]
-    faster = ", ".join(document["faster_than_attention"]) or "none"
-    return "\n\n".join(
-        (
-            _heading("How time and memory grow", "growth.json", document),
-            f"{document['note']} Exponents over the upper half of the sizes; steps below 0.5 s are left "
-            f"out. Steps that grow faster than attention: {faster}.",
-            _table(["with", *steps], rows),
-            "![Seconds by step and peak memory against tokens, heads and sequences.](../growth.png)",
         )
     )
 
