@@ -46,7 +46,8 @@ def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -
         if not bool(output.isfinite().all()):
             return Score(effect=float("inf"), margin=float("inf"))
         change = (output - correct.output).abs()
-        allowed = case.tolerance + case.rtol * correct.output.abs()
+        atol = correct.bound if case.tolerance is None else case.tolerance
+        allowed = atol + case.rtol * correct.output.abs()
         ratio = torch.where(change == 0, 0.0, change / allowed)
         effect, margin = max(effect, float(change.max())), max(margin, float(ratio.max()))
     return Score(effect=effect, margin=margin)
