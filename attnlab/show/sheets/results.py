@@ -135,9 +135,10 @@ def result(one: "Result") -> Sheet:
     if one.errors is not None:
         greatest = one.errors.greatest_abs
         size = f"largest {greatest.value:.4g} at {greatest.index}"
-        facts.append(("error", f"{size}; tolerance {_allowed(one.errors)}"))
+        lines = [f"{size}; tolerance {_allowed(one.errors)}"]
         if one.case.has_own_tolerance:
-            facts.append(("beyond rounding", beyond_rounding(one)))
+            lines.append(f"beyond rounding: {beyond_rounding(one)}")
+        facts.append(("error", lines))
         if places := one.places():
             facts.append(("places", place_lines(places)))
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
