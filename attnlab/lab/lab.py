@@ -115,12 +115,12 @@ class Lab:
         key = (reference_key(case), where)
         return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
 
-    def call(self, case: Case) -> KernelCall:
-        """Return the Case's call with a new output buffer."""
+    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), self.cache(case), output)
+        return make_call(case, self.batch(case), cache or self.cache(case), output)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
@@ -175,13 +175,13 @@ class Lab:
             ),
         )
 
-    def output(self, case: Case) -> torch.Tensor:
+    def output(self, case: Case, cache: PagedCache | None = None) -> torch.Tensor:
         """Return the output of the Case's op without comparing it; raise as :meth:`run` does.
 
-        Raises KernelRejected, too.
+        ``cache`` replaces the Case's. Raises KernelRejected, too.
         """
         self._checked_backend(case)
-        call = self.call(case)
+        call = self.call(case, cache)
         self._run_kernels(case, call)
         return call.output
 
