@@ -64,6 +64,7 @@ def write_benchmarks(docs: Path) -> None:
     """Write docs/_generated/benchmarks.md from the JSON files in docs/, which tools and commands wrote."""
     parts = [
         _machine_table(json.loads((docs / "cpu.json").read_text())),
+        _speed(json.loads((docs / "speed.json").read_text())),
         _matrix(json.loads((docs / "h200-matrix.json").read_text())),
         _check(json.loads((docs / "h200-check.json").read_text())),
         _fills(json.loads((docs / "h200.json").read_text())),
@@ -99,6 +100,17 @@ def _machine_table(document: Mapping[str, Any]) -> str:
         parts.append(f"### {section['title']}\n\n`{section['command']}`")
         parts.append(_table(["measured", "result", "goal", "note"], rows))
     return "\n\n".join(parts)
+
+
+def _speed(document: Mapping[str, Any]) -> str:
+    rows = [[row["what"], row["before"], row["after"], row["how"]] for row in document["rows"]]
+    return "\n\n".join(
+        (
+            _heading("Before and after", "speed.json", document),
+            document["note"],
+            _table(["measured", "before", "after", "how"], rows),
+        )
+    )
 
 
 def _matrix(document: Mapping[str, Any]) -> str:

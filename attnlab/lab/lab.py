@@ -32,7 +32,8 @@ from attnlab.lab.result import Result
 from attnlab.lab.shared import SharedProducts
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 
 @dataclass(slots=True)
@@ -119,7 +120,9 @@ class Lab:
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), cache or self.cache(case), output)
+        batch = self.batch(case)
+        new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
+        return make_call(case, batch, cache or self.cache(case), output, new)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
