@@ -18,6 +18,7 @@ FOLDERS = (
     "kernels",
     "lab",
     "defects",
+    "weights",
     "diagnosis",
     "mutation",
     "checker",
@@ -26,7 +27,7 @@ FOLDERS = (
     "study",
     "cli",
 )
-MAX_ENTRIES = 17
+MAX_ENTRIES = 19
 MAX_LINES = 300
 
 

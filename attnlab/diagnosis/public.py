@@ -6,13 +6,13 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.public import as_case
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.files import kernels_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.public import default_lab
 from attnlab.tensors.call import KernelCall
