@@ -116,8 +116,8 @@ def _judge(usable: _Usable, faults: ValueFaults, other: Other | None, limit_s: f
         if not faults.sentences:
             words = "every row attends to its keys with the right weights, within the precision"
             return _Verdict(status="right", sentences=(words,))
-        words = (*faults.sentences, "the weights themselves are right")
-        return _Verdict(status="described", sentences=words)
+        lines = (*faults.sentences, "the weights themselves are right")
+        return _Verdict(status="described", sentences=lines)
     coarse = is_coarse(setup, measured, expected)
     search = describe(setup, measured, *((_COARSE_S, 1) if coarse else (limit_s,)))
     plain = (
@@ -127,8 +127,8 @@ def _judge(usable: _Usable, faults: ValueFaults, other: Other | None, limit_s: f
     if search.descriptions and not _is_rounding(search.descriptions[0], setup):
         kept, confirmed = _confirmed(search, other)
         if kept.descriptions:
-            words = (*_stated(kept, confirmed), *plain)
-            return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=words)
+            lines = (*_stated(kept, confirmed), *plain)
+            return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
         if not coarse:
             first = search.descriptions[0].text
             words = f"cannot decide: the weights fit “{first}” here, but not in another case"

@@ -6,6 +6,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.ops import Op
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
@@ -51,12 +52,7 @@ class Examined:
 def examine(subject: Subject) -> Examined:
     """Measure a subject; raise InvalidCase for an op without values."""
     call, target = subject.call, subject.target
-    if call.spec.writes_cache:
-        raise InvalidCase(
-            f"op must be an attention op, got {call.op}: it weighs no values, so there are no weights; "
-            "attnlab run compares the cache that it writes",
-            field="op",
-        )
+    check_weighs_values(call.spec)
     check_size(call, len(subject.rows), len(subject.heads))
     owners = slot_owners(call)
     held = holds_token(call, owners) if subject.written is None else subject.written
@@ -75,6 +71,16 @@ def examine(subject: Subject) -> Examined:
         owners=owners,
         drawn=drawn,
     )
+
+
+def check_weighs_values(op: Op) -> None:
+    """Raise InvalidCase for an op that writes the cache."""
+    if op.writes_cache:
+        raise InvalidCase(
+            f"op must be an attention op, got {op.name}: it weighs no values, so there are no weights; "
+            "attnlab run compares the cache that it writes",
+            field="op",
+        )
 
 
 def law_is_visible(setup: AttentionSetup) -> bool:

@@ -88,7 +88,9 @@ def _missing_text(rule: KeyTimes) -> str:
     if begin.feature == end.feature == "window":
         return f"the window is too narrow by {_count(end.shift)} ({keys})"
     if _same_feature(rule) and end.shift == 0 and begin.shift < 0:
-        return f"the last {_count(-begin.shift)} {_before(rule)} is missing"
+        if begin.shift == -1:
+            return f"the last key {_before(rule)} is missing"
+        return f"the last {-begin.shift} keys {_before(rule)} are missing"
     if begin.down and begin.feature == end.feature and not (begin.shift or end.down):
         return f"no key counts after the last full group of {begin.down} {_before(rule)}"
     return ""
@@ -117,7 +119,7 @@ def _count(number: int) -> str:
 def _before(rule: KeyTimes) -> str:
     return {
         "context": "of the context",
-        "cache end": "of those that the row sees in the cache",
+        "cache end": "of the cached keys that the row sees",
         "row": "of the new keys that the row sees" if rule.part == "new" else "that the row sees",
         "sequence": "of the sequence",
     }.get(rule.end.feature, f"before {rule.end.text}")
@@ -126,7 +128,7 @@ def _before(rule: KeyTimes) -> str:
 def _after(rule: KeyTimes) -> str:
     return {
         "context": "at the end of the context",
-        "cache end": "at the end of the cached keys",
+        "cache end": "after the last cached key that the row sees",
         "row": "after the row's own position",
         "sequence": "after the end of the sequence",
     }.get(rule.begin.feature, f"after {rule.begin.text}")

@@ -98,16 +98,20 @@ def measure(
 
 def check_size(call: KernelCall, rows: int, heads: int) -> None:
     """Raise InvalidCall if the X-ray of so many rows and heads would be too large."""
-    numbers = rows * heads * num_slots(call)
-    if numbers > MOST_WEIGHTS:
+    check_numbers(rows, heads, num_slots(call), num_runs(call))
+
+
+def check_numbers(rows: int, heads: int, slots: int, runs: int) -> None:
+    """Raise InvalidCall if an X-ray would hold too many numbers or take too many runs."""
+    if rows * heads * slots > MOST_WEIGHTS:
         raise InvalidCall(
-            f"rows × heads × slots must be at most {MOST_WEIGHTS}, got {rows} × {heads} × "
-            f"{num_slots(call)}; choose a part with --seq-range and --kv-head-range, or fewer blocks"
+            f"rows × heads × slots must be at most {MOST_WEIGHTS}, got {rows} × {heads} × {slots}; "
+            "choose a part with --seq-range and --kv-head-range, or fewer blocks",
+            field="num_blocks",
         )
-    if num_runs(call) > MOST_RUNS:
+    if runs > MOST_RUNS:
         raise InvalidCall(
-            f"slots / head_size must be at most {MOST_RUNS} runs, got {num_runs(call)}; "
-            "give the cache fewer blocks",
+            f"slots / head_size must be at most {MOST_RUNS} runs, got {runs}; give the cache fewer blocks",
             field="num_blocks",
         )
 

@@ -13,11 +13,13 @@ from attnlab.contracts.target import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.lab.lab import Lab
+from attnlab.lab.memory_check import check_memory
 from attnlab.lab.public import default_lab
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.conclude import xray_of
-from attnlab.weights.examine import Subject
+from attnlab.weights.examine import Subject, check_weighs_values
+from attnlab.weights.measurement import check_numbers
 from attnlab.weights.other_case import other_case
 from attnlab.weights.xray import XRay
 
@@ -73,10 +75,14 @@ def xray_of_call(
 
 def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     """Return what is measured of a Case: the rows and heads that it runs."""
+    check_weighs_values(case.spec)
+    check_memory(case, backend.cache_copies)
     backend.check(case)
+    rows = case.query_rows or range(case.lengths.num_tokens)
+    heads = case.query_heads or range(case.num_heads)
+    slots = case.total_blocks * case.block_size
+    check_numbers(len(rows), len(heads), slots, slots // case.head_size)
     call, provenance = lab.call(case), lab.cache(case).provenance
-    rows = case.query_rows or range(call.query.shape[0])
-    heads = case.query_heads or range(call.query.shape[1])
     return Subject(
         call=call,
         target=Target.of(case),

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,7 @@ def _window(setup: AttentionSetup) -> torch.Tensor:
     return setup.position - window + 1 if window else torch.zeros_like(setup.position)
 
 
-_FEATURES = {
+_FEATURES: dict[str, Callable[[AttentionSetup], torch.Tensor]] = {
     "start": lambda setup: torch.zeros_like(setup.position),
     "context": lambda setup: setup.ctx_len,
     "cache end": _cache_end,
@@ -97,7 +98,7 @@ _FEATURES = {
 _WORDS = {
     "start": "the first key",
     "context": "the end of the context",
-    "cache end": "the end of the cached keys that the row sees",
+    "cache end": "the last cached key that the row sees",
     "row": "the row's own position",
     "sequence": "the end of the sequence",
     "window": "the begin of the window",
@@ -137,7 +138,7 @@ def _v(setup: AttentionSetup) -> float:
     return setup.call.v_scale
 
 
-CONSTANTS = {
+CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
     "log2(e)": lambda setup: math.log2(math.e),
     "ln(2)": lambda setup: math.log(2),
     "2": lambda setup: 2.0,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ def _factors(part: str, old: tuple[float, float], value: float) -> tuple[float, 
 
 
 _ONE = Constant()
+_LN_2 = math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +212,18 @@ class Sinks(Rule):
         every = plan.setup.call.sinks
         assert every is not None
         every = every.cpu().double()
-        changed = {
+        heads = plan.setup.heads
+        changes: dict[str, Callable[[], torch.Tensor | None]] = {
             "missing": lambda: None,
-            "counted twice": lambda: sinks + 0.6931471805599453,
-            "multiplied by ln(2)": lambda: sinks * 0.6931471805599453,
-            "multiplied by log2(e)": lambda: sinks / 0.6931471805599453,
+            "counted twice": lambda: sinks + _LN_2,
+            "multiplied by ln(2)": lambda: sinks * _LN_2,
+            "multiplied by log2(e)": lambda: sinks / _LN_2,
             "multiplied by the softmax scale": lambda: sinks * plan.setup.sm_scale,
             "those of the KV head's index": lambda: every[plan.setup.kv_head],
-            "those of the next head": lambda: every[(plan.setup.heads + 1) % len(every)],
-            "those of head 0": lambda: every[torch.zeros_like(plan.setup.heads)],
-        }[self.how]()
-        return plan.change(sinks=changed)
+            "those of the next head": lambda: every[(heads + 1) % len(every)],
+            "those of head 0": lambda: every[torch.zeros_like(heads)],
+        }
+        return plan.change(sinks=changes[self.how]())
 
     @property
     def text(self) -> str:

@@ -8,6 +8,7 @@ read: first the positions of its sequence in the cache, then new tokens, from th
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -87,14 +88,14 @@ class AttentionSetup:
 
     def take(self, rows: torch.Tensor, heads: torch.Tensor) -> "AttentionSetup":
         """Return the setup of some rows and heads, given as indices into ``rows`` and ``heads``."""
-        by_row = {
+        by_row: dict[str, Any] = {
             name: getattr(self, name)[rows]
             for name in (
                 *("rows", "seq", "position", "ctx_len", "seq_len", "cached"),
                 *("entry_slot", "entry_position", "relative", "fixed"),
             )
         }
-        by_head = {
+        by_head: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[heads]
             for name in ("heads", "kv_head", "slopes", "sinks")
         }

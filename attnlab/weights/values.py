@@ -66,7 +66,8 @@ def reordered(read: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     """Return [R, H, runs × head_size] outputs with their elements in the right order."""
     right = torch.zeros_like(read).unflatten(-1, (-1, len(elements)))
     right[..., elements] = read.unflatten(-1, (-1, len(elements)))
-    return right.flatten(-2)
+    found: torch.Tensor = right.flatten(-2)
+    return found
 
 
 def _ran(

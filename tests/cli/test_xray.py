@@ -48,7 +48,7 @@ def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
         (["--call", "nowhere"], "nowhere"),
         (["--html", "/nowhere/x.html"], "html must be in an existing folder"),
         (["--op", "reshape_and_cache_flash"], "op must be an attention op"),
-        (["--num-blocks", "200000", "--num-heads", "64"], "rows × heads × slots must be"),
+        (["--num-blocks", "20000", "--num-heads", "64"], "rows × heads × slots must be"),
     ],
 )
 def test_bad_input(argv, words, capsys):

@@ -1,11 +1,12 @@
 """X-rays of sound and faulty kernels: the weights, the descriptions, and what they predict."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
 from helpers import faulty_attention
-from helpers.sources import needs_triton
+from helpers.sources import needs_triton, of_release
 
 import attnlab
 from attnlab.case.case import Case
@@ -13,6 +14,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
 from attnlab.weights.key_rules import KeyTimes, ZeroKeys
 from attnlab.weights.predict import predict_case
+from attnlab.weights.rule import Constant
 from attnlab.weights.score_rules import AlibiFactor, Gain, MaskCapped, NotRescaled, ScoreFactor
 from attnlab.weights.slot_rules import KeyHead, OtherSlots
 
@@ -51,7 +53,7 @@ SOUND = (
     {"op": "unified_attention", "sinks": True, "softcap": 3.0, "kv_layout": "HND", "pad_batch": 3},
     {"op": "decode_attention_fwd", "query_lens": (1, 1, 1)},
     {"op": "merge_attn_states"},
-    {"release": "0.11.2", "dtype": "float32"},
+    {"release": "0.11.2", "dtype": "float32", "sm_scale": 0.2},
     {"interleave_v": True},
 )
 
@@ -84,6 +86,49 @@ def test_the_weights_of_vllms_prefill_kernel_interpreted(source):
     found = attnlab.xray(case, lab=attnlab.Lab(source=source.path, device="cpu"))
     assert found.status == "right"
     assert torch.all((found.weights.sum(-1) - 1).abs() < 1e-3)
+
+
+# Of vLLM's prefill kernel: the old text, the new text, the rule, and values of its fields.
+SOURCE_FAULTS = {
+    "context mask": (
+        "            (start_n + offs_bs_n[None, :]) < cur_batch_ctx_len, qk",
+        "            (start_n + offs_bs_n[None, :]) <= cur_batch_ctx_len, qk",
+        ZeroKeys,
+        {"part": "cache"},
+    ),
+    "weighted sum": (
+        "        acc = acc * alpha[:, None]\n",
+        "        acc = acc * 1.0\n",
+        NotRescaled,
+        {},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.releases
+@needs_triton
+@pytest.mark.parametrize("name", SOURCE_FAULTS)
+def test_a_fault_in_vllms_source_is_described(name, tmp_path):
+    old, new, kind, fields = SOURCE_FAULTS[name]
+    shutil.copytree(of_release("0.33.0").root, tmp_path / "vllm-source")
+    file = tmp_path / "vllm-source/vllm/v1/attention/ops/prefix_prefill.py"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    case = Case(**{**FIELDS, **PREFILL, "query_lens": (3, 5), "ctx_lens": (40, 21), "num_heads": 2})
+    lab = attnlab.Lab(source=tmp_path / "vllm-source", device="cpu")
+    found = attnlab.xray(case.replace(backend="vllm"), lab=lab, limit_s=60)
+    assert (found.status, found.confirmed) == ("described", True), found.sentences
+    (rule,) = found.description.rules
+    assert isinstance(rule, kind)
+    assert {field: getattr(rule, field) for field in fields} == fields
+
+
+def test_the_default_scale_of_the_old_release_is_described():
+    """vLLM 0.11.2 takes the number of heads for the head size."""
+    found = attnlab.xray(Case(**{**FIELDS, "release": "0.11.2"}))
+    assert (found.status, found.confirmed) == ("described", True)
+    assert found.description.rules == (ScoreFactor(Constant("sqrt(head_size/num_heads)")),)
 
 
 def test_small_data_is_replaced_so_that_the_law_is_visible():

@@ -29,7 +29,7 @@ def found():
 
 def test_columns_hold_every_weight_once(found):
     columns = key_columns(found, seq=0, head=1)
-    assert columns.measured.shape == (3, 48 + 2)  # 3 blocks, another sequence, unmapped blocks
+    assert columns.measured.shape == (3, 80 + 2)  # 5 blocks, another sequence, unmapped blocks
     assert torch.allclose(columns.measured.sum(1), found.weights[:3, 1].sum(-1))
     assert torch.allclose(columns.expected.sum(1), torch.ones(3).double())
     assert torch.all(columns.expected[:, 43:] == 0)
