@@ -90,7 +90,7 @@ def check_library(
 def _merged(backend: Backend, op_reports: Sequence[OpReport], seconds: float) -> Report:
     """Return one report of all ops, findings in the order of the ops, then by kind."""
     findings = [
-        finding
+        dataclasses.replace(finding, flags=(*backend.flags, *finding.flags))
         for op_report in op_reports
         for finding in sorted(op_report.findings, key=lambda finding: finding.kind)
     ]

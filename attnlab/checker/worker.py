@@ -143,12 +143,14 @@ class _Worker:
     def _fault(self, progress: Progress) -> Finding:
         """Return the finding of the case that did not end or that ended the process."""
         assert progress.case is not None
-        code = self._process.exitcode
+        code, limit = self._process.exitcode, f"{self._budget.case_limit_s:g}"
         if code is None:
-            text = f"the case did not end within {self._budget.case_limit_s:g} s"
-            return dataclasses.replace(crash(progress.case, text), diagnosis="does not end")
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return crash(progress.case, f"the kernel ended its process {how}")
+            finding = crash(progress.case, f"the case did not end within {limit} s")
+            finding = dataclasses.replace(finding, diagnosis="does not end")
+        else:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            finding = crash(progress.case, f"the kernel ended its process {how}")
+        return dataclasses.replace(finding, flags=("--seconds", limit))
 
 
 def _work(sender: Connection, backend: Backend, op: str, budget: Budget, begin: int) -> None:

@@ -17,6 +17,8 @@ class CacheRead:
     - ``block``, ``offset``: functions applied to block numbers and to offsets within a block.
     - ``format``, ``k_scale``, ``v_scale``: how the stored bytes are decoded.
     - ``key_x``: the innermost size of the key cache that the kernel assumes, or None for the true one.
+    - ``column_size``: tokens per column of the block table that the kernel assumes, or None for the block
+      size.
     - ``transposed``: "key" or "value" (or both) whose inner block dimensions are read in exchanged order.
     """
 
@@ -28,6 +30,7 @@ class CacheRead:
     block: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks
     offset: Callable[[torch.Tensor], torch.Tensor] = lambda offsets: offsets
     key_x: int | None = None
+    column_size: int | None = None
     transposed: tuple[str, ...] = ()
 
     def keys(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -59,7 +62,7 @@ class CacheRead:
         self, call: KernelCall, row: int, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size, num_blocks = call.block_size, call.key_cache.shape[0]
-        columns = (positions // size).clamp(max=call.block_table.shape[1] - 1)
+        columns = (positions // (self.column_size or size)).clamp(max=call.block_table.shape[1] - 1)
         blocks = self.block(call.block_table[row, columns].long())
         return blocks.remainder(num_blocks), self.offset(positions % size).remainder(size)
 

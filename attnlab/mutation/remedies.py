@@ -10,6 +10,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.second_case import SECOND_SCALES
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import CORRECT
 from attnlab.mutation.score import derived_tolerance, sample_correct, score
@@ -55,13 +56,16 @@ class _Attempt:
 
 
 def find_remedies(
-    case: Case, survivors: dict[str, Defect], on_step: Callable[[str], None]
+    case: Case, survivors: dict[str, Defect], lab: Lab, on_step: Callable[[str], None]
 ) -> Remedies:
-    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``."""
+    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``.
+
+    ``lab`` makes the batches.
+    """
     attempts: list[_Attempt] = []
     for changes in _ladder(case):
         on_step(changes_text(changes))
-        attempts.append(_attempt(case, changes, survivors))
+        attempts.append(_attempt(case, changes, survivors, lab))
         if len(attempts[-1].killed) == len(survivors):
             break
     best = max(attempts, key=lambda attempt: len(attempt.killed))
@@ -84,10 +88,12 @@ def find_remedies(
     )
 
 
-def _attempt(case: Case, changes: dict[str, Any], survivors: dict[str, Defect]) -> _Attempt:
+def _attempt(
+    case: Case, changes: dict[str, Any], survivors: dict[str, Defect], lab: Lab
+) -> _Attempt:
     """Score the survivors under changes of a test, with the derived atol."""
     changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
-    problem = make_problem(changed)
+    problem = make_problem(changed, lab.batch(changed))
     sample = sample_correct(problem)
     changed = changed.replace(atol=derived_tolerance(sample))
     killed = {
@@ -121,7 +127,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
     poison = {"empty_slots": "garbage" if _reads_tail(case) else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]
     if case.is_fp8:
-        store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
+        store = {"cache_write": "scaled", **SECOND_SCALES, "x": None}
         steps += [{**store, **data}, {**store, **data, **poison}]
     steps.append({**steps[-1], **_SHORT})
     yielded: list[dict[str, Any]] = []

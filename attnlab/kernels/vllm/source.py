@@ -78,9 +78,7 @@ class Source:
         """Return the release whose rules the lab applies; None if the version is unknown.
 
         The lab has rules for two releases: 0.11.2 (used up to 0.11) and 0.33.0 (used for all later ones).
-        A release between them follows each in part. From 0.16.0 the default softmax scale is that of
-        0.33.0. Up to 0.20.2, NaN in the unwritten tail of a sequence's last block reaches the output, as in
-        0.11.2.
+        A release between them follows each in part: see :func:`attnlab.case.suggestion.difference`.
         """
         match = re.match(r"(\d+)\.(\d+)", self.version)
         if match is None:

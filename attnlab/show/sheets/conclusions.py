@@ -3,7 +3,18 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnlab.show.sheets.sheet import Cell, Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import (
+    Cell,
+    Command,
+    Facts,
+    Grid,
+    Lines,
+    Part,
+    Row,
+    Sheet,
+    Tone,
+    Words,
+)
 
 if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
@@ -15,6 +26,7 @@ _STATUS: dict[str, Tone] = {
     "nothing wrong": "good",
     "explained": "warn",
     "ambiguous": "odd",
+    "described": "warn",
     "unexplained": "bad",
     "rejected": "odd",
 }
@@ -22,12 +34,18 @@ _OUTCOME: dict[str, Tone] = {"killed": "good", "survived": "bad", "equivalent": 
 _CANDIDATE: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
+_NEAREST = 2  # excluded candidates in the table; all are in the JSON
+
+
 def diagnosis(one: "Diagnosis") -> Sheet:
-    """Return what explains an output, and the candidates with their sizes."""
+    """Return what explains an output, and the candidates with their sizes; of those that are excluded,
+    the nearest, and the number of the others."""
     from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
-    for candidate in one.candidates:
+    shown = [each for each in one.candidates if not each.verdict.startswith("excluded")]
+    excluded = [each for each in one.candidates if each.verdict.startswith("excluded")]
+    for candidate in [*shown, *excluded[:_NEAREST]]:
         cells: list[Cell] = [*candidate_cells(candidate)]
         cells[0] = Words(candidate.name, code=True)
         cells[5] = Words(str(cells[5]), _CANDIDATE.get(candidate.verdict, "quiet"))
@@ -42,9 +60,16 @@ def diagnosis(one: "Diagnosis") -> Sheet:
         parts=[
             Lines(one.sentences()),
             *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
+            *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
             Lines([Words(covered, "quiet")]),
         ],
     )
+
+
+def _excluded_text(counts: dict[str, int]) -> str:
+    """Return how many candidates are excluded, and where to find them."""
+    counted = [f"{n} {verdict}" for verdict, n in counts.items() if verdict.startswith("excluded")]
+    return f"candidates {', '.join(counted)}; --json lists them all"
 
 
 def power(one: "MutationReport") -> Sheet:
@@ -54,7 +79,7 @@ def power(one: "MutationReport") -> Sheet:
     rows: list[Row] = [
         [
             Words(mutant.name, code=True),
-            Words(mutant.outcome, _OUTCOME[mutant.outcome]),
+            Words(mutant.outcome_text, "odd" if mutant.survives_in else _OUTCOME[mutant.outcome]),
             f"{mutant.effect:.3g}",
             f"{mutant.margin:.3g}",
             mutant.remedy_text,
@@ -88,9 +113,9 @@ def finding(one: "Finding") -> Sheet:
                     ("evidence", one.evidence),
                     ("diagnosis", one.diagnosis),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                    ("smallest case", Words(one.case.to_cli(), code=True)),
                 ]
-            )
+            ),
+            Command(one.command, "smallest case"),
         ],
     )
 
@@ -103,6 +128,7 @@ def report(one: "Report") -> Sheet:
     for title, found in (("findings", one.findings), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
+            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
@@ -126,11 +152,11 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
             one.kind,
             one.diagnosis,
             one.seen,
-            [one.evidence, Words(one.case.to_cli(), code=True)],
+            one.evidence,
         ]
         for one in found
     ]
-    return Grid(["op", "kind", "diagnosis", "cases", "evidence, smallest case"], rows, title)
+    return Grid(["op", "kind", "diagnosis", "cases", "evidence"], rows, title)
 
 
 def _reads_grid(one: "Report") -> Grid:

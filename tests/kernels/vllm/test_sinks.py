@@ -283,8 +283,8 @@ def test_without_sinks_none_of_them_is_suspected():
     problems = make_problem(hostile()), make_problem(hostile(sinks=True))
     assert not any(DEFECTS[name].applies(problems[0]) for name in SINKS)
     assert all(DEFECTS[name].applies(problems[1]) for name in SINKS)
-    assert DEFECTS["sink_counted"].applies(problems[0])
-    assert not DEFECTS["sink_counted"].applies(problems[1])
+    assert DEFECTS["zero_key_counted"].applies(problems[0])
+    assert not DEFECTS["zero_key_counted"].applies(problems[1])
     apart = find_distinction(hostile(), DEFECTS["sink_ignored"], DEFECTS["sink_counted_twice"])
     assert apart.case is None
 
