@@ -21,8 +21,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--call",
         type=Path,
-        metavar="FILE",
-        help="a saved KernelCall; of the Case only the platform, the release and the backend are used",
+        metavar="PATH",
+        help="a saved KernelCall, or a call in another format that attnlab diagnose reads; of the Case only "
+        "the platform, the release and the backend are used",
     )
     group.add_argument(
         "--kernel",
@@ -73,13 +74,21 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _xray(args: argparse.Namespace, case: Case) -> "XRay":
-    from attnlab.tensors.call import KernelCall
+    from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.recorder.other_files import read_call
     from attnlab.weights.public import xray, xray_of_call
 
     with progress("measuring the weights") as on_step:
         lab = case_source.lab_of(args, on_step)
         if args.call is not None:
-            return xray_of_call(KernelCall.load(args.call), case, lab=lab, limit_s=args.limit_s)
+            given = [
+                name
+                for name in ("platform", "release")
+                if getattr(args, f"field_{name}") is not None
+            ]
+            call = read_call(args.call)
+            ran = where_it_ran(call, case, given).case
+            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s)
         return xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
 
 

@@ -1,6 +1,7 @@
 """Dispatch of a call that has no Case, such as a captured one."""
 
 from attnlab.case.case import Case
+from attnlab.case.ops import WRAPPER
 from attnlab.contracts.dispatch import decide
 from attnlab.tensors.call import KernelCall
 
@@ -10,6 +11,8 @@ def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
 
     Everything else that dispatch depends on comes from the call.
     """
+    if call.op != WRAPPER:
+        return (call.op,)
     _, num_heads, head_size = call.query.shape
     call_case = case.replace(
         op=call.op,

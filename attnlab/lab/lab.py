@@ -32,7 +32,8 @@ from attnlab.lab.result import Result
 from attnlab.lab.shared import SharedProducts
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
         head=head,
         positions=length,
         tail=last - length,
-        foreign=(*(f"sequence {other}" for other in others), "unmapped"),
+        foreign=(*(f"seq {other}" for other in others), "unmapped"),
         context=int(setup.ctx_len[rows[0]]),
         block_size=setup.call.block_size,
     )

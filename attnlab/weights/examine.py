@@ -1,11 +1,13 @@
 """examine: measure a call on a backend, and conclude."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import Op
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
@@ -53,6 +55,7 @@ def examine(subject: Subject) -> Examined:
     """Measure a subject; raise InvalidCase for an op without values."""
     call, target = subject.call, subject.target
     check_weighs_values(call.spec)
+    call = as_measurable(call)
     check_size(call, len(subject.rows), len(subject.heads))
     owners = slot_owners(call)
     held = holds_token(call, owners) if subject.written is None else subject.written
@@ -81,6 +84,23 @@ def check_weighs_values(op: Op) -> None:
             "attnlab run compares the cache that it writes",
             field="op",
         )
+
+
+def as_measurable(call: KernelCall) -> KernelCall:
+    """Return the call with its scales as numbers; raise InvalidCall for one that the X-ray cannot measure."""
+    if call.unmodelled:
+        text = ", ".join(call.unmodelled)
+        raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+    if call.value_cache.shape[2] != call.query.shape[2]:
+        sizes = f"{call.value_cache.shape[2]} and {call.query.shape[2]}"
+        raise InvalidCall(f"values and keys must have one head size for an X-ray, got {sizes}")
+    scales: dict[str, Any] = {}
+    for name in ("k_scale", "v_scale"):
+        scale = torch.as_tensor(getattr(call, name), dtype=torch.float32).flatten()
+        if bool((scale != scale[0]).any()):
+            raise InvalidCall(f"{name} must be one number for an X-ray, got several", field=name)
+        scales[name] = float(scale[0])
+    return dataclasses.replace(call, **scales)
 
 
 def law_is_visible(setup: AttentionSetup) -> bool:

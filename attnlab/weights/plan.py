@@ -180,6 +180,7 @@ def right_keys(setup: AttentionSetup) -> torch.Tensor:
     """Return which entries each row must see, [R, E] bool."""
     at, position = setup.entry_position, setup.position[:, None]
     source = torch.where(setup.is_new, at >= setup.cached[:, None], at < setup.cached[:, None])
-    visible = source & (at <= position) & (setup.entry_slot >= 0)
+    seen = at <= position if setup.call.causal else at < setup.seq_len[:, None]
+    visible = source & seen & (setup.entry_slot >= 0)
     window = setup.call.sliding_window
     return visible & (at > position - window) if window else visible

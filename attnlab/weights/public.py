@@ -49,6 +49,8 @@ def xray(
     """
     lab = lab or default_lab()
     if isinstance(case, KernelCall):
+        if call_platform := case.origin.platform:
+            changes.setdefault("platform", call_platform)
         chosen = backend if backend is not None else changes.pop("backend", "model")
         if isinstance(chosen, str):
             return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)

@@ -111,7 +111,7 @@ def cache_slots(call: KernelCall) -> int:
 
 def has_new_slots(call: KernelCall) -> bool:
     """Answer whether the op may read keys and values of new tokens from its arguments."""
-    return call.spec.new_tokens_from != "cache"
+    return call.spec.new_tokens_from != "cache" and call.new_tokens == "given"
 
 
 def make_setup(

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 Which = Literal["measured", "expected", "difference"]
 _LEAST = 1e-5  # the smallest weight that has a colour
 _NAN = "#c9a0dc"
+_TITLES = {
+    "measured": "measured weights",
+    "expected": "expected weights",
+    "difference": "measured - expected",
+}
 
 
 def plot_weights(
@@ -27,7 +32,8 @@ def plot_weights(
     """
     ax = ax or plt.subplots(figsize=(7.5, 3.4), layout="constrained")[1]
     values = getattr(columns, which).numpy()
-    image = ax.imshow(values, aspect="auto", interpolation="none", **_colours(values, which))
+    drawn = values if which == "difference" else np.maximum(values, _LEAST / 10)
+    image = ax.imshow(drawn, aspect="auto", interpolation="none", **_colours(values, which))
     if np.isnan(values).any():
         hatch_cells(ax, np.isnan(values), "//", "black")
     _edges(ax, columns)
@@ -35,7 +41,7 @@ def plot_weights(
     label = "measured - expected" if which == "difference" else f"{which} weight"
     ax.figure.colorbar(image, ax=ax, label=label)
     where = f"sequence {columns.seq}, head {columns.head}"
-    ax.set(ylabel="output row", title=title or f"{which} weights: {where}")
+    ax.set(ylabel="output row", title=title or f"{_TITLES[which]}: {where}")
     return ax
 
 
@@ -45,7 +51,7 @@ def _colours(values: Any, which: str) -> dict[str, Any]:
         largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-6)
         colours = plt.get_cmap("RdBu_r").with_extremes(bad=_NAN)
         return {"cmap": colours, "norm": TwoSlopeNorm(0.0, -largest, largest)}
-    colours = plt.get_cmap("viridis").with_extremes(under="#00000000", bad=_NAN)
+    colours = plt.get_cmap("viridis").with_extremes(under="#80808030", bad=_NAN)
     return {"cmap": colours, "norm": LogNorm(_LEAST, 1.0)}
 
 
