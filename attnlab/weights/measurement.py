@@ -11,7 +11,7 @@ from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_runs, num_slots, one_hot, random_codes, with_values
-from attnlab.weights.setup import cache_slots
+from attnlab.weights.setup import cache_slots, one_number
 
 MOST_WEIGHTS = 1 << 26  # numbers of a measurement: 256 MiB of float32
 MOST_RUNS = 4096
@@ -118,7 +118,7 @@ def check_numbers(rows: int, heads: int, slots: int, runs: int) -> None:
 
 def value_scale(call: KernelCall) -> float:
     """Return the factor that a right kernel applies to values of the cache."""
-    return call.v_scale if call.kv_cache_dtype != "auto" else 1.0
+    return one_number(call.v_scale) if call.kv_cache_dtype != "auto" else 1.0
 
 
 def weigh(

@@ -10,7 +10,7 @@ from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.description import Description
-from attnlab.weights.setup import AttentionSetup, has_new_slots, make_setup
+from attnlab.weights.setup import AttentionSetup, has_new_slots, make_setup, one_number
 
 
 def predict_case(description: Description, case: Case, lab: Lab) -> torch.Tensor:
@@ -40,5 +40,5 @@ def slot_values(setup: AttentionSetup) -> torch.Tensor:
     call, format = setup.call, format_of(setup.call, setup.target)
     cache = interleaved(call.value_cache, back=True) if call.interleave_v else call.value_cache
     stored = cache.cpu().permute(0, 3, 1, 2).flatten(0, 1).contiguous()
-    value = format.decode(stored, call.v_scale).double()
+    value = format.decode(stored, one_number(call.v_scale)).double()
     return torch.cat([value, call.value.cpu().double()]) if has_new_slots(call) else value

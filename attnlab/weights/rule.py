@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.weights.plan import Plan
-from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.setup import AttentionSetup, one_number
 
 PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
 
@@ -131,11 +131,11 @@ def _num_heads(setup: AttentionSetup) -> float:
 
 
 def _k(setup: AttentionSetup) -> float:
-    return setup.call.k_scale
+    return one_number(setup.call.k_scale)
 
 
 def _v(setup: AttentionSetup) -> float:
-    return setup.call.v_scale
+    return one_number(setup.call.v_scale)
 
 
 CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {

@@ -109,6 +109,11 @@ def cache_slots(call: KernelCall) -> int:
     return call.value_cache.shape[0] * call.value_cache.shape[3]
 
 
+def one_number(scale: float | torch.Tensor) -> float:
+    """Return a scale that is one number; the first of a tensor."""
+    return float(torch.as_tensor(scale).flatten()[0])
+
+
 def has_new_slots(call: KernelCall) -> bool:
     """Answer whether the op may read keys and values of new tokens from its arguments."""
     return call.spec.new_tokens_from != "cache" and call.new_tokens == "given"
