@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -41,6 +42,22 @@ def sdpa(call: KernelCall) -> None:
                 query, key, value, bias.to(query.dtype), scale=call.sm_scale
             ),
         )
+
+
+def sdpa_gpu(call: KernelCall) -> None:
+    """Run torch's scaled_dot_product_attention on a GPU; without window and ALiBi that is a fused kernel."""
+    for seq, (query, key, value, hidden) in enumerate(_sequences(call)):
+        plain = call.alibi_slopes is None and not call.sliding_window
+        mask: object = causal_lower_right(query.shape[1], key.shape[1])
+        if not plain:
+            bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+            if call.alibi_slopes is not None:
+                bias = bias + call.alibi_slopes[:, None, None] * _away(call, seq)
+            mask = bias.to(query.dtype).cuda()
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(part[None].cuda() for part in (query, key, value)), mask, scale=call.sm_scale
+        )
+        _write(call, seq, output[0].cpu())
 
 
 def split(call: KernelCall) -> None:
@@ -89,11 +106,12 @@ def _write(call: KernelCall, seq: int, output: torch.Tensor) -> None:
     call.output[rows] = output.transpose(0, 1).to(call.output.dtype)
 
 
-for _kernel in (sdpa, split):
+for _kernel in (sdpa, sdpa_gpu, split):
     _kernel.op, _kernel.kv_cache_dtypes = "unified_attention", ("auto",)  # type: ignore[attr-defined]
 TILED = ("sound", "tile_16", "tile_64", "bfloat16_sums", "bfloat16_weights", "bfloat16_scores")
 KERNELS = {
     "sdpa": (f"{__file__}:sdpa", sdpa),
+    "sdpa_gpu": (f"{__file__}:sdpa_gpu", sdpa_gpu),
     "split": (f"{__file__}:split", split),
     **{n: (f"{faulty_attention.__file__}:{n}", getattr(faulty_attention, n)) for n in TILED},
 }
@@ -138,14 +156,14 @@ def main() -> int:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     began = time.perf_counter()
     wrong = 0
-    names = list(KERNELS)
+    names = [name for name in KERNELS if torch.cuda.is_available() or name != "sdpa_gpu"]
     for number in range(args.first, args.first + args.runs):
         name = names[number % len(names)]
         spec, kernel = KERNELS[name]
         case = draw_case(number, kernel.op, spec)
         found = attnlab.xray(case, limit_s=6)
         counts[name][found.status] += 1
-        if found.status not in ("right", "precision"):
+        if found.status not in ("right", "precision"):  # a wrong statement, or none
             wrong += found.status == "described"
             print(
                 f"{name} {number} {found.status}: {found.sentences[0]}\n  {case.to_cli()}",

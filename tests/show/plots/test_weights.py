@@ -41,7 +41,7 @@ def test_plot_weights(found, which):
     columns = key_columns(found)
     ax = plot_weights(columns, which=which)
     drawn = np.ma.getdata(ax.images[0].get_array())
-    assert np.allclose(drawn, getattr(columns, which).numpy(), atol=1e-6)
+    assert np.allclose(drawn, getattr(columns, which).numpy(), atol=2e-6)
     edges = {float(line.get_xdata()[0]) for line in ax.lines}
     assert columns.context - 0.5 in edges
     assert columns.positions - 0.5 in edges
