@@ -17,6 +17,7 @@ FOLDERS = (
     "contracts",
     "kernels",
     "lab",
+    "tasks",
     "defects",
     "diagnosis",
     "mutation",
@@ -26,7 +27,7 @@ FOLDERS = (
     "study",
     "cli",
 )
-MAX_ENTRIES = 17
+MAX_ENTRIES = 19
 MAX_LINES = 300
 
 
