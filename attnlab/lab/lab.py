@@ -79,7 +79,8 @@ class Lab:
         """Return the Case's batch, shared: do not change it."""
         where = self.where(case)
         make = lambda: make_batch(case, where)  # noqa: E731
-        return self.shared.get("batch", (batch_key(case), where), make)[0]
+        key = (batch_key(case), where)
+        return self.shared.get("batch", key, make, in_file=where == "cpu")[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache, shared: do not change it."""
@@ -110,7 +111,8 @@ class Lab:
         batch, where = self.batch(case), self.where(case)
         make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
         kind = "lse" if with_lse else "reference"
-        return self.shared.get(kind, (reference_key(case), where), make)[0]
+        key = (reference_key(case), where)
+        return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
 
     def call(self, case: Case) -> KernelCall:
         """Return the Case's call with a new output buffer."""
@@ -231,13 +233,16 @@ class Lab:
 
         def prefill() -> torch.Tensor:
             model.run(call, target, (PREFILL,))
-            return call.output[rows].clone()
+            return torch.cat([call.output[run] for run in runs] or [call.output[:0]])
 
-        rows = written_rows(contract(PREFILL, target, call.op), call)
+        runs = _runs(written_rows(contract(PREFILL, target, call.op), call))
         key = (prefill_key(case), self.where(case))
-        done, was_there = self.shared.get("prefill", key, prefill)
+        done, was_there = self.shared.get("prefill", key, prefill, in_file=key[1] == "cpu")
         if was_there:
-            call.output[rows] = done
+            for run, part in zip(
+                runs, done.split([run.stop - run.start for run in runs]), strict=True
+            ):
+                call.output[run] = part
 
     def _memory(self, case: Case, ran: RunOutput) -> MemoryReport | None:
         """Return what a traced run read from the cache, or None."""
@@ -258,6 +263,12 @@ class Lab:
             yield
         finally:
             seconds[step] = time.perf_counter() - start
+
+
+def _runs(rows: torch.Tensor) -> list[slice]:
+    """Return the runs of consecutive rows in a mask [n] bool, in order."""
+    edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 @cache

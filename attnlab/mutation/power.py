@@ -12,6 +12,7 @@ from attnlab.case.case import Case
 from attnlab.case.fields import refuse
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
+from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.remedies import NO_REMEDIES, Remedies, find_remedies
 from attnlab.mutation.report import Mutant, MutationReport
@@ -37,12 +38,13 @@ def power(
     if case.spec.writes_cache:
         refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
-    problem = make_problem(case)
+    lab = Lab(keep=1, device="cpu")  # most changes of a test leave its batch
+    problem = make_problem(case, lab.batch(case))
     sample = sample_correct(problem)
     applicable = [mutant for mutant in mutants if mutant.applies(problem)]
     scores = {mutant.name: score(problem, sample, mutant, case) for mutant in applicable}
     alive = {mutant.name: mutant for mutant in applicable if not scores[mutant.name].is_killed}
-    found = find_remedies(case, alive, on_step) if remedies and alive else NO_REMEDIES
+    found = find_remedies(case, alive, lab, on_step) if remedies and alive else NO_REMEDIES
     rows = [_mutant(mutant, scores[mutant.name], found) for mutant in applicable]
     return MutationReport(
         case=case,

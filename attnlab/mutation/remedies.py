@@ -55,13 +55,16 @@ class _Attempt:
 
 
 def find_remedies(
-    case: Case, survivors: dict[str, Defect], on_step: Callable[[str], None]
+    case: Case, survivors: dict[str, Defect], lab: Lab, on_step: Callable[[str], None]
 ) -> Remedies:
-    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``."""
+    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``.
+
+    ``lab`` makes the batches.
+    """
     attempts: list[_Attempt] = []
     for changes in _ladder(case):
         on_step(changes_text(changes))
-        attempts.append(_attempt(case, changes, survivors))
+        attempts.append(_attempt(case, changes, survivors, lab))
         if len(attempts[-1].killed) == len(survivors):
             break
     best = max(attempts, key=lambda attempt: len(attempt.killed))
@@ -84,10 +87,12 @@ def find_remedies(
     )
 
 
-def _attempt(case: Case, changes: dict[str, Any], survivors: dict[str, Defect]) -> _Attempt:
+def _attempt(
+    case: Case, changes: dict[str, Any], survivors: dict[str, Defect], lab: Lab
+) -> _Attempt:
     """Score the survivors under changes of a test, with the derived atol."""
     changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
-    problem = make_problem(changed)
+    problem = make_problem(changed, lab.batch(changed))
     sample = sample_correct(problem)
     changed = changed.replace(atol=derived_tolerance(sample))
     killed = {

@@ -17,6 +17,7 @@ from typing import Any
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.output_file import check_output_file
 from attnlab.case.parameters import share_out
+from attnlab.lab.product_files import sharing_between_processes
 from attnlab.reports.baseline import Change, Kept, compare, read_baseline
 from attnlab.reports.executed import read_title
 from attnlab.reports.notebook_result import (
@@ -34,6 +35,8 @@ __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
 OnEnd = Callable[[Outcome], None]
 
+# glibc keeps freed memory for the next tensor: getting it from the system again takes longer than filling it.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 _NOTEBOOK_GIB = 6.0  # the largest notebook needed 5.3 GiB at the size of the test
 
 
@@ -88,7 +91,9 @@ def investigate(
     """
     _check_installed()
     kept = None if baseline is None else read_baseline(baseline)
-    with _quiet():
+    with _quiet(), sharing_between_processes() as environment:
+        threads = max(1, cores() // max(1, min(jobs, len(paths))))
+        environment = {"OMP_NUM_THREADS": str(threads), **_KEEP_MEMORY, **environment}
         given = share_out(parameters, paths)
         _make_folder(reports / "executed", paths)
         reports, stop = reports.resolve(), threading.Event()
@@ -100,7 +105,7 @@ def investigate(
                 timeout_s=timeout_s,
                 on_progress=on_progress or (lambda name, cell, total: None),
                 stop=stop,
-                threads=max(1, cores() // max(1, min(jobs, len(paths)))),
+                environment=environment,
                 pages=_pages(paths, reports),
                 folder_flag=path.resolve().parent != NOTEBOOKS,
             )

@@ -240,7 +240,7 @@ def _empty(
 ) -> torch.Tensor:
     """Return a cache tensor filled with zeros, NaN or finite garbage, as ``case.empty_slots`` says."""
     if case.empty_slots == "zeros":
-        return torch.zeros(shape, dtype=format.storage, device=device)
+        return untouched(shape, format.storage, device)
     if case.empty_slots == "nan":
         return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
     return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
