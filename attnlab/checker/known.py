@@ -109,9 +109,8 @@ def _of_json(text: str, path: Path) -> list[KnownFinding]:
         where = f"entry {i} of {path}"
         if not isinstance(fields, dict) or not {"op", "kind", "link"} <= fields.keys():
             refuse(where, "an object with op, kind and link", fields)
-        values = (str(fields[name]) for name in ("op", "kind"))
-        diagnosis = str(fields.get("diagnosis", ANY))
-        found.append(_entry(where, *values, diagnosis, str(fields["link"])))
+        op, kind, link = (str(fields[name]) for name in ("op", "kind", "link"))
+        found.append(_entry(where, op, kind, str(fields.get("diagnosis", ANY)), link))
     return found
 
 

@@ -113,7 +113,8 @@ def check(
 
 def engine_of(name: str | None, plan: "Plan") -> "Engine":
     """Return the engine of a name; without one, this process for short models, else ``local``."""
-    from attnlab.tasks.engine import InProcess, find_engine
+    from attnlab.tasks.engine import InProcess
+    from attnlab.tasks.engines import find_engine
 
     total = sum(task.cost_s for task in plan.tasks())
     if name is None and plan.backend.name == "model" and total * _MODEL_SHARE < _SHORT_S:

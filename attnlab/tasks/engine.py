@@ -1,20 +1,16 @@
-"""Engine: what runs tasks. The engines of a machine are here; others have the same interface.
+"""Engine: what runs tasks; and the simplest one, this process.
 
-- ``local[:N]``: N worker processes on this machine (:mod:`attnlab.tasks.local`).
-- :class:`InProcess`: this process, for short work that cannot break it.
+:mod:`attnlab.tasks.engines` has the engines by name.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attnlab.case.fields import refuse
 from attnlab.tasks.task import Job, OpenJob, Outcome, Task
 
 OnOutcome = Callable[[Outcome], None]
 Stop = Callable[[], bool]
-ENGINES = "local or local:N"
 
 
 def never() -> bool:
@@ -79,24 +75,3 @@ class InProcess(Engine):
 
     def close(self) -> None:
         self._open = None
-
-
-def find_engine(name: str, device: str = "cpu") -> Engine:
-    """Return the engine of a name; its workers use ``device``. Raises InvalidCase for an unknown name."""
-    kind, _, count = name.partition(":")
-    if kind != "local" or (":" in name and not (count.isdigit() and int(count))):
-        refuse("engine", ENGINES, name)
-    from attnlab.tasks.local import LocalEngine
-
-    return LocalEngine(int(count) if count else default_processes(device), device)
-
-
-def default_processes(device: str) -> int:
-    """Return how many workers a machine has: one per GPU, or one per core."""
-    if device == "cuda":
-        import torch
-
-        return max(1, torch.cuda.device_count())
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

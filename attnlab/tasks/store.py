@@ -36,7 +36,7 @@ class Store:
         Raises InvalidCase if the folder has another content, was made with another header, or is in use;
         it is then unchanged.
         """
-        header = json.loads(json.dumps({"format": FORMAT, **header}))
+        wanted: Header = json.loads(json.dumps({"format": FORMAT, **header}))
         _check_folder(folder)
         make_output_folder(folder, "out")
         self._folder, self._lock = folder, FileLock(folder / _LOCK)
@@ -48,7 +48,7 @@ class Store:
         except OSError as error:
             raise _unwritable(folder, error) from error
         try:
-            self.outcomes = self._opened(header)
+            self.outcomes = self._opened(wanted)
         except BaseException:
             self._lock.release()
             raise
@@ -140,7 +140,7 @@ def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
 def _read_header(folder: Path) -> Header:
     path = folder / _HEADER
     try:
-        header = json.loads(path.read_text())
+        wanted: Header = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise InvalidCase(f"{folder} must be a store: it has no {_HEADER}", field="out") from error
     except (OSError, ValueError) as error:

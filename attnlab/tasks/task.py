@@ -140,6 +140,6 @@ def failed(task: Task, error: Exception) -> Outcome:
 
 def does_not_fit(task: Task, free: int) -> Outcome:
     """Return the outcome of a task that needs more memory than is free; it was not started."""
-    needed, free = (f"{size / 2**30:.1f} GiB" for size in (task.memory_bytes, free))
-    text = f"needs about {needed} of memory, and {free} is available"
+    needed, rest = (f"{size / 2**30:.1f} GiB" for size in (task.memory_bytes, free))
+    text = f"it needs about {needed} of memory, and {rest} is available"
     return Outcome(key=task.key, status=NOT_RUN, text=text)

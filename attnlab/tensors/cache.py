@@ -73,12 +73,16 @@ def interleaved(value: torch.Tensor, back: bool = False) -> torch.Tensor:
     return value.view(*blocks, *shape).transpose(-3, -2).reshape(value.shape)
 
 
-def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU that take no memory until they are written.
+def untouched(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return zeros that take no memory on a CPU until they are written.
 
-    NumPy gets zeroed pages from the operating system, torch would write the zeros. Raises Unavailable
-    if the address space is not available.
+    NumPy gets zeroed pages from the operating system, torch would write the zeros. On a GPU the tensor
+    takes all its memory. Raises Unavailable if the address space is not available.
     """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     try:
         zeros = np.zeros(size, dtype=np.uint8)

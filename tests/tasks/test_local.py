@@ -9,7 +9,8 @@ from helpers.processes import is_running
 
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.tasks import local
-from attnlab.tasks.engine import InProcess, find_engine
+from attnlab.tasks.engine import InProcess
+from attnlab.tasks.engines import find_engine
 from attnlab.tasks.local import LocalEngine
 from attnlab.tasks.task import Outcome, Task
 

@@ -19,6 +19,7 @@ _STATUS: dict[str, Tone] = {
     "rejected": "odd",
 }
 _OUTCOME: dict[str, Tone] = {"killed": "good", "survived": "bad", "equivalent": "quiet"}
+_EXIT_CODE: dict[int, Tone] = {0: "good", 1: "bad", 3: "warn"}
 _CANDIDATE: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
@@ -120,7 +121,7 @@ def report(one: "Report") -> Sheet:
     return Sheet(
         kind="Report",
         line=f"<Report: {summary}>",
-        head=Words(summary, {0: "good", 3: "warn"}.get(one.exit_code, "bad")),
+        head=Words(summary, _EXIT_CODE[one.exit_code]),
         parts=parts,
     )
 
