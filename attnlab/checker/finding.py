@@ -5,6 +5,7 @@ error by itself.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Finding(Shown):
     - ``case``: the smallest Case that shows it.
     - ``first``: the Case that showed it first; None if that is ``case``.
     - ``seen``: the number of cases that showed it.
+    - ``flags``: what the command that reproduces it needs besides the Case, such as --source.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Finding(Shown):
     diagnosis: str
     seen: int = 1
     first: Case | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -62,11 +65,22 @@ class Finding(Shown):
         """Return (op, kind, diagnosis); findings with the same group are reported once."""
         return self.op, self.kind, self.diagnosis
 
+    @property
+    def command(self) -> str:
+        """Return the command line that reproduces the finding: the same kernel on the smallest Case.
+
+        It exits with 1 as long as a fault exists. For an observation it records accesses.
+        """
+        case = self.case
+        if not self.is_fault and case.backend != "model" and not case.first_block:
+            case = case.replace(trace_reads=True)
+        return shlex.join([*shlex.split(case.to_cli()), *self.flags])
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as JSON-able values; ``run`` is the command line of its Case."""
+        """Return the finding as JSON-able values; ``run`` is the command that reproduces it."""
         fields = dataclasses.asdict(self)
         first = None if self.first is None else self.first.to_cli()
-        return {**fields, "run": self.case.to_cli(), "first": first}
+        return {**fields, "run": self.command, "first": first}
 
     def to_verdict(self) -> dict[str, Any]:
         """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""

@@ -15,9 +15,10 @@ def merged_check(
 
     It equals that of a check in one piece, except that ``seconds`` is the sum of the cases' times.
     """
+    limit_s = header["options"]["case_seconds"]
     return build_report(
         header,
-        [Task(**fields) for fields in header["cases"]],
+        [Task(**fields, limit_s=limit_s) for fields in header["cases"]],
         outcomes,
         seconds=sum(outcome.seconds for outcome in outcomes.values()),
         stopped="its shard was stopped before",

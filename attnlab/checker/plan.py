@@ -106,6 +106,7 @@ class Plan:
                 "version": self.backend.version,
                 "digest": source_digest(self.backend),
                 "device": self.backend.device,
+                "flags": [*self.backend.flags],
                 "blind_spots": [*self.backend.blind_spots],
             },
             "options": {
@@ -171,6 +172,7 @@ def findings_of(task: Task, outcome: Outcome) -> list[Finding]:
             case=case,
             evidence=outcome.text,
             diagnosis=FAULTS[outcome.status],
+            flags=() if task.limit_s is None else ("--seconds", f"{task.limit_s:g}"),
         )
     ]
 

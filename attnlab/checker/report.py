@@ -122,7 +122,7 @@ def build_report(
     """
     library = header["library"]
     found = [
-        finding
+        dataclasses.replace(finding, flags=(*library["flags"], *finding.flags))
         for op in header["options"]["ops"]
         for finding in sorted(_findings(tasks, outcomes, op), key=lambda finding: finding.kind)
     ]

@@ -1,14 +1,17 @@
 """The command ``attnlab run``."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import Number
 from attnlab.case.output_file import check_output_file
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
+from attnlab.cli.limited_run import run_limited
 from attnlab.cli.output import print_json, progress, show
 
 _MOST_PLACES = 200  # in the JSON document
@@ -33,6 +36,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the call and its output to a safetensors file, for diagnose --call",
     )
+    group.add_argument(
+        "--seconds",
+        metavar="S",
+        help="run in a process of its own, and reject a kernel that takes longer or ends the process "
+        "(default: no limit)",
+    )
     case_source.add_flags(parser)
 
 
@@ -42,14 +51,22 @@ def _run(args: argparse.Namespace) -> int:
         raise InvalidCase("save-call must not be given with stages", field="save-call")
     if args.platforms is not None and not args.stages:
         raise InvalidCase("platforms must be given with --stages", field="platforms")
-    return _run_stages(args, case) if args.stages else _run_case(args, case)
-
-
-def _run_case(args: argparse.Namespace, case: Case) -> int:
+    if args.seconds is not None and args.stages:
+        raise InvalidCase("seconds must not be given with stages", field="seconds")
+    if args.stages:
+        return _run_stages(args, case)
     if args.save_call is not None:
         check_output_file(args.save_call, "save-call")  # before minutes are spent
+    if args.seconds is not None:
+        seconds = Number().check("seconds", Number().parse("seconds", args.seconds))
+        return run_limited(_run_case, args, case, seconds)
     with progress("running") as on_step:
-        result = case_source.lab_of(args, on_step).run(case)
+        return _run_case(args, case, on_step)
+
+
+def _run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]) -> int:
+    """Run the Case and print its Result; return the exit code."""
+    result = case_source.lab_of(args, on_step).run(case)
     if args.save_call is not None:
         result.call.save(args.save_call)
     if args.json:

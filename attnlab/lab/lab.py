@@ -117,7 +117,7 @@ class Lab:
     def call(self, case: Case) -> KernelCall:
         """Return the Case's call with a new output buffer."""
         where = self.where(case)
-        make = lambda: make_output(case).to(where)  # noqa: E731
+        make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
         return make_call(case, self.batch(case), self.cache(case), output)
 

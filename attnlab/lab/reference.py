@@ -13,9 +13,12 @@ from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.formats import store, written_format
 
-# By device: query rows of a tile, and scores of a tile. On a CPU the scores are 1.5 MiB of float32, just
-# below the size from which torch asks for huge pages; on a GPU there are enough of them to keep it busy.
-_TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
+# Scores of a tile. On a CPU they are 1.5 MiB of float32, just below the size from which torch asks for huge
+# pages; on a GPU there are enough of them to keep it busy.
+_SCORES = {"cpu": 3 << 17, "cuda": 1 << 28}
+# Rows of a tile: on a CPU of all query heads of a KV head, on a GPU tokens. Of a square of tokens, tiles of
+# a quarter of its rows need five eighths of the work.
+_CPU_ROWS, _GPU_TOKENS = 128, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,13 +75,16 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
 def stored_tokens(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
     """Return ``tokens`` [n, heads, head_size] with the first ``cached`` of them as the cache stores them.
 
-    A 16- or 32-bit cache stores them unchanged: the result is ``tokens``. With FP8 it is float64.
+    A 16- or 32-bit cache stores them unchanged: the result is ``tokens``. With FP8 it is exact: float32, or
+    float64 if they are scaled.
     """
     if not case.is_fp8:
         return tokens
     stored = store(case, tokens[:cached], scale)
-    decoded = written_format(case).decode(stored).double() * scale
-    return torch.cat([decoded, tokens[cached:].double()])
+    decoded = written_format(case).decode(stored)
+    if scale != 1.0:
+        decoded = decoded.double() * scale
+    return torch.cat([decoded, tokens[cached:].to(decoded.dtype)])
 
 
 def attend(
@@ -107,9 +113,9 @@ def attend(
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads
-    rows, scores = _TILES[query.device.type]
-    rows_at_once = max(1, rows // group)
-    heads_at_once = max(1, scores // (group * min(rows_at_once, query_len) * seq_len))
+    device = query.device.type
+    rows_at_once = _GPU_TOKENS if device == "cuda" else max(1, _CPU_ROWS // group)
+    heads_at_once = max(1, _SCORES[device] // (group * min(rows_at_once, query_len) * seq_len))
     for first in range(0, num_kv_heads, heads_at_once):
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)

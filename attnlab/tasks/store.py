@@ -124,9 +124,9 @@ def _check_same(folder: Path, stored: Header, header: Header) -> None:
 def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
     """Return the first difference of two headers in words, such as "seed is 1, not 0"; "" if none.
 
-    The path of a source may differ; its digest must not.
+    The path of a source, and flags that have it, may differ; its digest must not.
     """
-    if name == "source":
+    if name in ("source", "flags"):
         return ""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in {**stored, **wanted}:
@@ -140,7 +140,7 @@ def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
 def _read_header(folder: Path) -> Header:
     path = folder / _HEADER
     try:
-        wanted: Header = json.loads(path.read_text())
+        header = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise InvalidCase(f"{folder} must be a store: it has no {_HEADER}", field="out") from error
     except (OSError, ValueError) as error:

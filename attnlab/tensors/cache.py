@@ -247,10 +247,10 @@ def _empty(
         return untouched(shape, format.storage, device)
     if case.empty_slots == "nan":
         return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
-    return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
+    return format.encode(garbage(shape, seed=case.seed + salt, device=device))
 
 
-def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def garbage(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return numbers as recycled memory may hold them: float16 with 0.5 ≤ |number| < 2.
 
     They are finite, so that no NaN reveals them, and never small, so that no element is right by chance.
@@ -261,4 +261,5 @@ def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     bits.random_(-(2**15), 2**15, generator=generator)
     # IEEE binary16: keep the sign, the fraction and the exponent's last bit; set the rest to 0111x.
     numbers = (bits & -0x7801 | 0x3800).view(torch.float16)
+    numbers = numbers.to(device)
     return numbers.repeat(-(-size // max(1, len(numbers))))[:size].view(shape)

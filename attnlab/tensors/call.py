@@ -227,8 +227,8 @@ def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
     return torch.cumsum(torch.tensor(lens), dim=0).to(torch.int32)
 
 
-def make_output(case: Case) -> torch.Tensor:
-    """Return the output buffer before the call: recycled memory, NaN or zeros.
+def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the output buffer before the call, on ``device``: recycled memory, NaN or zeros.
 
     vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
     :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
@@ -239,9 +239,9 @@ def make_output(case: Case) -> torch.Tensor:
         shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
         dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
     if case.output_init == "recycled":
-        return garbage(shape, seed=case.seed + 4).to(dtype)
+        return garbage(shape, seed=case.seed + 4, device=device).to(dtype)
     fill = float("nan") if case.output_init == "nan" else 0.0
-    return torch.full(shape, fill, dtype=dtype)
+    return torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:

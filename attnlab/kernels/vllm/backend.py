@@ -92,6 +92,11 @@ class VllmBackend(Backend):
         return f"{text} on {torch.cuda.get_device_name()}" if self.device == "cuda" else text
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        source = () if self.path is None else ("--source", str(self.path))
+        return (*source, "--device", self.device)
+
+    @property
     def release(self) -> str:
         return self.source.rules or RELEASES[-1]
 

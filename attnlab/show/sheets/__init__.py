@@ -73,7 +73,7 @@ def plain(noun: Shown) -> str:
 
     out = StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, force_jupyter=False)
-    console.print(text(noun))
+    console.print(text(noun), crop=False)
     return "\n".join(row.rstrip() for row in out.getvalue().rstrip().splitlines())
 
 

@@ -3,7 +3,18 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnlab.show.sheets.sheet import Cell, Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import (
+    Cell,
+    Command,
+    Facts,
+    Grid,
+    Lines,
+    Part,
+    Row,
+    Sheet,
+    Tone,
+    Words,
+)
 
 if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
@@ -89,9 +100,9 @@ def finding(one: "Finding") -> Sheet:
                     ("evidence", one.evidence),
                     ("diagnosis", one.diagnosis),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                    ("smallest case", Words(one.case.to_cli(), code=True)),
                 ]
-            )
+            ),
+            Command(one.command, "smallest case"),
         ],
     )
 
@@ -110,6 +121,7 @@ def report(one: "Report") -> Sheet:
     for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
+            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
@@ -148,11 +160,11 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
             one.kind,
             one.diagnosis,
             one.seen,
-            [one.evidence, Words(one.case.to_cli(), code=True)],
+            one.evidence,
         ]
         for one in found
     ]
-    return Grid(["op", "kind", "diagnosis", "cases", "evidence, smallest case"], rows, title)
+    return Grid(["op", "kind", "diagnosis", "cases", "evidence"], rows, title)
 
 
 def _reads_grid(one: "Report") -> Grid:
