@@ -27,7 +27,8 @@ from attnlab.tasks.worker import READY, Worker, ends_worker
 _POLL_S = 0.1
 _START_LIMIT_S = 180.0  # until a worker has imported torch and opened the job
 _MOST_STARTS = 3  # workers in a row that end before they are ready
-_RESERVE_BYTES = 256 << 20  # a worker is ended when less memory than this is left
+_RESERVE_BYTES = 256 << 20  # a worker is ended when less memory than this is left …
+_MODEST_BYTES = 1 << 30  # … unless it uses no more than this in addition to the task's estimate
 
 
 class LocalEngine(Engine):
@@ -190,6 +191,8 @@ class LocalEngine(Engine):
         worker = max(busy, key=lambda worker: worker.resident_bytes)
         assert worker.task is not None
         key, size = worker.task.key, worker.resident_bytes
+        if size < _MODEST_BYTES + worker.task.memory_bytes:
+            return  # other processes use the memory
         seconds = worker.elapsed_s
         self._remove(worker)
         text = f"the case was stopped when its process had {size / 2**30:.1f} GiB and no memory was left"

@@ -102,6 +102,9 @@ def test_the_largest_worker_is_ended_before_memory_runs_out(monkeypatch):
     real, began = local.available_bytes, time.monotonic()
     low = lambda: 0 if time.monotonic() - began > 2.0 else real()  # noqa: E731
     monkeypatch.setattr(local, "available_bytes", low)
+    (outcome,) = outcomes(toy_tasks("hang", limit_s=3.0), processes=1).values()
+    assert outcome.status == "timeout"  # it is small: others use the memory
+    monkeypatch.setattr(local, "_MODEST_BYTES", 0)
     (outcome,) = outcomes(toy_tasks("hang"), processes=1).values()
     assert outcome.status == "out_of_memory"
     assert "no memory was left" in outcome.text
