@@ -24,6 +24,7 @@ FOLDERS = (
     "checker",
     "show",
     "reports",
+    "recorder",
     "study",
     "cli",
 )

@@ -10,6 +10,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects.defect import Defect
 from attnlab.defects.problem import Problem, make_problem
 from attnlab.defects.row_slices import sample_rows
+from attnlab.diagnosis.second_case import SECOND_SCALES
 
 _LARGE_QUERY = 1 << 20  # elements; a Case with a larger query is shortened first
 _SHORT: dict[str, Any] = {"query_lens": (1, 17, 40), "ctx_lens": (300, 260, 33)}
@@ -20,8 +21,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"distribution": "normal", "empty_slots": "garbage"},
     {"distribution": "normal", "empty_slots": "nan"},
     {"distribution": "normal", "sm_scale": 0.3},
-    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25},
-    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty_slots": "garbage"},
+    {"distribution": "normal", **SECOND_SCALES},
+    {"distribution": "normal", **SECOND_SCALES, "empty_slots": "garbage"},
     {"distribution": "normal", **_SHORT},
     {"distribution": "normal", "empty_slots": "garbage", **_SHORT},
     {"distribution": "normal", "num_queries_per_kv": 2},

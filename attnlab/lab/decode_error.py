@@ -17,6 +17,8 @@ _GREATEST = re.compile(
     r"Greatest absolute difference:\s*(\S+)\s+at index\s*\((\d+),\s*(\d+),\s*(\d+)\)"
 )
 _TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
+_INDEX = re.compile(r"\((\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9})\)")
+_DTYPES = re.compile(r"expected scalar type (\w+) but found (\w+)")
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
@@ -24,7 +26,8 @@ _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 class DecodedError(Shown):
     """The message of a failed assertion, in terms of a Case.
 
-    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message.
+    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message; with ``rows_worth`` None if
+      the text is only an index.
     - ``row``, ``head``, ``element``: the index of the greatest difference.
     - ``rows_worth``: mismatches divided by the elements of a row; 1.0 is exactly one token.
     - ``seq``, ``token``, ``query_len``, ``ctx_len``: the sequence of that row, and the row's token in it.
@@ -35,13 +38,13 @@ class DecodedError(Shown):
       the values have no bound.
     """
 
-    mismatched: int
-    total: int
-    max_abs_error: float
+    mismatched: int | None
+    total: int | None
+    max_abs_error: float | None
     row: int
     head: int
     element: int
-    rows_worth: float
+    rows_worth: float | None
     seq: int
     token: int
     query_len: int
@@ -57,17 +60,25 @@ class DecodedError(Shown):
             f"row {self.row} is sequence {self.seq}, {which} "
             f"(query_len {self.query_len}, ctx_len {self.ctx_len}); head {self.head}, "
             f"element {self.element}",
-            f"{self.mismatched} of {self.total} elements are "
-            f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'} of all heads",
-            f"{self.kernel} should have written that row",
         ]
+        if self.rows_worth is not None:
+            sentences.append(
+                f"{self.mismatched} of {self.total} elements are "
+                f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'} of all heads"
+            )
+        sentences.append(f"{self.kernel} should have written that row")
         if self.newest is not None:
             position, column, offset = self.newest
             sentences.append(
                 f"it reads every key from the cache, the newest at position {position}: "
                 f"block_table[{self.seq}][{column}], offset {offset}"
             )
-        if self.largest_possible is not None and self.max_abs_error > self.largest_possible:
+        error = self.max_abs_error
+        if (
+            error is not None
+            and self.largest_possible is not None
+            and error > self.largest_possible
+        ):
             sentences.append(
                 f"if the values are within ±{self.largest_possible / 2:g}, as the case's distribution "
                 f"has them, wrong weights cause at most {self.largest_possible:g}: {self.max_abs_error:g} "
@@ -103,6 +114,39 @@ def _kernel(case: Case, query_len: int) -> str:
     return next(name for name in reversed(kernels) if name != PREFILL)
 
 
+def _unread(text: str) -> str:
+    """Return why a text has no place that can be decoded."""
+    if match := _DTYPES.search(text):
+        return (
+            f"text must hold an index, got a dtype error: an op expects {match[1]} and the call has "
+            f"{match[2]}. Long is int64, Int is int32: block_table, seq_lens and query_start_loc must be "
+            "int32; 'attnlab run --stage int64' shows which of them is rejected"
+        )
+    if "allclose" in text:
+        return (
+            "text must hold an index, and torch.allclose prints none: compare with "
+            "torch.testing.assert_close, or save the output and use 'attnlab diagnose --output-file'"
+        )
+    return (
+        "text must hold an index like (5336, 0, 0), or the lines 'Mismatched elements: … / …' and "
+        "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
+    )
+
+
+def _other_size(total: int, shape: tuple[int, int, int]) -> str:
+    """Return that a text is about an output of another size, and which flags to add."""
+    tokens, heads, size = shape
+    rows, rest = divmod(total, heads * size)
+    fits = (
+        "" if rest else f"; --query-lens with {rows} tokens in all and as many --ctx-lens would fit"
+    )
+    return (
+        f"text must be about an output of {tokens} × {heads} × {size} = {tokens * heads * size} elements, "
+        f"as in the case, got {total}{fits}; give the test's own case with --test-id, or --num-heads, "
+        "--head-size, --query-lens and --ctx-lens"
+    )
+
+
 def decode_error(text: str, case: Case) -> DecodedError:
     """Return the message of a failed ``torch.testing.assert_close`` in terms of the Case.
 
@@ -110,20 +154,16 @@ def decode_error(text: str, case: Case) -> DecodedError:
     than the Case's output.
     """
     count, greatest = _COUNT.search(text), _GREATEST.search(text)
-    if count is None or greatest is None:
-        raise InvalidCase(
-            "text must hold the lines 'Mismatched elements: … / …' and "
-            "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
-        )
-    mismatched, total = int(count[1]), int(count[2])
-    row, head, element = (int(greatest[i]) for i in (2, 3, 4))
+    place = greatest
+    if greatest is None and count is None:
+        place = _INDEX.search(text)
+    if place is None or (greatest is not None and count is None):
+        raise InvalidCase(_unread(text))
+    mismatched, total = (int(count[1]), int(count[2])) if count else (None, None)
+    row, head, element = (int(n) for n in place.groups()[-3:])
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
-    if total != shape[0] * shape[1] * shape[2]:
-        raise InvalidCase(
-            f"text must be about an output of {shape[0]} × {shape[1]} × {shape[2]} = "
-            f"{shape[0] * shape[1] * shape[2]} elements, as in the case, got {total}; give the test's "
-            "own case with --test-id, or --num-heads, --head-size, --query-lens and --ctx-lens"
-        )
+    if total is not None and total != shape[0] * shape[1] * shape[2]:
+        raise InvalidCase(_other_size(total, shape))
     if row >= shape[0] or head >= shape[1] or element >= shape[2]:
         raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")
     seq, token = case.lengths.locate(row)
@@ -137,11 +177,11 @@ def decode_error(text: str, case: Case) -> DecodedError:
     return DecodedError(
         mismatched=mismatched,
         total=total,
-        max_abs_error=float(greatest[1]),
+        max_abs_error=None if greatest is None else float(greatest[1]),
         row=row,
         head=head,
         element=element,
-        rows_worth=mismatched / (case.num_heads * case.head_size),
+        rows_worth=None if mismatched is None else mismatched / (case.num_heads * case.head_size),
         seq=seq,
         token=token,
         query_len=query_len,

@@ -32,7 +32,8 @@ from attnlab.lab.result import Result
 from attnlab.lab.shared import SharedProducts
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 
 @dataclass(slots=True)
@@ -114,12 +115,12 @@ class Lab:
         key = (reference_key(case), where)
         return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
 
-    def call(self, case: Case) -> KernelCall:
-        """Return the Case's call with a new output buffer."""
+    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), self.cache(case), output)
+        return make_call(case, self.batch(case), cache or self.cache(case), output)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
@@ -171,13 +172,13 @@ class Lab:
             failed=isinstance(rejection, KernelFailed),
         )
 
-    def output(self, case: Case) -> torch.Tensor:
+    def output(self, case: Case, cache: PagedCache | None = None) -> torch.Tensor:
         """Return the output of the Case's op without comparing it; raise as :meth:`run` does.
 
-        Raises KernelRejected, too.
+        ``cache`` replaces the Case's. Raises KernelRejected, too.
         """
         self._checked_backend(case)
-        call = self.call(case)
+        call = self.call(case, cache)
         self._run_kernels(case, call)
         return call.output
 

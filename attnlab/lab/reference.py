@@ -103,7 +103,8 @@ def attend(
 
     - ``query``, ``output``: [query_len, num_heads, head_size]; row i is at position
       seq_len - query_len + i.
-    - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
+    - ``key``, ``value``: [seq_len, num_kv_heads, head_size]. If values have another width, so has
+      ``output``.
     - ``sliding_window``: the number of keys that a row sees, itself included; 0 for all.
     - ``alibi_slopes``: [num_heads], multiplied by (key position - query position).
     - ``softcap``: c of c · tanh(score / c), applied before ALiBi; None for no cap.
@@ -181,7 +182,7 @@ class _Tiles:
         bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
-        mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
+        mixed = (weights @ self.value[:, begin:end]).view(*tile.shape[:3], -1)
         if self.sinks is not None:
             mixed.mul_(_share_of_keys(scores, self.sinks))
         return mixed, scores

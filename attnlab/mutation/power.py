@@ -88,5 +88,6 @@ def _mutant(mutant: Defect, mutant_score: Score, found: Remedies) -> Mutant:
         outcome=outcome,
         effect=mutant_score.effect,
         margin=mutant_score.margin,
+        margins=mutant_score.margins,
         remedy=found.cheapest.get(mutant.name),
     )

@@ -10,6 +10,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects import Defect
 from attnlab.defects.problem import Problem, make_problem
 from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.second_case import SECOND_SCALES
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import CORRECT
 from attnlab.mutation.score import (
@@ -164,7 +165,7 @@ def ladder(case: Case) -> Iterator[dict[str, Any]]:
     poison = {"empty_slots": "garbage" if _reads_tail(case) else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]
     if case.is_fp8:
-        store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
+        store = {"cache_write": "scaled", **SECOND_SCALES, "x": None}
         steps += [{**store, **data}, {**store, **data, **poison}]
     steps.append({**steps[-1], **_SHORT})
     yielded: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from attnlab.study.claims import FAILS, HOLDS, UNDECIDED
 from attnlab.study.claims.cache import OBSERVED
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test, seed_size
 from attnlab.study.production import is_available
-from attnlab.tensors.call import make_query_start_loc
+from attnlab.tensors.case_call import make_query_start_loc
 
 INDEX_TENSORS = ("block_table", "seq_lens", "query_start_loc")
 E5M2 = "fp8_e5m2"

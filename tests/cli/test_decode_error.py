@@ -91,3 +91,24 @@ def test_the_assumption_about_the_values_is_stated(capsys, monkeypatch):
 
 def test_an_empty_test_id_is_refused(capsys):
     assert error_line(capsys, ["run", "--test-id", ""]).startswith("attnlab: test_id must")
+
+
+def test_a_bare_index(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
+    decoded = document(capsys, ["decode-error", "--test-id", SEED_ID], 0)
+    assert (decoded["seq"], decoded["token"], decoded["mismatched"]) == (9, 0, None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
+    assert "sequence 9" in printed(capsys, ["decode-error", "--test-id", SEED_ID], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("RuntimeError: expected scalar type Int but found Long", "int32"),
+        ("assert torch.allclose(o, o1)", "--output-file"),
+        (TEXT.replace("43720704", "819200"), "--query-lens with 100 tokens"),
+    ],
+)
+def test_a_text_without_a_place_names_what_to_do(capsys, monkeypatch, text, hint):
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert hint in error_line(capsys, ["decode-error"])

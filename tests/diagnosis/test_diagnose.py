@@ -208,14 +208,15 @@ def count_calls(monkeypatch, function) -> list[object]:
 
 @pytest.mark.parametrize("empty_slots", ["zeros", "garbage", "nan"])
 @pytest.mark.parametrize("stage", ["int32_before_cumsum", "cast_after_cumsum"])
-def test_an_explained_case_builds_no_further_cases(monkeypatch, stage, empty_slots):
-    """One batch; one cache for each content of the unwritten slots, which the reruns need."""
+def test_an_explained_case_builds_one_further_case(monkeypatch, stage, empty_slots):
+    """One batch; one cache for each content of the unwritten slots, which the reruns need; and a second
+    case, in which the explanation must hold."""
     batches, caches = count_calls(monkeypatch, make_batch), count_calls(monkeypatch, make_cache)
     diagnosis = diagnose(hostile(stage=stage, empty_slots=empty_slots))
     assert diagnosis.status == "explained"
     assert diagnosis.distinction is None
-    assert len(batches) == 1
-    assert len(caches) == 3
+    assert len(batches) == 2
+    assert len(caches) <= 5  # one may be made again: the lab keeps two
 
 
 def test_an_ambiguous_case_builds_further_cases(monkeypatch):
@@ -233,10 +234,12 @@ def test_an_ambiguous_case_builds_further_cases(monkeypatch):
 def test_without_the_planted_defect_nothing_is_named():
     case, lab = hostile(empty_slots="garbage"), Lab()
     problem, output = correct_run(lab, case)
-    for name in ("scale_doubled", "kv_head_modulo", "next_slot", "sink_counted"):
+    for name in ("scale_doubled", "kv_head_modulo", "next_slot", "zero_key_counted"):
         rest = [defect for defect in DEFECTS.values() if defect.name != name]
         broken = plant(problem, output, DEFECTS[name], "all")
-        assert diagnose(case, broken, lab=lab, defects=rest).status == "unexplained"
+        diagnosis = diagnose(case, broken, lab=lab, defects=rest)
+        assert diagnosis.status in ("described", "unexplained")
+        assert diagnosis.explanations == []
 
 
 def test_reruns_find_rows_that_depend_on_unwritten_memory():

@@ -19,7 +19,6 @@ NAMED = {mutant.name: mutant for mutant in MUTANTS}
 TEST = Case(stage="cast_after_cumsum", x=8)  # the plain test as it draws itself at seed 0
 KILLED_BY_NAN = {
     "folded_on_sequence_0",
-    "last_partial_block_dropped",
     "newest_slot_nan",
     "rows_never_written",
 }
@@ -156,3 +155,19 @@ def test_the_picture_shows_each_margin():
     assert points["scale_doubled"] == scale.margin
     assert [text.get_text() for text in ax.get_yticklabels()] == [m.name for m in report.mutants]
     plt.close(ax.figure)
+
+
+def test_the_rows_of_each_kernel_are_scored():
+    """Dropping the newest of 900 cached keys is within the tolerance; of 3 it is not. The fault is killed
+    by the prefill's rows only."""
+    case = hostile(query_lens=(4, 1), ctx_lens=(0, 900), atol=0.2, empty_slots="zeros")
+    report = power(
+        case, mutants=(NAMED["newest_token_dropped"], NAMED["rows_zero"]), remedies=False
+    )
+    dropped, zeros = report.named(["newest_token_dropped", "rows_zero"])
+    assert dropped.outcome == "killed"
+    assert dropped.survives_in == ("decode",)
+    assert dropped.margins["decode"] <= 1 < dropped.margins["prefill"]
+    assert zeros.survives_in in ((), ("decode",))
+    assert dropped in report.partly_killed
+    assert any("only the decode kernel" in sentence for sentence in report.sentences())

@@ -19,7 +19,8 @@ from attnlab.lab.error_map import compare
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 OP = "chunked_prefill_paged_decode"
 DECODE = SEED_CASE.replace(  # with max_query_len 1 the wrapper launches only its decode kernel

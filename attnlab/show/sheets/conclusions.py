@@ -26,6 +26,7 @@ _STATUS: dict[str, Tone] = {
     "nothing wrong": "good",
     "explained": "warn",
     "ambiguous": "odd",
+    "described": "warn",
     "unexplained": "bad",
     "rejected": "odd",
 }
@@ -34,12 +35,18 @@ _EXIT_CODE: dict[int, Tone] = {0: "good", 1: "bad", 3: "warn"}
 _CANDIDATE: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
+_NEAREST = 2  # excluded candidates in the table; all are in the JSON
+
+
 def diagnosis(one: "Diagnosis") -> Sheet:
-    """Return what explains an output, and the candidates with their sizes."""
+    """Return what explains an output, and the candidates with their sizes; of those that are excluded,
+    the nearest, and the number of the others."""
     from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
-    for candidate in one.candidates:
+    shown = [each for each in one.candidates if not each.verdict.startswith("excluded")]
+    excluded = [each for each in one.candidates if each.verdict.startswith("excluded")]
+    for candidate in [*shown, *excluded[:_NEAREST]]:
         cells: list[Cell] = [*candidate_cells(candidate)]
         cells[0] = Words(candidate.name, code=True)
         cells[5] = Words(str(cells[5]), _CANDIDATE.get(candidate.verdict, "quiet"))
@@ -54,9 +61,16 @@ def diagnosis(one: "Diagnosis") -> Sheet:
         parts=[
             Lines(one.sentences()),
             *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
+            *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
             Lines([Words(covered, "quiet")]),
         ],
     )
+
+
+def _excluded_text(counts: dict[str, int]) -> str:
+    """Return how many candidates are excluded, and where to find them."""
+    counted = [f"{n} {verdict}" for verdict, n in counts.items() if verdict.startswith("excluded")]
+    return f"candidates {', '.join(counted)}; --json lists them all"
 
 
 def power(one: "MutationReport") -> Sheet:
@@ -66,7 +80,7 @@ def power(one: "MutationReport") -> Sheet:
     rows: list[Row] = [
         [
             Words(mutant.name, code=True),
-            Words(mutant.outcome, _OUTCOME[mutant.outcome]),
+            Words(mutant.outcome_text, "odd" if mutant.survives_in else _OUTCOME[mutant.outcome]),
             f"{mutant.effect:.3g}",
             f"{mutant.margin:.3g}",
             mutant.remedy_text,

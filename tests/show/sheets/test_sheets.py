@@ -190,12 +190,16 @@ def test_a_stage_table_shows_its_case_and_each_outcome(nouns: dict[str, Shown]) 
         assert cell.verdict in page
 
 
-def test_a_diagnosis_prints_every_candidate(nouns: dict[str, Shown]) -> None:
-    """A notebook folds most candidates, a command prints them."""
+def test_a_diagnosis_prints_the_candidates_that_are_left(nouns: dict[str, Shown]) -> None:
+    """Of the excluded ones, the nearest are shown, and the number of all."""
     diagnosis = nouns["attnlab.diagnosis.diagnosis.Diagnosis"]
-    shown = [candidate.name in plain(diagnosis) for candidate in diagnosis.candidates]
-    assert not all(shown)
-    assert all(candidate.name in printed(diagnosis) for candidate in diagnosis.candidates)
+    text = printed(diagnosis)
+    excluded = [one for one in diagnosis.candidates if one.verdict.startswith("excluded")]
+    left = [one for one in diagnosis.candidates if one not in excluded]
+    assert left
+    assert all(candidate.name in text for candidate in left)
+    assert sum(candidate.name in text for candidate in excluded) < len(excluded)
+    assert f"{diagnosis.counts()['excluded by value']} excluded by value" in text
 
 
 def test_a_report_highlights_reads_that_no_contract_allows(nouns: dict[str, Shown]) -> None:
