@@ -34,6 +34,7 @@ from attnlab.cli import (
     power,
     run,
     stages,
+    xray,
 )
 from attnlab.cli.command import Command
 
@@ -42,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     explain.COMMAND,
     decode_error.COMMAND,
     diagnose.COMMAND,
+    xray.COMMAND,
     power.COMMAND,
     check.COMMAND,
     merge.COMMAND,
