@@ -33,7 +33,7 @@ SHEETS: dict[str, str] = {
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
-    "attnlab.checker.library.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
     "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
