@@ -12,16 +12,15 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import make_output_folder, write_bytes
-from attnlab.checker.case_run import run_case
+from attnlab.checker.case_run import CaseRun, run_case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import Report
+from attnlab.checker.report import Report
 from attnlab.checker.side_outputs import expected_lse
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.error_location import locate
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +144,7 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
     return lab.errors(case, call, lab.reference(case))
 
 
-def _bound(lab: Lab, case: Case, ran: Result) -> float:
+def _bound(lab: Lab, case: Case, ran: CaseRun) -> float:
     """Return the largest rounding bound of any element."""
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     found = locate(problem, ran.output, expected=lab.reference(case))

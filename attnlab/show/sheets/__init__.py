@@ -32,7 +32,7 @@ SHEETS: dict[str, str] = {
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
-    "attnlab.checker.library.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
     "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
