@@ -32,6 +32,7 @@ from attnlab.cli import (
     merge,
     platforms,
     power,
+    releases,
     run,
     stages,
 )
@@ -44,6 +45,7 @@ COMMANDS: tuple[Command, ...] = (
     diagnose.COMMAND,
     power.COMMAND,
     check.COMMAND,
+    releases.COMMAND,
     merge.COMMAND,
     claims.COMMAND,
     investigate.COMMAND,
