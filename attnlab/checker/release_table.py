@@ -44,7 +44,7 @@ class Fault:
             "last": self.releases[-1],
             "cells": self.cells,
             "evidence": finding.evidence,
-            "case": finding.case.to_dict(),
+            "case": finding.case.changes(),
             "run": finding.case.to_cli(),
         }
 
