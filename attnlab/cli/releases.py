@@ -68,7 +68,7 @@ def add_page(group: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from attnlab.checker.public import release_plan
     from attnlab.checker.releases import check_releases
-    from attnlab.tasks.engine import find_engine
+    from attnlab.tasks.engines import find_engine
     from attnlab.tasks.shard import Shard
 
     check_page(args)
