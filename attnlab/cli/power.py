@@ -59,8 +59,8 @@ COMMAND = Command(
     name="power",
     purpose="Report which defects a test with the Case's data and tolerance detects.",
     examples=("attnlab power --test-id 'test_contexted_kv_attention[…]'",),
-    exit_codes="0 it detects every defect that any data can show, in each kernel; 1 some survive; "
-    "with --shard, 0 the shard ran, 3 not all of it",
+    exit_codes="0 it detects every defect that any data can show, in each kernel; 1 some survive; with "
+    "--shard, 0 the shard ran, 3 not all of it",
     add_flags=_add_flags,
     run=_run,
     notes="For each defect that survives, the report has the cheapest change of the test that detects it.",

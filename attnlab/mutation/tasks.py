@@ -89,7 +89,7 @@ class _State:
             "applies": True,
             "sampled": sampled,
             "effect": found.effect,
-            "margin": found.margin,
+            "margins": found.margins,
             "killed": killed,
             "equivalent": excluded,
         }
@@ -127,7 +127,7 @@ def power_report(case: Case, outcomes: Mapping[str, Outcome], seconds: float) ->
     scores = {
         mutant.name: Score(
             effect=float(of_mutants[mutant.name]["effect"]),
-            margin=float(of_mutants[mutant.name]["margin"]),
+            margins={n: float(v) for n, v in of_mutants[mutant.name]["margins"].items()},
         )
         for mutant in applicable
     }
