@@ -120,7 +120,9 @@ class Lab:
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), cache or self.cache(case), output)
+        batch = self.batch(case)
+        new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
+        return make_call(case, batch, cache or self.cache(case), output, new)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.

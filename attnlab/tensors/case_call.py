@@ -1,6 +1,7 @@
 """The call of a Case: its output buffer, its index tensors, and its KernelCall."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,28 +45,46 @@ def make_output(case: Case, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
-    """Return the Case's call on its batch and cache; the op will write ``output``."""
-    staging = case.staging
-    new = batch.new_rows()
-    return KernelCall(
-        op=case.op,
+def make_call(
+    case: Case,
+    batch: Batch,
+    cache: PagedCache,
+    output: torch.Tensor,
+    new_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> KernelCall:
+    """Return the Case's call on its batch and cache; the op will write ``output``.
+
+    ``new_tokens``: key and value of the new tokens, if they have been copied before.
+    """
+    key, value = new_tokens or batch.new_tokens()
+    return call_of(
+        case,
+        cache.provenance.block_table,
         query=batch.query,
-        key=batch.key[new],
-        value=batch.value[new],
+        key=key,
+        value=value,
         output=output,
-        kv_cache_dtype=case.kv_cache_dtype,
         key_cache=cache.key,
         value_cache=cache.value,
-        block_table=cache.provenance.block_table.to(INDEX_DTYPES[staging.block_table]),
+        alibi_slopes=batch.alibi_slopes,
+        sinks=batch.sinks,
+    )
+
+
+def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall:
+    """Return the Case's call of some ``tensors``, by their names, with its index tensors and options."""
+    staging = case.staging
+    return KernelCall(
+        op=case.op,
+        **tensors,
+        kv_cache_dtype=case.kv_cache_dtype,
+        block_table=block_table.to(INDEX_DTYPES[staging.block_table]),
         query_start_loc=make_query_start_loc(case.lengths.query_lens, staging.query_start_loc),
         seq_lens=torch.tensor(case.lengths.seq_lens, dtype=INDEX_DTYPES[staging.seq_lens]),
         max_seq_len=case.passed_max_seq_len,
         max_query_len=case.passed_max_query_len,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
-        alibi_slopes=batch.alibi_slopes,
-        sinks=batch.sinks,
         sliding_window=case.sliding_window,
         sm_scale=case.sm_scale,
         softcap=case.softcap,
