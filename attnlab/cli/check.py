@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _DOCUMENT = """\
 --json prints one object:
   source, version, cases, cases_run, seconds
+  ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
   findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran
