@@ -1,11 +1,11 @@
 """Lab: run a Case, from its fields to a Result; runs share what their Cases have in common."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from attnlab.lab.memory_check import check_memory
 from attnlab.lab.reads import MemoryReport, report, traced
 from attnlab.lab.reference import Reference, exact_attention
 from attnlab.lab.result import Result
+from attnlab.lab.rounding_bound import rounding_bound
 from attnlab.lab.shared import SharedProducts
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
@@ -172,6 +173,9 @@ class Lab:
             lse=ran.log.lse,
             padded=ran.log.padded,
             failed=isinstance(rejection, KernelFailed),
+            compare_with_rounding=functools.cache(
+                lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
+            ),
         )
 
     def output(self, case: Case, cache: PagedCache | None = None) -> torch.Tensor:
@@ -186,19 +190,27 @@ class Lab:
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
+        tolerance = case.tolerance
         if not case.spec.writes_cache:
             return compare(
                 call.output,
                 expected,
                 case.lengths,
-                case.tolerance,
+                self._bound(case, call) if tolerance is None else tolerance,
                 case.rtol,
                 case.query_heads,
                 case.query_rows,
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
         slots = as_numbers(call.output[order], expected[order])
-        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
+        return compare(*slots, slot_lengths(case), tolerance or 0.0, case.rtol)
+
+    def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
+        """Return the rounding bound of each element of the Case's output, shared."""
+        kernels = decide(case).kernels
+        make = lambda: rounding_bound(case, self.batch(case), call, kernels)  # noqa: E731
+        key = (reference_key(case), self.where(case), kernels, case.platform)
+        return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
 
     def _checked_backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase or Unavailable if it cannot run the Case here."""
@@ -274,7 +286,7 @@ def _runs(rows: torch.Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
-@cache
+@functools.cache
 def default_lab() -> Lab:
     """Return the Lab of the public functions, with its defaults; every caller gets the same one."""
     return Lab()
