@@ -19,6 +19,7 @@ FOLDERS = (
     "lab",
     "tasks",
     "defects",
+    "weights",
     "diagnosis",
     "mutation",
     "checker",

@@ -35,6 +35,7 @@ from attnlab.cli import (
     releases,
     run,
     stages,
+    xray,
 )
 from attnlab.cli.command import Command
 
@@ -43,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
     explain.COMMAND,
     decode_error.COMMAND,
     diagnose.COMMAND,
+    xray.COMMAND,
     power.COMMAND,
     check.COMMAND,
     releases.COMMAND,

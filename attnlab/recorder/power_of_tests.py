@@ -13,9 +13,10 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import write_text
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import check_diagnosable, kernels_of, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.score import sample_correct, score
 from attnlab.recorder.comparisons import Comparison

@@ -103,9 +103,9 @@ def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: st
     write_text(path, page)
 
 
-def write_table(path: Path, title: str, **facts: Any) -> None:
-    """Write the faults of releases as one page; ``facts`` are those of its template."""
-    write_text(path, _render("releases.html.j2", title=title, date=_date(None), **facts))
+def render_page(template: str, **facts: Any) -> str:
+    """Return a page of a template, with the versions and the date."""
+    return _render(template, versions=versions(), date=_date(None), **facts)
 
 
 def _neighbours(

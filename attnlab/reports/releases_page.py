@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from attnlab.case.output_file import write_text
 from attnlab.checker.finding import KINDS
 from attnlab.checker.release_table import FINDING, STATES, Fault, ReleaseTable
-from attnlab.reports.pages import write_table
+from attnlab.reports.pages import render_page
 
 SIGNS = {"finding": "●", "sound": "·", "absent": "", "not run": "?"}
 
@@ -33,9 +34,9 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
     """Write the table as one self-contained HTML page."""
     rows = [_row(table, number, fault) for number, fault in enumerate(table.faults, 1)]
     by_op = [(op, [*group]) for op, group in groupby(rows, lambda row: row.fault.finding.op)]
-    write_table(
-        path,
-        f"Faults of vLLM's attention ops, {table.releases[0]} to {table.releases[-1]}",
+    page = render_page(
+        "releases.html.j2",
+        title=f"Faults of vLLM's attention ops, {table.releases[0]} to {table.releases[-1]}",
         table=table,
         rows=rows,
         by_op=by_op,
@@ -44,6 +45,7 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
         states=STATES,
         command=shlex.join(["attnlab", *sys.argv[1:]]),
     )
+    write_text(path, page)
 
 
 def _row(table: ReleaseTable, number: int, fault: Fault) -> Row:

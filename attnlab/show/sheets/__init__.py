@@ -30,6 +30,7 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.stage_table.StageTable": "attnlab.show.sheets.results.stages",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
+    "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
