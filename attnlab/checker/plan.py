@@ -9,6 +9,7 @@ from attnlab.checker.case_job import CheckJob
 from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
 from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.locations import op_locations
 from attnlab.checker.memory import estimated_bytes
 from attnlab.checker.shrinking import MAX_TRIES
 from attnlab.checker.sources import source_digest, versions
@@ -108,6 +109,9 @@ class Plan:
                 "device": self.backend.device,
                 "flags": [*self.backend.flags],
                 "blind_spots": [*self.backend.blind_spots],
+                "locations": {
+                    op: place.to_dict() for op, place in op_locations(self.backend).items()
+                },
             },
             "options": {
                 "ops": [*self.ops],

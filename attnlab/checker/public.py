@@ -12,6 +12,7 @@ from attnlab.case.ops import RELEASES
 if TYPE_CHECKING:
     from attnlab.checker.library import OnProgress, Progress, Report
     from attnlab.checker.plan import Plan
+    from attnlab.checker.release_plan import Release, ReleasePlan
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.engine import Engine
 
@@ -109,6 +110,39 @@ def check(
             on_progress=note,
             stop=stop,
         )
+
+
+def release_plan(
+    releases: "Sequence[Release]",
+    *,
+    ops: Sequence[str] | None = None,
+    platform: str = "sm_90",
+    cases: int = DEFAULT_CASES,
+    case_seconds: float | None = None,
+    seed: int = 0,
+    times: Path | str | None = None,
+) -> "ReleasePlan":
+    """Return the plan of a check of many releases; the arguments are those of :func:`check`.
+
+    Raises InvalidCase for a wrong argument.
+    """
+    from attnlab.checker.costs import costs_of_store, packaged_costs
+    from attnlab.checker.release_plan import ReleasePlan
+
+    field_type("platform").check("platform", platform)
+    limit_s = _CASE_SECONDS[releases[0].backend.device]
+    if case_seconds is not None:
+        limit_s = Number().check("case_seconds", case_seconds)
+    known = releases[0].backend.ops
+    return ReleasePlan(
+        releases=tuple(releases),
+        ops=tuple(op for op in known if not ops or op in ops),
+        platform=platform,
+        cases=Int(1).check("cases", cases),
+        seed=Int(0).check("seed", seed),
+        case_limit_s=limit_s,
+        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
 
 
 def engine_of(name: str | None, plan: "Plan") -> "Engine":

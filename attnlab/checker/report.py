@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.known import KnownFinding, split_known
+from attnlab.checker.locations import Location, location_of
 from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, shrink_key
 from attnlab.tasks.store import Header
 from attnlab.tasks.task import DONE, Task
@@ -38,6 +39,8 @@ class Report(Shown):
     - ``source``, ``version``: the path of the vLLM or the plugin, and its version in words.
     - ``cases``, ``cases_run``: the number of cases of all ops, and of those that ran; a case that violates
       a contract or that the kernel states not to support counts in ``cases`` only.
+    - ``ops``: the number of cases that ran, for each op that was to be checked.
+    - ``locations``: where each op is defined, as {file, line}; ops without a file are left out.
     - ``seconds``: the time that the check took; in a merged report, the sum.
     - ``findings``, ``observations``: one per group, each at its smallest Case. ``findings`` are all faults,
       expected ones included.
@@ -56,6 +59,8 @@ class Report(Shown):
     cases_run: int
     seconds: float
     cases: int = 0
+    ops: dict[str, int] = field(default_factory=dict)
+    locations: dict[str, Location] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     observations: list[Finding] = field(default_factory=list)
     known: list[KnownFinding] = field(default_factory=list)
@@ -84,6 +89,10 @@ class Report(Shown):
             return 1
         return 3 if self.not_run else 0
 
+    def location(self, finding: Finding) -> Location | None:
+        """Return the line of a finding, or the definition of its op; None if it has no file."""
+        return location_of(finding.op, finding.evidence, self.locations)
+
     def warnings(self) -> list[str]:
         """Return what did not run, one line for each op and reason; empty if all cases ran."""
         return [
@@ -97,6 +106,7 @@ class Report(Shown):
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             **fields,
+            "locations": {op: place.to_dict() for op, place in self.locations.items()},
             "findings": [finding.to_dict() for finding in self.findings],
             "observations": [finding.to_dict() for finding in self.observations],
             "known": [entry.to_dict() for entry in self.known],
@@ -137,6 +147,8 @@ def build_report(
         version=library["version"],
         cases=len(tasks),
         cases_run=sum(_ran(outcomes, task) for task in tasks),
+        ops={op: _ran_of(tasks, outcomes, op) for op in header["options"]["ops"]},
+        locations={op: Location(**place) for op, place in library["locations"].items()},
         seconds=seconds,
         findings=faults,
         observations=[finding for finding in found if not finding.is_fault],
@@ -163,6 +175,11 @@ def _ran(outcomes: Outcomes, task: Task) -> bool:
     if outcome is None:
         return False
     return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
+
+
+def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
+    """Return the number of cases of an op that ran."""
+    return sum(_ran(outcomes, task) for task in tasks if _op(task) == op)
 
 
 def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Finding]:

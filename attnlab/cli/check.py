@@ -11,7 +11,15 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
 from attnlab.checker.public import DEFAULT_CASES
-from attnlab.cli.check_output import CHECK_CODES, add_known, add_scaling, print_report
+from attnlab.cli.check_output import (
+    CHECK_CODES,
+    add_ci_files,
+    add_known,
+    add_scaling,
+    check_ci_files,
+    print_report,
+    write_ci_files,
+)
 from attnlab.cli.command import Command
 from attnlab.cli.output import notice, progress
 from attnlab.tasks.interrupts import Interrupt, interruptible
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 _DOCUMENT = """\
 --json prints one object:
   source, version, cases, cases_run, seconds
+  ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
   findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran
@@ -58,12 +67,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=TRITON_OPS,
         help="check this op; repeatable (default: all)",
     )
-    _add_conditions(parser.add_argument_group("how to check it"))
+    add_conditions(parser.add_argument_group("how to check it"))
     add_scaling(parser.add_argument_group("where to run it"))
     _add_files(parser.add_argument_group("files to write"))
 
 
-def _add_conditions(group: Any) -> None:
+def add_conditions(group: Any) -> None:
+    """Add the flags that say how ops are checked."""
     group.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -100,6 +110,7 @@ def _add_conditions(group: Any) -> None:
 
 def _add_files(group: Any) -> None:
     add_known(group)
+    add_ci_files(group)
     group.add_argument(
         "--pictures",
         type=Path,
@@ -120,6 +131,7 @@ def _run(args: argparse.Namespace) -> int:
         report = _checked(args, interrupt)
     if interrupt():
         notice("interrupted; the report has what ran")
+    write_ci_files(args, report)
     page = None if interrupt() else _draw(args, report)
     print_report(report, args.json, page)
     return interrupt.exit_code or report.exit_code
@@ -135,6 +147,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     """Check the library of the flags, and write the reports."""
     from attnlab.checker.public import backend_of, check
 
+    check_ci_files(args)
     backend = backend_of(**_library(args))
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
@@ -162,7 +175,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
             known=args.known,
             times=args.times,
             on_progress=lambda progress: on_step(
-                _step_text(title, progress), progress.done, progress.total
+                step_text(title, progress), progress.done, progress.total
             ),
             stop=stop,
         )
@@ -174,7 +187,7 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     return dataclasses.replace(report, reports=[str(path) for path in written])
 
 
-def _step_text(title: str, progress: "Progress") -> str:
+def step_text(title: str, progress: "Progress") -> str:
     """Return how far a check has come, in words."""
     parts = [title if progress.step == "cases" else f"{title}: shrinking the findings"]
     if progress.findings:

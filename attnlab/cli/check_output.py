@@ -1,8 +1,11 @@
 """The flags and the output that ``attnlab check`` and ``attnlab merge`` share."""
 
+import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.output import print_json, show
 
 if TYPE_CHECKING:
@@ -55,6 +58,42 @@ def add_known(group: Any) -> None:
         metavar="FILE",
         help="expected findings, which do not count: one OP KIND [DIAGNOSIS] LINK per line, or JSON",
     )
+
+
+def add_ci_files(group: Any) -> None:
+    """Add --junit and --sarif."""
+    group.add_argument(
+        "--junit",
+        type=Path,
+        metavar="FILE",
+        help="JUnit XML: a test suite per op, a test case per kind of fault",
+    )
+    group.add_argument(
+        "--sarif",
+        type=Path,
+        metavar="FILE",
+        help="SARIF 2.1.0 for code scanning: each finding with its file and line",
+    )
+
+
+def check_ci_files(args: argparse.Namespace) -> None:
+    """Raise InvalidCase if a file of --junit or --sarif cannot be written, before anything runs."""
+    for field in ("junit", "sarif"):
+        if getattr(args, field) is not None:
+            check_output_file(getattr(args, field), field)
+
+
+def write_ci_files(args: argparse.Namespace, report: "Report") -> None:
+    """Write the files of --junit and --sarif, and append to the summary of a CI job."""
+    from attnlab.reports.check_junit import junit
+    from attnlab.reports.check_sarif import sarif
+    from attnlab.reports.check_summary import append_summary
+
+    if args.junit is not None:
+        write_text(args.junit, junit(report))
+    if args.sarif is not None:
+        write_text(args.sarif, json.dumps(sarif(report), indent=1) + "\n")
+    append_summary(report)
 
 
 def print_report(report: "Report", as_json: bool, page: Path | None = None) -> None:

@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.check_output import CHECK_CODES, add_known, print_report
+from attnlab.cli.check_output import (
+    CHECK_CODES,
+    add_ci_files,
+    add_known,
+    check_ci_files,
+    print_report,
+    write_ci_files,
+)
 from attnlab.cli.command import Command
+from attnlab.cli.releases import add_page, check_page, print_table
 
 if TYPE_CHECKING:
     from attnlab.tasks.task import Outcome
 
 Outcomes = Mapping[str, "Outcome"]
+# Flags, and the command whose stores they need.
+_OWNERS = {"known": "check", "junit": "check", "sarif": "check", "page": "releases"}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,17 +34,24 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="the store of a shard; one of each is needed",
     )
     add_known(parser)
+    add_ci_files(parser)
+    add_page(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
     from attnlab.tasks.merge import merged_stores
 
+    check_ci_files(args)
+    check_page(args)
     header, outcomes = merged_stores(args.dir)
-    if args.known is not None and header["command"] != "check":
-        raise InvalidCase(f"known must not be given with {header['command']}", field="known")
-    run = {"check": _check, "power": _power, "bench diagnose": _diagnose}.get(header["command"])
+    command = header["command"]
+    for field, owner in _OWNERS.items():
+        if getattr(args, field) is not None and command != owner:
+            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+    runs = {"check": _check, "power": _power, "bench diagnose": _diagnose, "releases": _releases}
+    run = runs.get(command)
     if run is None:
-        raise InvalidCase(f"dir must be stores that merge can join, got {header['command']}")
+        raise InvalidCase(f"dir must be stores that merge can join, got {command}")
     return run(args, header, outcomes)
 
 
@@ -44,8 +61,17 @@ def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes)
 
     known = [] if args.known is None else read_known(args.known)
     report = merged_check(header, outcomes, known)
+    write_ci_files(args, report)
     print_report(report, args.json)
     return report.exit_code
+
+
+def _releases(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.release_results import merged_releases
+
+    table = merged_releases(header, outcomes)
+    print_table(args, table)
+    return table.exit_code
 
 
 def _power(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:

@@ -34,6 +34,7 @@ SHEETS: dict[str, str] = {
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.checker.release_table.ReleaseTable": "attnlab.show.sheets.releases.release_table",
     "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
