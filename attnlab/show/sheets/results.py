@@ -14,11 +14,13 @@ from attnlab.show.sheets.sheet import (
     Row,
     Sheet,
     Tone,
+    Value,
     Words,
 )
 
 if TYPE_CHECKING:
     from attnlab.contracts.violation import Violation, Violations
+    from attnlab.diagnosis.other_run import OtherRun
     from attnlab.lab.decode_error import DecodedError
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result
@@ -123,6 +125,7 @@ def result(one: "Result") -> Sheet:
         facts.append(("error", f"{size}; tolerance {_allowed(one.errors)}"))
         if places := one.places():
             facts.append(("places", place_lines(places)))
+        facts += _side_facts(one)
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
         ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
         ("launches", one.launches, ""),
@@ -137,6 +140,16 @@ def result(one: "Result") -> Sheet:
         head=Words(outcome, STATUS[one.status]),
         parts=[Facts(facts), *_result_violations(one), *_result_folds(one)],
     )
+
+
+def _side_facts(one: "Result") -> list[tuple[str, Value]]:
+    """Return a row for each output in addition to the main one: what is wrong with it, or that it matches."""
+    titles = {"lse": "log-sum-exp", "padding": "padding"}
+    wrong = {error.subject: error.text() for error in one.side_errors}
+    return [
+        (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
+        for name in one.side_outputs
+    ]
 
 
 def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
@@ -170,6 +183,19 @@ def _result_folds(one: "Result") -> list[Part]:
     spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
     last = Lines([Words(f"seconds: {spent}", "quiet")])
     return [last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]
+
+
+def other_run(one: "OtherRun") -> Sheet:
+    """Return which rows differ in a second run with changed fields."""
+    outcome = "the same bits" if one.is_equal else "other bits"
+    if one.error is not None:
+        outcome = "rejected"
+    return Sheet(
+        kind="Second run",
+        line=f"<OtherRun: {one.text()}>",
+        head=Words(outcome, "good" if one.is_equal else "warn"),
+        parts=[Lines([one.text()])],
+    )
 
 
 def stages(table: "StageTable") -> Sheet:

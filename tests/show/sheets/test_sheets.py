@@ -21,6 +21,7 @@ from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.other_run import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
@@ -84,6 +85,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         result,
         stage_table(lab, case),
         diagnose(case, lab=lab, propose=False),
+        run_again(lab, case, result.output, {"empty_slots": "garbage"}),
         MutationReport(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
         judged,
         Findings([judged]),
