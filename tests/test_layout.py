@@ -23,10 +23,11 @@ FOLDERS = (
     "checker",
     "show",
     "reports",
+    "recorder",
     "study",
     "cli",
 )
-MAX_ENTRIES = 17
+MAX_ENTRIES = 19
 MAX_LINES = 300
 
 

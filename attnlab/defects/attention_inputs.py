@@ -81,6 +81,18 @@ def _concatenated(parts: Sequence[Predicted]) -> torch.Tensor:
     )
 
 
+def visible(
+    position: torch.Tensor, seq_len: int, sliding_window: int, *, causal: bool = True
+) -> torch.Tensor:
+    """Return which keys each row sees, [rows, seq_len] bool: those up to its own if ``causal``, and
+    within the window if any."""
+    keys = torch.arange(seq_len)
+    is_visible = keys <= position[:, None] if causal else torch.ones(len(position), seq_len).bool()
+    if sliding_window:
+        is_visible &= keys > position[:, None] - sliding_window
+    return is_visible
+
+
 def scores_of(inputs: AttentionInputs) -> torch.Tensor:
     """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
     scores = inputs.query.transpose(0, 1) @ inputs.key.permute(1, 2, 0) * inputs.sm_scale

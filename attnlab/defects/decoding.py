@@ -1,7 +1,10 @@
 """Defects in decoding the cache's FP8 bytes: their format and scales."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.defect import ChangeCacheRead, Defect, changing_cache_read
@@ -29,11 +32,17 @@ def _decoding(
     )
 
 
+def _same_scales(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Answer whether scales are equal, numbers or tensors."""
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
 def _scales(
     name: str,
     text: str,
     seen_in: tuple[str, ...],
-    scales: Callable[[float, float], tuple[float, float]],
+    scales: Callable[[Any, Any], tuple[Any, Any]],
 ) -> Defect:
     """Return the defect of wrong scales; ``scales`` maps (k_scale, v_scale) to the wrong ones."""
 
@@ -43,7 +52,7 @@ def _scales(
 
     def applies(problem: Problem) -> bool:
         correct = (problem.call.k_scale, problem.call.v_scale)
-        return problem.written.is_fp8 and scales(*correct) != correct
+        return problem.written.is_fp8 and not _same_scales(scales(*correct), correct)
 
     return _decoding(name, text, seen_in, change, applies)
 

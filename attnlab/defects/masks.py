@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from attnlab.defects.attention_inputs import AttentionInputs
+from attnlab.defects.attention_inputs import AttentionInputs, visible
 from attnlab.defects.defect import Compute, Defect, always, changing_inputs
-from attnlab.defects.problem import Problem, visible
+from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 
 

@@ -65,6 +65,8 @@ def _may_overflow(problem: Problem) -> bool:
     """Answer whether a score may be large enough, by the norms of the queries and the known keys: all
     keys of a Case, the new ones of a call."""
     keys = problem.call.key if problem.batch is None else problem.batch.key
+    if problem.batch is None and problem.call.new_tokens == "in the cache":
+        keys = problem.intended_kv(0, slice(None))[0]
     query, key = (float(tensor.float().norm(dim=2).max()) for tensor in (problem.call.query, keys))
     return query * key * problem.sm_scale > -CPU_EXP_LIMIT * (problem.call.softcap or 0.0)
 

@@ -9,6 +9,7 @@ from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 
 _ALL_ELEMENTS = 1 << 18  # up to this size of an output, every row and head is a cell
+CLEAR = 5.0  # errors beyond so many rounding bounds are far above rounding
 _SAMPLED = 6  # rows and heads of each sequence in a larger output, each with its neighbours
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.cells import cells_of
+from attnlab.diagnosis.cells import CLEAR, cells_of
 from attnlab.diagnosis.error_location import ErrorLocations
 from attnlab.diagnosis.parts import wrong_parts
 from attnlab.diagnosis.pattern import Fact, Pattern
@@ -35,10 +35,11 @@ def describe(
     if not wrong:
         return Pattern(facts=tuple(places))
     values, left = value_facts(cells, output.dtype)
-    if bool(left.any()):
+    is_clear = bool((cells.ratio[left] > CLEAR).any())  # else any rule fits
+    if is_clear:
         values += move_facts(cells, problem.row_starts(), left)
     only_singular = all(fact.kind in _SINGULAR for fact in values if fact.accounts_for)
-    if only_singular or any(fact.kind == "factors" for fact in values):
+    if (only_singular and is_clear) or any(fact.kind == "factors" for fact in values):
         sample = sample_output(problem, locations, torch.arange(0), heads)
         values = _with_weights(problem, output, sample, values, int(left.sum()))
     has_rule = any(fact.accounts_for for fact in values)

@@ -10,6 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.fields import refuse
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
@@ -83,22 +84,27 @@ def diagnose_call(
     output: torch.Tensor | None = None,
     before: torch.Tensor | None = None,
     defects: Iterable[Defect] = DEFECTS.values(),
+    unknown: Iterable[str] = (),
 ) -> Diagnosis:
     """Diagnose the output of a call without a Case, such as a captured one.
 
     The context is assumed to be correct in the cache, and new tokens to be the arguments ``key`` and
-    ``value``. ``output`` defaults to the call's own; ``before`` is the output buffer before the call, or
-    None if unknown. Raises InvalidCall if ``output`` has another shape or dtype than the call's.
+    ``value`` if the call has them. ``output`` defaults to the call's own; ``before`` is the output buffer
+    before the call, by default the call's own. ``unknown``: what cannot be concluded, for the diagnosis.
+    Raises InvalidCall if ``output`` has another shape or dtype than the call's.
     """
     began = time.perf_counter()
-    output = call.output if output is None else output
+    call = call.cpu()
+    before = call.before if before is None else before
+    output = call.output if output is None else output.cpu()
     check_output(output, call.output)
     kernels = tuple(kernels)
     problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
-    violations = find_violations(call, target, kernels)
+    violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
     evidence = collect_evidence(problem, output, locate(problem, output), violations)
     diagnosis = conclude(evidence, defects)
-    return dataclasses.replace(diagnosis, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 
 
 def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:

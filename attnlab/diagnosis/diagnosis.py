@@ -67,6 +67,7 @@ class Diagnosis(Shown):
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
+    - ``unknown``: what could not be concluded, because the call does not hold it.
     - ``looked_at``: (rows on which candidates were confirmed, all rows).
     """
 
@@ -91,6 +92,7 @@ class Diagnosis(Shown):
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
+    unknown: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -108,7 +110,10 @@ class Diagnosis(Shown):
         return self.tolerance is not None and self.largest <= self.tolerance
 
     def sentences(self) -> list[str]:
-        """Return the diagnosis in words, one fact per sentence."""
+        """Return the diagnosis in words, one fact per sentence; what is unknown comes last."""
+        return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+
+    def _known_sentences(self) -> list[str]:
         if not self.is_wrong:
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
@@ -194,6 +199,7 @@ class Diagnosis(Shown):
             "withdrawn": list(self.withdrawn),
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
+            "unknown": self.unknown,
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),
             "seconds": self.seconds,

@@ -10,6 +10,7 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.pattern_places import TILES
 
 _MOST_BLOCKS = 64  # blocks of a sequence that are tried one by one
+_MOST_POSITIONS = 256  # positions that are tried one by one
 Members = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -46,10 +47,25 @@ def key_rules(problem: Problem) -> Iterator[KeyRule]:
         last = _last_of(problem, unit)
         yield KeyRule(text=f"all keys but the first {unit}", members=_not(first.members))
         yield KeyRule(text=f"all keys before the last part of {unit}", members=_not(last))
-    yield KeyRule(
-        text="the keys at odd positions",
-        members=lambda seq, position: (_keys(problem, seq) % 2 == 1)[None],
-    )
+    yield from _periodic(problem)
+    longest = max(map(problem.seq_len, problem.computed_seqs()))
+    for at in range(min(_MOST_POSITIONS, longest)):
+        yield KeyRule(text=f"the keys at position {at}", members=_between(problem, at, at + 1))
+
+
+def _periodic(problem: Problem) -> Iterator[KeyRule]:
+    """Yield rules about every second key, and about one slot of every block."""
+
+    def rule(text: str, size: int, rest: int) -> KeyRule:
+        return KeyRule(
+            text=text, members=lambda seq, position: (_keys(problem, seq) % size == rest)[None]
+        )
+
+    size = problem.call.block_size
+    yield rule("the keys at odd positions", 2, 1)
+    yield rule("the keys at even positions", 2, 0)
+    for rest in (size - 1, *range(size - 1)) if size > 2 else ():
+        yield rule(f"the keys in slot {rest} of every block of {size}", size, rest)
 
 
 def _ends(problem: Problem) -> Iterator[KeyRule]:

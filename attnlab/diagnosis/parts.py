@@ -8,7 +8,7 @@ import torch
 from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
-from attnlab.diagnosis.cells import ratio_of
+from attnlab.diagnosis.cells import CLEAR, ratio_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,7 +16,8 @@ class Part:
     """Some rows and heads of one sequence.
 
     ``output``, ``correct``, ``bound``: [rows, heads, head_size] float64. ``is_wrong``: [rows, heads]
-    bool, the cells to fit: wrong, finite and not zero.
+    bool, the cells to fit: wrong, finite and not zero. ``is_clear``: those of them whose error is far above
+    rounding.
     """
 
     seq: int
@@ -25,6 +26,7 @@ class Part:
     correct: torch.Tensor
     bound: torch.Tensor
     is_wrong: torch.Tensor
+    is_clear: torch.Tensor
 
 
 def wrong_parts(
@@ -36,7 +38,8 @@ def wrong_parts(
         inputs = problem.attention_inputs(row_slice)
         right = problem.predict(inputs)
         found = output[problem.rows(row_slice)][:, row_slice.heads].double()
-        is_wrong = ratio_of(found - right.output, right.bound) > 1
+        ratio = ratio_of(found - right.output, right.bound)
+        is_wrong = ratio > 1
         is_wrong &= found.isfinite().all(2) & (found != 0).any(2) & right.output.isfinite().all(2)
         if bool(is_wrong.any()):
             part = Part(
@@ -46,6 +49,7 @@ def wrong_parts(
                 correct=right.output,
                 bound=right.bound,
                 is_wrong=is_wrong,
+                is_clear=is_wrong & (ratio > CLEAR),
             )
             parts.append(part)
     return parts

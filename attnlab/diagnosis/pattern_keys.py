@@ -56,8 +56,8 @@ def _log_sum(part: Part, scores: torch.Tensor) -> torch.Tensor:
 def _changes(
     parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
 ) -> torch.Tensor | None:
-    """Return by how much the multiplier of the keys changes in each wrong cell, [n], or None if the rule
-    does not fit one of them."""
+    """Return by how much the multiplier of the keys changes in each clearly wrong cell, [n], or None if
+    there is none or the rule does not fit a wrong cell."""
     found = []
     for part, weight in zip(parts, weights, strict=True):
         seen = part.inputs.visible
@@ -77,8 +77,9 @@ def _changes(
         fits = ratio_of(residual, normaliser * _bound(part, weight, some, change)) <= 1
         if not bool(fits[part.is_wrong].all()):
             return None
-        found.append(change[part.is_wrong])
-    return torch.cat(found)
+        found.append(change[part.is_clear])
+    changes = torch.cat(found)
+    return changes if len(changes) else None
 
 
 def _bound(

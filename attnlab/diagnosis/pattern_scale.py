@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.cells import ratio_of
@@ -100,10 +102,14 @@ def _names(problem: Problem, scale: float) -> list[str]:
         "ln(2) times": correct * math.log(2),
         "the scale applied twice": correct**2,
         "the opposite sign": -correct,
-        "k_scale applied once more": correct * problem.call.k_scale,
-        "k_scale not applied": correct / problem.call.k_scale,
-        "v_scale in place of k_scale": correct / problem.call.k_scale * problem.call.v_scale,
     }
+    k_scale, v_scale = problem.call.k_scale, problem.call.v_scale
+    if not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor):
+        names |= {
+            "k_scale applied once more": correct * k_scale,
+            "k_scale not applied": correct / k_scale,
+            "v_scale in place of k_scale": correct / k_scale * v_scale,
+        }
     return [
         name
         for name, value in names.items()

@@ -5,7 +5,7 @@ The tests run from the most to the least specific one, and each cell counts for 
 
 import torch
 
-from attnlab.diagnosis.cells import Cells, ratio_of
+from attnlab.diagnosis.cells import CLEAR, Cells, ratio_of
 from attnlab.diagnosis.pattern import Fact, region_text
 
 _CLEAR = 4.0  # a cell is compared with others if its size exceeds this many rounding bounds
@@ -21,7 +21,9 @@ def value_facts(cells: Cells, dtype: torch.dtype) -> tuple[list[Fact], torch.Ten
     """
     left = cells.is_wrong.clone()
     facts: list[Fact] = []
-    for find in (_nonfinite, _constant, _factor, _added, _reordered):
+    is_clear = bool((cells.ratio[left] > CLEAR).any())
+    rules = (_factor, _added, _reordered) if is_clear else ()  # any rule fits errors near rounding
+    for find in (_nonfinite, _constant, *rules):
         for fact, mask in find(cells, left):
             facts.append(fact)
             left &= ~mask

@@ -12,7 +12,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
-from attnlab.tensors.call import make_output
+from attnlab.tensors.case_call import make_output
 
 Rerun = Callable[[Case], torch.Tensor]
 CacheRun = Callable[[Case, PagedCache], torch.Tensor]  # runs a Case with another cache

@@ -1,6 +1,7 @@
 """Lab: run a Case, from its fields to a Result; runs share what their Cases have in common."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,13 @@ from attnlab.lab.memory_check import check_memory
 from attnlab.lab.reads import MemoryReport, report, traced
 from attnlab.lab.reference import Reference, exact_attention
 from attnlab.lab.result import Result
+from attnlab.lab.rounding_bound import rounding_bound
 from attnlab.lab.shared import SharedProducts
 from attnlab.lab.side_outputs import SideError, lse_bound, side_errors
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 
 @dataclass(slots=True)
@@ -131,7 +134,9 @@ class Lab:
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), cache or self.cache(case), output)
+        batch = self.batch(case)
+        new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
+        return make_call(case, batch, cache or self.cache(case), output, new)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
@@ -183,6 +188,9 @@ class Lab:
             padded=ran.log.padded,
             side_errors=wrong_sides,
             failed=isinstance(rejection, KernelFailed),
+            compare_with_rounding=functools.cache(
+                lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
+            ),
         )
 
     def output(self, case: Case, cache: PagedCache | None = None) -> torch.Tensor:
@@ -197,19 +205,27 @@ class Lab:
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
+        tolerance = case.tolerance
         if not case.spec.writes_cache:
             return compare(
                 call.output,
                 expected,
                 case.lengths,
-                case.tolerance,
+                self._bound(case, call) if tolerance is None else tolerance,
                 case.rtol,
                 case.query_heads,
                 case.query_rows,
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
         slots = as_numbers(call.output[order], expected[order])
-        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
+        return compare(*slots, slot_lengths(case), tolerance or 0.0, case.rtol)
+
+    def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
+        """Return the rounding bound of each element of the Case's output, shared."""
+        kernels = decide(case).kernels
+        make = lambda: rounding_bound(case, self.batch(case), call, kernels)  # noqa: E731
+        key = (reference_key(case), self.where(case), kernels, case.platform)
+        return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
 
     def _checked_backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase or Unavailable if it cannot run the Case here."""

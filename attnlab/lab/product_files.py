@@ -15,6 +15,9 @@ from typing import TypeVar
 
 import torch
 
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.cache_folder import check_private
+
 T = TypeVar("T")
 FOLDER_VARIABLE = "ATTNLAB_SHARED_PRODUCTS"
 _WORTHWHILE_S = 0.2  # a product that took less time is not written
@@ -37,9 +40,18 @@ def sharing_between_processes() -> Iterator[dict[str, str]]:
 
 
 def shared_folder() -> Path | None:
-    """Return the folder in which this process shares products, from the environment; None for none."""
+    """Return the folder in which this process shares products, from the environment; None for none.
+
+    Its files are pickles, so a folder that others can write to is not used.
+    """
     name = os.environ.get(FOLDER_VARIABLE)
-    return Path(name) if name else None
+    if not name:
+        return None
+    try:
+        check_private(Path(name))
+    except (OSError, Unavailable):
+        return None
+    return Path(name)
 
 
 def product_file(folder: Path, kind: str, key: Hashable) -> Path:

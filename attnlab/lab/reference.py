@@ -6,6 +6,7 @@ with the kernel models; tests compare it with torch's ``scaled_dot_product_atten
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -103,7 +104,8 @@ def attend(
 
     - ``query``, ``output``: [query_len, num_heads, head_size]; row i is at position
       seq_len - query_len + i.
-    - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
+    - ``key``, ``value``: [seq_len, num_kv_heads, head_size]. If values have another width, so has
+      ``output``.
     - ``sliding_window``: the number of keys that a row sees, itself included; 0 for all.
     - ``alibi_slopes``: [num_heads], multiplied by (key position - query position).
     - ``softcap``: c of c · tanh(score / c), applied before ALiBi; None for no cap.
@@ -132,7 +134,7 @@ def attend(
         for row in range(0, query_len, rows_at_once):
             tile = slice(row, row + rows_at_once)
             mixed, row_scores = tiles.attend(row, min(row + rows_at_once, query_len))
-            output[tile, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+            output[tile, heads].unflatten(1, mixed.shape[:2]).copy_(mixed.permute(2, 0, 1, 3))
             if lse is not None:
                 lse[tile, heads] = row_scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)
 
@@ -181,7 +183,7 @@ class _Tiles:
         bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
-        mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
+        mixed = (weights @ self.value[:, begin:end]).view(*tile.shape[:3], -1)
         if self.sinks is not None:
             mixed.mul_(_share_of_keys(scores, self.sinks))
         return mixed, scores
@@ -204,13 +206,18 @@ def _bias(
     [rows, columns]; the columns are the last ones before ``end``: those of the tile's diagonal, or every
     column from ``begin`` with a sliding window.
     """
-    begin = begin if sliding_window else position
+    if not sliding_window:
+        return _diagonal(rows, like.dtype, like.device)
     at = torch.arange(position, position + rows, device=like.device)[:, None]
     keys = torch.arange(begin, end, device=like.device)
-    hidden = keys > at
-    if sliding_window:
-        hidden |= keys <= at - sliding_window
+    hidden = (keys > at) | (keys <= at - sliding_window)
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+@lru_cache(maxsize=64)
+def _diagonal(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return -inf above the diagonal and 0 elsewhere, [rows, rows]; most tiles have equally many rows."""
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
 def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Result: the outcome of running a Case."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _NUMBERS = (
     "heads_run",
     "rows_run",
     "atol",
+    "atol_is_derived",
     "rtol",
 )
 
@@ -53,6 +55,7 @@ class Result(Shown):
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
     - ``lse``, ``padded``: what the op returned in addition to the output, or None
       (:class:`attnlab.kernels.triton.run_log.RunLog`). ``side_errors``: what is wrong with them.
+    - ``compare_with_rounding``: returns the ErrorMap with the rounding bound of each element as tolerance.
     - ``failed``: whether a rejected call broke the kernel, instead of exceeding a limit that it states.
     """
 
@@ -75,11 +78,25 @@ class Result(Shown):
     padded: torch.Tensor | None = None
     side_errors: tuple[SideError, ...] = ()
     failed: bool = False
+    compare_with_rounding: Callable[[], ErrorMap] = field(repr=False)
 
     @property
     def output(self) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
         return self.call.output
+
+    @property
+    def beyond_rounding(self) -> int | None:
+        """Return how many elements are off by more than rounding; None if the call was rejected.
+
+        It is computed on first use if the Case has its own tolerance; otherwise it is the number of
+        mismatches. Rounding explains no error of a cache write.
+        """
+        if self.errors is None:
+            return None
+        if self.case.has_own_tolerance:
+            return self.compare_with_rounding().mismatched
+        return self.errors.mismatched
 
     def places(self) -> list[Place]:
         """Return the rows with mismatches; none if the call was rejected."""
@@ -132,6 +149,7 @@ class Result(Shown):
             **numbers,
             "side_outputs": list(self.side_outputs),
             "side_errors": [error.to_dict() for error in self.side_errors],
+            "beyond_rounding": self.beyond_rounding,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),

@@ -51,7 +51,8 @@ def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -
         kernel = "decode" if problem.is_decode(row_slice.seq) else "prefill"
         output = mutant.compute(problem, row_slice).output
         change = (output - correct.output).abs().nan_to_num(torch.inf, torch.inf)
-        allowed = case.tolerance + case.rtol * correct.output.abs()
+        atol = correct.bound if case.tolerance is None else case.tolerance
+        allowed = atol + case.rtol * correct.output.abs()
         ratio = torch.where(change == 0, 0.0, change / allowed)
         effect = max(effect, float(change.max()))
         margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))

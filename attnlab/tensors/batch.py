@@ -45,17 +45,15 @@ class Batch(Shown):
         """Return the first row of each sequence in ``query``, and the number of rows; length num_seqs + 1."""
         return [0, *accumulate(self.lengths.query_lens)]
 
-    def new_rows(self) -> torch.Tensor:
-        """Return the rows of ``key`` that hold new tokens, in the order of ``query``; [num_tokens] int64."""
-        starts = self.kv_start_loc
-        return torch.cat(
-            [
-                torch.arange(start + ctx_len, end)
-                for start, end, ctx_len in zip(
-                    starts, starts[1:], self.lengths.ctx_lens, strict=False
-                )
-            ]
-        )
+    def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of key and value of the new tokens, in the order of ``query``.
+
+        Each [num_tokens, num_kv_heads, head_size].
+        """
+        ends = accumulate(self.lengths.seq_lens)
+        runs = [slice(end - n, end) for end, n in zip(ends, self.lengths.query_lens, strict=True)]
+        key, value = (torch.cat([t[run] for run in runs]) for t in (self.key, self.value))
+        return key, value
 
 
 def make_batch(case: Case, device: str = "cpu") -> Batch:

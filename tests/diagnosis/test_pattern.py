@@ -12,7 +12,9 @@ from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
+from attnlab.defects.attention_inputs import scores_of, weights_of
 from attnlab.defects.problem import Problem
+from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.error_location import locate
@@ -222,3 +224,41 @@ def test_a_diagnosis_states_the_pattern_first(sound):
     assert diagnosis.to_dict()["pattern"]["complete"] is True
     assert "half" in " ".join(diagnosis.sentences()[:5])
     assert len(diagnosis._repr_html_()) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("hidden", "keys"),
+    [
+        (lambda keys: keys == 7, "the keys at position 7"),
+        (lambda keys: keys % 16 == 15, "the keys in slot 15 of every block of 16"),
+    ],
+)
+def test_keys_that_every_row_misses(sound, hidden, keys):
+    """No defect of the catalogue hides them."""
+    problem, output = sound
+    wrong = output.clone()
+    for row_slice in all_rows(problem):
+        inputs = problem.attention_inputs(row_slice)
+        visible = inputs.visible & ~hidden(torch.arange(inputs.key.shape[0]))
+        rows = problem.predict(dataclasses.replace(inputs, visible=visible)).output
+        sees_all = (visible == inputs.visible).all(1)[:, None, None]
+        at = problem.rows(row_slice)
+        wrong[at] = torch.where(sees_all, output[at], rows.to(output.dtype))
+    (fact,) = describe(problem, wrong, locate(problem, wrong)).of("keys")
+    assert fact.values["keys"] == keys
+    assert fact.what.endswith("are missing")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_coarse_rounding_gets_no_rule(sound, dtype):
+    """Weights and values in a shorter format: the errors are rounding, whatever rule would fit them."""
+    problem, output = sound
+    wrong = output.clone()
+    for row_slice in all_rows(problem):
+        inputs = problem.attention_inputs(row_slice)
+        weights = weights_of(inputs, scores_of(inputs)).to(dtype).double()
+        rounded = weights @ inputs.value.to(dtype).double().transpose(0, 1)
+        wrong[problem.rows(row_slice)] = rounded.transpose(0, 1).to(output.dtype)
+    pattern = describe(problem, wrong, locate(problem, wrong))
+    assert pattern.wrong_cells > 0
+    assert pattern.rules == []

@@ -12,7 +12,12 @@ from helpers.cases import hostile
 
 from attnlab.lab import product_files
 from attnlab.lab.lab import Lab
-from attnlab.lab.product_files import FOLDER_VARIABLE, from_file, sharing_between_processes
+from attnlab.lab.product_files import (
+    FOLDER_VARIABLE,
+    from_file,
+    shared_folder,
+    sharing_between_processes,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files are shared on POSIX only")
 
@@ -93,6 +98,16 @@ def test_without_files_the_product_is_made(folder, fault, monkeypatch):
         file.write_bytes(b"PK not a product")
     assert from_file(file, lambda: 3) == (3, False)
     assert not [*folder.glob("*.part")]
+
+
+def test_a_folder_of_others_is_not_used(folder):
+    """The files are pickles: a folder that others can write to, or that is gone, is ignored."""
+    assert shared_folder() == folder
+    folder.chmod(0o777)
+    assert shared_folder() is None
+    folder.chmod(0o700)
+    folder.rmdir()
+    assert shared_folder() is None
 
 
 def test_the_folder_ends_with_the_run():

@@ -16,7 +16,7 @@ from attnlab.mutation.remedies import is_equivalent
 from attnlab.show.plots.power import plot_power
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}
-TEST = Case(stage="cast_after_cumsum", x=8)  # the plain test as it draws itself at seed 0
+TEST = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # the plain test as drawn with seed 0
 KILLED_BY_NAN = {
     "folded_on_sequence_0",
     "newest_slot_nan",
@@ -49,7 +49,7 @@ def test_the_test_kills_three_of_nine_with_float16():
 @pytest.mark.slow
 def test_the_test_kills_one_of_nine_with_fp8_and_accepts_zeros():
     """Its FP8 cache is all zeros, so an output of zeros passes, and so do wrong keys and values."""
-    case = TEST.replace(kv_cache_dtype="fp8", cache_write="numeric")
+    case = TEST.replace(kv_cache_dtype="fp8", cache_write="numeric", atol=1e-3)
     outcome = outcomes(case, (*NINE, "rows_zero", "noise_of_its_size"))
     assert [name for name in NINE if outcome[name] == "killed"] == ["random_noise"]
     assert outcome["rows_zero"] == outcome["noise_of_its_size"] == "survived"
@@ -63,7 +63,8 @@ def test_a_missing_token_is_killed_by_poison_or_a_derived_tolerance():
     assert outcomes(small.replace(empty_slots="nan"), mutants) == {
         "newest_slot_unwritten": "killed"
     }
-    assert outcomes(small.replace(atol=5e-7), mutants) == {"newest_slot_unwritten": "killed"}
+    for atol in (None, 5e-7):
+        assert outcomes(small.replace(atol=atol), mutants) == {"newest_slot_unwritten": "killed"}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,9 @@ def test_a_missing_token_is_killed_by_poison_or_a_derived_tolerance():
     [
         pytest.param({}, id="fp16"),
         pytest.param(
-            {"kv_cache_dtype": "fp8", "cache_write": "numeric"}, id="fp8", marks=pytest.mark.slow
+            {"kv_cache_dtype": "fp8", "cache_write": "numeric", "atol": 1e-3},
+            id="fp8",
+            marks=pytest.mark.slow,
         ),
     ],
 )

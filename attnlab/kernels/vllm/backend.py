@@ -27,6 +27,7 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
+from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
@@ -80,10 +81,17 @@ class VllmBackend(Backend):
 
     @property
     def device(self) -> str:
-        """Return "cuda" or "cpu"; raise Unavailable for a requested GPU that torch does not see."""
+        """Return "cuda" or "cpu".
+
+        Raises Unavailable for a requested GPU that torch does not see, and on a CPU for versions of Triton
+        and NumPy that the interpreter is not tested with.
+        """
         if self.requested_device == "cuda" and not torch.cuda.is_available():
             raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
-        return self.requested_device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.requested_device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cpu":
+            check_installed_pair()
+        return device
 
     @property
     def version(self) -> str:

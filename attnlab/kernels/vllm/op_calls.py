@@ -114,7 +114,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
 def _scales(call: KernelCall) -> Arguments:
     """Return k_scale and v_scale, each [1] float32."""
     return {
-        name: torch.tensor([getattr(call, name)], device=call.query.device)
+        name: torch.tensor([call.number(name)], device=call.query.device)
         for name in ("k_scale", "v_scale")
     }
 

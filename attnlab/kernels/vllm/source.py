@@ -16,7 +16,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,11 @@ _MOST_BYTES = 32 << 20
 _MOST_UNPACKED = 4 << 30  # of all members of a tar file, which must be decompressed to be skipped
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
+_VERSION_FILES = (
+    ("PKG-INFO", _VERSION),
+    ("METADATA", _VERSION),
+    ("vllm/_version.py", _FILE_VERSION),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +142,13 @@ def _download(version: str, folder: Path) -> None:
 
 def check_release(version: str) -> None:
     """Raise InvalidCase if ``version`` is not the version of a release."""
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.\d+)?(\.?(post|rc)\d+)?", version):
         refuse("release", "a version such as 0.11.2", version)
+
+
+def fetched_wheel(version: str) -> Path | None:
+    """Return the wheel of a release that was downloaded earlier, or None."""
+    return next(iter(_wheels(cache_folder() / "releases" / version, version)), None)
 
 
 def _wheels(folder: Path, version: str) -> list[Path]:
@@ -164,7 +174,7 @@ def _installed() -> Source:
 def _checkout(path: Path) -> Source:
     root = path.parent if path.name == "vllm" and not (path / "vllm").is_dir() else path
     version = "unknown"
-    for name, pattern in (("PKG-INFO", _VERSION), ("vllm/_version.py", _FILE_VERSION)):
+    for name, pattern in _VERSION_FILES:
         if (root / name).is_file() and (match := pattern.search((root / name).read_text())):
             version = match[1]
     source = Source(kind="checkout", path=path, root=root.absolute(), version=version)
@@ -183,7 +193,7 @@ def _archive(path: Path) -> Source:
     root = private_folder("sources") / f"{key}-{_LAYOUT}"
     if not root.is_dir():
         with writing():
-            _unpack(path, root)
+            unpack(_members(path), root, path)
     check_private(root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
@@ -191,12 +201,15 @@ def _archive(path: Path) -> Source:
     return Source(kind=kind, path=path, root=root, version=match[1] if match else "unknown")
 
 
-def _unpack(path: Path, root: Path) -> None:
-    """Unpack the op files and the metadata to ``root`` in one step: a failure leaves nothing there."""
+def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None:
+    """Write the kept files of the archive ``path`` to ``root`` in one step: a failure leaves nothing there.
+
+    Raises InvalidCase if they are too large, or contain no attention op.
+    """
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         found, files, size = False, 0, 0
-        for name, data in _members(path):
+        for name, data in members:
             files, size = files + 1, size + len(data)
             if files > _MOST_FILES or size > _MOST_BYTES:
                 raise InvalidCase(_too_large(path), field="source")
@@ -224,16 +237,21 @@ def _too_large(path: Path) -> str:
     )
 
 
+def wheel_members(wheel: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield each file of the wheel ``path`` to keep, as :func:`_members`."""
+    for info in wheel.infolist():
+        if match := _KEPT.fullmatch(info.filename):
+            if info.file_size > _MOST_BYTES:
+                raise InvalidCase(_too_large(path), field="source")
+            yield match[match.lastindex or 0], wheel.read(info)
+
+
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield each file to keep: its name relative to the archive's top folder, and its bytes."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel:
-                for info in wheel.infolist():
-                    if match := _KEPT.fullmatch(info.filename):
-                        if info.file_size > _MOST_BYTES:
-                            raise InvalidCase(_too_large(path), field="source")
-                        yield match[match.lastindex or 0], wheel.read(info)
+                yield from wheel_members(wheel, path)
             return
         with tarfile.open(path) as sdist:
             unpacked = 0

@@ -71,7 +71,22 @@ def errors(one: "ErrorMap") -> Sheet:
 
 
 def _allowed(one: "ErrorMap") -> str:
-    return f"{one.atol:g}" + (f" + {one.rtol:g} × |expected|" if one.rtol else "")
+    """Return the tolerance as text."""
+    bound = f"the rounding bound of each element (at most {one.atol:.2g})"
+    relative = f" + {one.rtol:g} × |expected|" if one.rtol else ""
+    return (bound if one.is_derived else f"{one.atol:g}") + relative
+
+
+def beyond_rounding(one: "Result") -> str:
+    """Return how many elements rounding does not explain, and what the tolerance makes of them."""
+    assert one.errors is not None
+    beyond, mismatched = one.beyond_rounding, one.errors.mismatched
+    note = ""
+    if mismatched and not beyond:
+        note = "; rounding explains every mismatch"
+    elif beyond and not mismatched:
+        note = "; the tolerance accepts them"
+    return f"{beyond} of {one.errors.total}{note}"
 
 
 def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
@@ -122,7 +137,10 @@ def result(one: "Result") -> Sheet:
     if one.errors is not None:
         greatest = one.errors.greatest_abs
         size = f"largest {greatest.value:.4g} at {greatest.index}"
-        facts.append(("error", f"{size}; tolerance {_allowed(one.errors)}"))
+        lines = [f"{size}; tolerance {_allowed(one.errors)}"]
+        if one.case.has_own_tolerance:
+            lines.append(f"beyond rounding: {beyond_rounding(one)}")
+        facts.append(("error", lines))
         if places := one.places():
             facts.append(("places", place_lines(places)))
         facts += _side_facts(one)

@@ -1,0 +1,155 @@
+"""Diagnose a call without a Case: where it ran, which kernels served it, and what stays unknown."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import MERGE, RELEASES, WRAPPER
+from attnlab.case.platforms import PLATFORMS
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.contracts.violation import Violations
+from attnlab.contracts.violations import find_violations
+from attnlab.diagnosis.diagnose import diagnose_call
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.tensors.call import KernelCall
+
+_FP8_PLATFORM = "FP8 format and choice of kernel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """Where a call ran: ``case`` has its platform, release and switches. ``assumed`` names, in words, those
+    that neither the call nor the user stated."""
+
+    case: Case
+    assumed: tuple[str, ...] = ()
+
+
+def diagnose_captured(
+    call: KernelCall,
+    case: Case,
+    *,
+    given: Collection[str] = (),
+    output: torch.Tensor | None = None,
+) -> Diagnosis:
+    """Diagnose a call that ran somewhere else. ``case`` and ``given``: as for :func:`where_it_ran`.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    check_diagnosable(call)
+    ran = where_it_ran(call, case, given)
+    if call.rejection and output is None:
+        return Diagnosis(
+            status="rejected",
+            rejection=call.rejection,
+            violations=violations_of_captured(call, case, given=given),
+        )
+    return diagnose_call(
+        call,
+        Target.of(ran.case),
+        kernels_of(ran.case, call),
+        output=output,
+        unknown=unknown_about(call, ran),
+    )
+
+
+def violations_of_captured(
+    call: KernelCall, case: Case, *, given: Collection[str] = ()
+) -> Violations:
+    """Return where a call that ran somewhere else violates contracts; none of an op without a record."""
+    if call.is_foreign:
+        return Violations()
+    ran = where_it_ran(call, case, given)
+    return find_violations(call.cpu(), Target.of(ran.case), kernels_of(ran.case, call))
+
+
+def check_diagnosable(call: KernelCall) -> None:
+    """Raise InvalidCall for a call that has no reference here."""
+    if call.spec.writes_cache or call.op == MERGE:
+        raise InvalidCall(f"op must be an attention op to be diagnosed, got {call.op}", field="op")
+    if call.unmodelled:
+        text = ", ".join(call.unmodelled)
+        raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+
+
+def where_it_ran(call: KernelCall, case: Case, given: Collection[str] = ()) -> Ran:
+    """Return the Case with the platform and the release of the call's origin.
+
+    ``given`` names the fields of ``case`` that the user stated; they win.
+    """
+    origin, changes, assumed = call.origin, {}, []
+    if "platform" not in given:
+        if origin.platform in PLATFORMS:
+            changes["platform"] = origin.platform
+        else:
+            reason = "" if origin.platform is None else f" instead of {origin.platform}"
+            assumed.append(f"the platform: {case.platform}{reason} ({_FP8_PLATFORM})")
+    if "release" not in given and not call.is_foreign:
+        changes["release"] = case.release if origin.release is None else _nearest(origin.release)
+        if changes["release"] != origin.release:
+            reason = "" if origin.release is None else f" instead of {origin.release}"
+            assumed.append(f"the release: vLLM {changes['release']}{reason} (contracts)")
+    return Ran(case=case.replace(**changes), assumed=tuple(assumed))
+
+
+def _nearest(release: str) -> str:
+    """Return the modelled release whose contracts fit best: the newest that is not newer, or the oldest."""
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    older = [one for one in RELEASES if tuple(map(int, one.split("."))) <= numbers]
+    return older[-1] if older else RELEASES[0]
+
+
+def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
+    """Return what a diagnosis of the call cannot conclude, each in one sentence."""
+    found = [
+        "which tokens the cache holds: a wrong cache write or block table is not found, because the "
+        "context is taken as the cache holds it"
+    ]
+    if call.new_tokens != "given":
+        found.append("the new keys and values: they are taken from the cache")
+    if call.before is None and not call.is_foreign:
+        found.append(
+            "the output buffer before the call: unwritten rows are found by the contracts alone"
+        )
+    if call.is_foreign:
+        found.append(f"the contracts of {call.origin.op}: no violations are looked for")
+    return [*found, *ran.assumed]
+
+
+def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
+    """Return the kernels that would serve a call on the Case's platform and release.
+
+    Everything else that dispatch depends on comes from the call.
+    """
+    if call.op != WRAPPER:
+        return (call.op,)
+    _, num_heads, head_size = call.query.shape
+    call_case = case.replace(
+        op=call.op,
+        num_heads=num_heads,
+        num_queries_per_kv=call.num_queries_per_kv,
+        head_size=head_size,
+        block_size=call.block_size,
+        dtype=str(call.query.dtype).removeprefix("torch."),
+        kv_cache_dtype=call.kv_cache_dtype,
+        sliding_window=call.sliding_window,
+        alibi=call.alibi_slopes is not None,
+        sinks=call.sinks is not None,
+        softcap=call.softcap,
+        x=call.key_cache.shape[4],
+        query_lens=(1,),
+        ctx_lens=(0,),
+        kv_head_range=None,
+        seq_range=None,
+        max_seq_len=call.max_seq_len,
+        max_query_len=call.max_query_len,
+        block_table=None,
+        num_blocks=None,
+        max_blocks_per_seq=None,
+    )
+    return decide(call_case).kernels
