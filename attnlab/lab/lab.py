@@ -112,8 +112,7 @@ class Lab:
 
     def expected_lse(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the right LSE and its rounding bound, each [num_tokens, num_heads] float64."""
-        case = case.replace(reference_dtype="float64")
-        lse = self.lse(case)
+        lse = self.lse(case.replace(reference_dtype="float64"))
         return lse, lse_bound(case, self.batch(case), self.call(case), lse)
 
     def side_errors(

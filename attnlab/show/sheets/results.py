@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from attnlab.show.sheets.inputs import describe, sizes
 from attnlab.show.sheets.sheet import (
     Cell,
+    Command,
     Facts,
     Folded,
     Grid,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from attnlab.contracts.violation import Violation, Violations
     from attnlab.diagnosis.other_run import OtherRun
     from attnlab.lab.decode_error import DecodedError
+    from attnlab.lab.error_answer import ErrorAnswer
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell as StageCell
@@ -262,4 +264,23 @@ def decoded_error(one: "DecodedError") -> Sheet:
         line=f"<DecodedError: {place}, head {one.head}>",
         head=place,
         parts=[Lines(one.sentences())],
+    )
+
+
+def error_answer(one: "ErrorAnswer") -> Sheet:
+    """Return what follows from a text that has no place in an attention output."""
+    heads = {
+        "dtype": "a dtype that a kernel rejects",
+        "allclose": "a failed torch.allclose",
+        "cache": "a place in the cache",
+    }
+    return Sheet(
+        kind="Decoded error",
+        line=f"<ErrorAnswer: {heads[one.kind]}>",
+        head=heads[one.kind],
+        parts=[
+            Lines(one.sentences()),
+            *([] if one.command is None else [Command(one.command, "to see it")]),
+            Facts([("case", describe(one.case))]),
+        ],
     )

@@ -109,6 +109,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             left_out=["first <op>", "second", "third", "fourth", "fifth", "sixth"],
         ),
         decode_error(result.errors.message(), case),
+        decode_error("assert torch.allclose(a, b)", case),
         outcome.verdicts[0],
         Verdicts(),
         Results(
