@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.show.panels import explorer, panel
     from attnlab.show.public import plot
     from attnlab.tensors.call import KernelCall
+    from attnlab.weights.public import xray
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "run",
     "stages",
     "violations",
+    "xray",
 ]
 _PLACES = {  # of each public name: its module, and its name there if that differs
     "DEFECTS": "attnlab.defects",
@@ -79,6 +81,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "run": "attnlab.lab.public",
     "stages": "attnlab.lab.public",
     "violations": "attnlab.diagnosis.public",
+    "xray": "attnlab.weights.public",
 }
 
 # A full-size cache has hundreds of megabytes, and the kernel's page faults take longer than filling it.

@@ -18,6 +18,7 @@ FOLDERS = (
     "kernels",
     "lab",
     "defects",
+    "weights",
     "diagnosis",
     "mutation",
     "checker",

@@ -33,6 +33,7 @@ from attnlab.cli import (
     power,
     run,
     stages,
+    xray,
 )
 from attnlab.cli.command import Command
 
@@ -41,6 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     explain.COMMAND,
     decode_error.COMMAND,
     diagnose.COMMAND,
+    xray.COMMAND,
     power.COMMAND,
     check.COMMAND,
     claims.COMMAND,

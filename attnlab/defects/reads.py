@@ -134,9 +134,9 @@ def _newest_slot_holds(problem: Problem, seq: int, number: float) -> bool:
     """Answer whether the slot of a sequence's newest token holds a number in all elements, by the cache."""
     newest = torch.tensor([problem.seq_len(seq) - 1])
     cache_read, kv = problem.cache_read(seq), torch.arange(problem.call.key.shape[1])
-    held = torch.cat(
-        [cache_read.keys(problem.call, newest, kv), cache_read.values(problem.call, newest, kv)]
-    )
+    keys = cache_read.keys(problem.call, newest, kv)
+    values = cache_read.values(problem.call, newest, kv)
+    held = torch.cat([keys.flatten(), values.flatten()])
     return bool(held.isnan().all() if math.isnan(number) else (held == number).all())
 
 

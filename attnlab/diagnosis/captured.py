@@ -8,9 +8,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import MERGE, RELEASES, WRAPPER
+from attnlab.case.ops import MERGE, RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.contracts.dispatch import decide
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
@@ -119,37 +119,3 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     if call.is_foreign:
         found.append(f"the contracts of {call.origin.op}: no violations are looked for")
     return [*found, *ran.assumed]
-
-
-def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
-    """Return the kernels that would serve a call on the Case's platform and release.
-
-    Everything else that dispatch depends on comes from the call.
-    """
-    if call.op != WRAPPER:
-        return (call.op,)
-    _, num_heads, head_size = call.query.shape
-    call_case = case.replace(
-        op=call.op,
-        num_heads=num_heads,
-        num_queries_per_kv=call.num_queries_per_kv,
-        head_size=head_size,
-        block_size=call.block_size,
-        dtype=str(call.query.dtype).removeprefix("torch."),
-        kv_cache_dtype=call.kv_cache_dtype,
-        sliding_window=call.sliding_window,
-        alibi=call.alibi_slopes is not None,
-        sinks=call.sinks is not None,
-        softcap=call.softcap,
-        x=call.key_cache.shape[4],
-        query_lens=(1,),
-        ctx_lens=(0,),
-        kv_head_range=None,
-        seq_range=None,
-        max_seq_len=call.max_seq_len,
-        max_query_len=call.max_query_len,
-        block_table=None,
-        num_blocks=None,
-        max_blocks_per_seq=None,
-    )
-    return decide(call_case).kernels

@@ -11,6 +11,7 @@ from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.pattern import Pattern
+from attnlab.weights.xray import XRay
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
 _UNWRITTEN_BY = {
@@ -23,6 +24,7 @@ _SLOTS = {
     "freed": "the blocks that the window has freed",
     "unmapped": "slots of no sequence",
 }
+_XRAY_SENTENCES = 2  # its conclusion, and the pattern or the limits
 CANDIDATE_COLUMNS = (
     "candidate",
     "predicted",
@@ -64,6 +66,7 @@ class Diagnosis(Shown):
     - ``slot_kinds``: of the slot-dependent rows, those that change when slots of one kind hold NaN: "tail"
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
+    - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -88,6 +91,7 @@ class Diagnosis(Shown):
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
+    xray: XRay | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -123,6 +127,7 @@ class Diagnosis(Shown):
             *self._place_sentences(),
             *self.pattern.sentences(),
             *self._run_sentences(),
+            *self._xray_sentences(),
             self._cause_sentence(),
             *self._violation_sentences(),
             *self.withdrawn,
@@ -154,10 +159,19 @@ class Diagnosis(Shown):
         wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
         return [*wraps, *(f"out-of-bounds access: {text}" for text in self.outside)]
 
+    def _xray_sentences(self) -> list[str]:
+        """Return the conclusion of the X-ray, if it has one about the weights."""
+        if self.xray is None or self.xray.status not in ("right", "precision", "described"):
+            return []
+        count = _XRAY_SENTENCES if self.cause is None else 1
+        return [f"X-ray of the kernel: {sentence}" for sentence in self.xray.sentences[:count]]
+
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.status == "described" and self.xray is not None and self.xray.status == "described":
+            return "described: no candidate explains the output; the X-ray of the kernel states the rule"
         if self.status == "described" and (self.wraps or self.outside):
             return (
                 "described: the source lines above compute a wrong address; no other cause is named"
@@ -197,6 +211,7 @@ class Diagnosis(Shown):
             "wraps": list(self.wraps),
             "outside": list(self.outside),
             "withdrawn": list(self.withdrawn),
+            "xray": None if self.xray is None else _xray_dict(self.xray),
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "unknown": self.unknown,
@@ -217,6 +232,16 @@ class Diagnosis(Shown):
             "tried": self.distinction.tried,
             "sentence": self.distinction.sentence(),
         }
+
+
+def _xray_dict(found: XRay) -> dict[str, Any]:
+    """Return the conclusion of an X-ray; ``attnlab xray --json`` has the weights."""
+    return {
+        "status": found.status,
+        "descriptions": [one.to_dict() for one in found.descriptions],
+        "confirmed": found.confirmed,
+        "sentences": list(found.sentences),
+    }
 
 
 def candidate_cells(candidate: Candidate) -> list[str]:

@@ -1,13 +1,14 @@
 """Refine a diagnosis by running the kernel again: other buffers, other empty slots, and a second case."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall, KernelRejected
+from attnlab.case.errors import AttnLabError, InvalidCall, KernelRejected
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
@@ -27,8 +28,16 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
 from attnlab.diagnosis.second_case import second_case
 from attnlab.diagnosis.withdrawal import with_slot_kinds, withdraw
+from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
+from attnlab.weights.public import xray
+from attnlab.weights.xray import XRay
+
+_XRAY_S = 6.0  # time for the search for a description
+_RERUNS = 6  # of the kernel, before an X-ray
+_XRAY_RUNS, _XRAY_RUN_S = 20, 30.0  # further runs of an X-ray, and the time that all may take
+_XRAY_WEIGHTS = 1 << 22  # rows × heads × slots, up to which the weights are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,12 +45,13 @@ class Kernel:
     """A kernel at hand.
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
-    None. All outputs are on the CPU.
+    None; ``xray``: measures the weights. All outputs are on the CPU.
     """
 
     run: Rerun
     run_with: CacheRun | None = None
     cache_of: Callable[[Case], PagedCache] | None = None
+    xray: Callable[[Case], XRay] | None = None
 
 
 def kernel_of(lab: Lab) -> Kernel:
@@ -50,6 +60,7 @@ def kernel_of(lab: Lab) -> Kernel:
         run=lambda case: lab.output(case).cpu(),
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
+        xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
     )
 
 
@@ -92,6 +103,7 @@ def with_reruns(
     defects: Iterable[Defect],
 ) -> Diagnosis:
     """Return the first diagnosis, refined by what reruns of the kernel show."""
+    began = time.perf_counter()
     diagnosis = _with_finite_contents(
         lab, case, first, kernel.run, defects
     )  # its cache is reused below
@@ -107,7 +119,23 @@ def with_reruns(
         zeros = case.replace(empty_slots="zeros")
         kinds = find_slot_kinds(kernel.run_with, zeros, kernel.cache_of(zeros))
         diagnosis = with_slot_kinds(diagnosis, kinds)
-    return _with_second_case(lab, case, kernel, diagnosis)
+    diagnosis = _with_second_case(lab, case, kernel, diagnosis)
+    seconds = (time.perf_counter() - began) / _RERUNS
+    if kernel.xray is None or not needs_xray(diagnosis) or not _can_xray(case, seconds):
+        return diagnosis
+    try:
+        return with_xray(diagnosis, kernel.xray(case))
+    except AttnLabError:
+        return diagnosis  # the call is too large, or the kernel rejects coded values
+
+
+def _can_xray(case: Case, seconds: float) -> bool:
+    """Answer whether an X-ray takes seconds at most, if a run takes ``seconds``: it runs the kernel once for
+    every ``head_size`` slots, and some more for confirmation."""
+    slots = case.total_blocks * case.block_size
+    runs = _XRAY_RUNS + -(-slots // case.head_size)
+    is_small = case.lengths.num_tokens * case.num_heads * slots <= _XRAY_WEIGHTS
+    return is_small and seconds * runs <= _XRAY_RUN_S
 
 
 def _if_unwritten(

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import diagnose_captured, kernels_of, where_it_ran
+from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.error_location import ErrorLocations, locate
 from attnlab.recorder.comparisons import Comparison

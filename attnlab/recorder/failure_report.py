@@ -209,11 +209,9 @@ dt {{ opacity: .7 }} dd {{ margin: 0; overflow-wrap: anywhere }}
 def page(node_id: str, report: FailureReport, call: KernelCall, judgement: Judgement | None) -> str:
     """Return the report as one self-contained HTML page, with the diagnosis and the call."""
     facts = list(report.facts)
-    if judgement is not None:
-        facts += [("unknown", text) for text in judgement.diagnosis.unknown]
-        if judgement.comparison is not None:
-            one = judgement.comparison
-            facts.append(("tolerance", f"atol {one.atol:g}, rtol {one.rtol:g}"))
+    if judgement is not None and judgement.comparison is not None:
+        one = judgement.comparison
+        facts.append(("tolerance", f"atol {one.atol:g}, rtol {one.rtol:g}"))
     facts.append(("origin", str(call.origin)))
     rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in facts)
     nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]

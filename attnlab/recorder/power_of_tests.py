@@ -6,16 +6,19 @@ and heads are sampled, as for ``attnlab power``.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.output_file import write_text
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import check_diagnosable, kernels_of, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.score import sample_correct, score
 from attnlab.recorder.comparisons import Comparison
@@ -28,7 +31,11 @@ _SHOWN = 3  # survivors in a row of the table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestPower:
-    """The power of one comparison: the names of the defects that it notices (``killed``) or not."""
+    """The power of one comparison: the names of the defects that it notices (``killed``) or not.
+
+    ``with_itself``: the expected value is the output of another call of the same op, so a defect that both
+    calls have is not noticed, whatever the names say.
+    """
 
     __test__ = False  # not a class of tests
 
@@ -38,6 +45,7 @@ class TestPower:
     rtol: float
     killed: tuple[str, ...]
     survived: tuple[str, ...]
+    with_itself: bool = False
 
     @classmethod
     def of_json(cls, text: str) -> "TestPower":
@@ -68,9 +76,19 @@ def powers_of(
                 power = _power(node_id, call, comparison)
             except AttnLabError:
                 continue
-            found[power.op, power.atol, power.rtol] = power
+            others = [other for other in recorded if other is not one]
+            same = any(_made(other, power.op, comparison.expected) for other in others)
+            found[power.op, power.atol, power.rtol] = replace(power, with_itself=same)
             break
     return list(found.values())
+
+
+def _made(one: Recorded, op: str, tensor: torch.Tensor) -> bool:
+    """Answer whether a tensor is the output of a call of an op."""
+    try:
+        return one.origin.op == op and output_matches(one.call, tensor)
+    except AttnLabError:
+        return False
 
 
 def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
@@ -103,6 +121,10 @@ def table(powers: Sequence[TestPower]) -> list[str]:
     for one in sorted(powers, key=lambda one: (len(one.killed), one.node_id)):
         total = len(one.killed) + len(one.survived)
         lines.append(f"{len(one.killed):>4} of {total:<3} {one.node_id}")
+        if one.with_itself:
+            lines.append(
+                f"{'':12}compares the op with itself: a defect of both calls is not noticed"
+            )
         if one.survived:
             more = len(one.survived) - _SHOWN
             rest = f" and {more} more" if more > 0 else ""

@@ -94,8 +94,9 @@ OWN_FLAGS = [
     (["bench", "--source", "/no/such"], "/no/such"),
     (["bench", "--rocm", "--source", "/no/such"], "/no/such"),
     (["dance"], "dance"),
+    (["xray", "--call", "nowhere"], "nowhere"),
 ]
-WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power")
+WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 
 
 @pytest.mark.parametrize("command", WITH_CASE)

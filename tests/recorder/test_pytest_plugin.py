@@ -54,6 +54,12 @@ def test_good(monkeypatch):
     torch.testing.assert_close(output, expected, atol=0.5, rtol=0)
 
 
+def test_itself(monkeypatch):
+    first, _ = computed(monkeypatch)
+    second, _ = computed(monkeypatch)
+    torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
+
+
 def test_plain_assert(monkeypatch):
     output, expected = computed(monkeypatch, kernel=2.0)
     assert (output - expected).abs().max() < 1e-3
@@ -161,19 +167,24 @@ def test_the_saved_call_and_the_page(run):
 def test_tests_without_an_op_are_unaffected(run):
     found = properties(run[0])
     assert found["test_no_op"] == found["test_no_op_passes"] == {}
-    assert "2 passed" in run[1]
+    assert "3 passed" in run[1]
 
 
 def test_power_of_a_passing_test(run):
     """With a tolerance of 0.5, the doubled scale is noticed, and a causal mask off by one is not."""
-    (power,) = json.loads((run[0] / "power.json").read_text())
-    assert power["node_id"] == "test_kern.py::test_good"
+    powers = {one["node_id"]: one for one in json.loads((run[0] / "power.json").read_text())}
+    assert set(powers) == {"test_kern.py::test_good", "test_kern.py::test_itself"}
+    power = powers["test_kern.py::test_good"]
+    assert not power["with_itself"]
+    assert powers["test_kern.py::test_itself"]["with_itself"]
+    assert "compares the op with itself" in run[1]
     assert (power["atol"], power["rtol"]) == (0.5, 0.0)
     assert "scale_doubled" in power["killed"]
     assert "causal_plus_one" in power["survived"]
     assert f"{len(power['killed']):>4} of " in run[1]
 
 
+@pytest.mark.slow
 def test_under_xdist(run, tmp_path):
     """Two workers report what one process reports; the controller prints the table."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
@@ -188,6 +199,7 @@ def test_under_xdist(run, tmp_path):
     assert "test_kern.py::test_good" in text.split("attnlab power")[1]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(run, tmp_path):
     """The section has the reason; the run goes on."""
     (tmp_path / "file").write_text("")
@@ -197,8 +209,7 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
 
 
 def test_a_wrong_option(run):
-    for options in (("--attnlab-keep", "0"), ("-o", "attnlab_ops=nonsense")):
-        pytest_in(run[0], "--attnlab", *options, code=4)
+    pytest_in(run[0], "--attnlab", "-o", "attnlab_ops=nonsense", code=4)
 
 
 def test_the_plugin_costs_nothing_without_its_options(run):
@@ -212,6 +223,7 @@ def test_the_plugin_costs_nothing_without_its_options(run):
     pytest_in(folder, "test_light.py", code=0)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_report_does_not_fail_the_run(run):
     """A fault planted in the report is logged; the tests have the same outcomes."""
     (run[0] / "conftest.py").write_text(

@@ -32,6 +32,7 @@ SHEETS: dict[str, str] = {
     "attnlab.diagnosis.other_run.OtherRun": "attnlab.show.sheets.results.other_run",
     "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
+    "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.library.Report": "attnlab.show.sheets.conclusions.report",
