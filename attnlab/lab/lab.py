@@ -159,7 +159,7 @@ class Lab:
                 ran = self._run_kernels(case, call)
             except KernelRejected as error:
                 rejection = error
-        errors, wrong_sides = None, ()
+        errors, wrong_sides = None, tuple[SideError, ...]()
         if rejection is None:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
