@@ -17,6 +17,7 @@ FOLDERS = (
     "contracts",
     "kernels",
     "lab",
+    "tasks",
     "defects",
     "weights",
     "diagnosis",

@@ -6,6 +6,7 @@ error by itself.
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,3 +84,13 @@ class Finding(Shown):
         fields = dataclasses.asdict(self)
         first = None if self.first is None else self.first.to_cli()
         return {**fields, "run": self.command, "first": first}
+
+    def to_verdict(self) -> dict[str, Any]:
+        """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""
+        names = ("op", "kind", "evidence", "diagnosis")
+        return {**{name: getattr(self, name) for name in names}, "case": self.case.changes()}
+
+    @classmethod
+    def from_verdict(cls, fields: Mapping[str, Any]) -> "Finding":
+        """Return the finding of :meth:`to_verdict`."""
+        return cls(**{**fields, "case": Case.from_dict(fields["case"])})

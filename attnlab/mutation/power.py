@@ -6,7 +6,7 @@ mutants' outputs are computed, on a sample of each sequence's rows and heads.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attnlab.case.case import Case
 from attnlab.case.fields import refuse
@@ -16,7 +16,7 @@ from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.remedies import NO_REMEDIES, Remedies, find_remedies
 from attnlab.mutation.report import Mutant, MutationReport
-from attnlab.mutation.score import Score, sample_correct, score
+from attnlab.mutation.score import CorrectSample, Score, sample_correct, score
 
 __all__ = ["Mutant", "MutationReport", "power"]
 
@@ -45,6 +45,18 @@ def power(
     scores = {mutant.name: score(problem, sample, mutant, case) for mutant in applicable}
     alive = {mutant.name: mutant for mutant in applicable if not scores[mutant.name].is_killed}
     found = find_remedies(case, alive, lab, on_step) if remedies and alive else NO_REMEDIES
+    return report_of(case, applicable, scores, found, sampled_of(sample), began)
+
+
+def report_of(
+    case: Case,
+    applicable: Sequence[Defect],
+    scores: Mapping[str, Score],
+    found: Remedies,
+    sampled: tuple[int, int],
+    began: float,
+) -> MutationReport:
+    """Return the report of the applicable mutants; ``sampled``: see :func:`sampled_of`."""
     rows = [_mutant(mutant, scores[mutant.name], found) for mutant in applicable]
     return MutationReport(
         case=case,
@@ -52,10 +64,16 @@ def power(
         proposal=found.proposal,
         left=found.left,
         models_pass=found.models_pass,
-        sampled=(sum(len(part.tokens) for part, _ in sample), case.lengths.num_tokens),
-        heads=max(len(part.heads) for part, _ in sample),
+        sampled=(sampled[0], case.lengths.num_tokens),
+        heads=sampled[1],
         seconds=time.perf_counter() - began,
     )
+
+
+def sampled_of(sample: CorrectSample) -> tuple[int, int]:
+    """Return the number of rows of a sample, and the largest number of heads of a row."""
+    rows = sum(len(part.tokens) for part, _ in sample)
+    return rows, max(len(part.heads) for part, _ in sample)
 
 
 def _mutant(mutant: Defect, mutant_score: Score, found: Remedies) -> Mutant:

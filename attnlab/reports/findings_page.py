@@ -13,7 +13,7 @@ from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import make_output_folder, write_bytes
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import Report
+from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab

@@ -26,8 +26,8 @@ def pattern(
     extra = off & (expected <= floor) & (measured.abs() > floor)
     missing = off & (measured.abs() <= floor)
     for mask, words in (
-        (extra, "keys that must not count have a weight"),
-        (missing, "keys have no weight"),
+        (extra, " that must not count {have} a weight"),
+        (missing, " {have} no weight"),
     ):
         if bool(mask.any()):
             sentences.append(
@@ -83,7 +83,8 @@ def _keys(
     at = int(owners.position[slot])
     where = f"position {at}, {kind}" if at >= 0 else f"slot {int(slot)}, {kind}"
     number = f"{least}" if least == most else f"{least} to {most}"
+    what = ("key" if most == 1 else "keys") + words.format(have="has" if most == 1 else "have")
     return (
-        f"in {len(counts)} rows, {number} {words}; the largest, {weight:.3g}, is row {int(setup.rows[row])}, "
+        f"in {len(counts)} rows, {number} {what}; the largest, {weight:.3g}, is row {int(setup.rows[row])}, "
         f"head {int(setup.heads[head])}, key at {where}"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.recorded import KERNEL
+from helpers.sources import needs_triton
 
 from attnlab.recorder.failure_report import MOST_LINES, FailureReport, folder_name
 from attnlab.tensors.call import KernelCall
@@ -239,10 +240,10 @@ def test_an_error_in_the_report_does_not_fail_the_run(run):
     assert "INTERNALERROR" not in text
 
 
+@needs_triton  # it is not imported here: in this process it would be the compiler
 @pytest.mark.slow
 def test_the_example_of_the_documentation(tmp_path):
     """An interpreted Triton kernel with a window that is one key too wide."""
-    pytest.importorskip("triton", reason="Triton is not installed")
     folder = ROOT / "examples" / "failing_test"
     text = pytest_in(
         folder, "--attnlab", f"--attnlab-dir={tmp_path}", f"--junitxml={tmp_path / 'junit.xml'}"

@@ -82,11 +82,19 @@ def launching(plan: LaunchPlan) -> Iterator[None]:
         _PLAN.reset(token)
 
 
+_MOST_PROCESSES: list[int] = []
+
+
+def limit_processes(most: int) -> None:
+    """Let a launch of this process use at most ``most`` processes, because others use the other cores."""
+    _MOST_PROCESSES[:] = [most]
+
+
 def cores() -> int:
     """Return how many processes a launch may use on this machine; 1 if it cannot fork."""
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return 1
-    return len(os.sched_getaffinity(0))
+    return min([len(os.sched_getaffinity(0)), *_MOST_PROCESSES])
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,12 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
 
-from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.errors import InvalidCase, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 from attnlab.kernels.child_process import ending_with_parent
@@ -72,11 +73,11 @@ class Source:
         return tuple(name for name in OPS_FOLDERS if (self.root / name).is_dir())
 
     def op_file(self, name: str) -> Path:
-        """Return the file of the op module ``name``; raise Unavailable if the release has none."""
+        """Return the file of the op module ``name``; raise Unsupported if the release has none."""
         for folder in self.ops_folders:
             if (file := self.root / folder / f"{name}.py").is_file():
                 return file
-        raise Unavailable(f"vLLM {self.version} has no attention op {name} ({self.path})")
+        raise Unsupported(f"vLLM {self.version} has no attention op {name} ({self.path})")
 
     @property
     def rules(self) -> str | None:
@@ -188,8 +189,8 @@ def _checkout(path: Path) -> Source:
 
 def _archive(path: Path) -> Source:
     """Return the Source of a wheel or an sdist; unpack its ops into the cache folder."""
-    with path.open("rb") as file:
-        key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
+    facts = path.stat()
+    key = _hash(path.resolve(), facts.st_mtime_ns, facts.st_size)
     root = private_folder("sources") / f"{key}-{_LAYOUT}"
     if not root.is_dir():
         with writing():
@@ -199,6 +200,13 @@ def _archive(path: Path) -> Source:
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
     kind = "wheel" if zipfile.is_zipfile(path) else "sdist"
     return Source(kind=kind, path=path, root=root, version=match[1] if match else "unknown")
+
+
+@cache
+def _hash(path: Path, changed: int, size: int) -> str:
+    """Return the hash of an archive of some hundred megabytes, computed once until it changes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
 def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None:

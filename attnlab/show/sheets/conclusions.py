@@ -18,7 +18,7 @@ from attnlab.show.sheets.sheet import (
 
 if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
-    from attnlab.checker.library import Report
+    from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.mutation.power import MutationReport
 
@@ -31,6 +31,7 @@ _STATUS: dict[str, Tone] = {
     "rejected": "odd",
 }
 _OUTCOME: dict[str, Tone] = {"killed": "good", "survived": "bad", "equivalent": "quiet"}
+_EXIT_CODE: dict[int, Tone] = {0: "good", 1: "bad", 3: "warn"}
 _CANDIDATE: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
@@ -128,10 +129,16 @@ def finding(one: "Finding") -> Sheet:
 
 def report(one: "Report") -> Sheet:
     """Return the findings and observations of a library, its slot reads, and what was not checked."""
-    count = "1 finding" if len(one.findings) == 1 else f"{len(one.findings)} findings"
+    new = one.unexpected
+    count = "1 finding" if len(new) == 1 else f"{len(new)} findings"
+    count += f" and {len(one.known)} known" if one.known else ""
     summary = f"{one.version}: {count}; {one.cases_run} cases in {one.seconds:.0f} s"
     parts: list[Part] = []
-    for title, found in (("findings", one.findings), ("observations", one.observations)):
+    if one.not_run:
+        text = f"{one.cases_not_run} of {one.cases} cases did not run; a fault may be among them"
+        parts.append(Lines([Words(text, "bad"), *one.warnings()]))
+    parts += _known_parts(one)
+    for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
             parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
@@ -146,9 +153,24 @@ def report(one: "Report") -> Sheet:
     return Sheet(
         kind="Report",
         line=f"<Report: {summary}>",
-        head=Words(summary, "bad" if one.findings else "good"),
+        head=Words(summary, _EXIT_CODE[one.exit_code]),
         parts=parts,
     )
+
+
+def _known_parts(one: "Report") -> list[Part]:
+    """Return the known findings with their links, and those that no longer appear."""
+    parts: list[Part] = []
+    columns = ["op", "kind", "diagnosis", "link"]
+    for title, entries in (
+        ("known findings", one.known),
+        ("known findings that no longer appear: update the list", one.missing),
+    ):
+        fields = [entry.to_dict() for entry in entries]
+        rows: list[Row] = [[entry[name] for name in columns] for entry in fields]
+        if rows:
+            parts.append(Grid(columns, rows, title, most=len(rows)))
+    return parts
 
 
 def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:

@@ -47,7 +47,14 @@ def test_every_supported_pair_was_measured() -> None:
             assert ((3, triton), (2, numpy)) in good
 
 
-@pytest.mark.parametrize("pair", [("3.5.1", "2.3.5"), ("3.10.0", "2.3.5"), ("3.9.0", "1.26.4")])
+def test_a_later_numpy_2_is_accepted() -> None:
+    """Only public functions of NumPy are used."""
+    versions.check_pair("3.6.0", "2.5.1")
+
+
+@pytest.mark.parametrize(
+    "pair", [("3.5.1", "2.3.5"), ("3.10.0", "2.3.5"), ("3.9.0", "1.26.4"), ("3.9.0", "3.0.0")]
+)
 def test_another_pair_is_rejected(pair: tuple[str, str]) -> None:
     """Before anything runs, in one line that names both versions."""
     with pytest.raises(Unavailable) as raised:

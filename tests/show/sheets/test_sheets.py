@@ -14,7 +14,7 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
-from attnlab.checker.library import Report
+from attnlab.checker.report import Report
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
@@ -206,14 +206,14 @@ def test_a_diagnosis_prints_the_candidates_that_are_left(nouns: dict[str, Shown]
 
 
 def test_a_report_highlights_reads_that_no_contract_allows(nouns: dict[str, Shown]) -> None:
-    page = html(nouns["attnlab.checker.library.Report"])
+    page = html(nouns["attnlab.checker.report.Report"])
     assert ["unified_attention", "7 own2 own future"] in Page(page).rows
     assert 'font-weight:600">2 own future</span>' in page
     assert 'font-weight:600">7 own</span>' not in page
 
 
 def test_a_report_lists_files_and_what_was_not_checked(nouns: dict[str, Shown]) -> None:
-    report = nouns["attnlab.checker.library.Report"]
+    report = nouns["attnlab.checker.report.Report"]
     for words in (*report.reports, *report.left_out):
         assert words in printed(report)
         assert words in Page(html(report)).text
