@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.html import Page
+from helpers.release_table import TABLE
 from rich.console import Console
 
 import attnlab
@@ -110,6 +111,10 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         ),
         decode_error(result.errors.message(), case),
         decode_error("assert torch.allclose(a, b)", case),
+        attnlab.xray(
+            case.replace(op="context_attention_fwd", num_heads=2, head_size=32), confirm=False
+        ),
+        dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
         outcome.verdicts[0],
         Verdicts(),
         Results(
