@@ -143,6 +143,8 @@ def of_cache(found: ErrorText, case: Case) -> ErrorAnswer:
     assert found.index is not None
     heads, size, block_size = case.num_kv_heads, case.head_size, case.block_size
     slots = case.total_blocks * block_size
+    if len(found.index) not in (3, 4):
+        raise InvalidCase(f"text must give an index of 3 or 4 numbers, got {found.index}")
     is_own = len(found.index) == 3
     shape = (slots, heads, 2 * size) if is_own else (case.total_blocks, block_size, heads, size)
     elements = slots * heads * size * (2 if is_own else 1)

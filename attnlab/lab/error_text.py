@@ -7,7 +7,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
-_GREATEST = re.compile(r"Greatest absolute difference:\s*(\S+)\s+at index\s*\(([\d,\s]+)\)")
+_GREATEST = re.compile(
+    r"Greatest absolute difference:\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)\s+at index\s*\(([\d,\s]+)\)"
+)
 _TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
 _INDEX = re.compile(r"\((\d{1,9}(?:,\s*\d{1,9}){2,3})\)")
 _DTYPES = re.compile(r"expected scalar type (\w+) but found (\w+)")

@@ -36,8 +36,10 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
         "Mismatched elements: 1 / 10 (10%)\nGreatest absolute difference: 1 at index (0, 0, 0)",
         "Mismatched elements: 1 / 43720704 (0%)\n"
         "Greatest absolute difference: 1 at index (9999, 0, 0)",
+        "Mismatched elements: 1 / 2\nGreatest absolute difference: 1 at index (0, 0)",
+        "Mismatched elements: 1 / 2\nGreatest absolute difference: 1 at index ( , )",
     ],
-    ids=["no counts", "another size", "index outside"],
+    ids=["no counts", "another size", "index outside", "two", "no numbers"],
 )
 def test_a_text_that_does_not_fit_is_refused(capsys, monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -180,6 +182,9 @@ def test_an_index_of_a_cache(capsys, monkeypatch):
     assert (last["seq"], last["position"]) == (None, None)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"({slots}, 0, 0)"))
     assert error_line(capsys, ["decode-error", *WRITE]).startswith("attnlab: text must")
+    short = "Mismatched elements: 1 / 9\nGreatest absolute difference: 1.0 at index (0, 0)"
+    monkeypatch.setattr("sys.stdin", io.StringIO(short))
+    assert "3 or 4 numbers" in error_line(capsys, ["decode-error", *WRITE])
     text = "Mismatched elements: 1 / 99\nGreatest absolute difference: 1.0 at index (0, 0, 0, 0)"
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert "--num-blocks" in error_line(capsys, ["decode-error", *WRITE])
@@ -206,6 +211,8 @@ FAILED tests/kernels/attention/test_prefix_prefill.py::{SEED_ID} - AssertionErro
 
 
 def test_the_whole_output_of_pytest(capsys, monkeypatch):
+    small = decoded(capsys, monkeypatch, PYTEST.replace("1.685546875", "1.5e-05"))
+    assert small["max_abs_error"] == 1.5e-05
     found = decoded(capsys, monkeypatch, PYTEST)
     assert (found["seq"], found["row"], found["head"], found["element"]) == (9, 5336, 0, 0)
     assert (found["mismatched"], found["total"]) == (8192, 43720704)
