@@ -9,7 +9,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.checker.case_run import CaseRun, run_case
 from attnlab.checker.finding import Finding
-from attnlab.checker.side_outputs import wrong_lse, wrong_padding
 from attnlab.checker.slot_reads import observations
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
@@ -20,12 +19,18 @@ from attnlab.diagnosis.reruns import rows_equal
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
+from attnlab.lab.side_outputs import LSE, PADDING
 
 # Fields of the memory layout: the plain value, and the diagnosis if the plain value gives a correct result.
 _LAYOUTS = (
     ("kv_layout", "contiguous", "strides ignored"),
     ("pad_batch", 0, "padding not left out"),
 )
+# The kind and the diagnosis of a wrong side output.
+_SIDE_FINDINGS = {
+    LSE: ("wrong_lse", "logarithm of the sum"),
+    PADDING: ("wrong_output", "both parts empty"),
+}
 _NO_OWNER = "slot without owner"
 
 
@@ -68,14 +73,11 @@ def is_callers_fault(lab: Lab, case: Case) -> bool:
 
 def _check_side_outputs(lab: Lab, case: Case, run: CaseRun) -> list[Finding]:
     """Return the faults of the log-sum-exp and of the rows that pad a batch."""
-    findings = []
-    text = "" if run.lse is None else wrong_lse(lab, case, run.lse)
-    if text:
-        findings.append(_finding(case, "wrong_lse", text, "logarithm of the sum"))
-    text = "" if run.padded is None else wrong_padding(case, run.padded, run.lse)
-    if text:
-        findings.append(_finding(case, "wrong_output", text, "both parts empty"))
-    return findings
+    return [
+        _finding(case, kind, error.text(), diagnosis)
+        for error in lab.side_errors(case, run.lse, run.padded)
+        for kind, diagnosis in (_SIDE_FINDINGS[error.subject],)
+    ]
 
 
 def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:

@@ -69,12 +69,15 @@ class Finding(Shown):
     def command(self) -> str:
         """Return the command line that reproduces the finding: the same kernel on the smallest Case.
 
-        It exits with 1 as long as a fault exists. For an observation it records accesses.
+        It exits with 1 as long as a fault exists. For an observation of accesses it records them. An
+        output that follows empty slots needs two runs: the command makes both, and compares them.
         """
-        case = self.case
-        if not self.is_fault and case.backend != "model" and not case.first_block:
+        case, flags = self.case, self.flags
+        if self.kind == "follows_empty_slots":
+            flags = (*flags, "--against", "empty_slots=garbage")
+        elif not self.is_fault and case.backend != "model" and not case.first_block:
             case = case.replace(trace_reads=True)
-        return shlex.join([*shlex.split(case.to_cli()), *self.flags])
+        return shlex.join([*shlex.split(case.to_cli()), *flags])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as JSON-able values; ``run`` is the command that reproduces it."""

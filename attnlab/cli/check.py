@@ -11,6 +11,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
 from attnlab.checker.public import DEFAULT_CASES
+from attnlab.cli.case_source import notice_rules
 from attnlab.cli.check_output import (
     CHECK_CODES,
     add_ci_files,
@@ -149,6 +150,10 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
 
     check_ci_files(args)
     backend = backend_of(**_library(args))
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        notice_rules(find_source(args.source))
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 

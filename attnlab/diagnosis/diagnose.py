@@ -58,6 +58,7 @@ def diagnose(
         if ran.status == "rejected":
             return _rejected(lab, case, str(ran.error))
         output, kernel = ran.output, kernel or kernel_of(lab)
+    flags = lab.backend(case).flags
     output, lab = output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
@@ -68,6 +69,7 @@ def diagnose(
     distinction = None
     if propose and diagnosis.status == "ambiguous":
         distinction = _distinguish(case, examination.problem, diagnosis)
+        distinction = dataclasses.replace(distinction, flags=flags)
     return dataclasses.replace(
         diagnosis,
         tolerance=case.tolerance,

@@ -231,6 +231,7 @@ class Diagnosis(Shown):
             "gap": json_number(self.distinction.gap),
             "tried": self.distinction.tried,
             "sentence": self.distinction.sentence(),
+            "run": self.distinction.command,
         }
 
 

@@ -1,5 +1,6 @@
 """Distinction: a Case in which two defects give different outputs although they agree in another Case."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ class Distinction:
     - ``changes``: its fields that differ from the Case that was diagnosed.
     - ``gap``: the largest difference of the two outputs, in units of the rounding bounds.
     - ``tried``: how many Cases were tried.
+    - ``flags``: the flags of a command that choose the kernels, such as --source.
     """
 
     pair: tuple[str, str]
@@ -51,6 +53,15 @@ class Distinction:
     changes: dict[str, Any]
     gap: float
     tried: int
+    flags: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str | None:
+        """Return the command line that diagnoses the Case with the same kernels, or None without a Case."""
+        if self.case is None:
+            return None
+        words = shlex.split(self.case.to_cli())
+        return shlex.join(["attnlab", "diagnose", *words[2:], *self.flags])
 
     def sentence(self) -> str:
         """Return the result in words."""

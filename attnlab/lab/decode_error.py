@@ -1,7 +1,6 @@
 """Decode the message of a failed assertion: the sequence, token and kernel of a mismatch."""
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,15 @@ from attnlab.case.json import json_value
 from attnlab.case.ops import PREFILL
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import decide
-
-_COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
-_GREATEST = re.compile(
-    r"Greatest absolute difference:\s*(\S+)\s+at index\s*\((\d+),\s*(\d+),\s*(\d+)\)"
+from attnlab.lab.error_answer import (
+    ErrorAnswer,
+    of_allclose,
+    of_cache,
+    of_dtypes,
+    refusal_sentences,
 )
-_TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
-_INDEX = re.compile(r"\((\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9})\)")
-_DTYPES = re.compile(r"expected scalar type (\w+) but found (\w+)")
+from attnlab.lab.error_text import ErrorText
+
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
@@ -36,6 +36,7 @@ class DecodedError(Shown):
       the row attends to; None if its kernel does not read it from the cache.
     - ``largest_possible``: the largest difference that wrong weights of the values could cause; None if
       the values have no bound.
+    - ``refusal``: why a pytest id in the text did not become the Case, or "".
     """
 
     mismatched: int | None
@@ -52,6 +53,7 @@ class DecodedError(Shown):
     kernel: str
     newest: tuple[int, int, int] | None
     largest_possible: float | None
+    refusal: str = ""
 
     def sentences(self) -> list[str]:
         """Return the facts as sentences."""
@@ -84,26 +86,12 @@ class DecodedError(Shown):
                 f"has them, wrong weights cause at most {self.largest_possible:g}: {self.max_abs_error:g} "
                 "was not computed from them"
             )
-        return sentences
+        return sentences + refusal_sentences(self.refusal)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the sentences as values of strict JSON."""
         fields: dict[str, Any] = json_value(dataclasses.asdict(self))
         return {**fields, "sentences": self.sentences()}
-
-
-def test_id_in(text: str) -> str | None:
-    """Return the pytest id that a text names, such as a FAILED line of pytest, or None.
-
-    Only ids that a Case can be made from count; the last one is used.
-    """
-    for test_id in reversed(_TEST_ID.findall(text)):
-        try:
-            Case.from_test_id(test_id)
-        except InvalidCase:
-            continue
-        return str(test_id)
-    return None
 
 
 def _kernel(case: Case, query_len: int) -> str:
@@ -114,23 +102,10 @@ def _kernel(case: Case, query_len: int) -> str:
     return next(name for name in reversed(kernels) if name != PREFILL)
 
 
-def _unread(text: str) -> str:
-    """Return why a text has no place that can be decoded."""
-    if match := _DTYPES.search(text):
-        return (
-            f"text must hold an index, got a dtype error: an op expects {match[1]} and the call has "
-            f"{match[2]}. Long is int64, Int is int32: block_table, seq_lens and query_start_loc must be "
-            "int32; 'attnlab run --stage int64' shows which of them is rejected"
-        )
-    if "allclose" in text:
-        return (
-            "text must hold an index, and torch.allclose prints none: compare with "
-            "torch.testing.assert_close, or save the output and use 'attnlab diagnose --output-file'"
-        )
-    return (
-        "text must hold an index like (5336, 0, 0), or the lines 'Mismatched elements: … / …' and "
-        "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
-    )
+_NO_INDEX = (
+    "text must hold an index like (5336, 0, 0), or the lines 'Mismatched elements: … / …' and "
+    "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
+)
 
 
 def _other_size(total: int, shape: tuple[int, int, int]) -> str:
@@ -147,25 +122,47 @@ def _other_size(total: int, shape: tuple[int, int, int]) -> str:
     )
 
 
-def decode_error(text: str, case: Case) -> DecodedError:
-    """Return the message of a failed ``torch.testing.assert_close`` in terms of the Case.
+def decode_error(text: str, case: Case) -> DecodedError | ErrorAnswer:
+    """Return what the text of a failed test means for the Case.
 
-    Raises InvalidCase if the text has no counts or no index, or if they are of tensors of another size
-    than the Case's output.
+    Raises InvalidCase as :func:`decode`.
     """
-    count, greatest = _COUNT.search(text), _GREATEST.search(text)
-    place = greatest
-    if greatest is None and count is None:
-        place = _INDEX.search(text)
-    if place is None or (greatest is not None and count is None):
-        raise InvalidCase(_unread(text))
-    mismatched, total = (int(count[1]), int(count[2])) if count else (None, None)
-    row, head, element = (int(n) for n in place.groups()[-3:])
+    return decode(ErrorText.read(text), case)
+
+
+def decode(found: ErrorText, case: Case) -> DecodedError | ErrorAnswer:
+    """Return the place of an index in the Case's output; without an index, what follows from the text.
+
+    Raises InvalidCase if the text has nothing to decode, or if its counts or its index are of tensors of
+    another size than the Case's.
+    """
+    if found.index is None or (found.greatest is not None and found.total is None):
+        if found.dtypes is not None:
+            return of_dtypes(found, case)
+        if found.has_allclose:
+            return of_allclose(found, case)
+        raise InvalidCase(_with_refusal(_NO_INDEX, found))
+    if case.spec.writes_cache:
+        return of_cache(found, case)
+    return _place(found, case)
+
+
+def _with_refusal(text: str, found: ErrorText) -> str:
+    """Return the text of an error, with the reason why an id did not become the Case."""
+    return "; ".join([text, *refusal_sentences(found.refusal)])
+
+
+def _place(found: ErrorText, case: Case) -> DecodedError:
+    """Return the place of an index in the Case's output."""
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
+    mismatched, total, index = found.mismatched, found.total, found.index
     if total is not None and total != shape[0] * shape[1] * shape[2]:
-        raise InvalidCase(_other_size(total, shape))
-    if row >= shape[0] or head >= shape[1] or element >= shape[2]:
-        raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")
+        raise InvalidCase(_with_refusal(_other_size(total, shape), found))
+    if index is None or len(index) != 3 or any(n >= m for n, m in zip(index, shape, strict=True)):
+        raise InvalidCase(
+            _with_refusal(f"text must give an index inside {shape}, got {index}", found)
+        )
+    row, head, element = index
     seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
     decode = decide(case).decode
@@ -177,7 +174,7 @@ def decode_error(text: str, case: Case) -> DecodedError:
     return DecodedError(
         mismatched=mismatched,
         total=total,
-        max_abs_error=None if greatest is None else float(greatest[1]),
+        max_abs_error=found.greatest,
         row=row,
         head=head,
         element=element,
@@ -189,4 +186,5 @@ def decode_error(text: str, case: Case) -> DecodedError:
         kernel=_kernel(case, query_len),
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
+        refusal=found.refusal,
     )

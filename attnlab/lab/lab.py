@@ -31,6 +31,7 @@ from attnlab.lab.reference import Reference, exact_attention
 from attnlab.lab.result import Result
 from attnlab.lab.rounding_bound import rounding_bound
 from attnlab.lab.shared import SharedProducts
+from attnlab.lab.side_outputs import SideError, lse_bound, side_errors
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
 from attnlab.tensors.call import KernelCall
@@ -109,6 +110,17 @@ class Lab:
         assert lse is not None
         return lse
 
+    def expected_lse(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the right LSE and its rounding bound, each [num_tokens, num_heads] float64."""
+        lse = self.lse(case.replace(reference_dtype="float64"))
+        return lse, lse_bound(case, self.batch(case), self.call(case), lse)
+
+    def side_errors(
+        self, case: Case, lse: torch.Tensor | None, padded: torch.Tensor | None
+    ) -> tuple[SideError, ...]:
+        """Return the errors of an op's side outputs, see :mod:`attnlab.lab.side_outputs`."""
+        return side_errors(case, lse, padded, self.expected_lse)
+
     def _reference(self, case: Case, with_lse: bool) -> Reference:
         batch, where = self.batch(case), self.where(case)
         make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
@@ -147,13 +159,14 @@ class Lab:
                 ran = self._run_kernels(case, call)
             except KernelRejected as error:
                 rejection = error
-        errors = None
+        errors, wrong_sides = None, tuple[SideError, ...]()
         if rejection is None:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
                 errors = self.errors(case, call, expected)
-        is_wrong = errors is not None and errors.mismatched > 0
+                wrong_sides = self.side_errors(case, ran.log.lse, ran.log.padded)
+        is_wrong = errors is not None and (errors.mismatched > 0 or len(wrong_sides) > 0)
         return Result(
             case=case,
             decision=decision,
@@ -172,6 +185,7 @@ class Lab:
             outside=tuple(access.text() for access in ran.log.outside.values()),
             lse=ran.log.lse,
             padded=ran.log.padded,
+            side_errors=wrong_sides,
             failed=isinstance(rejection, KernelFailed),
             compare_with_rounding=functools.cache(
                 lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
@@ -284,9 +298,3 @@ def _runs(rows: torch.Tensor) -> list[slice]:
     """Return the runs of consecutive rows in a mask [n] bool, in order."""
     edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
     return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-
-
-@functools.cache
-def default_lab() -> Lab:
-    """Return the Lab of the public functions, with its defaults; every caller gets the same one."""
-    return Lab()

@@ -9,6 +9,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.json import json_value
+from attnlab.case.ops import MERGE
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import Decision
 from attnlab.contracts.rows import unwritten_rows
@@ -18,6 +19,7 @@ from attnlab.contracts.violation import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport
 from attnlab.lab.reads import to_dict as memory_to_dict
+from attnlab.lab.side_outputs import LSE, PADDING, SideError
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
 
@@ -41,7 +43,8 @@ class Result(Shown):
     """The outcome of running a Case.
 
     - ``backend``: where the kernels came from, with their version.
-    - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``.
+    - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``. A match includes what
+      the op returned in addition to the output.
     - ``errors``: the ErrorMap; None if the call was rejected.
     - ``violations``: where the call violates the contracts, found without running it.
     - ``seconds``: the time of each step, without the steps in ``shared``.
@@ -51,7 +54,7 @@ class Result(Shown):
     - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
     - ``lse``, ``padded``: what the op returned in addition to the output, or None
-      (:class:`attnlab.kernels.triton.run_log.RunLog`).
+      (:class:`attnlab.kernels.triton.run_log.RunLog`). ``side_errors``: what is wrong with them.
     - ``compare_with_rounding``: returns the ErrorMap with the rounding bound of each element as tolerance.
     - ``failed``: whether a rejected call broke the kernel, instead of exceeding a limit that it states.
     """
@@ -73,6 +76,7 @@ class Result(Shown):
     outside: tuple[str, ...] = ()
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
+    side_errors: tuple[SideError, ...] = ()
     failed: bool = False
     compare_with_rounding: Callable[[], ErrorMap] = field(repr=False)
 
@@ -109,6 +113,13 @@ class Result(Shown):
         return slot_map(self.call, contracts, self.cache.provenance)
 
     @property
+    def side_outputs(self) -> tuple[str, ...]:
+        """Return which side outputs were compared: "lse", "padding", both or none."""
+        has_padding = self.padded is not None and self.case.op == MERGE
+        given = ((LSE, self.lse is not None), (PADDING, has_padding))
+        return tuple(name for name, is_given in given if is_given)
+
+    @property
     def verdict(self) -> str:
         """Return the outcome in one line."""
         if self.errors is None:
@@ -121,7 +132,7 @@ class Result(Shown):
             line += f" (sequences {self.case.seq_range[0]} to {self.case.seq_range[1] - 1} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
-        return line
+        return "; ".join([line, *(error.short() for error in self.side_errors)])
 
     def to_dict(self, most_places: int) -> dict[str, Any]:
         """Return the result as values of strict JSON, with the first ``most_places`` places."""
@@ -136,6 +147,8 @@ class Result(Shown):
             "status": self.status,
             "error": self.error,
             **numbers,
+            "side_outputs": list(self.side_outputs),
+            "side_errors": [error.to_dict() for error in self.side_errors],
             "beyond_rounding": self.beyond_rounding,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),

@@ -14,7 +14,6 @@ from attnlab.case.output_file import make_output_folder, write_bytes
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.report import Report
-from attnlab.checker.side_outputs import expected_lse
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
@@ -128,7 +127,7 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
     """Run a Case and return the errors of its finding, with the rounding bound as tolerance."""
     ran = run_case(lab, backend, case)
     if finding.kind == "wrong_lse" and ran.lse is not None:
-        expected, bound = expected_lse(lab, case)
+        expected, bound = lab.expected_lse(case)
         given = ran.lse[: len(expected), :, None]
         return compare(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
     if finding.diagnosis == "both parts empty" and ran.padded is not None:

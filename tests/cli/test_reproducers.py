@@ -81,6 +81,27 @@ def test_a_fault_is_reproduced_until_it_is_repaired(capfd, tmp_path, broken, kin
     assert run(finding["run"]) == 0
 
 
+@pytest.mark.slow
+def test_an_output_that_follows_empty_slots(capfd, tmp_path):
+    """The command makes both runs and compares them: one run of its own shows nothing."""
+    file = tmp_path / "mine.py"
+    name = write(file)
+    text = file.read_text().replace(
+        "call.output[rows] =",
+        "unused = key_cache[blocks].flatten(0, 1)[seq_len:]\n"
+        "        call.output[rows] = (1 + 2**-11 * bool(unused.isnan().any())) *",
+    )
+    file.write_text(text)
+    checked = document(capfd, ["check", name, "--cases", "1"], 0)
+    (finding,) = checked["observations"]
+    assert finding["kind"] == "follows_empty_slots"
+    command = f"{finding['run']} --atol 1"
+    assert run(command) == 1
+    assert run(command.partition(" --against")[0] + " --atol 1") == 0
+    write(file)
+    assert run(command) == 0
+
+
 @needs_bound
 @pytest.mark.slow
 def test_a_kernel_that_does_not_end(capfd, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 
 import pytest
@@ -10,13 +11,16 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.flags import case_of
 from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.cli.main import make_parser
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import Candidate, Confirmation, Scope, is_by_chance
 from attnlab.diagnosis.decision import select_cause
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.reruns import find_dependence
 from attnlab.lab.lab import Lab
+from attnlab.show.sheets import plain
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
 
@@ -187,6 +191,11 @@ def test_an_ambiguous_output_gets_a_case_that_distinguishes():
     distinction = diagnosis.distinction
     assert distinction is not None
     assert distinction.case is not None
+    words = shlex.split(str(distinction.command))
+    assert words[:2] == ["attnlab", "diagnose"]
+    assert case_of(make_parser().parse_args(words[1:])) == distinction.case
+    assert diagnosis.to_dict()["distinction"]["run"] == distinction.command
+    assert str(distinction.command) in plain(diagnosis)
     problem, output = correct_run(lab, distinction.case)
     again = diagnose(distinction.case, plant(problem, output, planted, "all"), lab=lab)
     remaining = {candidate.name for candidate in again.explanations}

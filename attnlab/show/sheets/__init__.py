@@ -29,6 +29,8 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.result.Result": "attnlab.show.sheets.results.result",
     "attnlab.lab.stage_table.StageTable": "attnlab.show.sheets.results.stages",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
+    "attnlab.diagnosis.other_run.OtherRun": "attnlab.show.sheets.results.other_run",
+    "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",

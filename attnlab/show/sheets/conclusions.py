@@ -54,12 +54,18 @@ def diagnosis(one: "Diagnosis") -> Sheet:
     title = "candidates at the failing place; sizes are largest absolute errors"
     covered = f"{one.looked_at[0]} of {one.looked_at[1]} rows examined, {one.seconds:.1f} s"
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
+    command = None if one.distinction is None else one.distinction.command
     return Sheet(
         kind="Diagnosis",
         line=f"<Diagnosis: {head}>",
         head=Words(head, _STATUS[one.status]),
         parts=[
             Lines(one.sentences()),
+            *(
+                [Command(command, "the case that decides; your kernel must run it")]
+                if command
+                else []
+            ),
             *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
             *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
             Lines([Words(covered, "quiet")]),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.html import Page
+from helpers.release_table import TABLE
 from rich.console import Console
 
 import attnlab
@@ -21,6 +22,7 @@ from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.other_run import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
@@ -84,6 +86,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         result,
         stage_table(lab, case),
         diagnose(case, lab=lab, propose=False),
+        run_again(lab, case, result.output, {"empty_slots": "garbage"}),
         MutationReport(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
         judged,
         Findings([judged]),
@@ -107,6 +110,11 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             left_out=["first <op>", "second", "third", "fourth", "fifth", "sixth"],
         ),
         decode_error(result.errors.message(), case),
+        decode_error("assert torch.allclose(a, b)", case),
+        attnlab.xray(
+            case.replace(op="context_attention_fwd", num_heads=2, head_size=32), confirm=False
+        ),
+        dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
         outcome.verdicts[0],
         Verdicts(),
         Results(
