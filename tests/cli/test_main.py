@@ -65,6 +65,8 @@ OWN_FLAGS = [
     (["check", "--source", "/no/such"], "/no/such"),
     (["check", "--report", "x"], "report must"),
     (["check", "--shard", "0/3"], "shard must be"),
+    (["releases", "--sources", "/no/such"], "sources must be"),
+    (["releases", "--sources", ".", "--shard", "4/3"], "shard must be"),
     (["check", "--shard", "4/3"], "shard must be"),
     (["check", "--engine", "spark"], "engine must be"),
     (["check", "--engine", "local:0"], "engine must be"),
