@@ -21,10 +21,12 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.public import compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
     from attnlab.mutation.public import power
+    from attnlab.recorder.public import capture, read_call
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
     from attnlab.show.public import plot
     from attnlab.tensors.call import KernelCall
+    from attnlab.weights.public import xray
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Result",
     "Unavailable",
     "Verdicts",
+    "capture",
     "check",
     "compare",
     "decode_error",
@@ -46,10 +49,12 @@ __all__ = [
     "panel",
     "plot",
     "power",
+    "read_call",
     "reference",
     "run",
     "stages",
     "violations",
+    "xray",
 ]
 _PLACES = {  # of each public name: its module, and its name there if that differs
     "DEFECTS": "attnlab.defects",
@@ -61,6 +66,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "Result": "attnlab.lab.result",
     "Unavailable": "attnlab.case.errors",
     "Verdicts": "attnlab.show.notebook",
+    "capture": "attnlab.recorder.public",
     "check": "attnlab.checker.public",
     "compare": "attnlab.lab.public",
     "decode_error": "attnlab.lab.public",
@@ -70,10 +76,12 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "panel": "attnlab.show.panels",
     "plot": "attnlab.show.public",
     "power": "attnlab.mutation.public",
+    "read_call": "attnlab.recorder.public",
     "reference": "attnlab.lab.public",
     "run": "attnlab.lab.public",
     "stages": "attnlab.lab.public",
     "violations": "attnlab.diagnosis.public",
+    "xray": "attnlab.weights.public",
 }
 
 # A full-size cache has hundreds of megabytes, and the kernel's page faults take longer than filling it.

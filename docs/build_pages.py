@@ -64,10 +64,14 @@ def write_benchmarks(docs: Path) -> None:
     """Write docs/_generated/benchmarks.md from the JSON files in docs/, which tools and commands wrote."""
     parts = [
         _machine_table(json.loads((docs / "cpu.json").read_text())),
+        _speed(json.loads((docs / "speed.json").read_text())),
         _matrix(json.loads((docs / "h200-matrix.json").read_text())),
         _check(json.loads((docs / "h200-check.json").read_text())),
         _fills(json.loads((docs / "h200.json").read_text())),
     ]
+    growth = docs / "growth.json"  # of tools/growth.py, which needs a quiet machine
+    if growth.is_file():
+        parts.insert(2, _growth(json.loads(growth.read_text())))
     folder = docs / "_generated"
     folder.mkdir(exist_ok=True)
     _write_if_changed(folder / "benchmarks.md", "\n\n".join(parts) + "\n")
@@ -99,6 +103,35 @@ def _machine_table(document: Mapping[str, Any]) -> str:
         parts.append(f"### {section['title']}\n\n`{section['command']}`")
         parts.append(_table(["measured", "result", "goal", "note"], rows))
     return "\n\n".join(parts)
+
+
+def _speed(document: Mapping[str, Any]) -> str:
+    rows = [[row["what"], row["before"], row["after"], row["how"]] for row in document["rows"]]
+    return "\n\n".join(
+        (
+            _heading("Before and after", "speed.json", document),
+            document["note"],
+            _table(["measured", "before", "after", "how"], rows),
+        )
+    )
+
+
+def _growth(document: Mapping[str, Any]) -> str:
+    steps = list(dict.fromkeys(step for found in document["exponents"].values() for step in found))
+    rows = [
+        [axis, *(found.get(step, "") for step in steps)]
+        for axis, found in document["exponents"].items()
+    ]
+    faster = ", ".join(document["faster_than_attention"]) or "none"
+    return "\n\n".join(
+        (
+            _heading("How time and memory grow", "growth.json", document),
+            f"{document['note']} Exponents over the upper half of the sizes; steps below 0.5 s are left "
+            f"out. Steps that grow faster than attention: {faster}.",
+            _table(["with", *steps], rows),
+            "![Seconds by step and peak memory against tokens, heads and sequences.](growth.png)",
+        )
+    )
 
 
 def _matrix(document: Mapping[str, Any]) -> str:

@@ -17,16 +17,19 @@ FOLDERS = (
     "contracts",
     "kernels",
     "lab",
+    "tasks",
     "defects",
+    "weights",
     "diagnosis",
     "mutation",
     "checker",
     "show",
     "reports",
+    "recorder",
     "study",
     "cli",
 )
-MAX_ENTRIES = 17
+MAX_ENTRIES = 19
 MAX_LINES = 300
 
 

@@ -85,7 +85,7 @@ def test_the_default_lab_is_shared_and_another_is_used():
 
 
 @pytest.mark.parametrize(
-    "function", ["run", "stages", "explain", "violations", "diagnose", "power"]
+    "function", ["run", "stages", "explain", "violations", "diagnose", "power", "xray"]
 )
 @pytest.mark.parametrize("argument", [None, 3, "hello"])
 def test_a_wrong_argument_is_an_invalid_case(function, argument):
@@ -94,7 +94,7 @@ def test_a_wrong_argument_is_an_invalid_case(function, argument):
 
 
 @pytest.mark.parametrize(
-    "function", ["run", "stages", "explain", "violations", "diagnose", "power"]
+    "function", ["run", "stages", "explain", "violations", "diagnose", "power", "xray"]
 )
 def test_a_wrong_change_names_its_field(function):
     with pytest.raises(attnlab.InvalidCase) as error:

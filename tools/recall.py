@@ -18,9 +18,8 @@ from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.checker.case_check import check_case
+from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend

@@ -17,6 +17,7 @@ from attnlab.case.fields import refuse
 from attnlab.case.pytest_id import fields_of
 from attnlab.case.quantities import CaseQuantities
 from attnlab.case.rules import check_rules
+from attnlab.case.suggestion import suggestion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -63,7 +64,10 @@ class Case(CaseQuantities):
         for name in fields:
             if name not in FIELDS:
                 shown = " ".join(str(name).split())
-                raise InvalidCase(f"{shown} is not a field of a Case; it has {', '.join(FIELDS)}")
+                hint = suggestion(shown, FIELDS)
+                raise InvalidCase(
+                    f"{shown} is not a field of a Case{hint}; it has {', '.join(FIELDS)}"
+                )
         return cls(**fields)
 
     @classmethod

@@ -258,8 +258,8 @@ class CaseFields(Shown):
     )
     atol: float | None = _data(
         None,
-        Maybe(Number(zero=True), "the test's"),
-        "absolute tolerance of the comparison with the reference",
+        Maybe(Number(zero=True), "what rounding explains, derived for each element"),
+        "absolute tolerance of the comparison with the reference; a test id sets the test's",
     )
     rtol: float = _data(
         0.0, Number(zero=True), "relative tolerance of the comparison with the reference"

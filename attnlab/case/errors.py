@@ -58,5 +58,13 @@ class Unavailable(OneLine, AttnLabError, RuntimeError):
     """Something cannot run here; the text states why and what would help."""
 
 
+class Unsupported(Unavailable):
+    """A kernel or a release states itself that it does not support this: a limit, no fault."""
+
+
+class OutOfMemory(Unavailable):
+    """A device has not enough memory for what was tried."""
+
+
 class VerdictFailed(OneLine, AttnLabError, AssertionError):
     """A notebook's verdict differs from the expected one."""

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from attnlab.case.errors import InvalidCase
+from attnlab.case.suggestion import suggestion
 
 
-def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``".
+def refuse(name: str, allowed: str, value: object, hint: str = "") -> NoReturn:
+    """Raise InvalidCase with the line "name must be ``allowed``, got ``value``", and a hint after it.
 
     The error's ``field`` is ``name`` without an index.
     """
@@ -26,7 +27,7 @@ def refuse(name: str, allowed: str, value: object) -> NoReturn:
         shown = " ".join(reprlib.repr(value).split())
     except ValueError:  # an integer with more digits than Python converts
         shown = "a very large integer"
-    raise InvalidCase(f"{name} must be {allowed}, got {shown}", field=name.partition("[")[0])
+    raise InvalidCase(f"{name} must be {allowed}, got {shown}{hint}", field=name.partition("[")[0])
 
 
 class FieldType(Protocol):
@@ -58,7 +59,7 @@ class OneOf:
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.choices:
-            refuse(name, self.allowed, value)
+            refuse(name, self.allowed, value, suggestion(value, self.choices))
         return value
 
     def parse(self, name: str, text: str) -> str:

@@ -11,13 +11,32 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe
+from attnlab.case.suggestion import suggestion
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports a wrong command line in one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}{self._hint(message)}\n")
+
+    def _hint(self, message: str) -> str:
+        """Return a suggestion for the command, the flag or the choice that a message rejects."""
+        if match := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return suggestion(match[1], re.findall(r"[\w.-]+", match[2]))
+        if match := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            return suggestion(match[1], self._flags())
+        return ""
+
+    def _flags(self) -> list[str]:
+        """Return the flags of this parser and of its commands."""
+        commands = [
+            parser
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+        ]
+        return [flag for parser in (self, *commands) for flag in parser._option_string_actions]
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print a help text or an error; argparse would ignore a full disk or a closed pipe."""
@@ -31,7 +50,7 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
     base.add_argument(
         "--test-id",
         metavar="ID",
-        help="start from this pytest id of vLLM's test_prefix_prefill.py",
+        help="start from this pytest id of vLLM's attention tests",
     )
     base.add_argument(
         "--case",

@@ -1,10 +1,14 @@
-"""Conversion between a vLLM pytest id of test_prefix_prefill.py and the fields of a Case."""
+"""Conversion between a pytest id of vLLM's attention tests and the fields of a Case.
+
+The four main tests of test_prefix_prefill.py are here, the others in :mod:`attnlab.case.upstream_tests`.
+"""
 
 import re
 from typing import Any
 
 from attnlab.case.declaration import FIELDS, CaseFields
 from attnlab.case.errors import InvalidCase
+from attnlab.case.upstream_tests import TESTS, fields_of_test, refuse_test
 
 _PLAIN = (
     "op",
@@ -28,9 +32,9 @@ _INTEGERS = ("sliding_window", "head_size", "num_queries_per_kv", "num_heads")
 
 
 def fields_of(test_id: str) -> dict[str, Any]:
-    """Return the fields of the Case that a test id of test_prefix_prefill.py denotes.
+    """Return the fields of the Case that a test id of vLLM's attention tests denotes.
 
-    The id may begin with the file's path. Differences between releases:
+    For test_prefix_prefill.py: the id may begin with the file's path. Differences between releases:
 
     - Older ones write "auto" as kv_cache_dtype, newer ones the dtype of the model. Both give "auto".
     - pytest numbers a dtype by its place in a list of one, so ``dtype0`` is float16, or float32 in the
@@ -42,6 +46,8 @@ def fields_of(test_id: str) -> dict[str, Any]:
     the expected form.
     """
     name, words, interleave_v = _split(test_id)
+    if name in TESTS:
+        return fields_of_test(name, words, test_id)
     names = _PARAMETERS[name]
     if len(words) != len(names):
         expected = f"{len(names)} parameters ({'-'.join(names)})"
@@ -56,6 +62,7 @@ def fields_of(test_id: str) -> dict[str, Any]:
     if fields["kv_cache_dtype"] == fields["dtype"]:
         fields["kv_cache_dtype"] = "auto"
     alibi = "alibi" in name
+    fields["atol"] = tolerance_of_test(fields["kv_cache_dtype"], alibi)
     fields |= {"alibi": alibi, "force_decode": not alibi, "stage": "cast_after_cumsum", "x": 8}
     if interleave_v:
         fields["interleave_v"] = True
@@ -64,15 +71,24 @@ def fields_of(test_id: str) -> dict[str, Any]:
     return fields
 
 
+def tolerance_of_test(kv_cache_dtype: str, alibi: bool = False) -> float:
+    """Return the atol of test_prefix_prefill.py: 1e-3 for FP8, 1e-6 with ALiBi, else 1e-4."""
+    return 1e-3 if kv_cache_dtype != "auto" else 1e-6 if alibi else 1e-4
+
+
 def _split(test_id: str) -> tuple[str, list[str], bool]:
     """Return the test's name, its parameters without interleave_v, and interleave_v."""
     if not isinstance(test_id, str):
         raise InvalidCase(f"test_id must be a string, got {test_id!r}")
     match = _ID.fullmatch(test_id.strip())
-    if match is None or match["name"] not in _PARAMETERS:
+    if match is None:
         form = f"test_contexted_kv_attention[{'-'.join(_PLAIN)}]"
-        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}")
+        raise InvalidCase(f"test_id must be like {form}, got {test_id!r}", field="test_id")
     words = match["parameters"].split("-")
+    if match["name"] in TESTS:
+        return match["name"], words, False
+    if match["name"] not in _PARAMETERS:
+        refuse_test(match["name"], test_id, (*_PARAMETERS, *TESTS))
     interleave_v = words[0] == "True"
     return match["name"], words[1:] if words[0] in ("True", "False") else words, interleave_v
 

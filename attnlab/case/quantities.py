@@ -126,13 +126,16 @@ class CaseQuantities(CaseFields):
         return self.x or 16 // (1 if self.is_fp8 else DTYPE_BYTES[self.dtype])
 
     @property
-    def tolerance(self) -> float:
-        """Return atol: given, or the test's.
+    def tolerance(self) -> float | None:
+        """Return atol if it is given, or 0 for a cache write, which is exact.
 
-        The test uses 1e-3 for FP8, 1e-6 with ALiBi and 1e-4 otherwise. A cache write is exact: 0.
+        None is the rounding bound of each element (:mod:`attnlab.lab.rounding_bound`).
         """
-        if self.atol is not None:
-            return self.atol
-        if self.spec.writes_cache:
+        if self.atol is None and self.spec.writes_cache:
             return 0.0
-        return 1e-3 if self.is_fp8 else 1e-6 if self.alibi else 1e-4
+        return self.atol
+
+    @property
+    def has_own_tolerance(self) -> bool:
+        """Answer whether the Case accepts other errors than rounding: atol or rtol is given."""
+        return self.atol is not None or self.rtol > 0

@@ -7,23 +7,30 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
-from attnlab.checker.case_run import run_case
+from attnlab.checker.case_run import CaseRun, run_case
 from attnlab.checker.finding import Finding
-from attnlab.checker.side_outputs import wrong_lse, wrong_padding
 from attnlab.checker.slot_reads import observations
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
+from attnlab.lab.side_outputs import LSE, PADDING
 
 # Fields of the memory layout: the plain value, and the diagnosis if the plain value gives a correct result.
 _LAYOUTS = (
     ("kv_layout", "contiguous", "strides ignored"),
     ("pad_batch", 0, "padding not left out"),
 )
+# The kind and the diagnosis of a wrong side output.
+_SIDE_FINDINGS = {
+    LSE: ("wrong_lse", "logarithm of the sum"),
+    PADDING: ("wrong_output", "both parts empty"),
+}
 _NO_OWNER = "slot without owner"
 
 
@@ -31,7 +38,7 @@ def check_case(
     lab: Lab,
     backend: Backend,
     case: Case,
-    on_run: Callable[[Case, Result], None] = lambda case, run: None,
+    on_run: Callable[[Case, CaseRun], None] = lambda case, run: None,
 ) -> list[Finding]:
     """Return the faults and observations of a Case.
 
@@ -54,19 +61,26 @@ def check_case(
     return [*findings, *([wrong] if wrong is not None else _check_side_outputs(lab, case, run))]
 
 
-def _check_side_outputs(lab: Lab, case: Case, run: Result) -> list[Finding]:
+def is_callers_fault(lab: Lab, case: Case) -> bool:
+    """Return whether the Case's call violates a contract, so that a wrong result is the caller's fault.
+
+    A default scale computed from the number of heads does not count: the op chooses it.
+    """
+    provenance = lab.cache(case).provenance
+    violations = find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)
+    return any(v.effect != "harmless" and v.kind != "default_scale" for v in violations)
+
+
+def _check_side_outputs(lab: Lab, case: Case, run: CaseRun) -> list[Finding]:
     """Return the faults of the log-sum-exp and of the rows that pad a batch."""
-    findings = []
-    text = "" if run.lse is None else wrong_lse(lab, case, run.lse)
-    if text:
-        findings.append(_finding(case, "wrong_lse", text, "logarithm of the sum"))
-    text = "" if run.padded is None else wrong_padding(case, run.padded, run.lse)
-    if text:
-        findings.append(_finding(case, "wrong_output", text, "both parts empty"))
-    return findings
+    return [
+        _finding(case, kind, error.text(), diagnosis)
+        for error in lab.side_errors(case, run.lse, run.padded)
+        for kind, diagnosis in (_SIDE_FINDINGS[error.subject],)
+    ]
 
 
-def _check_output(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding | None:
+def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of the output, else the observation that it follows empty slots, else None."""
     if case.spec.writes_cache:
         return _check_cache(lab, backend, case, run)
@@ -134,7 +148,7 @@ def _leak(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Findi
     return _finding(case, "reads_unwritten_slots", text, "empty slots")
 
 
-def _check_cache(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding | None:
+def _check_cache(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of a cache write, or None."""
     errors = _cache_errors(lab, case, run)
     if not errors.mismatched:
@@ -147,7 +161,7 @@ def _check_cache(lab: Lab, backend: Backend, case: Case, run: Result) -> Finding
     return _finding(case, "wrong_bytes", text, layout or ("own slot" if has_owner else _NO_OWNER))
 
 
-def _cache_errors(lab: Lab, case: Case, run: Result) -> ErrorMap:
+def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
     """Return the errors of the cache that a run wrote."""
     call = lab.call(case)
     call.output.copy_(run.output)

@@ -5,6 +5,8 @@ error by itself.
 """
 
 import dataclasses
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ class Finding(Shown):
     - ``case``: the smallest Case that shows it.
     - ``first``: the Case that showed it first; None if that is ``case``.
     - ``seen``: the number of cases that showed it.
+    - ``flags``: what the command that reproduces it needs besides the Case, such as --source.
     """
 
     op: str
@@ -50,6 +53,7 @@ class Finding(Shown):
     diagnosis: str
     seen: int = 1
     first: Case | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -61,8 +65,32 @@ class Finding(Shown):
         """Return (op, kind, diagnosis); findings with the same group are reported once."""
         return self.op, self.kind, self.diagnosis
 
+    @property
+    def command(self) -> str:
+        """Return the command line that reproduces the finding: the same kernel on the smallest Case.
+
+        It exits with 1 as long as a fault exists. For an observation of accesses it records them. An
+        output that follows empty slots needs two runs: the command makes both, and compares them.
+        """
+        case, flags = self.case, self.flags
+        if self.kind == "follows_empty_slots":
+            flags = (*flags, "--against", "empty_slots=garbage")
+        elif not self.is_fault and case.backend != "model" and not case.first_block:
+            case = case.replace(trace_reads=True)
+        return shlex.join([*shlex.split(case.to_cli()), *flags])
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as JSON-able values; ``run`` is the command line of its Case."""
+        """Return the finding as JSON-able values; ``run`` is the command that reproduces it."""
         fields = dataclasses.asdict(self)
         first = None if self.first is None else self.first.to_cli()
-        return {**fields, "run": self.case.to_cli(), "first": first}
+        return {**fields, "run": self.command, "first": first}
+
+    def to_verdict(self) -> dict[str, Any]:
+        """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""
+        names = ("op", "kind", "evidence", "diagnosis")
+        return {**{name: getattr(self, name) for name in names}, "case": self.case.changes()}
+
+    @classmethod
+    def from_verdict(cls, fields: Mapping[str, Any]) -> "Finding":
+        """Return the finding of :meth:`to_verdict`."""
+        return cls(**{**fields, "case": Case.from_dict(fields["case"])})

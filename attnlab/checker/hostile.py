@@ -15,7 +15,7 @@ from attnlab.case.ops import OPS
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
     "num_queries_per_kv": 2,
     "head_size": 64,
@@ -81,7 +81,7 @@ def _make_case(
         "seed": seed,
         "query_lens": query_lens,
         "ctx_lens": ctx_lens,
-        **_DEFAULTS,
+        **DEFAULTS,
         **variant,
     }
     if not OPS[op].prefill:

@@ -1,128 +1,141 @@
-"""Check a kernel library: every op, in this process or one process per op, merged into one report."""
+"""Check a kernel library: run the tasks of a plan on an engine, shrink the findings, and report."""
 
-import dataclasses
-import threading
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from attnlab.case.shown import Shown
-from attnlab.checker.finding import Finding
-from attnlab.checker.op_check import Budget, OpReport, check_op
-from attnlab.checker.worker import check_in_workers
-from attnlab.kernels.backend import Backend
+from attnlab.checker.finding import KINDS
+from attnlab.checker.known import KnownFinding
+from attnlab.checker.plan import FAULTS, Plan
+from attnlab.checker.report import NotRun, Report, build_report
+from attnlab.tasks.engine import Engine, InProcess, Stop, never
+from attnlab.tasks.run import Remaining, TaskRun, deadline
+from attnlab.tasks.shard import ALL, Shard
+from attnlab.tasks.store import Store
+from attnlab.tasks.task import Outcome, Task
 
-OnOp = Callable[[int, int], None]
-NOT_COVERED = ("output scales; scales per token and head; bidirectional masks",)
+__all__ = ["NotRun", "Progress", "Report", "check_library"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report(Shown):
-    """The findings of a library.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a check has come.
 
-    - ``source``, ``version``: the path of the vLLM or the plugin, and its version in words.
-    - ``cases_run``, ``seconds``: the number of cases of all ops, and the time that they took.
-    - ``findings``, ``observations``: one per group, each at its smallest Case.
-    - ``reads``: per op, the number of slots that its kernels read, by kind
-      (:mod:`attnlab.lab.reads`); only ops whose reads were traced.
-    - ``reads_allowed``: per op, the kinds that the contracts of its kernels allow.
-    - ``reports``: the paths of the files written for the findings.
-    - ``left_out``: what was not checked, and why.
+    - ``step``: "cases" or "shrinking"; ``done``, ``total``: its tasks.
+    - ``ops_done``, ``ops``: ops all of whose cases have a verdict, and all ops.
+    - ``findings``: cases with a fault so far; ``remaining_s``: estimate for this step, None at first.
     """
 
-    source: str
-    version: str
-    cases_run: int
-    seconds: float
-    findings: list[Finding] = field(default_factory=list)
-    observations: list[Finding] = field(default_factory=list)
-    reads: dict[str, dict[str, int]] = field(default_factory=dict)
-    reads_allowed: dict[str, list[str]] = field(default_factory=dict)
-    reports: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    step: str
+    done: int
+    total: int
+    ops_done: int
+    ops: int
+    findings: int
+    remaining_s: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able values."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **fields,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "observations": [finding.to_dict() for finding in self.observations],
-        }
+
+OnProgress = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """Do nothing: the ``on_progress`` of a check that reports no progress."""
 
 
 def check_library(
-    backend: Backend,
-    ops: Sequence[str],
-    platform: str,
-    cases: int,
-    seconds: float,
-    seed: int = 0,
-    processes: int = 1,
-    on_op: OnOp = lambda done, total: None,
-    case_limit_s: float = 60.0,
+    plan: Plan,
+    engine: Engine | None = None,
+    *,
+    seconds: float | None = None,
+    shard: Shard = ALL,
+    out: Path | None = None,
+    known: Sequence[KnownFinding] = (),
+    on_progress: OnProgress = ignore_progress,
+    stop: Stop = never,
 ) -> Report:
-    """Check ``cases`` hostile Cases of each op on a platform, for about ``seconds`` in total.
+    """Run the cases of a plan, or a shard of them, and return the report.
 
-    With ``processes`` > 1 each op runs in a process of its own. A case that ends its process, or takes
-    longer than ``case_limit_s``, becomes a finding, and the check continues. ``on_op`` is called with the
-    number of finished ops and of all ops.
+    - ``engine``: default this process; it is not closed here.
+    - ``seconds``: start no further case after this time; default: run all cases.
+    - ``out``: folder of a store. Cases with an outcome there do not run again.
+    - ``known``: expected findings. ``stop``: return True to end early; the report has what ran.
+
+    Raises what the backend raises if it cannot run at all, and InvalidCase or Unavailable for ``out``.
     """
-    start = time.perf_counter()
-    at_once = min(processes, len(ops))
-    budget = Budget(
-        platform=platform,
-        cases=cases,
-        seconds=seconds * at_once / len(ops),
-        seed=seed,
-        case_limit_s=case_limit_s,
-    )
-    op_reports: list[OpReport] = []
-    for op_report in _check_ops(backend, ops, budget, processes):
-        op_reports.append(op_report)
-        on_op(len(op_reports), len(ops))
-    op_reports.sort(key=lambda op_report: ops.index(op_report.op))
-    return _merged(backend, op_reports, time.perf_counter() - start)
-
-
-def _merged(backend: Backend, op_reports: Sequence[OpReport], seconds: float) -> Report:
-    """Return one report of all ops, findings in the order of the ops, then by kind."""
-    findings = [
-        finding
-        for op_report in op_reports
-        for finding in sorted(op_report.findings, key=lambda finding: finding.kind)
-    ]
-    reads = {op_report.op: op_report.reads for op_report in op_reports if op_report.reads.watched}
-    left_out = [text for op_report in op_reports for text in op_report.left_out]
-    return Report(
-        source=str(backend.path or backend.name),
-        version=backend.version,
-        cases_run=sum(op_report.cases_run for op_report in op_reports),
-        seconds=seconds,
-        findings=[finding for finding in findings if finding.is_fault],
-        observations=[finding for finding in findings if not finding.is_fault],
-        reads={op: counts.to_dict() for op, counts in reads.items()},
-        reads_allowed={op: sorted(counts.allowed) for op, counts in reads.items()},
-        left_out=[*left_out, *backend.blind_spots, *NOT_COVERED],
+    began = time.perf_counter()
+    all_tasks = plan.tasks()
+    header, tasks = plan.header(all_tasks, shard), shard.of(all_tasks)
+    is_late = deadline(seconds)
+    with contextlib.ExitStack() as stack:
+        store = None if out is None else stack.enter_context(Store(out, header))
+        engine = engine or stack.enter_context(InProcess())
+        run = TaskRun(engine=engine, job=plan.job(), store=store, stop=stop, is_late=is_late)
+        run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
+        shrinking = plan.shrink_tasks(tasks, run.outcomes)
+        run.run(shrinking, watching("shrinking", shrinking, on_progress))
+    return build_report(
+        header,
+        tasks,
+        run.outcomes,
+        seconds=time.perf_counter() - began,
+        stopped="the check was interrupted" if stop() else "the time was up",
+        known=known,
     )
 
 
-def _check_ops(
-    backend: Backend, ops: Sequence[str], budget: Budget, processes: int
-) -> Iterator[OpReport]:
-    """Yield the report of each op as soon as the op is finished."""
-    if processes == 1:
-        for op in ops:
-            yield check_op(backend, op, budget)
-        return
-    stop = threading.Event()
-    with ThreadPoolExecutor(processes) as threads:
-        futures = [threads.submit(check_in_workers, backend, op, budget, stop) for op in ops]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:  # also if the caller is interrupted
-            stop.set()
-            threads.shutdown(wait=False, cancel_futures=True)
+def scheduled(tasks: Sequence[Task], is_limited: bool) -> list[Task]:
+    """Return the tasks in the order in which they shall start.
+
+    The longest first, so that the workers end together. With a time limit, the most informative first, of
+    all ops in turn.
+    """
+    if not is_limited:
+        return sorted(tasks, key=lambda task: -task.cost_s)
+    counts: dict[str, int] = {}
+    rank = {}
+    for task in tasks:
+        op = task.payload["case"].get("op", "")
+        rank[task.key] = counts[op] = counts.get(op, 0) + 1
+    return sorted(tasks, key=lambda task: rank[task.key])
+
+
+def watching(
+    step: str, tasks: Sequence[Task], on_progress: OnProgress
+) -> Callable[[Outcome], None]:
+    """Return a function of an outcome that reports the progress of a step."""
+    remaining, findings, done = Remaining(tasks), 0, 0
+    op_of = {task.key: _op(task) for task in tasks}
+    left = {op: [*op_of.values()].count(op) for op in op_of.values()}
+
+    def note(outcome: Outcome) -> None:
+        nonlocal findings, done
+        done += 1
+        findings += is_fault(outcome)
+        left[op_of[outcome.key]] -= 1
+        on_progress(
+            Progress(
+                step=step,
+                done=done,
+                total=len(tasks),
+                ops_done=sum(not count for count in left.values()),
+                ops=len(left),
+                findings=findings,
+                remaining_s=remaining.seconds(outcome),
+            )
+        )
+
+    return note
+
+
+def _op(task: Task) -> str:
+    fields = task.payload.get("case") or task.payload["finding"]["case"]
+    return str(fields.get("op", ""))
+
+
+def is_fault(outcome: Outcome) -> bool:
+    """Answer whether a case showed a fault."""
+    if outcome.verdict is None:
+        return outcome.status in FAULTS
+    return any(found["kind"] in KINDS for found in outcome.verdict.get("findings", ()))

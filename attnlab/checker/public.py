@@ -1,6 +1,5 @@
 """The part of ``import attnlab`` that checks a library of kernels."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +10,16 @@ from attnlab.case.fields import Int, Number, is_plugin, refuse
 from attnlab.case.ops import RELEASES
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import Report
+    from attnlab.checker.library import OnProgress, Progress, Report
+    from attnlab.checker.plan import Plan
+    from attnlab.checker.release_plan import Release, ReleasePlan
     from attnlab.kernels.backend import Backend
+    from attnlab.tasks.engine import Engine
 
 DEFAULT_CASES = 31  # for each op: every variant of the hostile cases once
-DEFAULT_SECONDS = 150.0
+_CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
+_MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
+_SHORT_S = 10.0  # models that take less run in this process
 
 
 def check(
@@ -28,10 +32,17 @@ def check(
     ops: Sequence[str] | None = None,
     platform: str = "sm_90",
     cases: int = DEFAULT_CASES,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
     on_op: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: "OnProgress | None" = None,
+    engine: str | None = None,
+    shard: str = "1/1",
+    out: Path | str | None = None,
+    known: Path | str | None = None,
+    times: Path | str | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
 
@@ -39,27 +50,110 @@ def check(
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
-    - ``cases``: for each op; ``seconds``: about the time in total.
-    - ``case_seconds``: a case that takes longer is stopped and is a finding; None for ``seconds``, but at
-      least 20 and at most 60. The lab's models run without a limit.
-    - ``on_op`` is called with (ops done, ops in total).
+    - ``cases``: for each op. All of them run unless ``seconds`` is given: after that time no other case
+      starts, and ``not_run`` of the report has those that are left.
+    - ``case_seconds``: a case that takes longer is stopped and is a finding; None for 60, or 180 on a GPU,
+      where kernels are compiled. The time that a process waits for a core does not count.
+    - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
+      :class:`attnlab.checker.library.Progress`, after each case.
+    - ``engine``: "local" or "local:N", N worker processes; None for one per core, or per GPU.
+    - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
+    - ``out``: a folder that keeps each verdict as it arrives; the same call continues there.
+    - ``known``: a file of expected findings (:mod:`attnlab.checker.known`).
+    - ``times``: the store of an earlier check, whose times divide the shards.
+    - ``stop``: called often; when it returns True, the check ends with a report of what ran.
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
     """
+    from attnlab.checker.costs import costs_of_store, packaged_costs
+    from attnlab.checker.known import read_known
     from attnlab.checker.library import check_library
+    from attnlab.checker.plan import Plan
+    from attnlab.tasks.shard import Shard
 
     backend = backend_of(kernel, source=source, installed=installed, release=release, device=device)
     field_type("platform").check("platform", platform)
-    cases, seed = Int(1).check("cases", cases), Int(0).check("seed", seed)
-    seconds = Number().check("seconds", seconds)
-    limit_s = min(max(seconds, 20.0), 60.0)
+    if seconds is not None:
+        seconds = Number().check("seconds", seconds)
+    limit_s = _CASE_SECONDS[backend.device]
     if case_seconds is not None:
         limit_s = Number().check("case_seconds", case_seconds)
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
-    processes = 1 if backend.name == "model" else max(2, os.cpu_count() or 1)
-    return check_library(backend, chosen, platform, cases, seconds, seed, processes, on_op, limit_s)
+    plan = Plan(
+        backend=backend,
+        ops=tuple(chosen),
+        platform=platform,
+        cases=Int(1).check("cases", cases),
+        seed=Int(0).check("seed", seed),
+        case_limit_s=limit_s,
+        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+    expected = () if known is None else read_known(Path(known))
+
+    def note(progress: "Progress") -> None:
+        if progress.step == "cases":
+            on_op(progress.ops_done, progress.ops)
+        if on_progress is not None:
+            on_progress(progress)
+
+    part = Shard.parse(shard)
+    with engine_of(engine, plan) as workers:
+        return check_library(
+            plan,
+            workers,
+            seconds=seconds,
+            shard=part,
+            out=None if out is None else Path(out),
+            known=expected,
+            on_progress=note,
+            stop=stop,
+        )
+
+
+def release_plan(
+    releases: "Sequence[Release]",
+    *,
+    ops: Sequence[str] | None = None,
+    platform: str = "sm_90",
+    cases: int = DEFAULT_CASES,
+    case_seconds: float | None = None,
+    seed: int = 0,
+    times: Path | str | None = None,
+) -> "ReleasePlan":
+    """Return the plan of a check of many releases; the arguments are those of :func:`check`.
+
+    Raises InvalidCase for a wrong argument.
+    """
+    from attnlab.checker.costs import costs_of_store, packaged_costs
+    from attnlab.checker.release_plan import ReleasePlan
+
+    field_type("platform").check("platform", platform)
+    limit_s = _CASE_SECONDS[releases[0].backend.device]
+    if case_seconds is not None:
+        limit_s = Number().check("case_seconds", case_seconds)
+    known = releases[0].backend.ops
+    return ReleasePlan(
+        releases=tuple(releases),
+        ops=tuple(op for op in known if not ops or op in ops),
+        platform=platform,
+        cases=Int(1).check("cases", cases),
+        seed=Int(0).check("seed", seed),
+        case_limit_s=limit_s,
+        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+
+
+def engine_of(name: str | None, plan: "Plan") -> "Engine":
+    """Return the engine of a name; without one, this process for short models, else ``local``."""
+    from attnlab.tasks.engine import InProcess
+    from attnlab.tasks.engines import find_engine
+
+    total = sum(task.cost_s for task in plan.tasks())
+    if name is None and plan.backend.name == "model" and total * _MODEL_SHARE < _SHORT_S:
+        return InProcess()
+    return find_engine(name or "local", plan.backend.device)
 
 
 def backend_of(

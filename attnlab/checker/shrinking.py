@@ -1,7 +1,5 @@
 """Shrink a finding: search for a smaller Case that shows the same fault or observation."""
 
-import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 
-_MAX_TRIES = 24
+MAX_TRIES = 24
 # The plain value of each feature that a Case may not need, in the order in which they are removed.
 _PLAIN = {
     "freed": "kept",
@@ -31,20 +29,20 @@ _PLAIN = {
 }
 
 
-def shrink(lab: Lab, backend: Backend, finding: Finding, seconds: float = math.inf) -> Finding:
+def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     """Return the same finding at a smaller Case.
 
     The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
-    from there. It stops when no step succeeds, after 24 tries, or after ``seconds``.
+    from there. It stops when no step succeeds, or after 24 tries. It does not depend on time, so that
+    every machine returns the same Case.
     """
-    deadline = time.perf_counter() + seconds
     tries = 0
     is_smaller = True
-    while is_smaller and tries < _MAX_TRIES:
+    while is_smaller and tries < MAX_TRIES:
         is_smaller = False
         for case in _smaller_cases(finding.case):
             tries += 1
-            if tries > _MAX_TRIES or time.perf_counter() > deadline:
+            if tries > MAX_TRIES:
                 break
             same = _same_finding(lab, backend, finding, case)
             if same is not None:

@@ -1,7 +1,6 @@
 """Count slot reads by state, and report those that the contracts do not allow."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
@@ -9,7 +8,6 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState, readable_states
 from attnlab.contracts.target import Target
 from attnlab.lab.reads import MemoryReport
-from attnlab.lab.result import Result
 
 # The states that each kind of observation reports, the most serious kind first.
 OBSERVED = {
@@ -24,37 +22,20 @@ OBSERVED = {
 }
 
 
-@dataclass(slots=True)
-class ReadCounts:
-    """How many slots the cases of an op read, by state.
+def read_counts(memory: MemoryReport) -> dict[str, int]:
+    """Return how many slots a run read, by state.
 
-    A slot whose key and value are both read counts once per sequence. ``watched``: cases whose reads were
-    traced; ``allowed``: states that the contracts of the op's kernels allow.
+    A slot whose key and value are both read counts once per sequence.
     """
+    counts = {state.replace(" ", "_"): 0 for state in STATES}
+    for (_, state), slots in slots_by_state(memory).items():
+        counts[state.replace(" ", "_")] += len(slots)
+    return counts
 
-    watched: int = 0
-    counts: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
-    allowed: set[SlotState] = field(default_factory=set)
 
-    def add(self, case: Case, ran: Result) -> None:
-        """Add the reads of a run of a Case, if they were traced; changes the counts."""
-        if ran.memory is None:
-            return
-        self.watched += 1
-        self.allowed |= readable_states(decide(case).contracts(Target.of(case), case.op))
-        for (_, state), slots in slots_by_state(ran.memory).items():
-            self.counts[state] += len(slots)
-
-    def left_out(self, op: str) -> list[str]:
-        """Return a line that says that reads were not traced, if so."""
-        text = (
-            f"{op}: slot reads, which are traced only of Triton kernels under the lab's interpreter"
-        )
-        return [] if self.watched else [text]
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the counts as JSON-able values, by state."""
-        return {state.replace(" ", "_"): count for state, count in self.counts.items()}
+def allowed_reads(case: Case) -> list[str]:
+    """Return the states of slots that the contracts of a Case's kernels allow to read, sorted."""
+    return sorted(readable_states(decide(case).contracts(Target.of(case), case.op)))
 
 
 def slots_by_state(memory: MemoryReport) -> dict[tuple[int, SlotState], set[tuple[int, int]]]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int
+from attnlab.cli.check_output import add_shard
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 
@@ -44,6 +45,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     diagnose.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed of the cases (default: %(default)s)"
     )
+    add_shard(diagnose)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -52,7 +54,11 @@ def _run(args: argparse.Namespace) -> int:
             if given:
                 raise InvalidCase(f"{name} must not be given with diagnose", field=name)
     trials, seed = Int(1).check("trials", args.trials), Int(0).check("seed", args.seed)
-    figures, sheet = _measure(args, trials, seed)
+    if args.what == "diagnose":
+        return _diagnose(args, trials, seed)
+    if args.shard != "1/1" or args.out is not None:
+        raise InvalidCase("shard and out must be given with diagnose only", field="shard")
+    figures, sheet = _measure(args)
     if args.json:
         print_json(figures)
     else:
@@ -60,16 +66,41 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, trials: int, seed: int) -> tuple[dict[str, Any], "Sheet"]:
+def _diagnose(args: argparse.Namespace, trials: int, seed: int) -> int:
+    """Run the trials, or a shard of them."""
+    from attnlab.cli.bench.diagnosis import (
+        DiagnoseJob,
+        diagnose_header,
+        diagnose_tasks,
+        figures_of,
+    )
+    from attnlab.cli.sharded import check_flags, print_shard, run_sharded
+
+    shard = check_flags(args.shard, args.out)
+    tasks, header = diagnose_tasks(trials, trials), diagnose_header(trials, seed, shard)
+    job = DiagnoseJob(seed=seed)
+    outcomes, code = run_sharded("trials", job, tasks, header, shard, args.out)
+    if code or shard.count > 1:
+        return print_shard(shard, outcomes, args.json) or code
+    return print_diagnosis(figures_of(tasks, outcomes, seed), args.json)
+
+
+def print_diagnosis(figures: dict[str, Any], as_json: bool) -> int:
+    """Print the figures of the diagnosis and return the exit code."""
+    from attnlab.cli.bench import sheets
+
+    if as_json:
+        print_json(figures)
+    else:
+        show(sheets.diagnosis(figures))
+    return 3 if figures["failed"] else 0
+
+
+def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], "Sheet"]:
     """Return the figures that the flags select, and their sheet."""
     from attnlab.cli.bench import sheets
 
     with progress("measuring") as on_step:
-        if args.what == "diagnose":
-            from attnlab.cli.bench.diagnosis import bench_diagnose
-
-            figures = bench_diagnose(trials, trials, seed, on_step=on_step)
-            return figures, sheets.diagnosis(figures)
         if args.rocm:
             from attnlab.cli.bench.rocm import bench_rocm
 
@@ -91,7 +122,7 @@ COMMAND = Command(
     purpose="Measure the lab on this machine, each figure with a yardstick of the same run.",
     arguments="[speed | diagnose]",
     examples=("attnlab bench", "attnlab bench diagnose --trials 100"),
-    exit_codes="0 always",
+    exit_codes="0 measured; 3 trials of diagnose that have no verdict",
     add_flags=_add_flags,
     run=_run,
 )

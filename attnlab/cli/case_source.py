@@ -8,9 +8,11 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.suggestion import difference
 from attnlab.cli.output import notice
 
 if TYPE_CHECKING:
+    from attnlab.kernels.vllm.source import Source
     from attnlab.lab.lab import Lab
 
 
@@ -42,8 +44,21 @@ def case_with_source(args: argparse.Namespace) -> Case:
     return case
 
 
+def notice_rules(source: "Source") -> None:
+    """Print one line if a release differs in a known way from the rules that are used for it."""
+    if text := difference(source.version):
+        notice(f"vLLM {source.version} is run with the rules of {source.rules}{text}")
+
+
 def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
-    """Return a Lab with the source and the device of the flags."""
+    """Return a Lab with the source and the device of the flags.
+
+    Prints how the source's release differs from the rules that are used for it.
+    """
     from attnlab.lab.lab import Lab
 
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        notice_rules(find_source(args.source))
     return Lab(source=args.source, device=args.device, on_step=on_step, on_notice=notice)

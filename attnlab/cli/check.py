@@ -10,21 +10,36 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
-from attnlab.checker.public import DEFAULT_CASES, DEFAULT_SECONDS
+from attnlab.checker.public import DEFAULT_CASES
+from attnlab.cli.case_source import notice_rules
+from attnlab.cli.check_output import (
+    CHECK_CODES,
+    add_ci_files,
+    add_known,
+    add_scaling,
+    check_ci_files,
+    print_report,
+    write_ci_files,
+)
 from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
+from attnlab.cli.output import notice, progress
+from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.library import Report
+    from attnlab.checker.library import Progress, Report
 
 _DOCUMENT = """\
 --json prints one object:
-  source, version, cases_run, seconds
+  source, version, cases, cases_run, seconds
+  ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
   findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first}
+  known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
+    although all cases of their op ran
+  not_run: list of {op, reason, cases, run}
   reads: {op: {slot state: number of slots read}}, for the ops whose reads were traced
   reads_allowed: {op: [slot state]}, which reads the contracts allow
   reports: the files of --report
-  left_out: what was not checked
+  left_out: limits that kernels state, and what no check covers
   pictures: the page of --pictures"""
 
 
@@ -53,11 +68,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=TRITON_OPS,
         help="check this op; repeatable (default: all)",
     )
-    _add_conditions(parser.add_argument_group("how to check it"))
+    add_conditions(parser.add_argument_group("how to check it"))
+    add_scaling(parser.add_argument_group("where to run it"))
     _add_files(parser.add_argument_group("files to write"))
 
 
-def _add_conditions(group: Any) -> None:
+def add_conditions(group: Any) -> None:
+    """Add the flags that say how ops are checked."""
     group.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -78,15 +95,14 @@ def _add_conditions(group: Any) -> None:
     group.add_argument(
         "--seconds",
         type=float,
-        default=DEFAULT_SECONDS,
-        help="approximate time limit in total (default: %(default)g)",
+        help="start no further case after this time (default: run all cases)",
     )
     group.add_argument(
         "--case-seconds",
         type=float,
         metavar="SECONDS",
-        help="stop a case that takes longer, and report that it does not end (default: as --seconds, but "
-        "20 to 60); the lab's models have no limit",
+        help="stop a case that takes longer, and report that it does not end (default: 60; 180 on a GPU, "
+        "where kernels are compiled)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the data (default: %(default)s)"
@@ -94,6 +110,8 @@ def _add_conditions(group: Any) -> None:
 
 
 def _add_files(group: Any) -> None:
+    add_known(group)
+    add_ci_files(group)
     group.add_argument(
         "--pictures",
         type=Path,
@@ -110,15 +128,14 @@ def _add_files(group: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    report = _checked(args)
-    page = _draw(args, report)
-    if args.json:
-        print_json({**report.to_dict(), **({} if page is None else {"pictures": str(page)})})
-    else:
-        show(report)
-        if page is not None:
-            print(f"pictures: {page}")
-    return 1 if report.findings else 0
+    with interruptible() as interrupt:
+        report = _checked(args, interrupt)
+    if interrupt():
+        notice("interrupted; the report has what ran")
+    write_ci_files(args, report)
+    page = None if interrupt() else _draw(args, report)
+    print_report(report, args.json, page)
+    return interrupt.exit_code or report.exit_code
 
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,11 +144,16 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _checked(args: argparse.Namespace) -> "Report":
+def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     """Check the library of the flags, and write the reports."""
     from attnlab.checker.public import backend_of, check
 
+    check_ci_files(args)
     backend = backend_of(**_library(args))
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        notice_rules(find_source(args.source))
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 
@@ -142,7 +164,8 @@ def _checked(args: argparse.Namespace) -> "Report":
         )
     if args.report is not None:
         make_output_folder(args.report, "report")
-    with progress(f"checking {backend.version}") as on_step:
+    title = f"checking {backend.version}"
+    with progress(title) as on_step:
         report = check(
             **_library(args),
             ops=args.op,
@@ -151,14 +174,32 @@ def _checked(args: argparse.Namespace) -> "Report":
             seconds=args.seconds,
             case_seconds=args.case_seconds,
             seed=args.seed,
-            on_op=lambda done, total: on_step(done=done, total=total),
+            engine=args.engine,
+            shard=args.shard,
+            out=args.out,
+            known=args.known,
+            times=args.times,
+            on_progress=lambda progress: on_step(
+                step_text(title, progress), progress.done, progress.total
+            ),
+            stop=stop,
         )
-    if args.report is None:
+    if args.report is None or stop():
         return report
     from attnlab.reports.upstream import write_reports
 
     written = write_reports(report.findings, args.report, report.version, backend.device)
     return dataclasses.replace(report, reports=[str(path) for path in written])
+
+
+def step_text(title: str, progress: "Progress") -> str:
+    """Return how far a check has come, in words."""
+    parts = [title if progress.step == "cases" else f"{title}: shrinking the findings"]
+    if progress.findings:
+        parts.append(f"{progress.findings} with a fault")
+    if progress.remaining_s is not None:
+        parts.append(f"about {progress.remaining_s:.0f} s left")
+    return ", ".join(parts)
 
 
 def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
@@ -182,8 +223,9 @@ COMMAND = Command(
     examples=(
         "attnlab check mine.py:my_kernel",
         "attnlab check --source vllm-0.33.0.whl --op unified_attention",
+        "attnlab check --source vllm-0.33.0.whl --shard 1/3 --out shard-1",
     ),
-    exit_codes="0 no findings; 1 findings",
+    exit_codes=CHECK_CODES,
     add_flags=_add_flags,
     run=_run,
     notes=_DOCUMENT,

@@ -1,6 +1,7 @@
 """The command ``attnlab decode-error``."""
 
 import argparse
+import dataclasses
 
 from attnlab.case.flags import add_case_flags, case_of, read_text
 from attnlab.cli.command import Command
@@ -19,12 +20,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.lab.decode_error import decode_error, test_id_in
+    from attnlab.lab.decode_error import decode
+    from attnlab.lab.error_text import ErrorText
 
-    text = read_text(args.file)
+    found = ErrorText.read(read_text(args.file))
     if args.test_id is None and args.case is None:
-        args.test_id = test_id_in(text)
-    decoded = decode_error(text, case_of(args))
+        args.test_id = found.test_id
+    else:  # the Case is given: an id in the text does not matter
+        found = dataclasses.replace(found, test_id=args.test_id, refusal="")
+    decoded = decode(found, case_of(args))
     if args.json:
         print_json(decoded.to_dict())
     else:
@@ -37,10 +41,10 @@ COMMAND = Command(
     purpose="Print which sequence, token and kernel the message of a failed test is about.",
     arguments="[FILE]",
     examples=("pytest … | attnlab decode-error --test-id 'test_contexted_kv_attention[…]'",),
-    exit_codes="0 always",
+    exit_codes="0 the text is decoded",
     add_flags=_add_flags,
     run=_run,
-    notes="The message is that of torch.testing.assert_close, with its counts and its index. "
-    "If the text names a pytest id of vLLM, that test is the initial case, unless "
-    "--test-id or --case is given.",
+    notes="The text may be the whole output of pytest. It is read for the lines of "
+    "torch.testing.assert_close, a bare index, a dtype error, a failed torch.allclose, and a pytest id of "
+    "vLLM. That test is the initial case, unless --test-id or --case is given.",
 )

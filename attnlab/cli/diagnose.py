@@ -2,11 +2,16 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
+
+if TYPE_CHECKING:
+    from attnlab.diagnosis.diagnosis import Diagnosis
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,22 +25,49 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--call",
         type=Path,
-        metavar="FILE",
-        help="a saved KernelCall with its output; of the Case only the platform, the release and the "
-        "switches of the op are used",
+        metavar="PATH",
+        help="a call with its output: a saved KernelCall, a folder of FlashInfer's log, files of SGLang's "
+        "dumper, or a dict of tensors (.pt, .npz, safetensors); of the Case only the op, the platform and "
+        "the release are used, if they are given",
+    )
+    group.add_argument(
+        "--map",
+        metavar="FIELD=KEY,…",
+        help="the key of each field in a dict of tensors, for example query=q,key_cache=k; numbers are "
+        "values",
     )
     case_source.add_flags(parser)
 
 
+def _given(args: argparse.Namespace) -> list[str]:
+    """Return which of the fields that a saved call may state were given as flags."""
+    return [name for name in ("platform", "release") if getattr(args, f"field_{name}") is not None]
+
+
+def _of_call(case: Case, args: argparse.Namespace) -> "Diagnosis":
+    """Diagnose the call at a path; the flags that were given win over its origin."""
+    from attnlab.diagnosis.captured import diagnose_captured
+    from attnlab.recorder.other_files import parse_names, read_call
+
+    names = None if args.map is None else parse_names(args.map)
+    op = None if args.field_op is None else case.op
+    return diagnose_captured(read_call(args.call, names, op=op), case, given=_given(args))
+
+
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.diagnosis.files import diagnose_files
+    from attnlab.diagnosis.files import diagnose_file
 
     case = case_source.case_with_source(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
+    if args.map is not None and args.call is None:
+        raise InvalidCase("map must be given with call, got no call", field="map")
     with progress("diagnosing") as on_step:
         lab = case_source.lab_of(args, on_step)
-        diagnosis = diagnose_files(case, lab, args.output_file, args.call)
+        if args.call is not None:
+            diagnosis = _of_call(case, args)
+        else:
+            diagnosis = diagnose_file(case, lab, args.output_file)
     if args.json:
         print_json(diagnosis.to_dict())
     else:
@@ -49,6 +81,7 @@ COMMAND = Command(
     examples=(
         "attnlab diagnose --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
         "attnlab diagnose --call call.safetensors --platform gfx942",
+        "attnlab diagnose --call dump.pt --map query=q,key_cache=k,value_cache=v --op unified_attention",
     ),
     exit_codes="0 nothing is wrong; 1 something is",
     add_flags=_add_flags,

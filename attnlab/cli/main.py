@@ -29,10 +29,13 @@ from attnlab.cli import (
     explain,
     fetch,
     investigate,
+    merge,
     platforms,
     power,
+    releases,
     run,
     stages,
+    xray,
 )
 from attnlab.cli.command import Command
 
@@ -41,8 +44,11 @@ COMMANDS: tuple[Command, ...] = (
     explain.COMMAND,
     decode_error.COMMAND,
     diagnose.COMMAND,
+    xray.COMMAND,
     power.COMMAND,
     check.COMMAND,
+    releases.COMMAND,
+    merge.COMMAND,
     claims.COMMAND,
     investigate.COMMAND,
     fetch.COMMAND,

@@ -35,7 +35,7 @@ def show(noun: Shown) -> None:
 
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = _Output(highlight=False, width=WIDTH if fixed else None)
-    console.print(text(noun, complete=True))
+    console.print(text(noun, complete=True), crop=False)
 
 
 def notice(text: str) -> None:

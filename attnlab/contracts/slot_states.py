@@ -6,6 +6,7 @@ Contracts, traced reads, findings and plots all use this vocabulary.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import torch
 
@@ -42,6 +43,7 @@ class SlotState(StrEnum):
 
 
 STATES = tuple(SlotState)
+_Numbers: TypeAlias = torch.Tensor | int
 _SENTENCES = {
     SlotState.OWN: "It holds the token that the reader needs.",
     SlotState.OWN_FUTURE: "It holds a token of the sequence after the last visible position.",
@@ -95,39 +97,51 @@ def contract_reads(
     (Contract.reads_tail), are not included. Without ``provenance``, as for a captured call, every state is
     UNKNOWN.
     """
-    ctx_lens = (call.seq_lens.long() - call.query_lens).tolist()
     reads = []
     for contract in contracts:
-        if contract.name == WRITE:  # it reads no slot
-            continue
-        for seq, length in enumerate(cached_lens(contract, call).tolist()):
-            window = call.sliding_window
-            first = max(0, ctx_lens[seq] - window + 1) if window else 0
-            length = min(length, call.block_table.shape[1] * call.block_size)
-            positions = torch.arange(first, max(first, length))
-            blocks = call.block_table[seq, positions // call.block_size].long()
-            slots = positions % call.block_size
-            states = torch.full_like(positions, SlotState.UNKNOWN.code)
-            if provenance is not None:
-                states = _states(
-                    provenance.seq[blocks, slots],
-                    provenance.pos[blocks, slots],
-                    positions,
-                    torch.isin(blocks, provenance.block_table),
-                    reader=(seq, int(call.seq_lens[seq])),
-                    visible=range(first, max(first, length)),
-                )
-            reads.append(
-                ContractReads(
-                    kernel=contract.name,
-                    seq=seq,
-                    positions=positions,
-                    blocks=blocks,
-                    slots=slots,
-                    states=states,
-                )
-            )
+        if contract.name != WRITE:  # it reads no slot
+            reads += _reads(contract, call, provenance)
     return reads
+
+
+def _reads(
+    contract: Contract, call: KernelCall, provenance: Provenance | None
+) -> list[ContractReads]:
+    """Return the reads of one kernel; they are computed for all sequences at once, then split."""
+    window, block_size = call.sliding_window, call.block_size
+    lens = cached_lens(contract, call).cpu().clamp(max=call.block_table.shape[1] * block_size)
+    ctx_lens = (call.seq_lens.long() - call.query_lens).cpu()
+    begins = (ctx_lens - window + 1).clamp(min=0) if window else torch.zeros_like(lens)
+    ends = torch.maximum(begins, lens)
+    counts = ends - begins
+    seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    positions = torch.arange(len(seq)) + (begins - counts.cumsum(0) + counts)[seq]
+    blocks = call.block_table[seq, positions // block_size].long()
+    slots = positions % block_size
+    states = torch.full_like(positions, SlotState.UNKNOWN.code)
+    if provenance is not None:
+        states = _states(
+            provenance.seq[blocks, slots],
+            provenance.pos[blocks, slots],
+            positions,
+            _mapped(provenance)[blocks],
+            reader=(seq, call.seq_lens.long()[seq]),
+            visible=(begins[seq], ends[seq]),
+        )
+    parts = (tensor.split(counts.tolist()) for tensor in (positions, blocks, slots, states))
+    return [
+        ContractReads(
+            kernel=contract.name, seq=i, positions=at, blocks=block, slots=slot, states=state
+        )
+        for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
+    ]
+
+
+def _mapped(provenance: Provenance) -> torch.Tensor:
+    """Return which blocks are in any row of the block table, [num_blocks] bool."""
+    mapped = torch.zeros(provenance.seq.shape[0], dtype=torch.bool)
+    mapped[provenance.block_table.flatten()] = True
+    return mapped
 
 
 def slot_states(
@@ -141,15 +155,14 @@ def slot_states(
     num_blocks, block_size = provenance.seq.shape
     if seq == NOBODY:
         return torch.full((num_blocks, block_size), SlotState.UNKNOWN.code)
-    mapped = torch.zeros(num_blocks, dtype=torch.bool)
-    mapped[provenance.block_table.flatten()] = True
+    seen = range(seq_len) if visible is None else visible
     return _states(
         provenance.seq,
         provenance.pos,
         positions_of(provenance, seq),
-        mapped[:, None].expand(num_blocks, block_size),
+        _mapped(provenance)[:, None].expand(num_blocks, block_size),
         reader=(seq, seq_len),
-        visible=range(seq_len) if visible is None else visible,
+        visible=(seen.start, seen.stop),
     )
 
 
@@ -172,28 +185,29 @@ def _states(
     positions: torch.Tensor,
     mapped: torch.Tensor,
     *,
-    reader: tuple[int, int],
-    visible: range,
+    reader: tuple[_Numbers, _Numbers],
+    visible: tuple[_Numbers, _Numbers],
 ) -> torch.Tensor:
     """Return the state of each slot, an index into STATES; all tensors have one shape.
 
     ``writer_seq``, ``writer_pos``: whose token a slot holds, or NOBODY. ``positions``: the position that
     the reader takes a slot for, NOBODY if it is in none of its blocks. ``mapped``: whether the block is in
-    any row of the block table. ``reader``: the sequence and its seq_len.
+    any row of the block table. ``reader``: the sequence and its seq_len; ``visible``: the first position
+    that it may see, and the one after the last; for all slots, or one for each.
     """
-    seq, seq_len = reader
+    (seq, seq_len), (begin, end) = reader, visible
     states = torch.full(positions.shape, SlotState.OTHER_SEQUENCE.code)
     own = writer_seq == seq
-    states[own] = SlotState.OWN.code
-    states[own & (writer_pos >= visible.stop)] = SlotState.OWN_FUTURE.code
-    states[own & (writer_pos < visible.start)] = SlotState.OUTSIDE_WINDOW.code
-    states[own & (writer_pos != positions)] = SlotState.OTHER_POSITION.code
+    states.masked_fill_(own, SlotState.OWN.code)
+    states.masked_fill_(own & (writer_pos >= end), SlotState.OWN_FUTURE.code)
+    states.masked_fill_(own & (writer_pos < begin), SlotState.OUTSIDE_WINDOW.code)
+    states.masked_fill_(own & (writer_pos != positions), SlotState.OTHER_POSITION.code)
     empty = writer_seq == NOBODY
     mine = empty & (positions != NOBODY)
-    states[mine] = SlotState.UNWRITTEN.code
-    states[mine & (positions < visible.start)] = SlotState.FREED.code
-    states[mine & (positions >= seq_len)] = SlotState.UNWRITTEN_TAIL.code
-    states[empty & ~mapped] = SlotState.NEVER_MAPPED.code
+    states.masked_fill_(mine, SlotState.UNWRITTEN.code)
+    states.masked_fill_(mine & (positions < begin), SlotState.FREED.code)
+    states.masked_fill_(mine & (positions >= seq_len), SlotState.UNWRITTEN_TAIL.code)
+    states.masked_fill_(empty & ~mapped, SlotState.NEVER_MAPPED.code)
     return states
 
 

@@ -193,7 +193,9 @@ def _default_scale(call: KernelCall, target: Target) -> list[Violation]:
 def _unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> list[Violation]:
     """Return one violation for each sequence with output rows that no kernel writes."""
     unwritten = unwritten_rows(contracts, call)
-    found = []
+    found: list[Violation] = []
+    if not unwritten.any():
+        return found
     for seq, (first, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         rows = torch.nonzero(unwritten[first:end]).flatten() + first
         if len(rows):
@@ -214,7 +216,9 @@ def _unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> list[Vio
 
 def _slots(reads: ContractReads) -> list[Violation]:
     """Return up to two violations for a sequence: slots without a token, and with another token."""
-    found = []
+    found: list[Violation] = []
+    if not reads.states.any():  # state 0 is OWN
+        return found
     for kind, states in (("unwritten_slot", EMPTY), ("foreign_slot", FOREIGN)):
         wrong = reads.having(states)
         if len(wrong):

@@ -8,6 +8,7 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from attnlab.defects.decoding import DECODING
 from attnlab.defects.defect import Defect
 from attnlab.defects.heads import HEADS
 from attnlab.defects.masks import MASKS
@@ -17,14 +18,24 @@ from attnlab.defects.rows import ROWS
 from attnlab.defects.scores import SCORES
 from attnlab.defects.sinks import SINKS
 from attnlab.defects.softcap import SOFTCAP
+from attnlab.defects.softmax import SOFTMAX
 from attnlab.defects.tokens import TOKENS
 
+_FAMILIES = (
+    MASKS,
+    PARTITIONS,
+    SOFTMAX,
+    TOKENS,
+    SCORES,
+    SINKS,
+    SOFTCAP,
+    HEADS,
+    READS,
+    DECODING,
+    ROWS,
+)
 DEFECTS: Mapping[str, Defect] = MappingProxyType(
-    {
-        defect.name: defect
-        for family in (MASKS, PARTITIONS, TOKENS, SCORES, SINKS, SOFTCAP, HEADS, READS, ROWS)
-        for defect in family
-    }
+    {defect.name: defect for family in _FAMILIES for defect in family}
 )
 
 __all__ = ["DEFECTS", "Defect"]

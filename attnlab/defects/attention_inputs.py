@@ -22,6 +22,8 @@ class AttentionInputs:
       the cap itself, 0 for none.
     - ``sinks``: [heads], one more logit of each row's softmax without a value, or None.
     - ``first_bias``: [heads], added to the score of the key at position 0, or None.
+    - ``key_bias``: [keys], added to the score of each key, or None.
+    - ``weigh``: replaces the softmax of the scores [heads, rows, keys], or None.
     - ``leak``: [rows, keys] bool or None: keys with weight 0 whose values are multiplied by it, so that
       a NaN reaches the output.
     - ``rounding``: what the kernel that computes these rows rounds.
@@ -41,15 +43,22 @@ class AttentionInputs:
     sinks: torch.Tensor | None = None
     first_bias: torch.Tensor | None = None
     leak: torch.Tensor | None = None
+    key_bias: torch.Tensor | None = None
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predicted:
     """The predicted ``output`` of some rows, and ``bound``, the largest rounding error of a kernel that
-    computes it; both [rows, heads, head_size] float64."""
+    computes it; both [rows, heads, head_size] float64.
+
+    ``sees_nothing``: [rows] bool or None: rows that see no key. Their output is 0, as most kernels return;
+    others return NaN, the quotient of 0 and 0.
+    """
 
     output: torch.Tensor
     bound: torch.Tensor
+    sees_nothing: torch.Tensor | None = None
 
 
 def concatenate(parts: Sequence[Predicted]) -> Predicted:
@@ -57,7 +66,31 @@ def concatenate(parts: Sequence[Predicted]) -> Predicted:
     return Predicted(
         output=torch.cat([part.output for part in parts]),
         bound=torch.cat([part.bound for part in parts]),
+        sees_nothing=_concatenated(parts),
     )
+
+
+def _concatenated(parts: Sequence[Predicted]) -> torch.Tensor:
+    """Return which rows of all parts see no key."""
+    none = [torch.zeros(len(part.output), dtype=torch.bool) for part in parts]
+    return torch.cat(
+        [
+            n if part.sees_nothing is None else part.sees_nothing
+            for part, n in zip(parts, none, strict=True)
+        ]
+    )
+
+
+def visible(
+    position: torch.Tensor, seq_len: int, sliding_window: int, *, causal: bool = True
+) -> torch.Tensor:
+    """Return which keys each row sees, [rows, seq_len] bool: those up to its own if ``causal``, and
+    within the window if any."""
+    keys = torch.arange(seq_len)
+    is_visible = keys <= position[:, None] if causal else torch.ones(len(position), seq_len).bool()
+    if sliding_window:
+        is_visible &= keys > position[:, None] - sliding_window
+    return is_visible
 
 
 def scores_of(inputs: AttentionInputs) -> torch.Tensor:
@@ -71,27 +104,42 @@ def scores_of(inputs: AttentionInputs) -> torch.Tensor:
         scores += inputs.alibi_slopes[:, None, None] * distance.to(scores.dtype)
     if inputs.first_bias is not None:
         scores[..., 0] += inputs.first_bias[:, None].to(scores.dtype)
+    if inputs.key_bias is not None:
+        scores += inputs.key_bias.to(scores.dtype)
     return scores.masked_fill_(~inputs.visible, -torch.inf)
 
 
 def attention(inputs: AttentionInputs, dtype: torch.dtype | None = None) -> Predicted:
-    """Compute the attention of some rows; a row that sees no key gives NaN.
+    """Compute the attention of some rows; a row that sees no key gives 0.
 
     With ``dtype``, round as a kernel does: scores and sums in float32, weights and output in ``dtype``.
     """
     scores = scores_of(inputs)
-    exact = softmax(scores, inputs.sinks)
+    sees_nothing = ~inputs.visible.any(1)
+    exact = weights_of(inputs, scores).masked_fill(sees_nothing[None, :, None], 0.0)
     finite = inputs.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
     output = exact @ finite
     bound = inputs.rounding.bound(
         exact.nan_to_num(0.0), finite, output.nan_to_num(0.0), score_error(inputs)
     )
     if dtype is not None:
-        weights = softmax(scores.float(), inputs.sinks).to(dtype).float()
+        weights = weights_of(inputs, scores.float()).to(dtype).float()
+        weights = weights.masked_fill(sees_nothing[None, :, None], 0.0)
         output = (weights @ finite.float()).to(dtype).double()
     if not bool(inputs.value.isfinite().all()):
         output = output.masked_fill(_reached_by_nonfinite(inputs), torch.nan)
-    return Predicted(output=output.double().transpose(0, 1), bound=bound.double().transpose(0, 1))
+    return Predicted(
+        output=output.double().transpose(0, 1),
+        bound=bound.double().transpose(0, 1),
+        sees_nothing=sees_nothing if bool(sees_nothing.any()) else None,
+    )
+
+
+def weights_of(inputs: AttentionInputs, scores: torch.Tensor) -> torch.Tensor:
+    """Return the weights of the keys, [heads, rows, keys], from their scores."""
+    if inputs.weigh is not None:
+        return inputs.weigh(scores)
+    return softmax(scores, inputs.sinks)
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

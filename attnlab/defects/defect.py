@@ -1,5 +1,6 @@
 """Defect: one way for a kernel, or for the code that calls it, to be wrong."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ class Defect:
       correct.
     - ``applies``: answers whether a call has the feature that the defect is about, such as a window.
     - ``harmless``: the defect changes only the rounding.
+    - ``variants``: the same defect with other sizes, such as tiles, each as text and ``compute``. The
+      diagnosis tries all of them; elsewhere ``compute`` stands for them.
+    - ``is_possible``: answers whether the tensors at hand allow the defect; the diagnosis excludes others.
     """
 
     name: str
@@ -39,6 +43,17 @@ class Defect:
     applies: Applies
     links: tuple[str, ...] = ()
     harmless: bool = False
+    variants: tuple[tuple[str, Compute], ...] = ()
+    is_possible: Applies = lambda problem: True
+
+    def expand(self) -> "tuple[Defect, ...]":
+        """Return one Defect for each variant, with its text; the defect itself if it has none."""
+        if not self.variants:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, text=f"{self.text} ({text})", compute=compute, variants=())
+            for text, compute in self.variants
+        )
 
 
 def changing_inputs(change: ChangeInputs) -> Compute:

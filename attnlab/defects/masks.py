@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import Defect, always, changing_inputs
-from attnlab.defects.problem import Problem, visible
+from attnlab.defects.attention_inputs import AttentionInputs, visible
+from attnlab.defects.defect import Compute, Defect, always, changing_inputs
+from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 
 
@@ -86,6 +86,60 @@ def _window_both_sides(
     return dataclasses.replace(inputs, visible=distance < problem.call.sliding_window)
 
 
+def _window_in_loop(
+    name: str, text: str, seen_in: tuple[str, ...], of_context: bool, wider: tuple[int | None, ...]
+) -> Defect:
+    """Return the defect of a window that is wrong in the loop over the context only, or over new tokens.
+
+    ``wider``: by how many keys, one variant each; None is a window without limit.
+    """
+
+    def compute_of(keys_more: int | None) -> Compute:
+        def change(
+            problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
+        ) -> AttentionInputs:
+            ctx_len = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
+            if not _has_two_loops(problem, row_slice.seq):
+                return inputs
+            keys, seq_len = key_positions(inputs), inputs.key.shape[0]
+            window = 0 if keys_more is None else problem.call.sliding_window + keys_more
+            wrong = visible(inputs.position, seq_len, window)
+            if keys_more is not None and window == 0:
+                wrong = torch.zeros_like(wrong)
+            in_loop = (keys < ctx_len) if of_context else (keys >= ctx_len)
+            return dataclasses.replace(inputs, visible=torch.where(in_loop, wrong, inputs.visible))
+
+        return changing_inputs(change)
+
+    variants = tuple(
+        (
+            "without limit"
+            if more is None
+            else f"by {abs(more)} too {'wide' if more > 0 else 'narrow'}",
+            compute_of(more),
+        )
+        for more in wider
+    )
+    return Defect(
+        name=name,
+        family="masks",
+        text=text,
+        seen_in=seen_in,
+        touches="all",
+        compute=variants[0][1],
+        applies=lambda problem: (
+            _has_window(problem)
+            and any(_has_two_loops(problem, seq) for seq in range(problem.num_seqs))
+        ),
+        variants=variants if len(variants) > 1 else (),
+    )
+
+
+def _has_two_loops(problem: Problem, seq: int) -> bool:
+    """Answer whether a sequence has a context and several new tokens."""
+    return 1 < problem.query_len(seq) < problem.seq_len(seq)
+
+
 MASKS = (
     Defect(
         name="newest_token_dropped",
@@ -123,6 +177,34 @@ MASKS = (
         "the sliding window is not applied",
         ("vllm #30887", "rocm-libraries #12229"),
         None,
+    ),
+    _window_in_loop(
+        "window_ignored_in_context",
+        "the sliding window is not applied to the keys of the context",
+        ("vllm #4405", "pytorch/executorch #21857"),
+        True,
+        (None,),
+    ),
+    _window_in_loop(
+        "window_ignored_in_new_tokens",
+        "the sliding window is not applied to the keys of the new tokens",
+        ("vllm #4405",),
+        False,
+        (None,),
+    ),
+    _window_in_loop(
+        "window_off_in_context",
+        "the sliding window is off by one for the keys of the context only",
+        ("vllm #4405",),
+        True,
+        (+1, -1),
+    ),
+    _window_in_loop(
+        "window_off_in_new_tokens",
+        "the sliding window is off by one for the keys of the new tokens only",
+        ("vllm #4405",),
+        False,
+        (+1, -1),
     ),
     Defect(
         name="window_both_sides",

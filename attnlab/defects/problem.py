@@ -8,6 +8,7 @@ attention (AttentionInputs).
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,13 +17,20 @@ from attnlab.case.ops import PREFILL
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
-from attnlab.defects.attention_inputs import AttentionInputs, Predicted, attention, concatenate
+from attnlab.defects.attention_inputs import (
+    AttentionInputs,
+    Predicted,
+    attention,
+    concatenate,
+    visible,
+)
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 
 
@@ -179,7 +187,7 @@ class Problem:
             position=position,
             key=key,
             value=value,
-            visible=visible(position, seq_len, self.call.sliding_window),
+            visible=visible(position, seq_len, self.call.sliding_window, causal=self.call.causal),
             sm_scale=self.sm_scale,
             alibi_slopes=None if slopes is None else slopes[row_slice.heads].double(),
             apply_softcap=(
@@ -195,28 +203,45 @@ class Problem:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values that rows of a sequence should see, of some KV heads, each
         [seq_len, heads, head_size] in ``dtype``."""
+        if self.batch is None:
+            return self._kv_of_call(seq, kv, dtype)
         cached = self.cached_len(seq)
-        if self.batch is not None:
-            tokens = slice(*self.batch.kv_start_loc[seq : seq + 2])
-            key, value = self.batch.key[tokens][:, kv], self.batch.value[tokens][:, kv]
-        else:
-            tokens = slice(*self.row_starts()[seq : seq + 2])
-            key, value = self.call.key[tokens][:, kv], self.call.value[tokens][:, kv]
-            cached -= self.seq_len(seq) - self.query_len(seq)
+        tokens = slice(*self.batch.kv_start_loc[seq : seq + 2])
+        key, value = self.batch.key[tokens][:, kv], self.batch.value[tokens][:, kv]
         key = self._through_cache(key, cached, self.call.k_scale, dtype)
-        value = self._through_cache(value, cached, self.call.v_scale, dtype)
-        if self.batch is not None:
-            return key, value
-        context = torch.arange(self.seq_len(seq) - self.query_len(seq))
+        return key, self._through_cache(value, cached, self.call.v_scale, dtype)
+
+    def _kv_of_call(
+        self, seq: int, kv: torch.Tensor | slice, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a call without a Case: from the cache, and from its new tokens."""
+        context = self.seq_len(seq) - self.query_len(seq)
+        known = context if self.call.new_tokens == "given" else self.seq_len(seq)
         heads = torch.arange(self.call.key.shape[1])[kv]
-        context_key = self.cache_read(seq).keys(self.call, context, heads).to(dtype)
-        context_value = self.cache_read(seq).values(self.call, context, heads).to(dtype)
-        return torch.cat([context_key, key]), torch.cat([context_value, value])
+        read, positions = self.cache_read(seq), torch.arange(known)
+        cached_key = read.keys(self.call, positions, heads).to(dtype)
+        cached_value = read.values(self.call, positions, heads).to(dtype)
+        if known > context:
+            return cached_key, cached_value
+        tokens = slice(*self.row_starts()[seq : seq + 2])
+        new = (self.call.key[tokens][:, kv], self.call.value[tokens][:, kv])
+        new_in_cache = self.cached_len(seq) - context
+        scales = (self.call.k_scale, self.call.v_scale)
+        if new_in_cache > 0:
+            scales = read.scales(self.call, torch.arange(context, self.seq_len(seq)), heads)
+        key, value = (
+            self._through_cache(one, new_in_cache, scale, dtype)
+            for one, scale in zip(new, scales, strict=True)
+        )
+        return torch.cat([cached_key, key]), torch.cat([cached_value, value])
 
     def _through_cache(
-        self, tokens: torch.Tensor, cached: int, scale: float, dtype: torch.dtype
+        self, tokens: torch.Tensor, cached: int, scale: Any, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return tokens in ``dtype``; the first ``cached`` of them lose what the cache's format loses."""
+        """Return tokens in ``dtype``; the first ``cached`` of them lose what the cache's format loses.
+
+        ``scale``: a number, or a tensor of the tokens' scales that broadcasts against them.
+        """
         if not self.written.is_fp8 or cached <= 0:
             return tokens.to(dtype)
         stored = self.written.decode(self.encode(tokens[:cached], scale)).double() * scale
@@ -259,18 +284,12 @@ class Problem:
         return dataclasses.replace(self, rounds_like_kernel=True)
 
 
-def make_problem(case: Case) -> Problem:
-    """Build the batch, the cache and the call of a Case, and return its problem."""
-    batch = make_batch(case)
+def make_problem(case: Case, batch: Batch | None = None) -> Problem:
+    """Build the batch, the cache and the call of a Case, and return its problem.
+
+    ``batch``: the Case's batch if it has been made.
+    """
+    batch = make_batch(case) if batch is None else batch
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)
     return Problem.of_case(case, batch, call, output)
-
-
-def visible(position: torch.Tensor, seq_len: int, sliding_window: int) -> torch.Tensor:
-    """Return which keys each row sees, [rows, seq_len] bool: causal, and within the window if any."""
-    keys = torch.arange(seq_len)
-    is_visible = keys <= position[:, None]
-    if sliding_window:
-        is_visible &= keys > position[:, None] - sliding_window
-    return is_visible

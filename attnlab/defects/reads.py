@@ -1,6 +1,7 @@
-"""Defects in reading the cache: which slots are read, and how their bytes are decoded."""
+"""Defects in reading the cache: which slots are read, and in which order their elements."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.defect import ChangeCacheRead, Defect, changing_cache_read, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
-from attnlab.tensors.formats import FORMATS
+from attnlab.defects.softmax import TILES
 
 
 def _read(
@@ -37,39 +38,6 @@ def _reads_cache(problem: Problem) -> bool:
     return any(problem.cached_len(seq) > 0 for seq in range(problem.num_seqs))
 
 
-# Scales and formats of FP8 bytes.
-
-
-def _scales(
-    name: str,
-    text: str,
-    seen_in: tuple[str, ...],
-    scales: Callable[[float, float], tuple[float, float]],
-) -> Defect:
-    """Return the defect of wrong scales; ``scales`` maps (k_scale, v_scale) to the wrong ones."""
-
-    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
-        k_scale, v_scale = scales(cache_read.k_scale, cache_read.v_scale)
-        return dataclasses.replace(cache_read, k_scale=k_scale, v_scale=v_scale)
-
-    def applies(problem: Problem) -> bool:
-        correct = (problem.call.k_scale, problem.call.v_scale)
-        return problem.written.is_fp8 and scales(*correct) != correct
-
-    return _read(name, text, seen_in, change, applies)
-
-
-def _format(name: str, seen_in: tuple[str, ...]) -> Defect:
-    """Return the defect of bytes decoded as FP8 format ``name``."""
-    return _read(
-        f"read_as_{name}",
-        f"the cache's bytes are decoded as {name}, but were written in another format",
-        seen_in,
-        lambda problem, seq, cache_read: dataclasses.replace(cache_read, format=FORMATS[name]),
-        lambda problem: problem.written.is_fp8 and problem.written.name != name,
-    )
-
-
 # Slots.
 
 
@@ -93,6 +61,19 @@ def _has_several_seqs(problem: Problem) -> bool:
 
 def _block(change: Callable[[torch.Tensor], torch.Tensor]) -> ChangeCacheRead:
     return lambda problem, seq, cache_read: dataclasses.replace(cache_read, block=change)
+
+
+def _column_of_tile(size: int) -> ChangeCacheRead:
+    """Return the change of the block table's columns from blocks to tiles of ``size``; tiles of the size
+    of a block are tiles of twice that size."""
+
+    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
+        block_size = problem.call.block_size
+        return dataclasses.replace(
+            cache_read, column_size=2 * block_size if size == block_size else size
+        )
+
+    return change
 
 
 def _x_of_16_bytes(problem: Problem) -> int:
@@ -129,6 +110,13 @@ def _newest_slot(
             problem.cached_len(seq) == problem.seq_len(seq) for seq in range(problem.num_seqs)
         )
 
+    def is_possible(problem: Problem) -> bool:
+        return fill is None or any(
+            _newest_slot_holds(problem, seq, fill)
+            for seq in problem.computed_seqs()
+            if problem.cached_len(seq) == problem.seq_len(seq)
+        )
+
     return Defect(
         name=name,
         family="reads",
@@ -138,7 +126,18 @@ def _newest_slot(
         compute=changing_inputs(change),
         applies=applies,
         links=links,
+        is_possible=is_possible,
     )
+
+
+def _newest_slot_holds(problem: Problem, seq: int, number: float) -> bool:
+    """Answer whether the slot of a sequence's newest token holds a number in all elements, by the cache."""
+    newest = torch.tensor([problem.seq_len(seq) - 1])
+    cache_read, kv = problem.cache_read(seq), torch.arange(problem.call.key.shape[1])
+    keys = cache_read.keys(problem.call, newest, kv)
+    values = cache_read.values(problem.call, newest, kv)
+    held = torch.cat([keys.flatten(), values.flatten()])
+    return bool(held.isnan().all() if math.isnan(number) else (held == number).all())
 
 
 def _may_be_unwritten(problem: Problem) -> bool:
@@ -166,33 +165,6 @@ READS = (
         None,
         links=("unwritten_slot", "foreign_slot"),
     ),
-    _scales(
-        "k_scale_ignored",
-        "k_scale is not applied",
-        ("flashinfer #1023", "sglang #20705"),
-        lambda k, v: (1.0, v),
-    ),
-    _scales(
-        "v_scale_ignored",
-        "v_scale is not applied",
-        ("flashinfer #1023", "flashinfer #4979"),
-        lambda k, v: (k, 1.0),
-    ),
-    _scales(
-        "scales_swapped",
-        "k_scale and v_scale are exchanged",
-        ("vllm #41343",),
-        lambda k, v: (v, k),
-    ),
-    _scales(
-        "k_scale_squared", "k_scale is applied twice", ("vllm #41343",), lambda k, v: (k * k, v)
-    ),
-    _scales(
-        "v_scale_squared", "v_scale is applied twice", ("vllm #41343",), lambda k, v: (k, v * v)
-    ),
-    _format("fp8_e4m3fn", ("vllm #45562", "vllm #45720")),
-    _format("fp8_e4m3fnuz", ("vllm #45562",)),
-    _format("fp8_e5m2", ("vllm #45720",)),
     _read(
         "table_row_next",
         "each sequence uses the block table row of the next sequence",
@@ -235,6 +207,20 @@ READS = (
         ("aiter #3062", "aiter #3061"),
         _block(lambda blocks: blocks & 0xFFFF),
         lambda problem: bool(problem.call.block_table.max() > 0xFFFF),
+    ),
+    dataclasses.replace(
+        _read(
+            "page_is_tile",
+            "the block table is indexed with the position divided by the tile size instead of the block size",
+            ("tile-ai/TileOPs #1787", "vllm #53906"),
+            _column_of_tile(TILES[0]),
+            lambda problem: any(
+                problem.cached_len(seq) > problem.call.block_size for seq in range(problem.num_seqs)
+            ),
+        ),
+        variants=tuple(
+            (f"with tiles of {size}", changing_cache_read(_column_of_tile(size))) for size in TILES
+        ),
     ),
     _read(
         "next_slot",

@@ -72,6 +72,11 @@ def _slopes_of(heads: Callable[[Problem, torch.Tensor], torch.Tensor]) -> Change
     return change
 
 
+def _negated(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+    slopes = inputs.alibi_slopes
+    return inputs if slopes is None else dataclasses.replace(inputs, alibi_slopes=-slopes)
+
+
 def _no_scores(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(inputs, query=torch.zeros_like(inputs.query), alibi_slopes=None)
 
@@ -98,6 +103,12 @@ SCORES = (
     _scale(
         "scale_missing", "the scores are not scaled", ("flashinfer #4979",), lambda problem: 1.0
     ),
+    _scale(
+        "log2e_in_scale",
+        "the scale includes log2(e), but the softmax uses exp instead of exp2",
+        ("sgl-project/sgl-kernel-xpu #491", "sglang #40903"),
+        lambda problem: problem.sm_scale * math.log2(math.e),
+    ),
     Defect(
         name="scores_ignored",
         family="scores",
@@ -112,6 +123,12 @@ SCORES = (
         "the ALiBi bias is not added",
         ("vllm #57614",),
         lambda problem, row_slice, inputs: dataclasses.replace(inputs, alibi_slopes=None),
+    ),
+    _alibi(
+        "alibi_sign",
+        "the ALiBi bias has the wrong sign and favours distant keys",
+        ("meta-pytorch/attention-gym #29", "meta-pytorch/attention-gym #86"),
+        _negated,
     ),
     _alibi(
         "alibi_shifted",
@@ -133,9 +150,10 @@ SCORES = (
         lambda problem: problem.call.num_queries_per_kv > 1,
     ),
     Defect(
-        name="sink_counted",
+        name="zero_key_counted",
         family="scores",
-        text="softmax includes an attention sink with logit 0 although none was passed",
+        text="the sum of the softmax has one more term exp(0), as a padded key of zeros or an attention sink "
+        "of 0 gives; the call has no sinks",
         seen_in=("rocm-libraries #12229", "sglang #35092"),
         touches="all",
         compute=changing_inputs(_zero_sink),

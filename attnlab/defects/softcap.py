@@ -65,6 +65,8 @@ def _may_overflow(problem: Problem) -> bool:
     """Answer whether a score may be large enough, by the norms of the queries and the known keys: all
     keys of a Case, the new ones of a call."""
     keys = problem.call.key if problem.batch is None else problem.batch.key
+    if problem.batch is None and problem.call.new_tokens == "in the cache":
+        keys = problem.intended_kv(0, slice(None))[0]
     query, key = (float(tensor.float().norm(dim=2).max()) for tensor in (problem.call.query, keys))
     return query * key * problem.sm_scale > -CPU_EXP_LIMIT * (problem.call.softcap or 0.0)
 
@@ -81,6 +83,20 @@ def _after_alibi(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs)
         return softcap * ((scores + bias) / softcap).tanh()
 
     return dataclasses.replace(inputs, apply_softcap=apply_softcap, alibi_slopes=None)
+
+
+def _over_mask(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+    """Cap the scores after the mask: those of hidden keys become -softcap instead of minus infinity."""
+    softcap, hidden = problem.call.softcap, ~inputs.visible
+    if softcap is None:
+        return inputs
+    return dataclasses.replace(
+        inputs,
+        visible=torch.ones_like(inputs.visible),
+        apply_softcap=lambda scores: (softcap * (scores / softcap).tanh()).masked_fill(
+            hidden, -softcap
+        ),
+    )
 
 
 SOFTCAP = (
@@ -127,5 +143,14 @@ SOFTCAP = (
         touches="all",
         compute=changing_inputs(_after_alibi),
         applies=lambda problem: _has_softcap(problem) and problem.call.alibi_slopes is not None,
+    ),
+    Defect(
+        name="softcap_over_mask",
+        family="softcap",
+        text="the soft cap is applied after the mask, so hidden keys of the sequence get the score -softcap",
+        seen_in=("onnx/onnx #7865", "flashinfer #350"),
+        touches="all",
+        compute=changing_inputs(_over_mask),
+        applies=_has_softcap,
     ),
 )

@@ -10,6 +10,7 @@ from attnlab.defects.masks import hide, key_positions
 from attnlab.defects.partitions import has_partial_block
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
+from attnlab.tensors.cache import freed_blocks
 
 
 def _ctx_len(problem: Problem, seq: int) -> int:
@@ -58,6 +59,30 @@ def _tail_leaked(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs)
     )
 
 
+def _freed_leaked(
+    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
+) -> AttentionInputs:
+    """Multiply the values of freed blocks by weights of 0; 0 · NaN is NaN."""
+    count = _freed_keys(problem, row_slice.seq)
+    if not count:
+        return inputs
+    freed, value = torch.arange(count), inputs.value.clone()
+    kv = problem.kv_heads_of(row_slice.heads)
+    value[freed] = problem.cache_read(row_slice.seq).values(problem.call, freed, kv)
+    is_freed = torch.arange(inputs.key.shape[0]) < count
+    return dataclasses.replace(
+        inputs, value=value, leak=(is_freed & ~inputs.visible).expand_as(inputs.visible)
+    )
+
+
+def _freed_keys(problem: Problem, seq: int) -> int:
+    """Return how many keys of a sequence were in blocks that the window has freed and that are empty."""
+    case = problem.case
+    if case is None or case.freed != "empty":
+        return 0
+    return freed_blocks(case)[seq] * case.block_size
+
+
 TOKENS = (
     Defect(
         name="context_only",
@@ -95,5 +120,15 @@ TOKENS = (
         touches="cached",
         compute=changing_inputs(_tail_leaked),
         applies=has_partial_block,
+    ),
+    Defect(
+        name="freed_leaked",
+        family="tokens",
+        text="values in blocks that the window has freed are multiplied by weight 0 instead of being "
+        "skipped, so a NaN there reaches the output",
+        seen_in=("vllm #641", "vllm #53856"),
+        touches="cached",
+        compute=changing_inputs(_freed_leaked),
+        applies=lambda problem: any(_freed_keys(problem, seq) for seq in range(problem.num_seqs)),
     ),
 )

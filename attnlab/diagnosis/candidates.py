@@ -55,9 +55,11 @@ class Scope:
 class Candidate:
     """One defect and how it compares with the output.
 
-    - ``verdict``: "explains"; "excluded by value" (it predicts something else in the worst rows);
-      "excluded by place" (it would change rows that are correct, or does not explain all wrong ones); or
-      "less likely" (another candidate fits better than rounding allows by chance).
+    - ``verdict``: "explains"; "excluded by inputs" (the tensors at hand, or the run, contradict it);
+      "excluded by value" (it predicts something else in the worst rows, or no change beyond rounding);
+      "excluded by place" (it would change rows that are correct, or does not explain all wrong ones);
+      "excluded by rerun" (it does not explain the output of a second case); or "less likely" (another
+      candidate fits better than rounding allows by chance).
     - ``predicted``, ``observed``: largest difference from the correct output in the worst rows, under the
       defect and in the output; ``residual``: the largest difference between the two; ``ratio``: the same
       in units of the rounding bound. NaN or infinite if an element is not finite.
@@ -107,7 +109,8 @@ class Confirmation:
 
 
 def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
-    """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN.
+    """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN, and any row that
+    sees no key.
 
     Rounded weights move a head's output in at most as many directions as there are keys or elements.
     """
@@ -115,6 +118,8 @@ def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
     is_odd, predicts_odd = ~output.isfinite(), ~predicted.output.isfinite()
     residual = residual.masked_fill(is_odd != predicts_odd, torch.inf)
     residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
+    if predicted.sees_nothing is not None:
+        residual = residual.masked_fill(is_odd & predicted.sees_nothing[:, None, None], 0.0)
     ratio = torch.where(residual == 0, 0.0, residual / predicted.bound)
     ratio = ratio.nan_to_num(torch.inf, torch.inf)
     rows, heads, head_size = output.shape
@@ -132,12 +137,14 @@ def screen(
     worst_rows: Sequence[RowSlice],
     defects: Iterable[Defect],
 ) -> list[Candidate]:
-    """Compare every defect that applies with ``worst_rows``, given with the worst ones first."""
+    """Compare every defect that applies, and each of its variants, with ``worst_rows``, given with the worst
+    ones first."""
     correct = [problem.correct(row_slice) for row_slice in worst_rows]
     return [
-        _screened(problem, output, worst_rows, correct, defect)
+        _screened(problem, output, worst_rows, correct, variant)
         for defect in defects
         if not defect.harmless and defect.applies(problem)
+        for variant in defect.expand()
     ]
 
 
@@ -148,7 +155,7 @@ def _screened(
     correct: Sequence[Predicted],
     defect: Defect,
 ) -> Candidate:
-    verdict = "explains"
+    verdict = "explains" if defect.is_possible(problem) else "excluded by inputs"
     predicted = observed = residual = ratio = 0.0
     for i, (row_slice, right) in enumerate(zip(worst_rows, correct, strict=True)):
         rows = at(problem, output, row_slice)
@@ -159,7 +166,10 @@ def _screened(
             observed = _largest(rows.double() - right.output)
             residual, ratio = prediction_fit.residual, float(prediction_fit.ratio.max())
         is_wrong = fit(rows, right, problem.seq_len(row_slice.seq)).ratio > 1
-        if (prediction_fit.ratio[is_wrong] > 1).any():
+        moves = fit(prediction.output, right, problem.seq_len(row_slice.seq)).ratio > 1
+        if verdict == "excluded by inputs":
+            break
+        if (prediction_fit.ratio[is_wrong] > 1).any() or not bool(moves[is_wrong].any()):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return Candidate(

@@ -19,12 +19,22 @@ from attnlab.diagnosis.candidates import (
     is_by_chance,
     screen,
 )
+from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.error_location import ErrorLocations
+from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.row_sample import RowSample, sample_output
 
-_VERDICTS = ("explains", "less likely", "excluded by place", "excluded by value")
+_VERDICTS = (
+    "explains",
+    "less likely",
+    "excluded by run",
+    "excluded by rerun",
+    "excluded by place",
+    "excluded by inputs",
+    "excluded by value",
+)
 _NEVER_WRITTEN = "rows_never_written"
 _MISREAD = "query_start_loc_as_int32"
 
@@ -96,20 +106,24 @@ def _is_recognisable(before: torch.Tensor) -> bool:
     return bool(before.isfinite().all()) and bool(before.count_nonzero() == before.numel())
 
 
-def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
-    """Compare the defects with the output and return the diagnosis."""
+def conclude(
+    evidence: Evidence, defects: Iterable[Defect], pattern: Pattern | None = None
+) -> Diagnosis:
+    """Compare the defects with the output and return the diagnosis; ``pattern`` if it is known already."""
     defects = tuple(defects)
     diagnosis = _without_candidates(evidence)
     if not len(evidence.locations.wrong_rows):
         return diagnosis
+    if pattern is None:
+        pattern = describe(evidence.problem, evidence.output, evidence.locations, evidence.heads)
+    diagnosis = dataclasses.replace(diagnosis, pattern=pattern)
     problem, wrong_rows = evidence.problem, evidence.locations.wrong_rows
     ignored = torch.arange(0)
     if problem.before is None:  # the buffer is unknown, so no candidate can predict unwritten rows
-        only_unwritten = bool(torch.isin(wrong_rows, evidence.unwritten).all())
-        never_written = _cause_of_unwritten_rows(evidence, defects)
-        if only_unwritten and never_written is not None:
-            return _never_written(evidence, diagnosis, never_written, defects)
-        if not only_unwritten:
+        never_written = if_all_unwritten(evidence, diagnosis, defects)
+        if never_written is not None:
+            return never_written
+        if not bool(torch.isin(wrong_rows, evidence.unwritten).all()):
             ignored = evidence.unwritten
     sample = sample_output(problem, evidence.locations, ignored, evidence.heads)
     candidates = screen(problem, evidence.output, sample.worst, defects)
@@ -117,9 +131,11 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
     cause = select_cause(explanations)
     if len(ignored) and cause is not None:
         cause, explanations = None, []  # one defect does not explain the unwritten rows as well
+    if cause is not None and not cause.linked and _is_degenerate(cause, pattern):
+        cause, explanations = None, []
     return dataclasses.replace(
         diagnosis,
-        status=status_of(cause, explanations),
+        status=status_of(cause, explanations, pattern),
         cause=cause,
         explanations=explanations,
         candidates=candidates,
@@ -127,10 +143,29 @@ def conclude(evidence: Evidence, defects: Iterable[Defect]) -> Diagnosis:
     )
 
 
-def status_of(cause: Candidate | None, explanations: Sequence[Candidate]) -> str:
-    """Return the status of a wrong output with this cause and these explanations."""
+def _is_degenerate(cause: Candidate, pattern: Pattern) -> bool:
+    """Answer whether the cause is a wrong scale that the numbers of the call give several readings, such as
+    half of 1, which is also 1 / sqrt(4 heads)."""
+    readings = [fact.values["names"] for fact in pattern.of("softmax_scale")]
+    return cause.defect.family in ("scores", "decoding") and any(len(n) > 1 for n in readings)
+
+
+def if_all_unwritten(
+    evidence: Evidence, diagnosis: Diagnosis, defects: Sequence[Defect]
+) -> Diagnosis | None:
+    """Return the diagnosis of unwritten rows, or None if some wrong rows are written or the defects lack
+    the cause."""
+    only_unwritten = bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
+    never_written = _cause_of_unwritten_rows(evidence, defects)
+    if not only_unwritten or never_written is None:
+        return None
+    return _never_written(evidence, diagnosis, never_written, defects)
+
+
+def status_of(cause: Candidate | None, explanations: Sequence[Candidate], pattern: Pattern) -> str:
+    """Return the status of a wrong output with this cause, these explanations and this pattern."""
     if not explanations:
-        return "unexplained"
+        return "described" if pattern.is_complete else "unexplained"
     return "ambiguous" if cause is None else "explained"
 
 
@@ -233,15 +268,15 @@ def _weigh(
     )
     confirmed = [one for one in confirmations if one.candidate.verdict == "explains"]
     confirmed.sort(key=lambda one: one.squares / max(1, one.freedom))
-    final = {one.candidate.name: one.candidate for one in confirmations}
-    explanations = []
+    final = {one.candidate.text: one.candidate for one in confirmations}
+    explanations: list[Candidate] = []
     for one in confirmed:
         explains = one is confirmed[0] or is_by_chance(confirmed[0], one)
         candidate = _with_verdict(one, explains, evidence.silent_kinds)
-        final[candidate.name] = candidate
-        if explains:
+        final[candidate.text] = candidate
+        if explains and candidate.name not in [other.name for other in explanations]:
             explanations.append(candidate)
-    return _sorted([final.get(candidate.name, candidate) for candidate in candidates]), explanations
+    return _sorted([final.get(candidate.text, candidate) for candidate in candidates]), explanations
 
 
 def _with_verdict(one: Confirmation, explains: bool, silent_kinds: set[str]) -> Candidate:
@@ -257,5 +292,9 @@ def _linked(defect: Defect, kinds: set[str]) -> tuple[str, ...]:
 
 
 def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates by verdict, then by ratio; the best come first."""
-    return sorted(candidates, key=lambda one: (_VERDICTS.index(one.verdict), one.ratio))
+    """Return the candidates by verdict, then by ratio; the best come first, of variants only the best."""
+    ordered = sorted(candidates, key=lambda one: (_VERDICTS.index(one.verdict), one.ratio))
+    best: dict[str, Candidate] = {}
+    for candidate in ordered:
+        best.setdefault(candidate.name, candidate)
+    return list(best.values())

@@ -1,6 +1,7 @@
 """Diagnosis: what explains an output, and the evidence for it."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +10,21 @@ from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.weights.xray import XRay
 
-STATUSES = ("nothing wrong", "explained", "ambiguous", "unexplained", "rejected")
+STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
 _UNWRITTEN_BY = {
     "reruns": "shown by reruns with other contents of the output buffer",
     "buffer": "they keep the previous contents of the output buffer",
     "contracts": "by the contracts of the kernels",
 }
+_SLOTS = {
+    "tail": "the slots after a sequence's last token",
+    "freed": "the blocks that the window has freed",
+    "unmapped": "slots of no sequence",
+}
+_XRAY_SENTENCES = 2  # its conclusion, and the pattern or the limits
 CANDIDATE_COLUMNS = (
     "candidate",
     "predicted",
@@ -42,8 +51,10 @@ class Diagnosis(Shown):
     """What explains an output.
 
     - ``status``: "nothing wrong" (rounding explains every element); "explained" (one defect does);
-      "ambiguous" (several defects do, and the output does not decide between them); "unexplained"; or
-      "rejected" (the kernel raised ``rejection``).
+      "ambiguous" (several defects do, and the output does not decide between them); "described" (no
+      defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; or "rejected" (the
+      kernel raised ``rejection``).
+    - ``pattern``: what the error looks like, before any defect is considered.
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many rows and heads have an error above the rounding bound;
@@ -52,12 +63,19 @@ class Diagnosis(Shown):
       "contracts" or "".
     - ``slot_dependent``: rows that depend on the contents of unwritten cache slots, or None without
       reruns.
+    - ``slot_kinds``: of the slot-dependent rows, those that change when slots of one kind hold NaN: "tail"
+      (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
+    - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
+    - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
+    - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
+    - ``unknown``: what could not be concluded, because the call does not hold it.
     - ``looked_at``: (rows on which candidates were confirmed, all rows).
     """
 
     status: str
+    pattern: Pattern = field(default_factory=Pattern)
     cause: Candidate | None = None
     explanations: list[Candidate] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
@@ -69,10 +87,16 @@ class Diagnosis(Shown):
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
     slot_dependent: list[int] | None = None
+    slot_kinds: dict[str, list[int]] = field(default_factory=dict)
+    wraps: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    xray: XRay | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
+    unknown: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -80,13 +104,20 @@ class Diagnosis(Shown):
         """Answer whether there is anything to explain."""
         return self.status != "nothing wrong"
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of candidates by verdict."""
+        return dict(Counter(candidate.verdict for candidate in self.candidates))
+
     @property
     def is_within_tolerance(self) -> bool:
         """Answer whether the test's tolerance accepts the largest error."""
         return self.tolerance is not None and self.largest <= self.tolerance
 
     def sentences(self) -> list[str]:
-        """Return the diagnosis in words, one fact per sentence."""
+        """Return the diagnosis in words, one fact per sentence; what is unknown comes last."""
+        return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
+
+    def _known_sentences(self) -> list[str]:
         if not self.is_wrong:
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
@@ -94,8 +125,12 @@ class Diagnosis(Shown):
         distinction = [] if self.distinction is None else [self.distinction.sentence()]
         return [
             *self._place_sentences(),
+            *self.pattern.sentences(),
+            *self._run_sentences(),
+            *self._xray_sentences(),
             self._cause_sentence(),
             *self._violation_sentences(),
+            *self.withdrawn,
             *distinction,
         ]
 
@@ -115,12 +150,37 @@ class Diagnosis(Shown):
         if self.slot_dependent:
             rows = rows_text(self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
+        for kind, kind_rows in self.slot_kinds.items():
+            sentences.append(f"NaN in {_SLOTS[kind]} changes {rows_text(kind_rows)}")
         return sentences
+
+    def _run_sentences(self) -> list[str]:
+        """Return what the run itself reported."""
+        wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
+        return [*wraps, *(f"out-of-bounds access: {text}" for text in self.outside)]
+
+    def _xray_sentences(self) -> list[str]:
+        """Return the conclusion of the X-ray, if it has one about the weights."""
+        if self.xray is None or self.xray.status not in ("right", "precision", "described"):
+            return []
+        count = _XRAY_SENTENCES if self.cause is None else 1
+        return [f"X-ray of the kernel: {sentence}" for sentence in self.xray.sentences[:count]]
 
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.status == "described" and self.xray is not None and self.xray.status == "described":
+            return "described: no candidate explains the output; the X-ray of the kernel states the rule"
+        if self.status == "described" and (self.wraps or self.outside):
+            return (
+                "described: the source lines above compute a wrong address; no other cause is named"
+            )
+        if self.status == "described":
+            return (
+                f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
+                "above reproduce it"
+            )
         if self.cause is None or self.cause.scope is None:
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
@@ -143,11 +203,18 @@ class Diagnosis(Shown):
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),
             "largest": json_number(self.largest),
+            "pattern": self.pattern.to_dict(),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,
+            "slot_kinds": self.slot_kinds,
+            "wraps": list(self.wraps),
+            "outside": list(self.outside),
+            "withdrawn": list(self.withdrawn),
+            "xray": None if self.xray is None else _xray_dict(self.xray),
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
+            "unknown": self.unknown,
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),
             "seconds": self.seconds,
@@ -164,7 +231,18 @@ class Diagnosis(Shown):
             "gap": json_number(self.distinction.gap),
             "tried": self.distinction.tried,
             "sentence": self.distinction.sentence(),
+            "run": self.distinction.command,
         }
+
+
+def _xray_dict(found: XRay) -> dict[str, Any]:
+    """Return the conclusion of an X-ray; ``attnlab xray --json`` has the weights."""
+    return {
+        "status": found.status,
+        "descriptions": [one.to_dict() for one in found.descriptions],
+        "confirmed": found.confirmed,
+        "sentences": list(found.sentences),
+    }
 
 
 def candidate_cells(candidate: Candidate) -> list[str]:

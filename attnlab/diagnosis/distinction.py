@@ -1,5 +1,6 @@
 """Distinction: a Case in which two defects give different outputs although they agree in another Case."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects.defect import Defect
 from attnlab.defects.problem import Problem, make_problem
 from attnlab.defects.row_slices import sample_rows
+from attnlab.diagnosis.second_case import SECOND_SCALES
 
 _LARGE_QUERY = 1 << 20  # elements; a Case with a larger query is shortened first
 _SHORT: dict[str, Any] = {"query_lens": (1, 17, 40), "ctx_lens": (300, 260, 33)}
@@ -20,8 +22,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"distribution": "normal", "empty_slots": "garbage"},
     {"distribution": "normal", "empty_slots": "nan"},
     {"distribution": "normal", "sm_scale": 0.3},
-    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25},
-    {"distribution": "normal", "k_scale": 0.5, "v_scale": 0.25, "empty_slots": "garbage"},
+    {"distribution": "normal", **SECOND_SCALES},
+    {"distribution": "normal", **SECOND_SCALES, "empty_slots": "garbage"},
     {"distribution": "normal", **_SHORT},
     {"distribution": "normal", "empty_slots": "garbage", **_SHORT},
     {"distribution": "normal", "num_queries_per_kv": 2},
@@ -43,6 +45,7 @@ class Distinction:
     - ``changes``: its fields that differ from the Case that was diagnosed.
     - ``gap``: the largest difference of the two outputs, in units of the rounding bounds.
     - ``tried``: how many Cases were tried.
+    - ``flags``: the flags of a command that choose the kernels, such as --source.
     """
 
     pair: tuple[str, str]
@@ -50,6 +53,15 @@ class Distinction:
     changes: dict[str, Any]
     gap: float
     tried: int
+    flags: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str | None:
+        """Return the command line that diagnoses the Case with the same kernels, or None without a Case."""
+        if self.case is None:
+            return None
+        words = shlex.split(self.case.to_cli())
+        return shlex.join(["attnlab", "diagnose", *words[2:], *self.flags])
 
     def sentence(self) -> str:
         """Return the result in words."""

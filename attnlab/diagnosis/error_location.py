@@ -13,6 +13,7 @@ from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.reference import attend
 
 _SHARP_ROWS, _SHARP_HEADS = 4, 16  # per sequence and at a time, for the sharper bound
+_ROWS_AT_ONCE = 64  # of attention without a mask
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the correct one is computed in float64
 
 
@@ -106,8 +107,11 @@ def _correct_and_bound(
     key, value = problem.intended_kv(seq, kv, dtype)
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[heads]
     sinks = None if call.sinks is None else call.sinks[heads]
-    magnitude = torch.empty(query.shape, dtype=dtype)
-    correct = torch.empty(query.shape, dtype=dtype) if known is None else known
+    if not call.causal:
+        return _without_mask(problem, seq, heads, dtype)
+    shape = (*query.shape[:2], value.shape[2])
+    magnitude = torch.empty(shape, dtype=dtype)
+    correct = torch.empty(shape, dtype=dtype) if known is None else known
     outputs = [(value.abs(), magnitude), *([(value, correct)] if known is None else [])]
     for values, output in outputs:
         attend(
@@ -131,3 +135,20 @@ def _correct_and_bound(
     relative += length * 2.0**-23 * (correct.dtype == torch.float32)  # sums of the reference itself
     fixed = rounding.fixed(length, float(value.abs().max()))
     return correct, magnitude.mul_(relative).add_(fixed)
+
+
+def _without_mask(
+    problem: Problem, seq: int, heads: slice, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the correct output and the bound of a sequence whose rows see every key, some rows at a
+    time."""
+    tokens = torch.arange(problem.query_len(seq))
+    every = torch.arange(problem.num_heads)[heads]
+    parts = [
+        problem.correct(RowSlice(seq=seq, tokens=some, heads=every))
+        for some in tokens.split(_ROWS_AT_ONCE)
+    ]
+    correct, bound = (
+        torch.cat([getattr(one, name) for one in parts]) for name in ("output", "bound")
+    )
+    return correct.to(dtype), bound.to(dtype)

@@ -1,4 +1,4 @@
-"""Diagnose what files hold: an output of a Case, or a saved call."""
+"""Diagnose an output of a Case that a file holds."""
 
 from pathlib import Path
 
@@ -7,29 +7,27 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.diagnosis.diagnose import diagnose, diagnose_call
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call_file import is_call_file
 
 
-def diagnose_files(case: Case, lab: Lab, output: Path | None, call: Path | None) -> Diagnosis:
-    """Diagnose the saved call, or else the output in a file, or else the Case's own run.
+def diagnose_file(case: Case, lab: Lab, output: Path | None) -> Diagnosis:
+    """Diagnose the output in a file, or else the Case's own run.
 
-    Raises InvalidCall if a file does not hold what it should.
+    Raises InvalidCall if the file does not hold what it should.
     """
-    if call is not None:
-        saved_call = KernelCall.load(call)
-        return diagnose_call(saved_call, Target.of(case), kernels_of(case, saved_call))
     if output is not None:
         return diagnose(case, load_output(output), lab=lab)
     return diagnose(case, lab=lab)
 
 
 def load_output(path: Path) -> torch.Tensor:
-    """Load the tensor "output" from a safetensors file; a saved call has one, too."""
+    """Load the tensor "output" from a safetensors file, or the output of a saved call."""
+    if is_call_file(path):
+        return KernelCall.load(path).output
     try:
         with safe_open(path, framework="pt") as file:
             output: torch.Tensor = file.get_tensor("output")
@@ -38,35 +36,3 @@ def load_output(path: Path) -> torch.Tensor:
             f"{path} must be a safetensors file with a tensor output: {error}"
         ) from error
     return output
-
-
-def kernels_of(case: Case, call: KernelCall) -> tuple[str, ...]:
-    """Return the kernels that would serve a call on the Case's platform and release.
-
-    Everything else that dispatch depends on comes from the call.
-    """
-    _, num_heads, head_size = call.query.shape
-    call_case = case.replace(
-        op=call.op,
-        num_heads=num_heads,
-        num_queries_per_kv=call.num_queries_per_kv,
-        head_size=head_size,
-        block_size=call.block_size,
-        dtype=str(call.query.dtype).removeprefix("torch."),
-        kv_cache_dtype=call.kv_cache_dtype,
-        sliding_window=call.sliding_window,
-        alibi=call.alibi_slopes is not None,
-        sinks=call.sinks is not None,
-        softcap=call.softcap,
-        x=call.key_cache.shape[4],
-        query_lens=(1,),
-        ctx_lens=(0,),
-        kv_head_range=None,
-        seq_range=None,
-        max_seq_len=call.max_seq_len,
-        max_query_len=call.max_query_len,
-        block_table=None,
-        num_blocks=None,
-        max_blocks_per_seq=None,
-    )
-    return decide(call_case).kernels

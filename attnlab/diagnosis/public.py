@@ -11,8 +11,8 @@ from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis import diagnose as diagnosing
+from attnlab.diagnosis.captured import diagnose_captured, violations_of_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.files import kernels_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.public import default_lab
 from attnlab.tensors.call import KernelCall
@@ -30,13 +30,12 @@ def diagnose(
     - ``output``: [num_tokens, num_heads, head_size]. Default: a Case is run; of a KernelCall it is the
       content of its output buffer.
     - ``changes``: fields of the Case. For a KernelCall they name where it ran, for example
-      ``platform="sm_90"`` or ``release="0.11.2"``.
+      ``platform="sm_90"`` or ``release="0.11.2"``. Default: the call's origin.
 
     Raises InvalidCall for an output of another shape or dtype.
     """
     if isinstance(case, KernelCall):
-        ran = Case(**changes)
-        return diagnosing.diagnose_call(case, Target.of(ran), kernels_of(ran, case), output=output)
+        return diagnose_captured(case, Case(**changes), given=changes, output=output)
     return diagnosing.diagnose(as_case(case, **changes), output, lab=lab or default_lab())
 
 
@@ -49,8 +48,7 @@ def violations(
     violations that concern them are not found.
     """
     if isinstance(case, KernelCall):
-        ran = Case(**changes)
-        return find_violations(case, Target.of(ran), kernels_of(ran, case))
+        return violations_of_captured(case, Case(**changes), given=changes)
     case, lab = as_case(case, **changes), lab or default_lab()
     provenance = lab.cache(case).provenance
     return find_violations(lab.call(case), Target.of(case), decide(case).kernels, provenance)

@@ -4,15 +4,18 @@ This needs no candidate: a row that changes with the output buffer was not writt
 with unwritten cache slots reads them.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.tensors.call import make_output
+from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
+from attnlab.tensors.case_call import make_output
 
 Rerun = Callable[[Case], torch.Tensor]
+CacheRun = Callable[[Case, PagedCache], torch.Tensor]  # runs a Case with another cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,6 +55,50 @@ def find_dependence(rerun: Rerun, case: Case, output: torch.Tensor) -> Dependenc
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
+
+
+def find_slot_kinds(run: CacheRun, case: Case, cache: PagedCache) -> dict[str, list[int]]:
+    """Return, by kind of empty slots, the rows that change if slots of that kind alone hold NaN.
+
+    ``case`` has zeros in its empty slots, and ``cache`` is its cache. Kinds without a dependent row are
+    left out.
+    """
+    correct = run(case, cache)
+    found: dict[str, list[int]] = {}
+    for kind, slots in empty_slots_by_kind(case, cache).items():
+        if bool(slots.any()):
+            output = run(case, _poisoned(case, cache, slots))
+            rows = _rows_that_ran(~rows_equal(output, correct), case).tolist()
+            found |= {kind: rows} if rows else {}
+    return found
+
+
+def empty_slots_by_kind(case: Case, cache: PagedCache) -> dict[str, torch.Tensor]:
+    """Return the slots without a token as masks [num_blocks, block_size] bool: "tail", after the last token
+    of a sequence in its last block; "freed", in blocks before the window; "unmapped", all others but those
+    of tokens that were not written."""
+    is_empty, size = cache.provenance.seq == NOBODY, case.block_size
+    kinds = {kind: torch.zeros_like(is_empty) for kind in ("tail", "freed", "own")}
+    freed = freed_blocks(case) if case.freed == "empty" else [0] * len(case.lengths.seq_lens)
+    for seq, seq_len in enumerate(case.lengths.seq_lens):
+        blocks = cache.provenance.block_table[seq, : -(-seq_len // size)].long()
+        kinds["freed"][blocks[: freed[seq]]] = True
+        kinds["own"][blocks[freed[seq] :]] = True
+        if seq_len % size:
+            kinds["tail"][blocks[-1], seq_len % size :] = True
+    kinds["unmapped"] = ~(kinds["own"] | kinds["freed"] | kinds["tail"])
+    return {kind: kinds[kind] & is_empty for kind in ("tail", "freed", "unmapped")}
+
+
+def _poisoned(case: Case, cache: PagedCache, slots: torch.Tensor) -> PagedCache:
+    """Return a copy of a cache with NaN in the slots of a mask."""
+    nan = cache.format.nan if cache.format.is_fp8 else torch.nan
+    mask = slots.to(cache.key.device)
+    key = cache.key.masked_fill(mask[:, None, None, :, None], nan)
+    plain = interleaved(cache.value, back=True) if case.interleave_v else cache.value
+    value = plain.masked_fill(mask[:, None, None, :], nan)
+    value = interleaved(value) if case.interleave_v else value
+    return dataclasses.replace(cache, key=key, value=value)
 
 
 def rows_equal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

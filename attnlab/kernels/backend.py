@@ -90,6 +90,11 @@ class Backend(ABC):
         return self.name
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """Return the flags of a command that choose these kernels, besides --backend."""
+        return ()
+
+    @property
     def release(self) -> str:
         """Return the vLLM release whose rules the kernels follow."""
         return RELEASES[-1]

@@ -34,7 +34,7 @@ from attnlab.case.errors import (
     DeviceLost,
     InvalidCase,
     KernelFailed,
-    Unavailable,
+    Unsupported,
 )
 from attnlab.case.fields import ENTRY_POINT
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
@@ -123,7 +123,7 @@ class PluginBackend(Backend):
         """Run the function; its Triton kernels, on a CPU, under the lab's interpreter.
 
         Raises KernelFailed with what the function raises and its line, or if it returns its result instead
-        of writing it; Unavailable for its NotImplementedError; DeviceLost if it broke the GPU's context.
+        of writing it; Unsupported for its NotImplementedError; DeviceLost if it broke the GPU's context.
         """
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
@@ -136,7 +136,7 @@ class PluginBackend(Backend):
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error).splitlines()[0]) from error
         except NotImplementedError as error:
-            raise Unavailable(f"{self.name} does not support this call: {error}") from error
+            raise Unsupported(f"{self.name} does not support this call: {error}") from error
         except Exception as error:
             raise KernelFailed(text_of(error, self.file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.output):

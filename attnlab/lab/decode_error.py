@@ -1,7 +1,6 @@
 """Decode the message of a failed assertion: the sequence, token and kernel of a mismatch."""
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,15 @@ from attnlab.case.json import json_value
 from attnlab.case.ops import PREFILL
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import decide
-
-_COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
-_GREATEST = re.compile(
-    r"Greatest absolute difference:\s*(\S+)\s+at index\s*\((\d+),\s*(\d+),\s*(\d+)\)"
+from attnlab.lab.error_answer import (
+    ErrorAnswer,
+    of_allclose,
+    of_cache,
+    of_dtypes,
+    refusal_sentences,
 )
-_TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
+from attnlab.lab.error_text import ErrorText
+
 _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 
 
@@ -24,7 +26,8 @@ _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 class DecodedError(Shown):
     """The message of a failed assertion, in terms of a Case.
 
-    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message.
+    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message; with ``rows_worth`` None if
+      the text is only an index.
     - ``row``, ``head``, ``element``: the index of the greatest difference.
     - ``rows_worth``: mismatches divided by the elements of a row; 1.0 is exactly one token.
     - ``seq``, ``token``, ``query_len``, ``ctx_len``: the sequence of that row, and the row's token in it.
@@ -33,15 +36,16 @@ class DecodedError(Shown):
       the row attends to; None if its kernel does not read it from the cache.
     - ``largest_possible``: the largest difference that wrong weights of the values could cause; None if
       the values have no bound.
+    - ``refusal``: why a pytest id in the text did not become the Case, or "".
     """
 
-    mismatched: int
-    total: int
-    max_abs_error: float
+    mismatched: int | None
+    total: int | None
+    max_abs_error: float | None
     row: int
     head: int
     element: int
-    rows_worth: float
+    rows_worth: float | None
     seq: int
     token: int
     query_len: int
@@ -49,6 +53,7 @@ class DecodedError(Shown):
     kernel: str
     newest: tuple[int, int, int] | None
     largest_possible: float | None
+    refusal: str = ""
 
     def sentences(self) -> list[str]:
         """Return the facts as sentences."""
@@ -57,42 +62,36 @@ class DecodedError(Shown):
             f"row {self.row} is sequence {self.seq}, {which} "
             f"(query_len {self.query_len}, ctx_len {self.ctx_len}); head {self.head}, "
             f"element {self.element}",
-            f"{self.mismatched} of {self.total} elements are "
-            f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'} of all heads",
-            f"{self.kernel} should have written that row",
         ]
+        if self.rows_worth is not None:
+            sentences.append(
+                f"{self.mismatched} of {self.total} elements are "
+                f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'} of all heads"
+            )
+        sentences.append(f"{self.kernel} should have written that row")
         if self.newest is not None:
             position, column, offset = self.newest
             sentences.append(
                 f"it reads every key from the cache, the newest at position {position}: "
                 f"block_table[{self.seq}][{column}], offset {offset}"
             )
-        if self.largest_possible is not None and self.max_abs_error > self.largest_possible:
+        error = self.max_abs_error
+        if (
+            error is not None
+            and self.largest_possible is not None
+            and error > self.largest_possible
+        ):
             sentences.append(
                 f"if the values are within ±{self.largest_possible / 2:g}, as the case's distribution "
                 f"has them, wrong weights cause at most {self.largest_possible:g}: {self.max_abs_error:g} "
                 "was not computed from them"
             )
-        return sentences
+        return sentences + refusal_sentences(self.refusal)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the sentences as values of strict JSON."""
         fields: dict[str, Any] = json_value(dataclasses.asdict(self))
         return {**fields, "sentences": self.sentences()}
-
-
-def test_id_in(text: str) -> str | None:
-    """Return the pytest id that a text names, such as a FAILED line of pytest, or None.
-
-    Only ids that a Case can be made from count; the last one is used.
-    """
-    for test_id in reversed(_TEST_ID.findall(text)):
-        try:
-            Case.from_test_id(test_id)
-        except InvalidCase:
-            continue
-        return str(test_id)
-    return None
 
 
 def _kernel(case: Case, query_len: int) -> str:
@@ -103,29 +102,67 @@ def _kernel(case: Case, query_len: int) -> str:
     return next(name for name in reversed(kernels) if name != PREFILL)
 
 
-def decode_error(text: str, case: Case) -> DecodedError:
-    """Return the message of a failed ``torch.testing.assert_close`` in terms of the Case.
+_NO_INDEX = (
+    "text must hold an index like (5336, 0, 0), or the lines 'Mismatched elements: … / …' and "
+    "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
+)
 
-    Raises InvalidCase if the text has no counts or no index, or if they are of tensors of another size
-    than the Case's output.
+
+def _other_size(total: int, shape: tuple[int, int, int]) -> str:
+    """Return that a text is about an output of another size, and which flags to add."""
+    tokens, heads, size = shape
+    rows, rest = divmod(total, heads * size)
+    fits = (
+        "" if rest else f"; --query-lens with {rows} tokens in all and as many --ctx-lens would fit"
+    )
+    return (
+        f"text must be about an output of {tokens} × {heads} × {size} = {tokens * heads * size} elements, "
+        f"as in the case, got {total}{fits}; give the test's own case with --test-id, or --num-heads, "
+        "--head-size, --query-lens and --ctx-lens"
+    )
+
+
+def decode_error(text: str, case: Case) -> DecodedError | ErrorAnswer:
+    """Return what the text of a failed test means for the Case.
+
+    Raises InvalidCase as :func:`decode`.
     """
-    count, greatest = _COUNT.search(text), _GREATEST.search(text)
-    if count is None or greatest is None:
-        raise InvalidCase(
-            "text must hold the lines 'Mismatched elements: … / …' and "
-            "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
-        )
-    mismatched, total = int(count[1]), int(count[2])
-    row, head, element = (int(greatest[i]) for i in (2, 3, 4))
+    return decode(ErrorText.read(text), case)
+
+
+def decode(found: ErrorText, case: Case) -> DecodedError | ErrorAnswer:
+    """Return the place of an index in the Case's output; without an index, what follows from the text.
+
+    Raises InvalidCase if the text has nothing to decode, or if its counts or its index are of tensors of
+    another size than the Case's.
+    """
+    if found.index is None or (found.greatest is not None and found.total is None):
+        if found.dtypes is not None:
+            return of_dtypes(found, case)
+        if found.has_allclose:
+            return of_allclose(found, case)
+        raise InvalidCase(_with_refusal(_NO_INDEX, found))
+    if case.spec.writes_cache:
+        return of_cache(found, case)
+    return _place(found, case)
+
+
+def _with_refusal(text: str, found: ErrorText) -> str:
+    """Return the text of an error, with the reason why an id did not become the Case."""
+    return "; ".join([text, *refusal_sentences(found.refusal)])
+
+
+def _place(found: ErrorText, case: Case) -> DecodedError:
+    """Return the place of an index in the Case's output."""
     shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
-    if total != shape[0] * shape[1] * shape[2]:
+    mismatched, total, index = found.mismatched, found.total, found.index
+    if total is not None and total != shape[0] * shape[1] * shape[2]:
+        raise InvalidCase(_with_refusal(_other_size(total, shape), found))
+    if index is None or len(index) != 3 or any(n >= m for n, m in zip(index, shape, strict=True)):
         raise InvalidCase(
-            f"text must be about an output of {shape[0]} × {shape[1]} × {shape[2]} = "
-            f"{shape[0] * shape[1] * shape[2]} elements, as in the case, got {total}; give the test's "
-            "own case with --test-id, or --num-heads, --head-size, --query-lens and --ctx-lens"
+            _with_refusal(f"text must give an index inside {shape}, got {index}", found)
         )
-    if row >= shape[0] or head >= shape[1] or element >= shape[2]:
-        raise InvalidCase(f"text must give an index inside {shape}, got {(row, head, element)}")
+    row, head, element = index
     seq, token = case.lengths.locate(row)
     query_len, ctx_len = case.lengths.query_lens[seq], case.lengths.ctx_lens[seq]
     decode = decide(case).decode
@@ -137,11 +174,11 @@ def decode_error(text: str, case: Case) -> DecodedError:
     return DecodedError(
         mismatched=mismatched,
         total=total,
-        max_abs_error=float(greatest[1]),
+        max_abs_error=found.greatest,
         row=row,
         head=head,
         element=element,
-        rows_worth=mismatched / (case.num_heads * case.head_size),
+        rows_worth=None if mismatched is None else mismatched / (case.num_heads * case.head_size),
         seq=seq,
         token=token,
         query_len=query_len,
@@ -149,4 +186,5 @@ def decode_error(text: str, case: Case) -> DecodedError:
         kernel=_kernel(case, query_len),
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
+        refusal=found.refusal,
     )

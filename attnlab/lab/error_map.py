@@ -48,6 +48,7 @@ class ErrorMap(Shown):
       elements; NaN if one is NaN, -inf if the row or head did not run.
     - ``mismatches``: [num_tokens, num_heads] int32, elements outside atol + rtol × |expected|; NaN is
       outside.
+    - ``is_derived``: each element had its own atol, its rounding bound; ``atol`` is then the largest.
     - ``greatest_abs``, ``greatest_rel``: over the elements that mismatch, or over all if none does; NaN is
       greater than any number.
     - ``first_index``: (row, head, element) of the first mismatch, or None.
@@ -66,6 +67,7 @@ class ErrorMap(Shown):
     greatest_rel: Greatest
     first_index: tuple[int, int, int] | None
     nan_elements: int
+    is_derived: bool = False
 
     @property
     def mismatched(self) -> int:
@@ -125,7 +127,10 @@ class ErrorMap(Shown):
         return found
 
     def message(self) -> str:
-        """Return the message of ``torch.testing.assert_close`` for these tensors; "" if they match."""
+        """Return the message of ``torch.testing.assert_close`` for these tensors; "" if they match.
+
+        Rounding bounds take the place of one allowed difference.
+        """
         if not self.mismatched:
             return ""
         exact = self.atol == self.rtol == 0
@@ -140,7 +145,8 @@ class ErrorMap(Shown):
             ("relative", self.greatest_rel, self.rtol),
         ):
             line = f"Greatest {name} difference: {greatest.value} at index {greatest.index}"
-            lines.append(line if exact else f"{line} (up to {allowed} allowed)")
+            limit = "its rounding bound" if self.is_derived and name == "absolute" else allowed
+            lines.append(line if exact else f"{line} (up to {limit} allowed)")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +160,8 @@ class ErrorMap(Shown):
             "nan_elements": self.nan_elements,
             "heads_run": None if self.heads is None else list(self.heads),
             "rows_run": None if self.rows is None else [self.rows.start, self.rows.stop],
-            "atol": self.atol,
+            "atol": json_number(self.atol),
+            "atol_is_derived": self.is_derived,
             "rtol": self.rtol,
         }
 
@@ -163,19 +170,21 @@ def compare(
     output: torch.Tensor,
     expected: torch.Tensor,
     lengths: Lengths,
-    atol: float,
+    atol: float | torch.Tensor,
     rtol: float,
     heads: range | None = None,
     rows: range | None = None,
 ) -> ErrorMap:
     """Return the ErrorMap of ``output`` against ``expected``, both [num_tokens, num_heads, head_size].
 
-    The comparison uses ``expected``'s dtype and works on some rows at a time. ``heads`` and ``rows`` limit
-    it to these query heads and rows.
+    The comparison uses ``expected``'s dtype and works on some rows at a time. ``atol`` is a number, or the
+    rounding bound of each element in the shape of ``output``. ``heads`` and ``rows`` limit the comparison
+    to these query heads and rows.
     """
     if heads is not None or rows is not None:
         part_of = (_slice(rows), _slice(heads))
-        part = compare(output[part_of], expected[part_of], lengths, atol, rtol)
+        part_atol = atol[part_of] if isinstance(atol, torch.Tensor) else atol
+        part = compare(output[part_of], expected[part_of], lengths, part_atol, rtol)
         return _embedded(part, heads, rows, output.shape[:2])
     tokens, num_heads, head_size = output.shape
     error = torch.empty(tokens, num_heads)
@@ -189,10 +198,11 @@ def compare(
         right = expected[here]
         size = right.abs()
         wrong = (output[here].to(right.dtype) - right).abs_()
-        close = wrong <= atol + rtol * size if rtol else wrong <= atol
+        allowed = atol[here] if isinstance(atol, torch.Tensor) else atol
+        close = wrong <= (allowed + rtol * size if rtol else allowed)
         error[here] = wrong.amax(2).float()
         if not error[here].isfinite().all():  # infinities may be equal, but are never close
-            close = torch.isclose(output[here].to(right.dtype), right, rtol=rtol, atol=atol)
+            close = (output[here].to(right.dtype) == right) | (wrong.isfinite() & close)
             error[here] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
         mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
         relative = wrong / size
@@ -206,7 +216,7 @@ def compare(
     return ErrorMap(
         lengths=lengths,
         head_size=head_size,
-        atol=atol,
+        atol=float(atol.max()) if isinstance(atol, torch.Tensor) else atol,
         rtol=rtol,
         error=error,
         mismatches=mismatches,
@@ -214,6 +224,7 @@ def compare(
         greatest_rel=greatest_rel,
         first_index=first,
         nan_elements=nans,
+        is_derived=isinstance(atol, torch.Tensor),
     )
 
 

@@ -66,9 +66,18 @@ def cache_key(case: Case) -> Key:
 
 
 def reference_key(case: Case) -> Key:
-    """Return the key of the Case's reference."""
-    names = (*_STORED_FIELDS, "op", "sliding_window", "sm_scale", "softcap", "reference_dtype")
-    return (*_values(case, names), _written_format(case))
+    """Return the key of the Case's reference.
+
+    A window that no sequence exceeds hides nothing. Only an FP8 cache changes the tokens that are stored
+    in it; which ones these are depends on the op.
+    """
+    window = case.sliding_window if case.sliding_window < max(case.lengths.seq_lens) else 0
+    values = _values(case, (*_BATCH_FIELDS, "sm_scale", "softcap", "reference_dtype"))
+    if not case.is_fp8:
+        return (*values, window)
+    stored = _values(case, ("k_scale", "v_scale", "cache_write"))
+    cached = case.lengths.cached_lens(case.spec.fill_read)
+    return (*values, window, *stored, _written_format(case), cached)
 
 
 def output_key(case: Case) -> Key:

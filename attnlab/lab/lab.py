@@ -1,11 +1,11 @@
 """Lab: run a Case, from its fields to a Result; runs share what their Cases have in common."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -29,10 +29,13 @@ from attnlab.lab.memory_check import check_memory
 from attnlab.lab.reads import MemoryReport, report, traced
 from attnlab.lab.reference import Reference, exact_attention
 from attnlab.lab.result import Result
+from attnlab.lab.rounding_bound import rounding_bound
 from attnlab.lab.shared import SharedProducts
+from attnlab.lab.side_outputs import SideError, lse_bound, side_errors
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 
 @dataclass(slots=True)
@@ -79,7 +82,8 @@ class Lab:
         """Return the Case's batch, shared: do not change it."""
         where = self.where(case)
         make = lambda: make_batch(case, where)  # noqa: E731
-        return self.shared.get("batch", (batch_key(case), where), make)[0]
+        key = (batch_key(case), where)
+        return self.shared.get("batch", key, make, in_file=where == "cpu")[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache, shared: do not change it."""
@@ -106,18 +110,32 @@ class Lab:
         assert lse is not None
         return lse
 
+    def expected_lse(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the right LSE and its rounding bound, each [num_tokens, num_heads] float64."""
+        lse = self.lse(case.replace(reference_dtype="float64"))
+        return lse, lse_bound(case, self.batch(case), self.call(case), lse)
+
+    def side_errors(
+        self, case: Case, lse: torch.Tensor | None, padded: torch.Tensor | None
+    ) -> tuple[SideError, ...]:
+        """Return the errors of an op's side outputs, see :mod:`attnlab.lab.side_outputs`."""
+        return side_errors(case, lse, padded, self.expected_lse)
+
     def _reference(self, case: Case, with_lse: bool) -> Reference:
         batch, where = self.batch(case), self.where(case)
         make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
         kind = "lse" if with_lse else "reference"
-        return self.shared.get(kind, (reference_key(case), where), make)[0]
+        key = (reference_key(case), where)
+        return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
 
-    def call(self, case: Case) -> KernelCall:
-        """Return the Case's call with a new output buffer."""
+    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+        """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
         where = self.where(case)
-        make = lambda: make_output(case).to(where)  # noqa: E731
+        make = lambda: make_output(case, where)  # noqa: E731
         output = self.shared.get("output", (output_key(case), where), make)[0].clone()
-        return make_call(case, self.batch(case), self.cache(case), output)
+        batch = self.batch(case)
+        new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
+        return make_call(case, batch, cache or self.cache(case), output, new)
 
     def run(self, case: Case) -> Result:
         """Run the Case's op and compare its output with the reference.
@@ -141,13 +159,14 @@ class Lab:
                 ran = self._run_kernels(case, call)
             except KernelRejected as error:
                 rejection = error
-        errors = None
+        errors, wrong_sides = None, tuple[SideError, ...]()
         if rejection is None:
             with self._step(seconds, "reference"):
                 expected = self.reference(case)
             with self._step(seconds, "compare"):
                 errors = self.errors(case, call, expected)
-        is_wrong = errors is not None and errors.mismatched > 0
+                wrong_sides = self.side_errors(case, ran.log.lse, ran.log.padded)
+        is_wrong = errors is not None and (errors.mismatched > 0 or len(wrong_sides) > 0)
         return Result(
             case=case,
             decision=decision,
@@ -166,34 +185,46 @@ class Lab:
             outside=tuple(access.text() for access in ran.log.outside.values()),
             lse=ran.log.lse,
             padded=ran.log.padded,
+            side_errors=wrong_sides,
             failed=isinstance(rejection, KernelFailed),
+            compare_with_rounding=functools.cache(
+                lambda: self.errors(case.replace(atol=None, rtol=0.0), call, self.reference(case))
+            ),
         )
 
-    def output(self, case: Case) -> torch.Tensor:
+    def output(self, case: Case, cache: PagedCache | None = None) -> torch.Tensor:
         """Return the output of the Case's op without comparing it; raise as :meth:`run` does.
 
-        Raises KernelRejected, too.
+        ``cache`` replaces the Case's. Raises KernelRejected, too.
         """
         self._checked_backend(case)
-        call = self.call(case)
+        call = self.call(case, cache)
         self._run_kernels(case, call)
         return call.output
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
+        tolerance = case.tolerance
         if not case.spec.writes_cache:
             return compare(
                 call.output,
                 expected,
                 case.lengths,
-                case.tolerance,
+                self._bound(case, call) if tolerance is None else tolerance,
                 case.rtol,
                 case.query_heads,
                 case.query_rows,
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
         slots = as_numbers(call.output[order], expected[order])
-        return compare(*slots, slot_lengths(case), case.tolerance, case.rtol)
+        return compare(*slots, slot_lengths(case), tolerance or 0.0, case.rtol)
+
+    def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
+        """Return the rounding bound of each element of the Case's output, shared."""
+        kernels = decide(case).kernels
+        make = lambda: rounding_bound(case, self.batch(case), call, kernels)  # noqa: E731
+        key = (reference_key(case), self.where(case), kernels, case.platform)
+        return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
 
     def _checked_backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase or Unavailable if it cannot run the Case here."""
@@ -231,13 +262,16 @@ class Lab:
 
         def prefill() -> torch.Tensor:
             model.run(call, target, (PREFILL,))
-            return call.output[rows].clone()
+            return torch.cat([call.output[run] for run in runs] or [call.output[:0]])
 
-        rows = written_rows(contract(PREFILL, target, call.op), call)
+        runs = _runs(written_rows(contract(PREFILL, target, call.op), call))
         key = (prefill_key(case), self.where(case))
-        done, was_there = self.shared.get("prefill", key, prefill)
+        done, was_there = self.shared.get("prefill", key, prefill, in_file=key[1] == "cpu")
         if was_there:
-            call.output[rows] = done
+            for run, part in zip(
+                runs, done.split([run.stop - run.start for run in runs]), strict=True
+            ):
+                call.output[run] = part
 
     def _memory(self, case: Case, ran: RunOutput) -> MemoryReport | None:
         """Return what a traced run read from the cache, or None."""
@@ -260,7 +294,7 @@ class Lab:
             seconds[step] = time.perf_counter() - start
 
 
-@cache
-def default_lab() -> Lab:
-    """Return the Lab of the public functions, with its defaults; every caller gets the same one."""
-    return Lab()
+def _runs(rows: torch.Tensor) -> list[slice]:
+    """Return the runs of consecutive rows in a mask [n] bool, in order."""
+    edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

@@ -21,7 +21,7 @@ def check_memory(case: Case, cache_copies: int = 1) -> None:
 
 
 def needed_bytes(case: Case, cache_copies: int = 1) -> int:
-    """Return about how many bytes the batch, the cache, the outputs and the reference take."""
+    """Return about how many bytes the batch, the cache, the outputs, the reference and its bound take."""
     element_bytes = DTYPE_BYTES[case.dtype]
     row = case.num_kv_heads * case.head_size
     slots = (case.total_blocks - case.first_block) * case.block_size
@@ -29,7 +29,7 @@ def needed_bytes(case: Case, cache_copies: int = 1) -> int:
     batch = 2 * sum(case.lengths.seq_lens) * row * element_bytes
     reference_bytes = DTYPE_BYTES.get(case.reference_dtype, 8)
     outputs = case.lengths.num_tokens * case.num_heads * case.head_size
-    return cache_copies * cache + batch + outputs * (2 * element_bytes + reference_bytes)
+    return cache_copies * cache + batch + outputs * (2 * element_bytes + reference_bytes + 4)
 
 
 def total_bytes() -> int:

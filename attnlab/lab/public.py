@@ -4,6 +4,7 @@ Every function accepts a Case or a pytest id, and changes of its fields as keywo
 uses a default Lab, which keeps the last batches, caches and references.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.public import as_case
-from attnlab.lab import decode_error as decoder
-from attnlab.lab.decode_error import DecodedError
+from attnlab.lab.decode_error import DecodedError, decode
+from attnlab.lab.error_answer import ErrorAnswer
 from attnlab.lab.error_map import ErrorMap
+from attnlab.lab.error_text import ErrorText
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable, platforms_shown, stage_table
@@ -77,10 +79,21 @@ def _text(value: object) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
-def decode_error(text: str, case: Case | str | None = None, **changes: Any) -> DecodedError:
-    """Return which sequence, token and kernel the text of a failed assertion is about.
+def decode_error(
+    text: str, case: Case | str | None = None, **changes: Any
+) -> DecodedError | ErrorAnswer:
+    """Return which sequence, token and kernel the text of a failed test is about.
 
-    ``text``: the message of ``torch.testing.assert_close``. ``case`` is the Case or the pytest id of the
-    test (default: ``Case()``). Raises InvalidCase if they do not match.
+    ``text``: the message of ``torch.testing.assert_close``, an index, or the output of pytest. ``case`` is
+    the Case or the pytest id of the test (default: the id in the text, else ``Case()``). A dtype error, a
+    failed ``torch.allclose`` and an index of a cache give an ErrorAnswer. Raises InvalidCase if the text
+    has nothing to decode or does not match the Case.
     """
-    return decoder.decode_error(text, as_case(Case() if case is None else case, **changes))
+    found = ErrorText.read(text)
+    if case is not None:
+        found = dataclasses.replace(
+            found, test_id=case if isinstance(case, str) else None, refusal=""
+        )
+    start = Case() if case is None and found.test_id is None else case or found.test_id
+    assert start is not None
+    return decode(found, as_case(start, **changes))

@@ -6,6 +6,7 @@ with the kernel models; tests compare it with torch's ``scaled_dot_product_atten
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -13,9 +14,12 @@ from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.formats import store, written_format
 
-# By device: query rows of a tile, and scores of a tile. On a CPU the scores are 1.5 MiB of float32, just
-# below the size from which torch asks for huge pages; on a GPU there are enough of them to keep it busy.
-_TILES = {"cpu": (128, 3 << 17), "cuda": (1 << 16, 1 << 28)}
+# Scores of a tile. On a CPU they are 1.5 MiB of float32, just below the size from which torch asks for huge
+# pages; on a GPU there are enough of them to keep it busy.
+_SCORES = {"cpu": 3 << 17, "cuda": 1 << 28}
+# Rows of a tile: on a CPU of all query heads of a KV head, on a GPU tokens. Of a square of tokens, tiles of
+# a quarter of its rows need five eighths of the work.
+_CPU_ROWS, _GPU_TOKENS = 128, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,13 +76,16 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
 def stored_tokens(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> torch.Tensor:
     """Return ``tokens`` [n, heads, head_size] with the first ``cached`` of them as the cache stores them.
 
-    A 16- or 32-bit cache stores them unchanged: the result is ``tokens``. With FP8 it is float64.
+    A 16- or 32-bit cache stores them unchanged: the result is ``tokens``. With FP8 it is exact: float32, or
+    float64 if they are scaled.
     """
     if not case.is_fp8:
         return tokens
     stored = store(case, tokens[:cached], scale)
-    decoded = written_format(case).decode(stored).double() * scale
-    return torch.cat([decoded, tokens[cached:].double()])
+    decoded = written_format(case).decode(stored)
+    if scale != 1.0:
+        decoded = decoded.double() * scale
+    return torch.cat([decoded, tokens[cached:].to(decoded.dtype)])
 
 
 def attend(
@@ -97,7 +104,8 @@ def attend(
 
     - ``query``, ``output``: [query_len, num_heads, head_size]; row i is at position
       seq_len - query_len + i.
-    - ``key``, ``value``: [seq_len, num_kv_heads, head_size].
+    - ``key``, ``value``: [seq_len, num_kv_heads, head_size]. If values have another width, so has
+      ``output``.
     - ``sliding_window``: the number of keys that a row sees, itself included; 0 for all.
     - ``alibi_slopes``: [num_heads], multiplied by (key position - query position).
     - ``softcap``: c of c · tanh(score / c), applied before ALiBi; None for no cap.
@@ -107,9 +115,9 @@ def attend(
     query_len, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads
-    rows, scores = _TILES[query.device.type]
-    rows_at_once = max(1, rows // group)
-    heads_at_once = max(1, scores // (group * min(rows_at_once, query_len) * seq_len))
+    device = query.device.type
+    rows_at_once = _GPU_TOKENS if device == "cuda" else max(1, _CPU_ROWS // group)
+    heads_at_once = max(1, _SCORES[device] // (group * min(rows_at_once, query_len) * seq_len))
     for first in range(0, num_kv_heads, heads_at_once):
         kv = slice(first, first + heads_at_once)
         heads = slice(first * group, (first + heads_at_once) * group)
@@ -126,7 +134,7 @@ def attend(
         for row in range(0, query_len, rows_at_once):
             tile = slice(row, row + rows_at_once)
             mixed, row_scores = tiles.attend(row, min(row + rows_at_once, query_len))
-            output[tile, heads] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+            output[tile, heads].unflatten(1, mixed.shape[:2]).copy_(mixed.permute(2, 0, 1, 3))
             if lse is not None:
                 lse[tile, heads] = row_scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)
 
@@ -175,7 +183,7 @@ class _Tiles:
         bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
-        mixed = (weights @ self.value[:, begin:end]).view(tile.shape)
+        mixed = (weights @ self.value[:, begin:end]).view(*tile.shape[:3], -1)
         if self.sinks is not None:
             mixed.mul_(_share_of_keys(scores, self.sinks))
         return mixed, scores
@@ -198,13 +206,18 @@ def _bias(
     [rows, columns]; the columns are the last ones before ``end``: those of the tile's diagonal, or every
     column from ``begin`` with a sliding window.
     """
-    begin = begin if sliding_window else position
+    if not sliding_window:
+        return _diagonal(rows, like.dtype, like.device)
     at = torch.arange(position, position + rows, device=like.device)[:, None]
     keys = torch.arange(begin, end, device=like.device)
-    hidden = keys > at
-    if sliding_window:
-        hidden |= keys <= at - sliding_window
+    hidden = (keys > at) | (keys <= at - sliding_window)
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+@lru_cache(maxsize=64)
+def _diagonal(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return -inf above the diagonal and 0 elsewhere, [rows, rows]; most tiles have equally many rows."""
+    return torch.full((rows, rows), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
 def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Result: the outcome of running a Case."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.json import json_value
+from attnlab.case.ops import MERGE
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import Decision
 from attnlab.contracts.rows import unwritten_rows
@@ -17,6 +19,7 @@ from attnlab.contracts.violation import Violations
 from attnlab.lab.error_map import ErrorMap, Place
 from attnlab.lab.reads import MemoryReport
 from attnlab.lab.reads import to_dict as memory_to_dict
+from attnlab.lab.side_outputs import LSE, PADDING, SideError
 from attnlab.tensors.cache import PagedCache
 from attnlab.tensors.call import KernelCall
 
@@ -30,6 +33,7 @@ _NUMBERS = (
     "heads_run",
     "rows_run",
     "atol",
+    "atol_is_derived",
     "rtol",
 )
 
@@ -39,7 +43,8 @@ class Result(Shown):
     """The outcome of running a Case.
 
     - ``backend``: where the kernels came from, with their version.
-    - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``.
+    - ``status``: "match", "mismatch", or "rejected" if the kernel raised ``error``. A match includes what
+      the op returned in addition to the output.
     - ``errors``: the ErrorMap; None if the call was rejected.
     - ``violations``: where the call violates the contracts, found without running it.
     - ``seconds``: the time of each step, without the steps in ``shared``.
@@ -49,7 +54,8 @@ class Result(Shown):
     - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
     - ``lse``, ``padded``: what the op returned in addition to the output, or None
-      (:class:`attnlab.kernels.triton.run_log.RunLog`).
+      (:class:`attnlab.kernels.triton.run_log.RunLog`). ``side_errors``: what is wrong with them.
+    - ``compare_with_rounding``: returns the ErrorMap with the rounding bound of each element as tolerance.
     - ``failed``: whether a rejected call broke the kernel, instead of exceeding a limit that it states.
     """
 
@@ -70,12 +76,27 @@ class Result(Shown):
     outside: tuple[str, ...] = ()
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
+    side_errors: tuple[SideError, ...] = ()
     failed: bool = False
+    compare_with_rounding: Callable[[], ErrorMap] = field(repr=False)
 
     @property
     def output(self) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
         return self.call.output
+
+    @property
+    def beyond_rounding(self) -> int | None:
+        """Return how many elements are off by more than rounding; None if the call was rejected.
+
+        It is computed on first use if the Case has its own tolerance; otherwise it is the number of
+        mismatches. Rounding explains no error of a cache write.
+        """
+        if self.errors is None:
+            return None
+        if self.case.has_own_tolerance:
+            return self.compare_with_rounding().mismatched
+        return self.errors.mismatched
 
     def places(self) -> list[Place]:
         """Return the rows with mismatches; none if the call was rejected."""
@@ -92,6 +113,13 @@ class Result(Shown):
         return slot_map(self.call, contracts, self.cache.provenance)
 
     @property
+    def side_outputs(self) -> tuple[str, ...]:
+        """Return which side outputs were compared: "lse", "padding", both or none."""
+        has_padding = self.padded is not None and self.case.op == MERGE
+        given = ((LSE, self.lse is not None), (PADDING, has_padding))
+        return tuple(name for name, is_given in given if is_given)
+
+    @property
     def verdict(self) -> str:
         """Return the outcome in one line."""
         if self.errors is None:
@@ -104,7 +132,7 @@ class Result(Shown):
             line += f" (sequences {self.case.seq_range[0]} to {self.case.seq_range[1] - 1} run)"
         if self.errors.first_index is not None:
             line += f", first {self.errors.first_index}"
-        return line
+        return "; ".join([line, *(error.short() for error in self.side_errors)])
 
     def to_dict(self, most_places: int) -> dict[str, Any]:
         """Return the result as values of strict JSON, with the first ``most_places`` places."""
@@ -119,6 +147,9 @@ class Result(Shown):
             "status": self.status,
             "error": self.error,
             **numbers,
+            "side_outputs": list(self.side_outputs),
+            "side_errors": [error.to_dict() for error in self.side_errors],
+            "beyond_rounding": self.beyond_rounding,
             "places": [self._place(place) for place in places[:most_places]],
             "places_left_out": max(0, len(places) - most_places),
             "memory": memory_to_dict(self.memory),

@@ -4,7 +4,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+from attnlab.lab.product_files import from_file, product_file, shared_folder
 
 T = TypeVar("T")
 
@@ -13,23 +16,32 @@ T = TypeVar("T")
 class SharedProducts:
     """A store of products by kind and key; it keeps the ``keep`` last used of each kind.
 
-    Threads may share it: a product is made while a lock is held.
+    Threads may share it: a product is made while a lock is held. ``folder``: where processes share
+    products as files, None for no files.
     """
 
     keep: int
+    folder: Path | None = field(default_factory=shared_folder)
     _stores: dict[str, "OrderedDict[Hashable, Any]"] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def has(self, kind: str, key: Hashable) -> bool:
-        """Return whether the product is there."""
-        return key in self._stores.get(kind, {})
+        """Return whether the product is there, in this process or in a file."""
+        if key in self._stores.get(kind, {}):
+            return True
+        return self.folder is not None and product_file(self.folder, kind, key).is_file()
 
     def count(self, kind: str) -> int:
-        """Return how many products of a kind are there."""
+        """Return how many products of a kind this process keeps."""
         return len(self._stores.get(kind, {}))
 
-    def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> tuple[T, bool]:
-        """Return the product of a key, made if it is missing, and whether it was there."""
+    def get(
+        self, kind: str, key: Hashable, make: Callable[[], T], *, in_file: bool = False
+    ) -> tuple[T, bool]:
+        """Return the product of a key, made if it is missing, and whether it was there.
+
+        ``in_file``: processes may share this product.
+        """
         with self._lock:
             store = self._stores.setdefault(kind, OrderedDict())
             if key in store:
@@ -37,5 +49,8 @@ class SharedProducts:
                 return store[key], True
             while len(store) >= self.keep:
                 store.popitem(last=False)
-            store[key] = make()
-            return store[key], False
+            if in_file and self.folder is not None:
+                store[key], was_there = from_file(product_file(self.folder, kind, key), make)
+            else:
+                store[key], was_there = make(), False
+            return store[key], was_there

@@ -16,6 +16,7 @@ from attnlab.contracts.rows import unwritten_rows
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
+from attnlab.tensors.hollow_call import hollow_call
 
 PLATFORMS_SHOWN = ("gfx942", "sm_90")
 
@@ -66,21 +67,23 @@ def stage_table(
     stages: Sequence[str] = tuple(STAGES),
     on_cell: Callable[[int, int], None] | None = None,
 ) -> StageTable:
-    """Run the Case in each stage on each platform, stage by stage.
+    """Run the Case in each stage on each platform; return the cells stage by stage.
 
     ``on_cell`` is called before each cell with the number of finished cells and of all cells. The cells
     share batch, cache and reference as far as their stages allow.
     """
-    plan = [(stage, platform) for stage in stages for platform in platforms]
-    cells = StageTable(case=case)
-    for done, (stage, platform) in enumerate(plan):
+    plan = [
+        case.replace(stage=stage, platform=platform) for stage in stages for platform in platforms
+    ]
+    cells: dict[int, Cell] = {}
+    for i in sorted(range(len(plan)), key=lambda i: plan[i].staging.fill):  # those share a cache
         if on_cell is not None:
-            on_cell(done, len(plan))
-        cells.append(_cell(lab, case.replace(stage=stage, platform=platform)))
-    return cells
+            on_cell(len(cells), len(plan))
+        cells[i] = _cell(lab, plan[i])
+    return StageTable([cells[i] for i in range(len(plan))], case=case)
 
 
-def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
+def predict_stages(case: Case, platform: str) -> list[int | str]:
     """Predict the outcome of each stage on a platform from the contracts: wrong elements, or "rejected".
 
     No kernel runs. The elements of unwritten rows are wrong. The effect of a slot that lacks its token
@@ -89,7 +92,7 @@ def predict_stages(lab: Lab, case: Case, platform: str) -> list[int | str]:
     predicted: list[int | str] = []
     for stage in STAGES:
         staged = case.replace(stage=stage, platform=platform)
-        call, kernels, target = lab.call(staged), decide(staged).kernels, Target.of(staged)
+        call, kernels, target = hollow_call(staged), decide(staged).kernels, Target.of(staged)
         terms = contracts_of(kernels, target, staged.op)
         rejected = any(
             violation.effect == "rejected" for violation in find_violations(call, target, kernels)

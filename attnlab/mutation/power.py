@@ -6,16 +6,17 @@ mutants' outputs are computed, on a sample of each sequence's rows and heads.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attnlab.case.case import Case
 from attnlab.case.fields import refuse
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
+from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.remedies import NO_REMEDIES, Remedies, find_remedies
 from attnlab.mutation.report import Mutant, MutationReport
-from attnlab.mutation.score import Score, sample_correct, score
+from attnlab.mutation.score import CorrectSample, Score, sample_correct, score
 
 __all__ = ["Mutant", "MutationReport", "power"]
 
@@ -37,12 +38,25 @@ def power(
     if case.spec.writes_cache:
         refuse("op", "an attention op to be scored", case.op)
     on_step("the test's own data")
-    problem = make_problem(case)
+    lab = Lab(keep=1, device="cpu")  # most changes of a test leave its batch
+    problem = make_problem(case, lab.batch(case))
     sample = sample_correct(problem)
     applicable = [mutant for mutant in mutants if mutant.applies(problem)]
     scores = {mutant.name: score(problem, sample, mutant, case) for mutant in applicable}
     alive = {mutant.name: mutant for mutant in applicable if not scores[mutant.name].is_killed}
-    found = find_remedies(case, alive, on_step) if remedies and alive else NO_REMEDIES
+    found = find_remedies(case, alive, lab, on_step) if remedies and alive else NO_REMEDIES
+    return report_of(case, applicable, scores, found, sampled_of(sample), began)
+
+
+def report_of(
+    case: Case,
+    applicable: Sequence[Defect],
+    scores: Mapping[str, Score],
+    found: Remedies,
+    sampled: tuple[int, int],
+    began: float,
+) -> MutationReport:
+    """Return the report of the applicable mutants; ``sampled``: see :func:`sampled_of`."""
     rows = [_mutant(mutant, scores[mutant.name], found) for mutant in applicable]
     return MutationReport(
         case=case,
@@ -50,10 +64,16 @@ def power(
         proposal=found.proposal,
         left=found.left,
         models_pass=found.models_pass,
-        sampled=(sum(len(part.tokens) for part, _ in sample), case.lengths.num_tokens),
-        heads=max(len(part.heads) for part, _ in sample),
+        sampled=(sampled[0], case.lengths.num_tokens),
+        heads=sampled[1],
         seconds=time.perf_counter() - began,
     )
+
+
+def sampled_of(sample: CorrectSample) -> tuple[int, int]:
+    """Return the number of rows of a sample, and the largest number of heads of a row."""
+    rows = sum(len(part.tokens) for part, _ in sample)
+    return rows, max(len(part.heads) for part, _ in sample)
 
 
 def _mutant(mutant: Defect, mutant_score: Score, found: Remedies) -> Mutant:
@@ -68,5 +88,6 @@ def _mutant(mutant: Defect, mutant_score: Score, found: Remedies) -> Mutant:
         outcome=outcome,
         effect=mutant_score.effect,
         margin=mutant_score.margin,
+        margins=mutant_score.margins,
         remedy=found.cheapest.get(mutant.name),
     )

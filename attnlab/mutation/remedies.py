@@ -1,6 +1,6 @@
 """Remedies: changes of a test's data, cache and tolerance that kill its surviving mutants."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +8,17 @@ from attnlab.case.case import Case
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import Defect
-from attnlab.defects.problem import make_problem
+from attnlab.defects.problem import Problem, make_problem
 from attnlab.diagnosis.distinction import find_distinction
+from attnlab.diagnosis.second_case import SECOND_SCALES
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import CORRECT
-from attnlab.mutation.score import derived_tolerance, sample_correct, score
+from attnlab.mutation.score import (
+    CorrectSample,
+    derived_tolerance,
+    sample_correct,
+    score,
+)
 
 _SHORT = {  # contexts so short that each key counts, and longer ones with several blocks and partitions
     "query_lens": (1, 1, 17, 40),
@@ -46,24 +52,74 @@ NO_REMEDIES = Remedies()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """A changed test and the names of the mutants that it kills or excludes."""
+class Attempt:
+    """A changed test and the names of the survivors that it kills or excludes.
+
+    ``changes`` have the derived atol, and ``case`` has it, too.
+    """
 
     changes: dict[str, Any]
     case: Case
     killed: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedTest:
+    """A changed test with its derived atol, ready to score mutants."""
+
+    changes: dict[str, Any]
+    case: Case
+    problem: Problem
+    sample: CorrectSample
+
+    @classmethod
+    def of(cls, case: Case, changes: dict[str, Any], lab: Lab) -> "ChangedTest":
+        """Return the test with changes of :func:`ladder`; ``lab`` makes the batch."""
+        changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
+        problem = make_problem(changed, lab.batch(changed))
+        sample = sample_correct(problem)
+        changed = changed.replace(atol=derived_tolerance(sample))
+        changes = {**changes, "atol": changed.atol}
+        return cls(changes=changes, case=changed, problem=problem, sample=sample)
+
+    def kills(self, mutant: Defect) -> bool:
+        """Answer whether the changed test kills or excludes a mutant."""
+        if not mutant.applies(self.problem):
+            return True
+        return score(self.problem, self.sample, mutant, self.case).is_killed
+
+
 def find_remedies(
-    case: Case, survivors: dict[str, Defect], on_step: Callable[[str], None]
+    case: Case, survivors: dict[str, Defect], lab: Lab, on_step: Callable[[str], None]
 ) -> Remedies:
-    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``."""
-    attempts: list[_Attempt] = []
-    for changes in _ladder(case):
+    """Try changes of a test, from the cheapest to all of them, until one kills all ``survivors``.
+
+    ``lab`` makes the batches.
+    """
+    attempts: list[Attempt] = []
+    for changes in ladder(case):
         on_step(changes_text(changes))
-        attempts.append(_attempt(case, changes, survivors))
-        if len(attempts[-1].killed) == len(survivors):
+        test = ChangedTest.of(case, changes, lab)
+        killed = frozenset(name for name, mutant in survivors.items() if test.kills(mutant))
+        attempts.append(Attempt(changes=test.changes, case=test.case, killed=killed))
+        if len(killed) == len(survivors):
             break
+    return remedies_of(
+        attempts, survivors, lambda name: is_equivalent(case, survivors[name]), passes, on_step
+    )
+
+
+def remedies_of(
+    attempts: Sequence[Attempt],
+    survivors: Collection[str],
+    equivalent: Callable[[str], bool],
+    models_pass: Callable[[Attempt], bool],
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Remedies:
+    """Return the remedies that attempts at killing the survivors of a test have shown.
+
+    ``equivalent`` is asked about mutants that no attempt kills, ``models_pass`` about the best attempt.
+    """
     best = max(attempts, key=lambda attempt: len(attempt.killed))
     cheapest = {
         name: next(attempt.changes for attempt in attempts if name in attempt.killed)
@@ -71,32 +127,20 @@ def find_remedies(
         if any(name in attempt.killed for attempt in attempts)
     }
     on_step("mutants that no data can show")
-    equivalent = {
-        name for name in survivors.keys() - cheapest.keys() if is_equivalent(case, survivors[name])
-    }
+    excluded = {name for name in survivors if name not in cheapest and equivalent(name)}
     on_step("the backend with the proposal")
     return Remedies(
         cheapest=cheapest,
-        equivalent=frozenset(equivalent),
+        equivalent=frozenset(excluded),
         proposal=best.changes,
-        left=sorted(survivors.keys() - best.killed - equivalent),
-        models_pass=Lab().run(best.case).status == "match",
+        left=sorted({*survivors} - best.killed - excluded),
+        models_pass=models_pass(best),
     )
 
 
-def _attempt(case: Case, changes: dict[str, Any], survivors: dict[str, Defect]) -> _Attempt:
-    """Score the survivors under changes of a test, with the derived atol."""
-    changed = case.replace(**{name: v for name, v in changes.items() if name != "atol"})
-    problem = make_problem(changed)
-    sample = sample_correct(problem)
-    changed = changed.replace(atol=derived_tolerance(sample))
-    killed = {
-        name
-        for name, mutant in survivors.items()
-        if not mutant.applies(problem) or score(problem, sample, mutant, changed).is_killed
-    }
-    changes = {**changes, "atol": changed.atol}
-    return _Attempt(changes=changes, case=changed, killed=frozenset(killed))
+def passes(attempt: Attempt) -> bool:
+    """Run the backend of a changed test, and answer whether it passes."""
+    return Lab().run(attempt.case).status == "match"
 
 
 def is_equivalent(case: Case, mutant: Defect) -> bool:
@@ -105,7 +149,7 @@ def is_equivalent(case: Case, mutant: Defect) -> bool:
     return find_distinction(stored, mutant, CORRECT, same_kernels=False).case is None
 
 
-def _ladder(case: Case) -> Iterator[dict[str, Any]]:
+def ladder(case: Case) -> Iterator[dict[str, Any]]:
     """Yield changes of a test, from the cheapest to all of them.
 
     Each sets atol to None, which stands for the derived tolerance, the smallest under which correct
@@ -121,7 +165,7 @@ def _ladder(case: Case) -> Iterator[dict[str, Any]]:
     poison = {"empty_slots": "garbage" if _reads_tail(case) else "nan"}
     steps: list[dict[str, Any]] = [{}, data, {**data, **poison}]
     if case.is_fp8:
-        store = {"cache_write": "scaled", "k_scale": 0.5, "v_scale": 0.25, "x": None}
+        store = {"cache_write": "scaled", **SECOND_SCALES, "x": None}
         steps += [{**store, **data}, {**store, **data, **poison}]
     steps.append({**steps[-1], **_SHORT})
     yielded: list[dict[str, Any]] = []

@@ -21,6 +21,7 @@ class Mutant:
     - ``outcome``: "killed", "survived" or "equivalent".
     - ``effect``: the largest absolute change of an element of the sample; ``margin``: the largest ratio
       of a change to what the test allows there. Above 1 the test notices it; infinite for NaN.
+    - ``margins``: the same ratio over the rows of each kernel, "decode" and "prefill".
     - ``remedy``: the cheapest change of the test that kills the mutant, or None.
     """
 
@@ -29,7 +30,22 @@ class Mutant:
     outcome: str
     effect: float
     margin: float
+    margins: dict[str, float] = field(default_factory=dict)
     remedy: dict[str, Any] | None = None
+
+    @property
+    def survives_in(self) -> tuple[str, ...]:
+        """Return the kernels in which a killed mutant would survive alone: it changes their rows, but by no
+        more than the test allows."""
+        if self.outcome != "killed":
+            return ()
+        return tuple(kernel for kernel, margin in self.margins.items() if 0 < margin <= 1)
+
+    @property
+    def outcome_text(self) -> str:
+        """Return the outcome in words."""
+        alone = self.survives_in
+        return f"killed; survives in {alone[0]} alone" if alone else self.outcome
 
     @property
     def remedy_text(self) -> str:
@@ -68,6 +84,11 @@ class MutationReport(Shown):
         """Return the mutants that the test does not notice."""
         return self.of("survived")
 
+    @property
+    def partly_killed(self) -> list[Mutant]:
+        """Return the mutants that are killed only because more than one kernel has them."""
+        return [mutant for mutant in self.mutants if mutant.survives_in]
+
     def named(self, names: Sequence[str]) -> list[Mutant]:
         """Return the mutants with these names, in their order, without those that do not apply."""
         by_name = {mutant.name: mutant for mutant in self.mutants}
@@ -86,6 +107,13 @@ class MutationReport(Shown):
             f"{counts['equivalent']} equivalent (no data can show them); computed on {rows} of "
             f"{all_rows} rows, {self.heads} heads each"
         ]
+        for kernel in ("decode", "prefill"):
+            alone = [mutant.name for mutant in self.partly_killed if kernel in mutant.survives_in]
+            if alone:
+                sentences.append(
+                    f"{len(alone)} of the killed would survive if only the {kernel} kernel had the fault: "
+                    f"{', '.join(alone)}"
+                )
         if self.proposal is not None and self.survivors:
             left = (
                 f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
@@ -117,5 +145,6 @@ def _backend_text(case: Case) -> str:
 
 
 def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
-    values = dataclasses.asdict(mutant)
+    values = dataclasses.asdict(mutant) | {"survives_in": list(mutant.survives_in)}
+    values["margins"] = {kernel: json_number(n) for kernel, n in mutant.margins.items()}
     return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}

@@ -20,11 +20,17 @@ class Score:
     """The effect of a mutant on a sample of rows.
 
     ``effect``: the largest absolute change of an element; ``margin``: the largest ratio of a change to
-    what the test allows there. Both are infinite if an element becomes NaN or infinite.
+    what the test allows there. Both are infinite if an element becomes NaN or infinite. ``margins``: the
+    same ratio by kernel, "decode" and "prefill", since a fault may be in one of them only.
     """
 
     effect: float
-    margin: float
+    margins: dict[str, float]
+
+    @property
+    def margin(self) -> float:
+        """Return the largest margin of any kernel."""
+        return max(self.margins.values(), default=0.0)
 
     @property
     def is_killed(self) -> bool:
@@ -40,16 +46,17 @@ def sample_correct(problem: Problem) -> CorrectSample:
 
 def score(problem: Problem, sample: CorrectSample, mutant: Defect, case: Case) -> Score:
     """Return a mutant's score under the Case's tolerances."""
-    effect = margin = 0.0
+    effect, margins = 0.0, dict[str, float]()
     for row_slice, correct in sample:
+        kernel = "decode" if problem.is_decode(row_slice.seq) else "prefill"
         output = mutant.compute(problem, row_slice).output
-        if not bool(output.isfinite().all()):
-            return Score(effect=float("inf"), margin=float("inf"))
-        change = (output - correct.output).abs()
-        allowed = case.tolerance + case.rtol * correct.output.abs()
+        change = (output - correct.output).abs().nan_to_num(torch.inf, torch.inf)
+        atol = correct.bound if case.tolerance is None else case.tolerance
+        allowed = atol + case.rtol * correct.output.abs()
         ratio = torch.where(change == 0, 0.0, change / allowed)
-        effect, margin = max(effect, float(change.max())), max(margin, float(ratio.max()))
-    return Score(effect=effect, margin=margin)
+        effect = max(effect, float(change.max()))
+        margins[kernel] = max(margins.get(kernel, 0.0), float(ratio.max()))
+    return Score(effect=effect, margins=margins)
 
 
 def derived_tolerance(sample: CorrectSample) -> float:

@@ -4,7 +4,6 @@ import base64
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,14 +13,10 @@ from attnlab.case.lengths import Lengths
 from attnlab.case.output_file import make_output_folder, write_bytes
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.library import Report
-from attnlab.checker.side_outputs import expected_lse
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.error_location import locate
+from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +127,7 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
     """Run a Case and return the errors of its finding, with the rounding bound as tolerance."""
     ran = run_case(lab, backend, case)
     if finding.kind == "wrong_lse" and ran.lse is not None:
-        expected, bound = expected_lse(lab, case)
+        expected, bound = lab.expected_lse(case)
         given = ran.lse[: len(expected), :, None]
         return compare(given, expected[..., None], case.lengths, float(bound.max()), 0.0)
     if finding.diagnosis == "both parts empty" and ran.padded is not None:
@@ -140,15 +135,5 @@ def errors_of(lab: Lab, backend: Backend, case: Case, finding: Finding) -> Error
         return compare(ran.padded, torch.zeros_like(ran.padded), rows, 0.0, 0.0)
     call = lab.call(case)
     call.output.copy_(ran.output)
-    if not case.spec.writes_cache:
-        case = case.replace(atol=_bound(lab, case, ran))
+    case = case.replace(atol=None, rtol=0.0)
     return lab.errors(case, call, lab.reference(case))
-
-
-def _bound(lab: Lab, case: Case, ran: Result) -> float:
-    """Return the largest rounding bound of any element."""
-    problem = Problem.of_case(case, lab.batch(case), lab.call(case))
-    found = locate(problem, ran.output, expected=lab.reference(case))
-    known = found.ratio.isfinite() & (found.ratio > 0) & found.error.isfinite()
-    bounds: Any = (found.error / found.ratio)[known]
-    return float(bounds.max()) if len(bounds) else case.tolerance

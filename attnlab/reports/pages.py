@@ -103,6 +103,11 @@ def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: st
     write_text(path, page)
 
 
+def render_page(template: str, **facts: Any) -> str:
+    """Return a page of a template, with the versions and the date."""
+    return _render(template, versions=versions(), date=_date(None), **facts)
+
+
 def _neighbours(
     name: str, pages: Mapping[str, str]
 ) -> tuple[dict[str, str] | None, dict[str, str] | None]:

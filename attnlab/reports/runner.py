@@ -38,8 +38,8 @@ _SIGNALS = {
 class Run:
     """Run one notebook. nbclient's hooks update ``cell``, ``cell_index``, ``total`` and ``deadline``.
 
-    ``timeout_s`` limits the whole notebook, ``threads`` each of its processes. ``pages`` maps the
-    notebooks to which this page may link to their titles.
+    ``timeout_s`` limits the whole notebook. ``environment``: variables of its processes, unless this
+    process has others. ``pages`` maps the notebooks to which this page may link to their titles.
     """
 
     source: Path
@@ -48,7 +48,7 @@ class Run:
     timeout_s: float
     on_progress: OnProgress
     stop: threading.Event
-    threads: int
+    environment: Mapping[str, str] = field(default_factory=dict)
     pages: Mapping[str, str] = field(default_factory=dict)
     folder_flag: bool = False
     cell: str = ""
@@ -180,7 +180,7 @@ class Run:
             progress_bar=False,
             # papermill's cwd option would change the directory of this process, and of all threads
             resources={"metadata": {"path": str(self.source.parent)}},
-            kernel_manager_class=_kernel_class(self.stop, words, ended, self.threads),
+            kernel_manager_class=_kernel_class(self.stop, words, ended, self.environment),
             shutdown_kernel="immediate",
             coalesce_streams=True,
             # nbclient reads 0 as no limit
@@ -225,17 +225,19 @@ class Ended:
         return f" ({name}: {_SIGNALS[name]})" if name in _SIGNALS else f" ({name})"
 
 
-def _kernel_class(stop: threading.Event, words: IO[bytes], ended: Ended, threads: int) -> type[Any]:
+def _kernel_class(
+    stop: threading.Event, words: IO[bytes], ended: Ended, environment: Mapping[str, str]
+) -> type[Any]:
     """Return a kernel manager whose kernel ends soon after ``stop`` and writes to ``words`` only.
 
-    Its processes use ``threads`` threads each, unless the environment sets another number. How it ends
-    is stored in ``ended``. It ends with this process, even if that is killed.
+    Its processes get the variables ``environment``, unless this process has others. How it ends is stored
+    in ``ended``. It ends with this process, even if that is killed.
     """
     from jupyter_client.manager import AsyncKernelManager
 
     class Kernel(AsyncKernelManager):
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
-            options["env"] = {"OMP_NUM_THREADS": str(threads), **options.get("env", os.environ)}
+            options["env"] = {**environment, **options.get("env", os.environ)}
             await super().start_kernel(stdout=words, stderr=words, **options)
 
         def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:

@@ -8,19 +8,21 @@ from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
 from attnlab.mutation.report import MutationReport
+from attnlab.weights.columns import key_columns
+from attnlab.weights.xray import XRay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Draw a Result, an ErrorMap, a StageTable or a MutationReport, and return the Axes.
+    """Draw a Result, an ErrorMap, a StageTable, a MutationReport or an XRay, and return the Axes.
 
     Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
     that was rejected, because it has no errors.
     """
     with named_extra("attnlab.plot"):
-        from attnlab.show.plots import plot_error, plot_power, plot_stages
+        from attnlab.show.plots import plot_error, plot_power, plot_stages, plot_weights
 
     if isinstance(noun, Result) and noun.errors is not None:
         return plot_error(noun.errors, unwritten=noun.unwritten_rows().cpu(), title=title, ax=ax)
@@ -30,4 +32,7 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
         return plot_stages(noun, title=title, ax=ax)
     if isinstance(noun, MutationReport):
         return plot_power(noun.mutants, title=title, ax=ax)
-    refuse("noun", "a Result with errors, an ErrorMap, a StageTable or a MutationReport", noun)
+    if isinstance(noun, XRay):
+        return plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
+    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport or an XRay"
+    refuse("noun", allowed, noun)

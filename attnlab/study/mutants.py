@@ -1,6 +1,7 @@
 """What notebook 07 asks of a test's mutation report."""
 
 from attnlab.case.case import Case
+from attnlab.case.pytest_id import tolerance_of_test
 from attnlab.mutation.mutants import MUTANTS, NINE
 from attnlab.mutation.power import Mutant, MutationReport, power
 
@@ -19,5 +20,11 @@ def nine_mutants(report: MutationReport) -> list[Mutant]:
 
 def is_full_size(case: Case) -> bool:
     """Answer whether a Case has the sizes, lengths and data of the test."""
-    test = Case(stage=case.stage, x=case.x, platform=case.platform, release=case.release)
+    test = Case(
+        stage=case.stage,
+        x=case.x,
+        platform=case.platform,
+        release=case.release,
+        atol=tolerance_of_test("auto"),
+    )
     return case == test

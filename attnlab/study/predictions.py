@@ -8,6 +8,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.ops import PREFILL
+from attnlab.case.pytest_id import tolerance_of_test
 from attnlab.contracts.contract import Contract
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
@@ -20,7 +21,7 @@ from attnlab.study.claims import FAILS, HOLDS, UNDECIDED
 from attnlab.study.claims.cache import OBSERVED
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test, seed_size
 from attnlab.study.production import is_available
-from attnlab.tensors.call import make_query_start_loc
+from attnlab.tensors.case_call import make_query_start_loc
 
 INDEX_TENSORS = ("block_table", "seq_lens", "query_start_loc")
 E5M2 = "fp8_e5m2"
@@ -217,7 +218,7 @@ def predict_chapters() -> dict[str, dict[str, Any]]:
     kinds = find_violations(
         lab.call(decode), Target.of(decode), decide(decode).kernels, lab.cache(decode).provenance
     )
-    seen = missing_token_bound(decode) > decode.tolerance
+    seen = missing_token_bound(decode) > tolerance_of_test("auto")
     claims = predict_claims()
     return {
         "01": {
@@ -272,13 +273,12 @@ def _predict_survivors() -> list[str]:
         "causal_plus_one": one_key,
         "keys_of_next_sequence": 1e-3 * 4 * scores,
     }
-    return [name for name, effect in effects.items() if effect <= case.tolerance]
+    return [name for name, effect in effects.items() if effect <= tolerance_of_test("auto")]
 
 
 def _predict_zeros() -> str:
     largest = 1e-3
-    fp8 = like_the_test(kv_cache_dtype="fp8", cache_write="numeric")
-    return "survived" if largest <= fp8.tolerance else "killed"
+    return "survived" if largest <= tolerance_of_test("fp8") else "killed"
 
 
 def _predict_rows() -> dict[str, list[int]]:

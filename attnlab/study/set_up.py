@@ -14,6 +14,7 @@ from attnlab.case.stages import STAGES
 from attnlab.lab.result import Result
 from attnlab.show.notebook import Verdicts, provenance
 from attnlab.show.panels.case_text import case_texts, read_case
+from attnlab.study.claims.cases import with_tolerance
 from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED
 
 _GREY = "#747c86"  # readable on white and on the dark background of a page
@@ -35,7 +36,8 @@ def case_from(parameters: Mapping[str, Any], **changes: Any) -> Case:
     """Return the Case of a notebook's parameters cell.
 
     ``parameters`` are the notebook's globals: ``test_id``, if present, is a vLLM pytest id, and every
-    name of a Case's field changes that field unless its value is None. ``changes`` come last.
+    name of a Case's field changes that field unless its value is None. ``changes`` come last. Without a
+    test id the Case has the tolerance of the test, too.
     Figures get alternative texts from here on. Raises InvalidCase.
     """
     describe_figures()
@@ -46,7 +48,9 @@ def case_from(parameters: Mapping[str, Any], **changes: Any) -> Case:
     }
     fields = {**given, **changes}
     test_id = parameters.get("test_id")
-    return Case.from_test_id(test_id, **fields) if test_id else Case.from_dict(fields)
+    return (
+        Case.from_test_id(test_id, **fields) if test_id else Case.from_dict(with_tolerance(fields))
+    )
 
 
 def conclude(verdicts: Verdicts, case: Case, *results: Result | str) -> None:

@@ -2,7 +2,8 @@
 
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, Provenance, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 __all__ = [
     "Batch",

@@ -15,7 +15,6 @@ from attnlab.tensors.fill import write_tokens
 from attnlab.tensors.formats import ElementFormat, store, written_format
 
 NOBODY = -1
-_NEAR = {"first_block": 0, "num_blocks": None}
 _PATTERN = (1 << 20) + 7  # period of garbage in elements; no multiple of a block or head
 
 
@@ -93,6 +92,38 @@ def untouched(
     return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
+def after_untouched(
+    key: torch.Tensor, value: torch.Tensor, first_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of key and value with ``first_block`` more blocks before theirs.
+
+    On a CPU these are :func:`untouched` zeros. On a GPU they would take memory, so key and value share
+    them (:func:`in_one_buffer`).
+    """
+    if key.device.type != "cpu":
+        return in_one_buffer(key, value, first_block)
+    blocks = first_block + len(key)
+    longer = [untouched((blocks, *part.shape[1:]), part.dtype) for part in (key, value)]
+    longer[0][first_block:], longer[1][first_block:] = key, value
+    return longer[0], longer[1]
+
+
+def in_one_buffer(
+    key: torch.Tensor, value: torch.Tensor, first_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of key and value after ``first_block`` blocks that both share.
+
+    In one buffer the value's blocks follow the key's, and the value begins as much later. With offsets
+    beyond 2^31 elements of float16 the two take 4 GiB, not 8. The shared blocks hold zeros or keys.
+    """
+    blocks, size, before = first_block + len(key), key.numel(), first_block * key[0].numel()
+    buffer = torch.zeros(before + 2 * size, dtype=key.dtype, device=key.device)
+    longer_key = buffer[: before + size].view(blocks, *key.shape[1:])
+    longer_value = buffer[size:].view(blocks, *value.shape[1:])
+    longer_key[first_block:], longer_value[first_block:] = key, value
+    return longer_key, longer_value
+
+
 def to_flash(
     key: torch.Tensor, value: torch.Tensor, first_block: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,12 +134,7 @@ def to_flash(
     """
     if first_block:
         used = to_flash(key[first_block:], value[first_block:])
-        copies = tuple(
-            untouched((len(key), *part.shape[1:]), part.dtype, part.device) for part in used
-        )
-        for copy, part in zip(copies, used, strict=True):
-            copy[first_block:] = part
-        return copies[0], copies[1]
+        return after_untouched(*used, first_block)
     flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
     return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
 
@@ -158,10 +184,12 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     format = written_format(case)
     block_table = make_block_table(case)
     chunks = case.head_size // case.key_x
-    head = (case.total_blocks, case.num_kv_heads)
+    head = (case.total_blocks - case.first_block, case.num_kv_heads)
     device = batch.key.device
     key = _empty((*head, chunks, case.block_size, case.key_x), format, case, 2, device)
     value = _empty((*head, case.head_size, case.block_size), format, case, 3, device)
+    if case.first_block:
+        key, value = after_untouched(key, value, case.first_block)
     lens = batch.lengths.cached_lens(case.staging.fill)
     begins = [count * case.block_size for count in freed_blocks(case)]
     rows, slots, provenance = addresses(
@@ -214,23 +242,15 @@ def addresses(
 def _empty(
     shape: tuple[int, ...], format: ElementFormat, case: Case, salt: int, device: torch.device
 ) -> torch.Tensor:
-    """Return a cache tensor filled with zeros, NaN or finite garbage, as ``case.empty_slots`` says.
-
-    Blocks before ``first_block`` are :func:`untouched` zeros.
-    """
-    if case.first_block:
-        cache = untouched(shape, format.storage, device)
-        used = (shape[0] - case.first_block, *shape[1:])
-        cache[case.first_block :] = _empty(used, format, case.replace(**_NEAR), salt, device)
-        return cache
+    """Return a cache tensor filled with zeros, NaN or finite garbage, as ``case.empty_slots`` says."""
     if case.empty_slots == "zeros":
-        return torch.zeros(shape, dtype=format.storage, device=device)
+        return untouched(shape, format.storage, device)
     if case.empty_slots == "nan":
         return torch.empty(shape, dtype=format.storage, device=device).fill_(format.nan)
-    return format.encode(garbage(shape, seed=case.seed + salt)).to(device)
+    return format.encode(garbage(shape, seed=case.seed + salt, device=device))
 
 
-def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def garbage(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return numbers as recycled memory may hold them: float16 with 0.5 ≤ |number| < 2.
 
     They are finite, so that no NaN reveals them, and never small, so that no element is right by chance.
@@ -241,4 +261,5 @@ def garbage(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     bits.random_(-(2**15), 2**15, generator=generator)
     # IEEE binary16: keep the sign, the fraction and the exponent's last bit; set the rest to 0111x.
     numbers = (bits & -0x7801 | 0x3800).view(torch.float16)
+    numbers = numbers.to(device)
     return numbers.repeat(-(-size // max(1, len(numbers))))[:size].view(shape)

@@ -8,7 +8,7 @@ flash      key and value [num_blocks, block_size, num_kv_heads, head_size]: Flas
 HND        key and value [num_blocks, num_kv_heads, block_size, head_size]: FlashInfer
 =========  ====================================================================================
 
-A KernelCall keeps its cache in the layout x-split.
+A KernelCall has views of its cache in the layout x-split, whatever the layout in memory.
 """
 
 import math
@@ -68,15 +68,15 @@ def find_layout(
 def to_x_split(
     key_cache: torch.Tensor, value_cache: torch.Tensor, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache in the layout x-split; copies, unless it has that layout already.
+    """Return views of a cache in the layout x-split.
 
-    x is 16 bytes of elements, or the largest smaller power of two that divides head_size. Raises
-    InvalidCall if the two shapes do not fit ``layout``.
+    x is 16 bytes of elements, or the largest smaller power of two that divides head_size. Values may have
+    another width than keys. Raises InvalidCall if the two shapes do not fit ``layout``.
     """
     if layout == "x-split":
         return key_cache, value_cache
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dim() != 4 or cache.shape != key_cache.shape:
+        if cache.dim() != 4 or cache.shape[:3] != key_cache.shape[:3]:
             expected = tuple(key_cache.shape) if key_cache.dim() == 4 else "of 4 dimensions"
             text = f"{name} must be {expected} in layout {layout}, got {tuple(cache.shape)}"
             raise InvalidCall(text, field=name)
@@ -84,4 +84,15 @@ def to_x_split(
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     x = math.gcd(16 // key_cache.element_size(), key_cache.shape[3]) or 1
     key = key_cache.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4)
-    return key.contiguous(), value_cache.permute(0, 2, 3, 1).contiguous()
+    return key, value_cache.permute(0, 2, 3, 1)
+
+
+def in_layout(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an x-split cache in another layout: views of the same shape and strides as before
+    :func:`to_x_split`; copies if the cache was not made by it."""
+    if layout == "x-split":
+        return key_cache, value_cache
+    key, value = key_cache.permute(0, 3, 1, 2, 4).flatten(3), value_cache.permute(0, 3, 1, 2)
+    return (key, value) if layout == "flash" else (key.transpose(1, 2), value.transpose(1, 2))

@@ -1,46 +1,58 @@
 """KernelCall: the exact arguments that an attention op receives."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import dataclasses
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS, Op
-from attnlab.case.output_file import replacing
 from attnlab.case.shown import Shown
-from attnlab.tensors.batch import Batch
-from attnlab.tensors.cache import PagedCache, garbage
-from attnlab.tensors.formats import FORMATS, read_format
+from attnlab.tensors import call_file
+from attnlab.tensors.call_checks import check_call
 from attnlab.tensors.from_tensors import PlainCall
-from attnlab.tensors.shapes import INDEX_DTYPES, check_dims, check_index, check_shape
+from attnlab.tensors.named_blocks import copy_blocks, named_by
+from attnlab.tensors.origin import Origin
+
+_LARGE_CACHE = (
+    1 << 24
+)  # bytes; of a larger cache, a file holds only the blocks that the table names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class KernelCall(Shown):
     """Arguments of an attention op, with the names that chunked_prefill_paged_decode has for them.
 
-    - ``query``, ``output``: [num_tokens, num_heads, head_size]; the op writes ``output``. For an op that
-      writes the cache, the output is the cache: [num_blocks × block_size, num_kv_heads, 2 × head_size],
-      for each slot its key, then its value.
-    - ``key``, ``value``: [num_tokens, num_kv_heads, head_size], the new tokens.
+    - ``query``: [num_tokens, num_heads, head_size]. ``output``: [num_tokens, num_heads, value_size]; the op
+      writes it. value_size is head_size, except where keys and values differ in width (MLA). For an op that
+      writes the cache, the output is the cache: [num_blocks × block_size, num_kv_heads, head_size +
+      value_size], for each slot its key, then its value. ``before``: the output's contents before the call,
+      or None if unknown.
+    - ``key``, ``value``: [num_tokens, num_kv_heads, head_size or value_size], the new tokens. If
+      ``new_tokens`` is "in the cache", the op did not get them and these two are placeholders.
     - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
-      [num_blocks, num_kv_heads, head_size, block_size]; uint8 if kv_cache_dtype is FP8.
+      [num_blocks, num_kv_heads, value_size, block_size]; uint8 if kv_cache_dtype is FP8. They may be views
+      of a cache in another layout; ``layout`` names it (:mod:`attnlab.tensors.cache_layout`).
+      ``block_ids``: [num_blocks] int64, the number that each block had in a larger cache, or None.
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
-      [num_seqs]: int32 or int64, as the caller chose; kernels expect int32.
+      [num_seqs]: int32 or int64, as the caller chose; kernels expect int32. ``slot_mapping``: the slot of
+      each new token, or None if unknown.
+    - ``k_scale``, ``v_scale``: a number, [num_seqs, num_kv_heads], or [num_blocks, block_size,
+      num_kv_heads]. ``output_scale``: the scale of an FP8 output, or None.
     - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads] of any floating dtype, one
       logit per head that adds to the softmax sum of each row and has no value; or None.
+    - ``lse``: [num_tokens, num_heads], the log-sum-exp of the scores that the op returned, or None.
     - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale``: None leaves the scale to the op.
       ``num_splits``: None leaves the number of parts of a sequence to the op. ``interleave_v``: the
-      values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`).
-    - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.layout`); the
-      tensors here are contiguous and not padded.
+      values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`). ``causal``: False if every
+      row sees every key of its sequence.
+    - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.layout`) where the
+      lab runs it.
+    - ``origin``: which program made the call, and where. ``unmodelled``: the arguments that change the
+      result and that attnlab has no reference for; such a call is kept, but not diagnosed.
+      ``rejection``: the error that the op raised, or "".
 
     Raises InvalidCall if shapes contradict each other. A wrong dtype is allowed on purpose.
     """
@@ -58,8 +70,8 @@ class KernelCall(Shown):
     seq_lens: torch.Tensor
     max_seq_len: int
     max_query_len: int
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: float | torch.Tensor = 1.0
+    v_scale: float | torch.Tensor = 1.0
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     sliding_window: int = 0
@@ -69,38 +81,21 @@ class KernelCall(Shown):
     interleave_v: bool = False
     strides: str = "contiguous"
     padding: int = 0
+    causal: bool = True
+    layout: str = "x-split"
+    new_tokens: str = "given"
+    before: torch.Tensor | None = None
+    slot_mapping: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    output_scale: float | torch.Tensor | None = None
+    block_ids: torch.Tensor | None = None
+    unmodelled: tuple[str, ...] = ()
+    rejection: str = ""
+    origin: Origin = field(default_factory=Origin)
 
     def __post_init__(self) -> None:
         """Check that the shapes fit together."""
-        if self.op not in OPS:
-            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}", field="op")
-        tokens, heads, head_size = check_dims("query", self.query, 3)
-        _, kv_heads, _ = check_dims("key", self.key, 3)
-        check_shape("key", self.key, (tokens, kv_heads, head_size))
-        check_shape("value", self.value, (tokens, kv_heads, head_size))
-        blocks, _, chunks, block_size, x = check_dims("key_cache", self.key_cache, 5)
-        check_shape("key_cache", self.key_cache, (blocks, kv_heads, chunks, block_size, x))
-        if chunks * x != head_size:
-            text = f"key_cache must hold heads of {head_size}, got {chunks} × {x}"
-            raise InvalidCall(text, field="key_cache")
-        check_shape("value_cache", self.value_cache, (blocks, kv_heads, head_size, block_size))
-        outputs = (tokens, heads, head_size)
-        if self.spec.writes_cache:
-            outputs = (blocks * block_size, kv_heads, 2 * head_size)
-        check_shape("output", self.output, outputs)
-        num_seqs, _ = check_dims("block_table", self.block_table, 2)
-        check_shape("seq_lens", self.seq_lens, (num_seqs,))
-        check_shape("query_start_loc", self.query_start_loc, (num_seqs + 1,))
-        for name in ("block_table", "seq_lens", "query_start_loc"):
-            check_index(name, getattr(self, name))
-        if self.sinks is not None:
-            check_shape("sinks", self.sinks, (heads,))
-            if not self.sinks.is_floating_point():
-                text = f"sinks must be of a floating dtype, got {self.sinks.dtype}"
-                raise InvalidCall(text, field="sinks")
-        if kv_heads == 0 or heads % kv_heads:
-            text = f"query must have a multiple of {kv_heads} heads, got {heads}"
-            raise InvalidCall(text, field="query")
+        check_call({one.name: getattr(self, one.name) for one in fields(self)})
 
     @classmethod
     def from_tensors(
@@ -126,11 +121,12 @@ class KernelCall(Shown):
         - ``key_cache``, ``value_cache``: x-split, [num_blocks, num_kv_heads, head_size / x, block_size, x]
           and [num_blocks, num_kv_heads, head_size, block_size]; or flash, both [num_blocks, block_size,
           num_kv_heads, head_size]; or HND, both [num_blocks, num_kv_heads, block_size, head_size]. Of the
-          query's dtype, FP8, or FP8 as uint8. A cache that is not x-split is copied.
+          query's dtype, FP8, or FP8 as uint8. The call has views of them. Values may have another width
+          than keys.
         - ``block_table``: [num_seqs, max_blocks_per_seq], ``seq_lens``: [num_seqs], int32 or int64.
         - ``query_start_loc``: [num_seqs + 1], int32 or int64. Default: one new token per sequence.
         - ``key``, ``value``: [num_tokens, num_kv_heads, head_size]. Required if the op reads new tokens
-          from them; default: zeros.
+          from them. Without them, new tokens are what the cache holds.
         - ``output``: what the op writes. Default: NaN, so that rows which are not written are visible.
         - ``op``: default chunked_prefill_paged_decode for x-split, otherwise unified_attention.
         - ``layout``: "x-split", "flash" or "HND". Default: the layout that the shapes allow.
@@ -166,6 +162,12 @@ class KernelCall(Shown):
         return OPS[self.op]
 
     @property
+    def is_foreign(self) -> bool:
+        """Answer whether the call was made to an op of which attnlab has no record, and so no contract."""
+        functions = {*OPS, *(op.function for op in OPS.values())}
+        return self.origin.op is not None and self.origin.op.rpartition(".")[2] not in functions
+
+    @property
     def num_queries_per_kv(self) -> int:
         """Return the number of query heads per KV head."""
         return self.query.shape[1] // self.key.shape[1]
@@ -180,100 +182,80 @@ class KernelCall(Shown):
         """Return the number of new tokens of each sequence, [num_seqs] int64, as the caller intended."""
         return self.query_start_loc.long().diff()
 
-    def save(self, path: Path) -> None:
-        """Write the call to a safetensors file, with scalars as metadata.
+    def number(self, name: str) -> float:
+        """Return k_scale or v_scale where only a number will do; raise InvalidCall for a tensor."""
+        scale: float | torch.Tensor = getattr(self, name)
+        if isinstance(scale, torch.Tensor):
+            text = f"{name} must be a number where the lab runs {self.op}"
+            raise InvalidCall(f"{text}, got a tensor {tuple(scale.shape)}", field=name)
+        return scale
 
-        The file is replaced at once. Raises InvalidCall if it cannot be written.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor of the call by its field's name."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
+
+    def cpu(self) -> "KernelCall":
+        """Return the call with its tensors on the CPU; itself if they are there."""
+        moved: dict[str, Any] = {
+            name: one.cpu() for name, one in self.tensors().items() if one.device.type != "cpu"
+        }
+        return dataclasses.replace(self, **moved) if moved else self
+
+    def with_named_blocks(self) -> "KernelCall":
+        """Return the call with copies of only the blocks that its block table names, renumbered.
+
+        The strides of the cache are kept, and ``block_ids`` has the original numbers.
         """
-        tensors, scalars = {}, {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                tensors[field.name] = value.contiguous()
-            elif value is not None:
-                scalars[field.name] = value
-        try:
-            with replacing(Path(path)) as part:
-                save_file(tensors, part, metadata={"attnlab_call": json.dumps(scalars)})
-        except (InvalidCase, SafetensorError) as error:
-            raise InvalidCall(f"{path} must be a file to write to: {error}") from error
+        ids = named_by(self.block_table, self.key_cache.shape[0])
+        named = copy_blocks((self.key_cache, self.value_cache), ids)
+        scales: dict[str, Any] = {
+            name: scale[ids.to(scale.device)]
+            for name in ("k_scale", "v_scale")
+            if isinstance(scale := getattr(self, name), torch.Tensor) and scale.dim() == 3
+        }
+        original = ids if self.block_ids is None else self.block_ids.to(ids.device)[ids]
+        return dataclasses.replace(
+            self,
+            key_cache=named.caches[0],
+            value_cache=named.caches[1],
+            block_table=named.renumbered(self.block_table),
+            block_ids=original,
+            **scales,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the call to a safetensors file (docs/call-file.md), with shapes, strides and offsets.
+
+        Of a cache above 16 MiB, only the blocks that the block table names are written. The file is
+        replaced at once. Raises InvalidCall if it cannot be written.
+        """
+        caches = (self.key_cache, self.value_cache)
+        large = sum(cache.numel() * cache.element_size() for cache in caches) > _LARGE_CACHE
+        call = self.with_named_blocks() if large and self.spec.attends_to_cache else self
+        tensors = call.tensors()
+        scalars = {
+            one.name: getattr(call, one.name)
+            for one in fields(call)
+            if one.name not in (*tensors, "origin") and getattr(call, one.name) is not None
+        }
+        call_file.write(path, scalars, tensors, self.origin.to_dict())
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":
-        """Return the call in a file that :meth:`save` or a capture wrote; raise InvalidCall."""
+        """Return the call in a file that :meth:`save` wrote, in any release; raise InvalidCall."""
+        held = call_file.read(path)
+        given: dict[str, Any] = {
+            **held.scalars,
+            **held.tensors,
+            "origin": Origin.of_dict(held.origin),
+        }
+        if "unmodelled" in given:
+            given["unmodelled"] = tuple(given["unmodelled"])
         try:
-            with safe_open(path, framework="pt") as file:
-                scalars = json.loads((file.metadata() or {})["attnlab_call"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise InvalidCall(f"{path} must be a saved KernelCall: {error}") from error
-        try:
-            return cls(**scalars, **tensors)
-        except TypeError as error:
+            return cls(**given)
+        except (TypeError, AttributeError) as error:
             raise InvalidCall(f"{path} must hold the arguments of a KernelCall: {error}") from error
-
-
-def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
-    """Return the prefix sums of ``query_lens``, [num_seqs + 1], computed as a stage of the test did.
-
-    ``torch.cumsum`` of int32 returns int64. So "int32_before_cumsum", the test's first fix, gives int64;
-    this function computes it in the same way.
-    """
-    lens = [0, *query_lens]
-    if how == "int64":
-        return torch.cumsum(torch.tensor(lens, dtype=torch.long), dim=0)
-    if how == "int32_before_cumsum":
-        return torch.cumsum(torch.tensor(lens, dtype=torch.int), dim=0)
-    return torch.cumsum(torch.tensor(lens), dim=0).to(torch.int32)
-
-
-def make_output(case: Case) -> torch.Tensor:
-    """Return the output buffer before the call: recycled memory, NaN or zeros.
-
-    vLLM's test allocates it with ``torch.empty``. Recycled memory is modelled by
-    :func:`attnlab.tensors.cache.garbage`, so that an unwritten row never passes by chance.
-    """
-    shape = (case.lengths.num_tokens, case.num_heads, case.head_size)
-    dtype = FORMATS[case.dtype].dtype
-    if case.spec.writes_cache:
-        shape = (case.total_blocks * case.block_size, case.num_kv_heads, 2 * case.head_size)
-        dtype = read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype
-    if case.output_init == "recycled":
-        return garbage(shape, seed=case.seed + 4).to(dtype)
-    fill = float("nan") if case.output_init == "nan" else 0.0
-    return torch.full(shape, fill, dtype=dtype)
-
-
-def make_call(case: Case, batch: Batch, cache: PagedCache, output: torch.Tensor) -> KernelCall:
-    """Return the Case's call on its batch and cache; the op will write ``output``."""
-    staging = case.staging
-    new = batch.new_rows()
-    return KernelCall(
-        op=case.op,
-        query=batch.query,
-        key=batch.key[new],
-        value=batch.value[new],
-        output=output,
-        kv_cache_dtype=case.kv_cache_dtype,
-        key_cache=cache.key,
-        value_cache=cache.value,
-        block_table=cache.provenance.block_table.to(INDEX_DTYPES[staging.block_table]),
-        query_start_loc=make_query_start_loc(case.lengths.query_lens, staging.query_start_loc),
-        seq_lens=torch.tensor(case.lengths.seq_lens, dtype=INDEX_DTYPES[staging.seq_lens]),
-        max_seq_len=case.passed_max_seq_len,
-        max_query_len=case.passed_max_query_len,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        alibi_slopes=batch.alibi_slopes,
-        sinks=batch.sinks,
-        sliding_window=case.sliding_window,
-        sm_scale=case.sm_scale,
-        softcap=case.softcap,
-        num_splits=case.num_splits,
-        interleave_v=case.interleave_v,
-        strides=case.kv_layout,
-        padding=case.pad_batch,
-    )
 
 
 def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ class PlainCall:
             "block_table": self.block_table,
             "query_start_loc": starts,
             "seq_lens": self.seq_lens,
+            "layout": layout,
+            "new_tokens": "in the cache" if self.key is None else "given",
         }
 
     def _check_tensors(self) -> None:
@@ -172,7 +174,7 @@ class PlainCall:
     def _new_tokens(
         self, op: Op, value_cache: torch.Tensor, query_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value: given, or zeros for an op that reads all new tokens from the cache."""
+        """Return key and value: given, or placeholders for an op that reads all new tokens from the cache."""
         if self.key is not None and self.value is not None:
             return self.key, self.value
         from_cache = op.new_tokens_from == "cache"
@@ -181,17 +183,21 @@ class PlainCall:
         if not from_cache:
             text = f"key and value must be given with {op.name}, which reads new tokens from them"
             raise InvalidCall(f"{text}, got None", field="key")
-        shape = (self.query.shape[0], value_cache.shape[1], self.query.shape[2])
-        return self.query.new_zeros(shape), self.query.new_zeros(shape)
+        tokens, _, head_size = self.query.shape
+        _, kv_heads, value_size, _ = value_cache.shape
+        zero = self.query.new_zeros(())
+        return zero.expand(tokens, kv_heads, head_size), zero.expand(tokens, kv_heads, value_size)
 
     def _output(self, op: Op, value_cache: torch.Tensor) -> torch.Tensor:
         """Return the output buffer: given, or NaN, so that unwritten rows are visible."""
         if self.output is not None:
             return self.output
-        if not op.writes_cache:
-            return torch.full_like(self.query, float("nan"), memory_format=torch.contiguous_format)
-        blocks, kv_heads, head_size, block_size = value_cache.shape
-        return self.query.new_full((blocks * block_size, kv_heads, 2 * head_size), float("nan"))
+        tokens, heads, head_size = self.query.shape
+        blocks, kv_heads, value_size, block_size = value_cache.shape
+        shape = (tokens, heads, value_size)
+        if op.writes_cache:
+            shape = (blocks * block_size, kv_heads, head_size + value_size)
+        return self.query.new_full(shape, float("nan"))
 
 
 def _check_paged(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -201,7 +207,10 @@ def _check_paged(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
     if chunks * x != head_size:
         text = f"key_cache must hold heads of {head_size} elements like query, got {chunks} × {x}"
         raise InvalidCall(text, field="key_cache")
-    check_shape("value_cache", value_cache, (blocks, kv_heads, head_size, block_size))
+    values = check_dims("value_cache", value_cache, 4)
+    fits = (values[0], values[1], values[3]) == (blocks, kv_heads, block_size)
+    shape = (blocks, kv_heads, values[2] if fits else head_size, block_size)
+    check_shape("value_cache", value_cache, shape)
     if kv_heads == 0 or query.shape[1] % kv_heads:
         text = f"query must have a multiple of {kv_heads} heads, as key_cache has {kv_heads}"
         raise InvalidCall(f"{text}, got {query.shape[1]}", field="query")

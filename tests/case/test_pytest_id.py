@@ -34,6 +34,19 @@ def test_ids_of_the_four_tests(test_id, path, fields):
     assert (case.stage, case.key_x) == ("cast_after_cumsum", 8)
 
 
+@pytest.mark.parametrize(
+    ("test_id", "atol"),
+    [
+        (PLAIN, 1e-4),
+        (ALIBI, 1e-3),
+        (F32, 1e-4),
+        (PLAIN.replace("_attention[", "_attention_alibi[").replace("-0-cuda", "-cuda"), 1e-6),
+    ],
+)
+def test_the_tolerance_is_the_tests(test_id, atol):
+    assert Case.from_test_id(test_id).tolerance == atol
+
+
 def test_the_ratio_precedes_the_heads():
     """``-1-64]`` means 64 heads with a GQA ratio of 1, not 64."""
     case = Case.from_test_id(PLAIN)

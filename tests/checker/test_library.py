@@ -4,17 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.plugins import EXAMPLES, RIGHT, checked, planted
+from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, planted
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
-from attnlab.checker.case_check import check_case
+from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.finding import KINDS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library
-from attnlab.checker.op_check import is_callers_fault
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
@@ -115,7 +113,7 @@ def test_a_kernel_that_dies_is_a_finding(tmp_path: Path) -> None:
     """The check continues after the process of a kernel has ended."""
     end = "ctypes.CDLL(None)._exit(1)"  # os._exit is a failure of the kernel, and ends no process
     backend = planted(tmp_path, f"import ctypes\ndef my_attention(call): {end}\n")
-    report = check_library(backend, backend.ops, "sm_90", 3, 60.0, processes=2)
+    report = checked_by_workers(backend, cases=3)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
 
 
@@ -133,7 +131,7 @@ def test_a_broken_gpu_context_is_a_finding_and_the_other_cases_run(
     whole = checked(planted(tmp_path, RIGHT), cases=6)
     (tmp_path / "broken").mkdir()
     backend = planted(tmp_path / "broken", broken)
-    report = check_library(backend, backend.ops, "sm_90", 6, 600.0, processes=2)
+    report = checked_by_workers(backend)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
     assert report.findings[0].case.sliding_window
     assert "illegal memory access" in report.findings[0].evidence
@@ -161,7 +159,7 @@ def test_a_wrong_cache_write_is_found(tmp_path: Path, fault: str, diagnosis: str
 
 def test_a_release(source: Source) -> None:
     """The first cases find nothing in 0.33.0 and the known leak in 0.11.2."""
-    report = check_library(find_backend("vllm", source.path, "cpu"), TRITON_OPS, "sm_90", 5, 600.0)
+    report = checked(find_backend("vllm", source.path, "cpu"), cases=5)
     assert report.cases_run >= 25
     findings = {one.kind for one in report.findings}
     observations = {one.kind for one in report.observations}

@@ -2,9 +2,7 @@
 
 import time
 
-from helpers.plugins import RIGHT, planted
-
-from attnlab.checker.library import check_library
+from helpers.plugins import RIGHT, checked_by_workers, planted
 
 PLACE = "    key_cache, value_cache = to_flash"
 EXIT = "ctypes.CDLL(None)._exit(3)"  # cannot be caught
@@ -17,14 +15,8 @@ def with_fault(folder, line, when="call.sliding_window"):
     return planted(folder, RIGHT.replace(PLACE, fault))
 
 
-def checked(backend, limit_s=60.0, seconds=600.0):
-    return check_library(
-        backend, backend.ops, "sm_90", 6, seconds, processes=2, case_limit_s=limit_s
-    )
-
-
 def test_a_kernel_that_loops_is_a_finding(tmp_path):
-    report = checked(with_fault(tmp_path, "time.sleep(1000)"), limit_s=12.0)
+    report = checked_by_workers(with_fault(tmp_path, "time.sleep(1000)"), limit_s=12.0)
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "does not end")]
     assert report.findings[0].case.sliding_window
     assert "12 s" in report.findings[0].evidence
@@ -33,7 +25,7 @@ def test_a_kernel_that_loops_is_a_finding(tmp_path):
 
 def test_a_kernel_that_ends_its_process_is_a_finding(tmp_path):
     """The finding has the case that did it, and the other cases run."""
-    report = checked(with_fault(tmp_path, EXIT))
+    report = checked_by_workers(with_fault(tmp_path, EXIT))
     assert [(one.kind, one.diagnosis) for one in report.findings] == [("fails", "crash")]
     assert report.findings[0].case.sliding_window
     assert "exit code 3" in report.findings[0].evidence
@@ -42,7 +34,9 @@ def test_a_kernel_that_ends_its_process_is_a_finding(tmp_path):
 
 def test_the_time_limit_holds_for_a_kernel_that_always_loops(tmp_path):
     begin = time.monotonic()
-    report = checked(with_fault(tmp_path, "time.sleep(1000)", "True"), limit_s=5.0, seconds=2.0)
+    report = checked_by_workers(
+        with_fault(tmp_path, "time.sleep(1000)", "True"), limit_s=5.0, seconds=2.0
+    )
     assert [one.diagnosis for one in report.findings] == ["does not end"]
-    assert any("because the time was up" in text for text in report.left_out)
+    assert [entry.reason for entry in report.not_run] == ["the time was up"]
     assert time.monotonic() - begin < 90

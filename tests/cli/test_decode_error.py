@@ -1,9 +1,12 @@
 """attnlab decode-error: the place of an assertion's largest difference."""
 
 import io
+import shlex
 
 import pytest
 from helpers.commands import SEED_ID, document, error_line, printed
+
+from attnlab.case.case import Case
 
 TEXT = (
     "Mismatched elements: 8192 / 43720704 (0.0%)\n"
@@ -33,8 +36,10 @@ def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
         "Mismatched elements: 1 / 10 (10%)\nGreatest absolute difference: 1 at index (0, 0, 0)",
         "Mismatched elements: 1 / 43720704 (0%)\n"
         "Greatest absolute difference: 1 at index (9999, 0, 0)",
+        "Mismatched elements: 1 / 2\nGreatest absolute difference: 1 at index (0, 0)",
+        "Mismatched elements: 1 / 2\nGreatest absolute difference: 1 at index ( , )",
     ],
-    ids=["no counts", "another size", "index outside"],
+    ids=["no counts", "another size", "index outside", "two", "no numbers"],
 )
 def test_a_text_that_does_not_fit_is_refused(capsys, monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -91,3 +96,125 @@ def test_the_assumption_about_the_values_is_stated(capsys, monkeypatch):
 
 def test_an_empty_test_id_is_refused(capsys):
     assert error_line(capsys, ["run", "--test-id", ""]).startswith("attnlab: test_id must")
+
+
+def test_a_bare_index(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
+    decoded = document(capsys, ["decode-error", "--test-id", SEED_ID], 0)
+    assert (decoded["seq"], decoded["token"], decoded["mismatched"]) == (9, 0, None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("(5336, 0, 0)"))
+    assert "sequence 9" in printed(capsys, ["decode-error", "--test-id", SEED_ID], 0)
+
+
+def decoded(capsys, monkeypatch, text, *flags):
+    """Return the document of a text; the printed text must have its sentences."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    found = document(capsys, ["decode-error", *flags], 0)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    shown = printed(capsys, ["decode-error", *flags], 0)
+    assert found["sentences"]
+    assert all(" ".join(sentence.split()) in shown for sentence in found["sentences"])
+    return found
+
+
+def test_a_count_of_another_size_names_the_flags(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT.replace("43720704", "819200")))
+    assert "--query-lens with 100 tokens" in error_line(capsys, ["decode-error"])
+
+
+DTYPES = "E   RuntimeError: expected scalar type Int but found Long"
+
+
+def test_a_dtype_error_names_kernel_tensors_and_stage(capsys, monkeypatch):
+    found = decoded(capsys, monkeypatch, DTYPES)
+    assert found["kind"] == "dtype"
+    assert found["rejected"] == [
+        ["int64", "paged_attention_rocm", "block_table"],
+        ["int64", "paged_attention_rocm", "seq_lens"],
+    ]
+    assert found["command"] == "attnlab run --stage int64"
+    text = f"FAILED x.py::{SEED_ID} - {DTYPES}"
+    assert SEED_ID in decoded(capsys, monkeypatch, text)["command"]
+
+
+def test_a_dtype_error_that_no_kernel_of_the_case_raises(capsys, monkeypatch):
+    found = decoded(capsys, monkeypatch, DTYPES, "--op", "unified_attention")
+    assert (found["rejected"], found["command"]) == ([], None)
+
+
+def test_a_failed_allclose_names_what_to_run(capsys, monkeypatch):
+    text = "E   assert torch.allclose(output, expected)\nE    +  where False = torch.allclose("
+    found = decoded(capsys, monkeypatch, text)
+    assert (found["kind"], found["command"], found["test_id"]) == ("allclose", None, None)
+    found = decoded(capsys, monkeypatch, f"{text}\nFAILED a.py::{SEED_ID} - assert False")
+    assert found["test_id"] == SEED_ID
+    assert shlex.split(found["command"]) == ["attnlab", "run", "--test-id", SEED_ID]
+    assert Case.from_dict(found["case"]) == Case.from_test_id(SEED_ID)
+
+
+@pytest.mark.parametrize("text", ["(5336, 0, 0)", DTYPES, "assert torch.allclose(a, b)"])
+def test_an_id_that_becomes_no_case_is_stated(capsys, monkeypatch, text):
+    refused = "test_contexted_kv_attention[chunked_prefill_paged_decode-0]"
+    found = decoded(capsys, monkeypatch, f"FAILED a.py::{refused}\n{text}")
+    assert refused in found["refusal"]
+    assert any(refused in sentence for sentence in found["sentences"])
+    given = decoded(capsys, monkeypatch, f"{refused}\n{text}", "--test-id", SEED_ID)
+    assert given["refusal"] == ""
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{refused}\nno index"))
+    assert refused in error_line(capsys, ["decode-error"])
+
+
+WRITE = ["--op", "reshape_and_cache_flash", "--num-heads", "4", "--head-size", "32"]
+WRITE += ["--query-lens", "3,1", "--ctx-lens", "20,5", "--block-size", "16"]
+
+
+def test_an_index_of_a_cache(capsys, monkeypatch):
+    """vLLM's caches have (block, offset, head, element); attnlab's rows are positions."""
+    found = decoded(capsys, monkeypatch, "(2, 3, 1, 7)", *WRITE)
+    assert (found["block"], found["offset"], found["slot"]) == (2, 3, 35)
+    assert (found["head"], found["element"], found["seq"]) == (1, 7, None)
+    found = decoded(capsys, monkeypatch, "(22, 1, 40)", *WRITE)
+    assert (found["seq"], found["position"], found["head"], found["element"]) == (0, 22, 1, 8)
+    assert any("value" in sentence for sentence in found["sentences"])
+    case = Case(op="reshape_and_cache_flash", num_heads=4, head_size=32, block_size=16)
+    slots = case.replace(query_lens=(3, 1), ctx_lens=(20, 5)).total_blocks * 16
+    last = decoded(capsys, monkeypatch, f"({slots - 1}, 1, 4)", *WRITE)
+    assert (last["seq"], last["position"]) == (None, None)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"({slots}, 0, 0)"))
+    assert error_line(capsys, ["decode-error", *WRITE]).startswith("attnlab: text must")
+    short = "Mismatched elements: 1 / 9\nGreatest absolute difference: 1.0 at index (0, 0)"
+    monkeypatch.setattr("sys.stdin", io.StringIO(short))
+    assert "3 or 4 numbers" in error_line(capsys, ["decode-error", *WRITE])
+    text = "Mismatched elements: 1 / 99\nGreatest absolute difference: 1.0 at index (0, 0, 0, 0)"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert "--num-blocks" in error_line(capsys, ["decode-error", *WRITE])
+
+
+PYTEST = f"""\
+=================================== FAILURES ===================================
+_ {SEED_ID} _
+
+num_heads = 64, num_queries_per_kv = 1, head_size = 128, sliding_window = 0
+kv_cache_dtype = 'auto', device = 'cuda:0', op = <function chunked_prefill_paged_decode at 0x7f01>
+
+>       torch.testing.assert_close(output, output_ref, atol=atol, rtol=0)
+E       AssertionError: Tensor-likes are not close!
+E
+E       Mismatched elements: 8192 / 43720704 (0.0%)
+E       Greatest absolute difference: 1.685546875 at index (5336, 0, 0) (up to 0.0001 allowed)
+E       Greatest relative difference: inf at index (5336, 0, 0) (up to 0 allowed)
+
+tests/kernels/attention/test_prefix_prefill.py:317: AssertionError
+=========================== short test summary info ============================
+FAILED tests/kernels/attention/test_prefix_prefill.py::{SEED_ID} - AssertionError
+"""
+
+
+def test_the_whole_output_of_pytest(capsys, monkeypatch):
+    small = decoded(capsys, monkeypatch, PYTEST.replace("1.685546875", "1.5e-05"))
+    assert small["max_abs_error"] == 1.5e-05
+    found = decoded(capsys, monkeypatch, PYTEST)
+    assert (found["seq"], found["row"], found["head"], found["element"]) == (9, 5336, 0, 0)
+    assert (found["mismatched"], found["total"]) == (8192, 43720704)
+    assert found["max_abs_error"] == 1.685546875
+    assert found["kernel"] == "paged_attention_rocm"

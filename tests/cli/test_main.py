@@ -64,6 +64,17 @@ OWN_FLAGS = [
     (["check", "/no/such.py:f"], "/no/such.py"),
     (["check", "--source", "/no/such"], "/no/such"),
     (["check", "--report", "x"], "report must"),
+    (["check", "--shard", "0/3"], "shard must be"),
+    (["releases", "--sources", "/no/such"], "sources must be"),
+    (["releases", "--sources", ".", "--shard", "4/3"], "shard must be"),
+    (["check", "--shard", "4/3"], "shard must be"),
+    (["check", "--engine", "spark"], "engine must be"),
+    (["check", "--engine", "local:0"], "engine must be"),
+    (["check", "--out", "/proc/x"], "out must be"),
+    (["check", "--known", "/no/such"], "known must be"),
+    (["check", "--times", "/no/such"], "/no/such"),
+    (["merge"], "DIR"),
+    (["merge", "/no/such"], "/no/such must be a store"),
     (["claims", "C1"], "C1"),
     (["investigate", "99"], "99"),
     (["investigate", "01", "-p", "platform"], "parameter must be"),
@@ -94,8 +105,9 @@ OWN_FLAGS = [
     (["bench", "--source", "/no/such"], "/no/such"),
     (["bench", "--rocm", "--source", "/no/such"], "/no/such"),
     (["dance"], "dance"),
+    (["xray", "--call", "nowhere"], "nowhere"),
 ]
-WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power")
+WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 
 
 @pytest.mark.parametrize("command", WITH_CASE)

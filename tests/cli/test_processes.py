@@ -1,5 +1,6 @@
 """Whatever ends a command ends all processes that it has started, and closes its standard output."""
 
+import json
 import os
 import signal
 import subprocess
@@ -117,9 +118,29 @@ def test_an_interrupt_ends_a_kernel_that_loops(loop, command):
         wait_for(started.exists)
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, b"attnlab: interrupted\n")
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.startswith(b"attnlab: interrupted")
+    assert stderr.count(b"\n") == 1
     assert time.monotonic() - begin < 5
+    if command == "check":
+        assert b"did not run: the check was interrupted" in stdout.replace(b"\n", b" ")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_a_report_of_what_ran(loop, tmp_path, how):
+    """All workers end, the report is one JSON document, and the exit code is that of the signal."""
+    kernel, started = loop
+    with start("check", kernel, "--cases", "2", "--json", "--out", str(tmp_path / "s")) as process:
+        wait_for(started.exists)
+        children = descendants(process.pid)
+        process.send_signal(how)
+        stdout, _ = process.communicate(timeout=60)
+    assert survivors(children) == []
+    assert process.returncode == 128 + how
+    report = json.loads(stdout)
+    assert (report["cases"], report["cases_run"]) == (2, 0)
+    assert [entry["reason"] for entry in report["not_run"]] == ["the check was interrupted"]
 
 
 def test_a_worker_asks_to_end_before_it_loads_the_kernel(tmp_path):

@@ -4,7 +4,7 @@ import io
 import shlex
 
 import pytest
-from helpers.commands import SEED_ID, SMALL, document, printed
+from helpers.commands import SEED_ID, SMALL, document, error_line, printed
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
@@ -111,3 +111,28 @@ def test_a_saved_call_can_be_loaded(capsys, tmp_path, option):
     file = tmp_path / "call.safetensors"
     printed(capsys, ["run", *SMALL, "--save-call", str(file), *option], 0)
     assert KernelCall.load(file).seq_lens.tolist() == [45, 34]
+
+
+def test_a_second_run_is_compared_by_its_bits(capsys):
+    """Without the newest token in the cache, the output is what an empty slot holds."""
+    flags = ["run", *SMALL, "--atol", "10", "--empty-slots", "zeros", "--stage"]
+    same = document(capsys, [*flags, "fill_decode", "--against", "seq_lens_dtype=int32"], 0)
+    assert (same["against"]["rows"], same["against"]["changes"]) == (
+        [],
+        {"seq_lens_dtype": "int32"},
+    )
+    changed = [*flags, "cast_after_cumsum", "--against", "empty_slots=garbage"]
+    other = document(capsys, changed, 1)
+    assert other["status"] == "match"
+    assert other["against"]["rows"] == [5]
+    assert other["against"]["largest"] > 0
+    assert "empty_slots garbage" in printed(capsys, changed, 1)
+    rejected = document(capsys, [*flags, "sound", "--against", "stage=int64"], 1)
+    assert rejected["against"]["error"] == "expected scalar type Int but found Long"
+
+
+@pytest.mark.parametrize("word", ["empty_slots", "empty_slot=nan", "head_size=32", "seed=x"])
+def test_a_second_run_that_cannot_be_compared(capsys, word):
+    line = error_line(capsys, ["run", *SMALL, "--against", word])
+    assert line.startswith("attnlab: ")
+    assert word.partition("=")[0] in line

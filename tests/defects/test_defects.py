@@ -30,6 +30,7 @@ VARIANTS = {
     "context only": hostile(stage="int32_before_cumsum", output_init="recycled"),
     "alibi": hostile(alibi=True),
     "window": hostile(sliding_window=7),
+    "freed blocks": hostile(sliding_window=7, freed="empty"),
     "fp8": hostile(kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, empty_slots="garbage"),
     "fp8 fn": hostile(kv_cache_dtype="fp8", platform="gfx950", x=8, empty_slots="zeros"),
     "Triton": hostile(platform="sm_90", empty_slots="garbage"),

@@ -8,11 +8,12 @@ from helpers.cases import call_of, hostile
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
+from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
-from attnlab.diagnosis.files import diagnose_files, kernels_of
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 
@@ -34,7 +35,7 @@ def test_a_saved_call_is_diagnosed(tmp_path):
     call = dataclasses.replace(lab.call(case), output=lab.output(case))
     path = tmp_path / "call.safetensors"
     call.save(path)
-    diagnosis = diagnose_files(Case(), lab, None, path)
+    diagnosis = diagnose_captured(KernelCall.load(path), Case())
     assert diagnosis.unwritten == [31, 49, 90, 91, 95]
     assert diagnosis.unwritten_by == "contracts"
     assert {violation.kind for violation in diagnosis.violations} >= {"index_dtype"}

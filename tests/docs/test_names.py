@@ -10,6 +10,7 @@ import pytest
 import attnlab
 from attnlab.case.declaration import CaseFields
 from attnlab.cli.main import COMMANDS, make_parser
+from attnlab.recorder import pytest_plugin
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -41,7 +42,7 @@ FLAGS = {
     for parser in parsers(make_parser())
     for action in parser._actions
     for flag in action.option_strings
-}
+} | set(re.findall(r'"(--[a-z-]+)"', Path(pytest_plugin.__file__).read_text()))
 
 
 def prose(text: str) -> str:
@@ -82,7 +83,7 @@ def unknown_names(text: str) -> set[str]:
     }
     return {
         name
-        for name in found - {"attnlab.kernels"}
+        for name in found - {"attnlab.kernels", "attnlab.ops"}  # entry-point groups
         if name.split(".")[1] not in (*attnlab.__all__, "__version__") and not has_module(name)
     }
 

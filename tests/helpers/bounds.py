@@ -11,7 +11,7 @@ from attnlab.lab.reference import reference
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import make_call, make_output
+from attnlab.tensors.case_call import make_call, make_output
 
 
 def bound(case: Case, batch: Batch) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from attnlab.case.case import Case
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 # (query_len, ctx_len) around the edges of blocks of 16 and partitions of 256, without context, with a
 # query longer than the context, and with decodes before, between and after prefills.

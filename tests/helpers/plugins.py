@@ -1,10 +1,13 @@
 """Users' kernels with planted faults, and their check."""
 
 from pathlib import Path
+from typing import Any
 
 from attnlab.checker.library import check_library
+from attnlab.checker.plan import Plan
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
+from attnlab.tasks.local import LocalEngine
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -21,4 +24,12 @@ def planted(folder: Path, text: str, name: str = "my_attention") -> Backend:
 
 def checked(backend: Backend, cases: int = 8, platform: str = "sm_90", seed: int = 0):
     """Return the report of a backend, in this process."""
-    return check_library(backend, backend.ops, platform, cases, 600.0, seed)
+    plan = Plan(backend=backend, ops=backend.ops, platform=platform, cases=cases, seed=seed)
+    return check_library(plan)
+
+
+def checked_by_workers(backend: Backend, cases: int = 6, limit_s: float = 60.0, **options: Any):
+    """Return the report of a backend, checked by two worker processes."""
+    plan = Plan(backend=backend, ops=backend.ops, cases=cases, case_limit_s=limit_s)
+    with LocalEngine(2) as engine:
+        return check_library(plan, engine, **options)

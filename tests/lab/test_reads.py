@@ -1,22 +1,20 @@
 """Traced slot reads: their states, program by program; every planted stray read is reported."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers.plugins import checked
 from helpers.sources import needs_triton
 from helpers.triton_example import CASE, EXAMPLE, TRITON
 
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.checker.case_check import check_case
+from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.library import check_library
-from attnlab.checker.op_check import is_callers_fault
-from attnlab.checker.slot_reads import ReadCounts, slots_by_state
+from attnlab.checker.slot_reads import read_counts, slots_by_state
 from attnlab.contracts.slot_states import SlotState
 from attnlab.contracts.target import Target
 from attnlab.kernels import find_backend
@@ -185,9 +183,7 @@ def test_rows_of_two_sequences_and_of_none() -> None:
     assert sum(sum(one.counts.values()) for one in both.slots) == 1
     none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
     assert [(one.seq, one.counts[SlotState.UNKNOWN]) for one in none.slots] == [(NOBODY, 1)]
-    tally = ReadCounts()
-    tally.add(CASE, SimpleNamespace(memory=none))
-    assert tally.to_dict()["unknown"] == 1
+    assert read_counts(none)["unknown"] == 1
 
 
 def test_strided_caches_and_masked_loads() -> None:
@@ -217,16 +213,14 @@ def test_trace_reads_is_refused_where_reads_are_not_recorded(source: Source, mon
 def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     """For a Triton plugin, counts by state and what is allowed; for a torch plugin, why there are none."""
     backend = planted(tmp_path, "both = seen", "both = (pos <= end)")
-    report = check_library(backend, backend.ops, "sm_90", 4, 600.0)
+    report = checked(backend, cases=4)
     counts = report.to_dict()["reads"]["unified_attention"]
     assert counts["own"] > 300
     assert counts["outside_window"] > 100
     assert report.reads_allowed["unified_attention"] == ["own"]
     assert {one.kind for one in report.observations} == {"reads_outside_window"}
     text = EXAMPLE.with_name("my_attention.py")
-    report = check_library(
-        find_backend(f"{text}:my_attention"), ["unified_attention"], "sm_90", 1, 60.0
-    )
+    report = checked(find_backend(f"{text}:my_attention"), cases=1)
     assert report.reads == {}
     assert any(line.startswith("unified_attention: slot reads") for line in report.left_out)
 

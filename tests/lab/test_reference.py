@@ -99,7 +99,8 @@ def test_float64_reference_is_attention(case, rows, scores):
     """For any shape and tile size it equals torch's attention up to rounding in float64."""
     batch = make_batch(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference_module, "_TILES", {"cpu": (rows, scores)})
+        patch.setattr(reference_module, "_CPU_ROWS", rows)
+        patch.setattr(reference_module, "_SCORES", {"cpu": scores})
         got = reference(case, batch)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, plain_batch(case, batch), atol=DOUBLE, rtol=DOUBLE)
@@ -132,9 +133,8 @@ def test_only_stored_keys_are_quantised():
     case = hostile(kv_cache_dtype="fp8", query_lens=(3, 1), ctx_lens=(4, 4))
     tokens = make_batch(case).key[:7]
     stored = stored_tokens(case, tokens, 4, 1.0)
-    assert stored.dtype == torch.float64
-    assert torch.equal(stored[4:], tokens[4:].double())
-    assert not torch.equal(stored[:4], tokens[:4].double())
+    assert torch.equal(stored[4:].double(), tokens[4:].double())
+    assert not torch.equal(stored[:4].double(), tokens[:4].double())
     wide = hostile()
     assert stored_tokens(wide, tokens, 4, 1.0) is tokens
 

@@ -17,6 +17,7 @@ def staged(stage, platform, **changes):
         "empty_slots": "zeros",
         "output_init": "recycled",
         "reference_dtype": "float32",
+        "atol": 1e-4,
     }
     fields |= {"query_lens": (40, 1, 3, 1), "ctx_lens": (3, 300, 16, 511)}
     return Lab().run(hostile(stage=stage, platform=platform, **fields | changes))
@@ -74,7 +75,8 @@ def seed_size():
     torch.set_num_threads(1)  # with more threads a busy machine needs minutes
     lab = Lab()
     return {
-        stage: lab.run(Case(stage=stage)) for stage in ("int32_before_cumsum", "cast_after_cumsum")
+        stage: lab.run(Case(stage=stage, atol=1e-4))
+        for stage in ("int32_before_cumsum", "cast_after_cumsum")
     }
 
 

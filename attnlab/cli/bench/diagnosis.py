@@ -1,14 +1,17 @@
 """Benchmark of the diagnosis: planted defects, the same without them among the candidates, correct runs."""
 
+import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
+from attnlab.case.json import json_value
+from attnlab.checker.sources import versions
 from attnlab.cli.bench.fault_injection import (
     applicable,
     are_equivalent,
@@ -25,6 +28,15 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
+from attnlab.tasks.engine import InProcess
+from attnlab.tasks.run import TaskRun
+from attnlab.tasks.shard import ALL, Shard
+from attnlab.tasks.store import Header
+from attnlab.tasks.task import Job, Outcome, Task
+
+PLANTED, SOUND = "planted", "sound"
+_COSTS = {PLANTED: 3.0, SOUND: 1.0}
+_PATIENCE = 3  # Cases in which a defect may be invisible before the next one is planted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +70,53 @@ class Trial:
             "scope": self.rows,
         }
 
+    def to_verdict(self) -> dict[str, Any]:
+        """Return the trial as JSON-able values; :meth:`from_verdict` restores it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "case": self.case.changes()}
+
+    @classmethod
+    def from_verdict(cls, fields: Mapping[str, Any]) -> "Trial":
+        """Return the trial of :meth:`to_verdict`."""
+        return cls(**{**fields, "case": Case.from_dict(fields["case"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseJob(Job):
+    """Runs trials; each draws its own numbers from the seed, its kind and its index."""
+
+    seed: int
+
+    def open(self) -> None:
+        """Return no state: a trial shares nothing with others."""
+
+    def run(self, state: None, payload: dict[str, Any]) -> dict[str, Any]:
+        kind, index = payload["kind"], payload["index"]
+        rng = random.Random(f"{self.seed}/{kind}/{index}")
+        verdict = _planted(rng, index) if kind == PLANTED else _sound(rng)
+        found: dict[str, Any] = json_value(verdict)
+        return found
+
+
+def diagnose_tasks(trials: int, sound: int) -> list[Task]:
+    """Return a task for each planted defect, then one for each correct run."""
+    counts = {PLANTED: trials, SOUND: sound}
+    return [
+        Task(key=f"{kind}/{i}", payload={"kind": kind, "index": i}, cost_s=_COSTS[kind])
+        for kind, count in counts.items()
+        for i in range(count)
+    ]
+
+
+def diagnose_header(trials: int, seed: int, shard: Shard = ALL) -> Header:
+    """Return the header of a store of the tasks."""
+    return {
+        "command": "bench diagnose",
+        "options": {"trials": trials, "seed": seed},
+        "versions": versions(),
+        "shard": str(shard),
+    }
+
 
 def bench_diagnose(
     trials: int = 500,
@@ -67,34 +126,59 @@ def bench_diagnose(
 ) -> dict[str, Any]:
     """Diagnose ``trials`` planted defects and ``sound`` correct runs, drawn from ``seed``.
 
+    Returns :func:`figures_of` them.
+    """
+    tasks = diagnose_tasks(trials, sound)
+    with InProcess() as engine:
+        run = TaskRun(engine=engine, job=DiagnoseJob(seed=seed))
+        run.run(tasks, lambda outcome: on_step("trials", len(run.outcomes), len(tasks)))
+    return figures_of(tasks, run.outcomes, seed)
+
+
+def figures_of(tasks: Sequence[Task], outcomes: Mapping[str, Outcome], seed: int) -> dict[str, Any]:
+    """Return the figures of trials.
+
     - ``top_1``: share of the distinguishable planted defects that were named.
     - ``false_explanations``: trials whose cause gives another output than the planted defect.
     - ``alarms``: correct runs in which the diagnosis reports an error.
     - ``invisible``: planted defects that change nothing but rounding; they are not counted as trials.
+    - ``failed``: trials without a verdict, each with the reason.
     """
-    rng = random.Random(seed)
     done: list[Trial] = []
-    invisible = 0
-    planted = Counter[str]()
-    while len(done) < trials:
-        on_step("planted", len(done), trials)
-        trial = _trial(rng, planted)
-        if trial is None:
-            invisible += 1
+    invisible, sound = 0, 0
+    alarms, broken = list[dict[str, Any]](), dict[str, str]()
+    for task in tasks:
+        outcome = outcomes.get(task.key)
+        if outcome is None or outcome.verdict is None:
+            broken[task.key] = "it was not run" if outcome is None else outcome.text
+        elif task.payload["kind"] == PLANTED:
+            done.append(Trial.from_verdict(outcome.verdict["trial"]))
+            invisible += outcome.verdict["invisible"]
         else:
-            done.append(trial)
-    alarms = _false_alarms(rng, sound, on_step)
+            sound += 1
+            alarms += [outcome.verdict["case"]] if outcome.verdict["alarm"] else []
     return {
         **_figures(done),
         "invisible": invisible,
         "sound": sound,
         "seed": seed,
-        "alarms": [case.changes() for case in alarms],
+        "alarms": alarms,
+        "failed": broken,
     }
 
 
-def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
-    """Run a trial of the applicable defect that was planted least often so far.
+def _planted(rng: random.Random, index: int) -> dict[str, Any]:
+    """Plant a defect in random Cases until one shows it; return that trial."""
+    invisible = 0
+    while True:
+        trial = _trial(rng, index + invisible // _PATIENCE)
+        if trial is not None:
+            return {"trial": trial.to_verdict(), "invisible": invisible}
+        invisible += 1
+
+
+def _trial(rng: random.Random, turn: int) -> Trial | None:
+    """Run a trial of the first applicable defect from number ``turn`` of the catalogue on.
 
     Returns None if the Case's kernel rejects it or the defect changes nothing but rounding.
     """
@@ -104,9 +188,9 @@ def _trial(rng: random.Random, planted: Counter[str]) -> Trial | None:
     except KernelRejected:
         return None
     choices = applicable(problem)
-    defect = min(choices, key=lambda choice: (planted[choice.name], rng.random()))
+    names = list(DEFECTS)
+    defect = min(choices, key=lambda choice: (names.index(choice.name) - turn) % len(names))
     rows = random_rows(problem, rng)
-    planted[defect.name] += 1
     if not is_visible(problem, defect, rows):
         return None
     wrong_output = plant(problem, output, defect, rows)
@@ -149,23 +233,16 @@ def _named(problem: Problem, diagnosis: Diagnosis, planted: Defect, seqs: set[in
     return "undecided" if cause is None else "wrong"
 
 
-def _false_alarms(
-    rng: random.Random, sound: int, on_step: Callable[[str, int, int], None]
-) -> list[Case]:
-    """Return the Cases of ``sound`` correct runs for which the diagnosis reports an error."""
-    alarms: list[Case] = []
-    done = 0
-    while done < sound:
-        on_step("sound", done, sound)
+def _sound(rng: random.Random) -> dict[str, Any]:
+    """Diagnose a correct run; return its Case and whether the diagnosis reports an error."""
+    while True:
         case, lab = random_case(rng), Lab()
         try:
             output = lab.output(case)
         except KernelRejected:
             continue
-        done += 1
-        if diagnose(case, output, lab=lab, propose=False).is_wrong:
-            alarms.append(case)
-    return alarms
+        found = diagnose(case, output, lab=lab, propose=False)
+        return {"case": case.changes(), "alarm": found.is_wrong}
 
 
 def _figures(done: list[Trial]) -> dict[str, Any]:

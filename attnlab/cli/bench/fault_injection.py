@@ -54,8 +54,8 @@ def _fields(rng: random.Random) -> dict[str, Any]:
         "block_size": block_size,
         "dtype": rng.choice(("float16", "float16", "bfloat16", "float32")),
         "kv_cache_dtype": kv_cache_dtype,
-        "k_scale": rng.choice((0.5, 0.25, 2.0)) if scaled else 1.0,
-        "v_scale": rng.choice((0.3, 1.5, 0.7)) if scaled else 1.0,
+        "k_scale": rng.choice((0.6, 0.35, 1.7)) if scaled else 1.0,
+        "v_scale": rng.choice((0.31, 1.4, 0.77)) if scaled else 1.0,
         "sliding_window": rng.choice((5, 16, 48, 270)) if variant == "window" else 0,
         "alibi": variant == "alibi",
         "sinks": _has_sinks(op, variant, rng),
@@ -93,7 +93,9 @@ def correct_run(lab: Lab, case: Case) -> tuple[Problem, torch.Tensor]:
 def applicable(problem: Problem) -> list[Defect]:
     """Return the defects that a problem can have, without the harmless ones."""
     return [
-        defect for defect in DEFECTS.values() if not defect.harmless and defect.applies(problem)
+        defect
+        for defect in DEFECTS.values()
+        if not defect.harmless and defect.applies(problem) and defect.is_possible(problem)
     ]
 
 

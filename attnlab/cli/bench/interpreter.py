@@ -19,7 +19,8 @@ from attnlab.lab.error_map import compare
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 OP = "chunked_prefill_paged_decode"
 DECODE = SEED_CASE.replace(  # with max_query_len 1 the wrapper launches only its decode kernel
@@ -52,7 +53,7 @@ def bench_interpreter(
             figures[name] = shortest_time(lambda: _run(op, call, case), repeat=1)
     rows = call.query_lens.repeat_interleave(call.query_lens) == 1
     expected = reference(case, batch)
-    errors = compare(call.output, expected, case.lengths, case.tolerance, case.rtol)
+    errors = compare(call.output, expected, case.lengths, case.tolerance or 0.0, case.rtol)
     figures["greatest_error"] = float(errors.token_error[rows].max())
     on_step(f"{TRITON_DECODE}, Triton's own launch")
     stock = vllm_ops.load_stock(source, case.machine).function(OP)

@@ -19,7 +19,7 @@ from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import addresses, make_cache
 from attnlab.tensors.fill import write_tokens
 
-SEED_CASE = Case(stage="cast_after_cumsum", x=8)  # as vLLM's test draws it at seed 0
+SEED_CASE = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # as vLLM's test draws it at seed 0
 
 
 def bench(

@@ -17,7 +17,8 @@ from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import KernelCall, make_call, make_output
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_call, make_output
 
 DECODE = Case(query_lens=(1,), ctx_lens=(929,), distribution="normal", sm_scale=128**-0.5)
 

@@ -43,6 +43,6 @@ def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
     """Write the cache, with every new token in its slot, to ``call.output``."""
     format = paged.format_of(call, target)
     call.output.copy_(as_output(call, target))
-    key = format.encode(call.key, call.k_scale).view(format.dtype)
-    value = format.encode(call.value, call.v_scale).view(format.dtype)
+    key = format.encode(call.key, call.number("k_scale")).view(format.dtype)
+    value = format.encode(call.value, call.number("v_scale")).view(format.dtype)
     call.output[slot_mapping(call)] = torch.cat([key, value], dim=2)

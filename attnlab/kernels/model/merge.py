@@ -74,8 +74,8 @@ def _context(
     key = paged.keys(call.key_cache, blocks, slice(None))[:, :ctx_len]
     value = paged.values(call, blocks, slice(None))[:, :ctx_len]
     return (
-        paged.dequantised(key, format, call.k_scale, dtype),
-        paged.dequantised(value, format, call.v_scale, dtype),
+        paged.dequantised(key, format, call.number("k_scale"), dtype),
+        paged.dequantised(value, format, call.number("v_scale"), dtype),
     )
 
 

@@ -106,8 +106,8 @@ def _keys_and_values(
     format, dtype = paged.format_of(call, target), call.query.dtype
     cached_key = paged.keys(call.key_cache, blocks, kv)[:, :cached]
     cached_value = paged.values(call, blocks, kv)[:, :cached]
-    key = paged.dequantised(cached_key, format, call.k_scale, dtype)
-    value = paged.dequantised(cached_value, format, call.v_scale, dtype)
+    key = paged.dequantised(cached_key, format, call.number("k_scale"), dtype)
+    value = paged.dequantised(cached_value, format, call.number("v_scale"), dtype)
     new_key, new_value = (
         tensor[start:stop, kv].transpose(0, 1) for tensor in (call.key, call.value)
     )

@@ -123,7 +123,9 @@ def _write_partitions(
     weights = paged.rounded(weights / (sums[..., None] + _EPSILON), dtype)
     value = value.unflatten(1, (partitions, PARTITION_SIZE))
     by_warp = target.platform.family == "cdna" and call.num_queries_per_kv <= 4
-    outputs = _weighted(weights, value, by_warp, _scale_of_cache(call, call.v_scale), dtype)
+    outputs = _weighted(
+        weights, value, by_warp, _scale_of_cache(call, call.number("v_scale")), dtype
+    )
     here = _places(call, scratch, seq, partitions)
     scratch.largest[here] = largest.flatten(0, 1)
     scratch.sums[here] = sums.flatten(0, 1)
@@ -134,7 +136,7 @@ def _as_taken(terms: Contract, key_cache: torch.Tensor) -> torch.Tensor:
     """Return the key cache in the layout that the kernel assumes: x of 16 bytes."""
     blocks, heads, chunks, block_size, x = key_cache.shape
     taken = (terms.key_x_bytes or 0) // key_cache.element_size()
-    return key_cache.view(blocks, heads, chunks * x // taken, block_size, taken)
+    return key_cache.reshape(blocks, heads, chunks * x // taken, block_size, taken)
 
 
 def _fitted(tensor: torch.Tensor, length: int) -> torch.Tensor:
@@ -152,7 +154,7 @@ def _scores(
 ) -> torch.Tensor:
     """Return the scores of one row, [num_kv_heads, group, positions] float32."""
     query = call.query[row].float().unflatten(0, (-1, call.num_queries_per_kv))
-    scale = paged.scale_of(call, target) * _scale_of_cache(call, call.k_scale)
+    scale = paged.scale_of(call, target) * _scale_of_cache(call, call.number("k_scale"))
     scores: torch.Tensor = query @ key.transpose(1, 2) * scale
     if call.alibi_slopes is not None:
         away = torch.arange(key.shape[1]) - (seq_len - 1)

@@ -32,8 +32,12 @@ def _row(
     format, dtype = paged.format_of(call, target), call.query.dtype
     blocks = call.block_table[seq, : -(-seq_len // call.block_size)].long()
     every = slice(None)
-    key = paged.dequantised(paged.keys(call.key_cache, blocks, every), format, call.k_scale, dtype)
-    value = paged.dequantised(paged.values(call, blocks, every), format, call.v_scale, dtype)
+    key = paged.dequantised(
+        paged.keys(call.key_cache, blocks, every), format, call.number("k_scale"), dtype
+    )
+    value = paged.dequantised(
+        paged.values(call, blocks, every), format, call.number("v_scale"), dtype
+    )
     positions = torch.arange(key.shape[1])
     if not reads_tail:
         key, value = (t.masked_fill((positions >= seq_len)[:, None], 0.0) for t in (key, value))

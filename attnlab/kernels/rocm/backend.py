@@ -175,8 +175,8 @@ def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
         "max_seq_len": call.max_seq_len,
         "alibi_slopes": call.alibi_slopes,
         "kv_cache_dtype": call.kv_cache_dtype,
-        "k_scale": torch.tensor([call.k_scale]),
-        "v_scale": torch.tensor([call.v_scale]),
+        "k_scale": torch.tensor([call.number("k_scale")]),
+        "v_scale": torch.tensor([call.number("v_scale")]),
         "fp8_out_scale": None,
         "mfma_type": "f16",
     }

@@ -9,6 +9,7 @@ functions defined here. The launch differs from Triton's own in these points:
 - A full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler accepted that
   when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 rejects it.
 - FP8 is converted by torch; the interpreter's own conversion loses NaN and rounding carries.
+- A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.versions`).
 - The language is patched once per launch, not at every call of a device function.
 - Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
   unrelated memory. Overflows of int32 products are recorded, too.
@@ -41,6 +42,7 @@ from attnlab.kernels.triton.memory import Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.run_log import Launch, RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
+from attnlab.kernels.triton.versions import check_pair
 
 VARIABLE = "TRITON_INTERPRET"
 _ALONE_S = 0.3  # a longer launch is split over processes
@@ -80,11 +82,19 @@ def launching(plan: LaunchPlan) -> Iterator[None]:
         _PLAN.reset(token)
 
 
+_MOST_PROCESSES: list[int] = []
+
+
+def limit_processes(most: int) -> None:
+    """Let a launch of this process use at most ``most`` processes, because others use the other cores."""
+    _MOST_PROCESSES[:] = [most]
+
+
 def cores() -> int:
     """Return how many processes a launch may use on this machine; 1 if it cannot fork."""
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return 1
-    return len(os.sched_getaffinity(0))
+    return min([len(os.sched_getaffinity(0)), *_MOST_PROCESSES])
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +129,10 @@ def interpreted_triton() -> ModuleType:
 
 
 def load_triton(interpret: bool) -> Any:
-    """Return Triton, imported in interpret or compile mode; raise Unavailable if that is impossible."""
+    """Return Triton, imported in interpret or compile mode.
+
+    Raises Unavailable if that is impossible, or if the interpreter is not tested with these versions.
+    """
     if interpret and "triton" not in sys.modules:
         os.environ[VARIABLE] = "1"
     try:
@@ -129,6 +142,8 @@ def load_triton(interpret: bool) -> Any:
         raise Unavailable(
             f"vLLM's kernels need Triton: pip install 'attnlab[triton]' ({error})"
         ) from error
+    if interpret:
+        check_pair(triton.__version__, np.__version__)
     if interpret != isinstance(triton.language.standard.cdiv, InterpretedFunction):
         done, wanted = ("compile", "1") if interpret else ("interpret", "0")
         raise Unavailable(

@@ -17,13 +17,13 @@ def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) ->
     ``memory`` is the memory that the launch may access. ``observed`` records int32 overflows and
     out-of-bounds accesses; the trace of ``memory``, if there is one, records every load and store.
     """
-    scope = interpreter._patch_lang(kernel)
+    scope = _patched(interpreter, kernel)
     scopes = {id(kernel.__globals__): scope}
 
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
         module = id(function.fn.__globals__)
         if module not in scopes:
-            scopes[module] = interpreter._patch_lang(function.fn)
+            scopes[module] = _patched(interpreter, function.fn)
         return function.rewrite()(*args, **kwargs)
 
     try:
@@ -35,6 +35,19 @@ def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) ->
     finally:
         for scope in reversed(scopes.values()):
             scope.restore()
+
+
+def _patched(interpreter: Any, function: Any) -> Any:
+    """Patch the language as Triton does for a function, and return the scope that restores it.
+
+    A scalar is an array of shape (1,) here. Triton 3.6 makes an index of it with ``int``, which NumPy
+    rejects from 2.4 on; Triton 3.7 and later remove the dimension first.
+    """
+    scope = interpreter._patch_lang(function)
+    scope.set_attr(
+        interpreter.tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item())
+    )
+    return scope
 
 
 def _fix(interpreter: Any, scope: Any) -> None:

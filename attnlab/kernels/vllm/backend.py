@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable
+from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
 from attnlab.contracts.target import ROCM_DECODE, Target
@@ -27,6 +27,8 @@ from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
+from attnlab.kernels.triton.versions import check_installed_pair
+from attnlab.kernels.vllm.failures import explained
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
@@ -48,12 +50,12 @@ class Loaded:
     dispatch: Dispatch
 
     def function(self, op: str) -> Callable[..., None]:
-        """Return the op; raise Unavailable if the release has none."""
+        """Return the op; raise Unsupported if the release has none."""
         named = OPS[op]
         module = self.loader.load(named.module)
         found: Callable[..., None] | None = getattr(module, named.function, None)
         if found is None:
-            raise Unavailable(f"{named.module} of this vLLM has no function {named.function}")
+            raise Unsupported(f"{named.module} of this vLLM has no function {named.function}")
         return found
 
 
@@ -80,15 +82,27 @@ class VllmBackend(Backend):
 
     @property
     def device(self) -> str:
-        """Return "cuda" or "cpu"; raise Unavailable for a requested GPU that torch does not see."""
+        """Return "cuda" or "cpu".
+
+        Raises Unavailable for a requested GPU that torch does not see, and on a CPU for versions of Triton
+        and NumPy that the interpreter is not tested with.
+        """
         if self.requested_device == "cuda" and not torch.cuda.is_available():
             raise Unavailable("device must be cpu here, got cuda: torch sees no GPU")
-        return self.requested_device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.requested_device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cpu":
+            check_installed_pair()
+        return device
 
     @property
     def version(self) -> str:
         text = self.source.text()
         return f"{text} on {torch.cuda.get_device_name()}" if self.device == "cuda" else text
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        source = () if self.path is None else ("--source", str(self.path))
+        return (*source, "--device", self.device)
 
     @property
     def release(self) -> str:
@@ -200,7 +214,7 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        raise _explained(error, call, source) from error
+        raise explained(error, call, source) from error
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(moved.output[: len(call.output)])
@@ -254,26 +268,3 @@ def _on_device(call: KernelCall, target: Target, where: str) -> dict[str, torch.
         for name in ("block_table", "seq_lens", "query_start_loc"):
             moved[name] = moved[name].to(torch.int32)
     return moved
-
-
-def _explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:
-    """Translate an exception of an op into an error of the lab.
-
-    KernelRejected: the op itself refuses the call. KernelFailed: Triton or Python raises in its code.
-    Unavailable: this machine cannot run it.
-    """
-    text = " ".join(str(error).split()) or type(error).__name__
-    stated = isinstance(error, ValueError | AssertionError | NotImplementedError)
-    if stated and _raised_in(error).is_relative_to(source.root):
-        return KernelRejected(text)
-    if stated or isinstance(error, ArithmeticError):  # raised by Triton, or by the op's arithmetic
-        return KernelFailed(text)
-    return Unavailable(f"{call.op} of {source.text()} cannot run here: {text}")
-
-
-def _raised_in(error: Exception) -> Path:
-    """Return the file that raised the error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename if trace is not None else "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnlab.case.errors import Unavailable
+from attnlab.case.errors import Unavailable, Unsupported
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
@@ -58,8 +58,8 @@ class OpCall:
 def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arguments:
     """Return the arguments of an op by the parameter names of ``function``.
 
-    Raises Unavailable for a required parameter that is not listed here, and for a feature that the call
-    uses and this release has no parameter for.
+    Raises Unavailable for a required parameter that is not listed here, Unsupported for a feature
+    that the call uses and this release has no parameter for.
     """
     known = OP_CALLS[call.op].arguments(call, target)
     given: Arguments = {}
@@ -73,13 +73,13 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
     op = call.spec
     scaled = op.k_scale in given or op.cache_layout is None  # without a cache, there is no scale
     if call.kv_cache_dtype != "auto" and not scaled:
-        raise Unavailable(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
+        raise Unsupported(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
     if call.sinks is not None and op.sinks not in given:
-        raise Unavailable(f"sinks must be false: {call.op} of this vLLM has no argument for them")
+        raise Unsupported(f"sinks must be false: {call.op} of this vLLM has no argument for them")
     if call.softcap is not None and op.softcap not in given:
-        raise Unavailable(f"softcap must be none: {call.op} of this vLLM has no argument for it")
+        raise Unsupported(f"softcap must be none: {call.op} of this vLLM has no argument for it")
     if call.num_splits is not None and op.num_splits not in given:
-        raise Unavailable(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
+        raise Unsupported(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
     return given
 
 
@@ -114,7 +114,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
 def _scales(call: KernelCall) -> Arguments:
     """Return k_scale and v_scale, each [1] float32."""
     return {
-        name: torch.tensor([getattr(call, name)], device=call.query.device)
+        name: torch.tensor([call.number(name)], device=call.query.device)
         for name in ("k_scale", "v_scale")
     }
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -49,20 +50,7 @@ def fetch_sdist(version: str) -> Path:
 
 
 def _download(version: str, folder: Path) -> Path:
-    try:
-        from unearth import PackageFinder
-    except ImportError as error:
-        raise Unavailable(
-            f"downloading an sdist needs unearth: pip install unearth ({error})"
-        ) from error
-    settings = pip_settings()
-    finder = PackageFinder(
-        index_urls=settings["index-url"] + settings["extra-index-url"],
-        find_links=settings["find-links"],
-        trusted_hosts=settings["trusted-host"],
-        no_binary=["vllm"],
-        ignore_compatibility=True,
-    )
+    finder = package_finder(no_binary=["vllm"])
     try:
         best = finder.find_best_match(f"vllm=={version}", allow_prereleases=True).best
         if best is None:
@@ -74,7 +62,26 @@ def _download(version: str, folder: Path) -> Path:
     except Exception as error:  # unearth and its HTTP client document no exception types
         why = " ".join(str(error).split()) or type(error).__name__
         raise Unavailable(f"the sdist of vllm {version} cannot be downloaded: {why}") from error
-    return best.link.file_path if best.link.is_file else folder / best.link.filename
+    path: Path = best.link.file_path if best.link.is_file else folder / best.link.filename
+    return path
+
+
+def package_finder(**options: Any) -> Any:
+    """Return unearth's PackageFinder of pip's package locations; raise Unavailable without unearth."""
+    try:
+        from unearth import PackageFinder
+    except ImportError as error:
+        raise Unavailable(
+            f"finding a release needs unearth: pip install unearth ({error})"
+        ) from error
+    settings = pip_settings()
+    return PackageFinder(
+        index_urls=settings["index-url"] + settings["extra-index-url"],
+        find_links=settings["find-links"],
+        trusted_hosts=settings["trusted-host"],
+        ignore_compatibility=True,
+        **options,
+    )
 
 
 def pip_settings() -> dict[str, list[str]]:

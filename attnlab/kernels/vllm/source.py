@@ -16,13 +16,14 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
 
-from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.errors import InvalidCase, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 from attnlab.kernels.child_process import ending_with_parent
@@ -45,6 +46,11 @@ _MOST_BYTES = 32 << 20
 _MOST_UNPACKED = 4 << 30  # of all members of a tar file, which must be decompressed to be skipped
 _VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 _FILE_VERSION = re.compile(r"^__version__ = [^'\"\n]*['\"]([^'\"\n]+)['\"]", re.MULTILINE)
+_VERSION_FILES = (
+    ("PKG-INFO", _VERSION),
+    ("METADATA", _VERSION),
+    ("vllm/_version.py", _FILE_VERSION),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +73,18 @@ class Source:
         return tuple(name for name in OPS_FOLDERS if (self.root / name).is_dir())
 
     def op_file(self, name: str) -> Path:
-        """Return the file of the op module ``name``; raise Unavailable if the release has none."""
+        """Return the file of the op module ``name``; raise Unsupported if the release has none."""
         for folder in self.ops_folders:
             if (file := self.root / folder / f"{name}.py").is_file():
                 return file
-        raise Unavailable(f"vLLM {self.version} has no attention op {name} ({self.path})")
+        raise Unsupported(f"vLLM {self.version} has no attention op {name} ({self.path})")
 
     @property
     def rules(self) -> str | None:
         """Return the release whose rules the lab applies; None if the version is unknown.
 
         The lab has rules for two releases: 0.11.2 (used up to 0.11) and 0.33.0 (used for all later ones).
-        A release between them follows each in part. From 0.16.0 the default softmax scale is that of
-        0.33.0. Up to 0.20.2, NaN in the unwritten tail of a sequence's last block reaches the output, as in
-        0.11.2.
+        A release between them follows each in part: see :func:`attnlab.case.suggestion.difference`.
         """
         match = re.match(r"(\d+)\.(\d+)", self.version)
         if match is None:
@@ -139,8 +143,13 @@ def _download(version: str, folder: Path) -> None:
 
 def check_release(version: str) -> None:
     """Raise InvalidCase if ``version`` is not the version of a release."""
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.?(post|rc)\d+)?", version):
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.\d+)?(\.?(post|rc)\d+)?", version):
         refuse("release", "a version such as 0.11.2", version)
+
+
+def fetched_wheel(version: str) -> Path | None:
+    """Return the wheel of a release that was downloaded earlier, or None."""
+    return next(iter(_wheels(cache_folder() / "releases" / version, version)), None)
 
 
 def _wheels(folder: Path, version: str) -> list[Path]:
@@ -166,7 +175,7 @@ def _installed() -> Source:
 def _checkout(path: Path) -> Source:
     root = path.parent if path.name == "vllm" and not (path / "vllm").is_dir() else path
     version = "unknown"
-    for name, pattern in (("PKG-INFO", _VERSION), ("vllm/_version.py", _FILE_VERSION)):
+    for name, pattern in _VERSION_FILES:
         if (root / name).is_file() and (match := pattern.search((root / name).read_text())):
             version = match[1]
     source = Source(kind="checkout", path=path, root=root.absolute(), version=version)
@@ -180,12 +189,12 @@ def _checkout(path: Path) -> Source:
 
 def _archive(path: Path) -> Source:
     """Return the Source of a wheel or an sdist; unpack its ops into the cache folder."""
-    with path.open("rb") as file:
-        key = hashlib.file_digest(file, "sha256").hexdigest()[:24]
+    facts = path.stat()
+    key = _hash(path.resolve(), facts.st_mtime_ns, facts.st_size)
     root = private_folder("sources") / f"{key}-{_LAYOUT}"
     if not root.is_dir():
         with writing():
-            _unpack(path, root)
+            unpack(_members(path), root, path)
     check_private(root)
     metadata = next(root.glob("METADATA"), None) or root / "PKG-INFO"
     match = _VERSION.search(metadata.read_text()) if metadata.is_file() else None
@@ -193,12 +202,22 @@ def _archive(path: Path) -> Source:
     return Source(kind=kind, path=path, root=root, version=match[1] if match else "unknown")
 
 
-def _unpack(path: Path, root: Path) -> None:
-    """Unpack the op files and the metadata to ``root`` in one step: a failure leaves nothing there."""
+@cache
+def _hash(path: Path, changed: int, size: int) -> str:
+    """Return the hash of an archive of some hundred megabytes, computed once until it changes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
+
+
+def unpack(members: Iterable[tuple[str, bytes]], root: Path, path: Path) -> None:
+    """Write the kept files of the archive ``path`` to ``root`` in one step: a failure leaves nothing there.
+
+    Raises InvalidCase if they are too large, or contain no attention op.
+    """
     partial = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         found, files, size = False, 0, 0
-        for name, data in _members(path):
+        for name, data in members:
             files, size = files + 1, size + len(data)
             if files > _MOST_FILES or size > _MOST_BYTES:
                 raise InvalidCase(_too_large(path), field="source")
@@ -226,16 +245,21 @@ def _too_large(path: Path) -> str:
     )
 
 
+def wheel_members(wheel: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield each file of the wheel ``path`` to keep, as :func:`_members`."""
+    for info in wheel.infolist():
+        if match := _KEPT.fullmatch(info.filename):
+            if info.file_size > _MOST_BYTES:
+                raise InvalidCase(_too_large(path), field="source")
+            yield match[match.lastindex or 0], wheel.read(info)
+
+
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield each file to keep: its name relative to the archive's top folder, and its bytes."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as wheel:
-                for info in wheel.infolist():
-                    if match := _KEPT.fullmatch(info.filename):
-                        if info.file_size > _MOST_BYTES:
-                            raise InvalidCase(_too_large(path), field="source")
-                        yield match[match.lastindex or 0], wheel.read(info)
+                yield from wheel_members(wheel, path)
             return
         with tarfile.open(path) as sdist:
             unpacked = 0

@@ -9,7 +9,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.contracts.slot_map import Slot
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
-from attnlab.show.sheets.results import place_lines
+from attnlab.show.sheets.results import beyond_rounding, place_lines
 
 # Mid-tones that are readable on white and on black; everything else inherits the page's colours.
 _COLOURS = {"match": "#2da44e", "mismatch": "#e5534b", "rejected": "#a475c9"}
@@ -24,6 +24,8 @@ def verdict_html(result: Result) -> str:
         f'<div class="attnlab-dim">{escape(kernels)} on {escape(result.case.platform)}, '
         f"vLLM {escape(result.case.release)}, backend {escape(result.backend)}</div>",
     ]
+    if result.errors is not None and result.case.has_own_tolerance:
+        parts.append(f'<div class="attnlab-dim">beyond rounding: {beyond_rounding(result)}</div>')
     parts += [f"<div>{escape(line)}</div>" for line in place_lines(result.places(), most=2)]
     return _block(f"attnlab-verdict-line attnlab-is-{result.status}", parts)
 

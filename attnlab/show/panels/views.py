@@ -122,7 +122,8 @@ def _render_seqs(data: PanelData, is_dark: bool) -> Rendered | None:
 
     def plot(ax: Axes) -> None:
         series = {data.result.case.platform: errors.seq_error()}
-        title = "largest error per sequence (dashed: atol)"
+        limit = "largest bound" if errors.is_derived else "atol"
+        title = f"largest error per sequence (dashed: {limit})"
         plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
         ax.set(ylabel="", xlabel="sequence" if data.cache_of is None else "slots of sequence")
         ax.set_xlim(-0.5, len(errors.lengths.query_lens) - 0.5)

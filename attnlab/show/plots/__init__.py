@@ -11,6 +11,7 @@ from attnlab.show.plots.formats import plot_formats
 from attnlab.show.plots.power import plot_power
 from attnlab.show.plots.scratch import plot_merge
 from attnlab.show.plots.stages import plot_stages, plot_story
+from attnlab.show.plots.weights import plot_law, plot_weights
 
 __all__ = [
     "plot_blocks",
@@ -18,10 +19,12 @@ __all__ = [
     "plot_error",
     "plot_fits",
     "plot_formats",
+    "plot_law",
     "plot_merge",
     "plot_power",
     "plot_seq_error",
     "plot_sizes",
     "plot_stages",
     "plot_story",
+    "plot_weights",
 ]

@@ -26,10 +26,14 @@ class ErrorScale:
 
     @classmethod
     def of(cls, atol: float, errors: Any) -> "ErrorScale":
-        """Return the scale of some errors; its upper limit is a power of 10."""
-        atol = max(atol, _LEAST_ATOL)
+        """Return the scale of some errors; its upper limit is a power of 10.
+
+        The largest error takes the place of an infinite tolerance.
+        """
         finite = errors[np.isfinite(errors)]
-        largest = max(float(finite.max(initial=0.0)), 10 * atol)
+        largest = float(finite.max(initial=0.0))
+        atol = max(atol if np.isfinite(atol) else largest, _LEAST_ATOL)
+        largest = max(largest, 10 * atol)
         return cls(atol=atol, most=10.0 ** np.ceil(np.log10(largest) - 1e-6))
 
     @property

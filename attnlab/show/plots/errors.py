@@ -34,8 +34,9 @@ def plot_error(
     """Draw the largest error of each token and head; every sequence has the same height.
 
     Errors within the tolerance are grey to blue, larger ones orange to red, both on a logarithmic scale; a
-    line in the colour bar marks the tolerance. NaN is black and hatched. ``unwritten``: [num_tokens] bool,
-    rows that no kernel writes, violet and hatched. Heads that did not run are grey and hatched.
+    line in the colour bar marks the tolerance, or the largest of the elements' rounding bounds. NaN is black
+    and hatched. ``unwritten``: [num_tokens] bool, rows that no kernel writes, violet and hatched. Heads that
+    did not run are grey and hatched.
     ``cache_of``: for an op that writes the cache, the number of sequences. Each row is then a slot; slots
     after those of the last sequence have no owner.
     """
@@ -51,7 +52,7 @@ def plot_error(
         interpolation="none",
     )
     handles = _cover(ax, errors, shown, unwritten)
-    _colour_bar(ax, image, scale)
+    _colour_bar(ax, image, scale, errors.is_derived)
     _sequence_ticks(ax, errors.lengths, cache_of)
     _head_ticks(ax, shown.shape[1])
     xlabel = "query head" if cache_of is None else "KV head"
@@ -82,12 +83,13 @@ def _cover(ax: Axes, errors: "ErrorMap", shown: Any, unwritten: Any) -> list[Pat
     return entries
 
 
-def _colour_bar(ax: Axes, image: Any, scale: ErrorScale) -> None:
-    """Add the colour bar, with the tolerance marked."""
+def _colour_bar(ax: Axes, image: Any, scale: ErrorScale, is_derived: bool) -> None:
+    """Add the colour bar, with the tolerance or the largest rounding bound marked."""
     bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error")
     bar.ax.axhline(scale.atol, color="black", linewidth=2)
     ticks = scale.ticks()
-    labels = [f"atol {t:g}" if t == scale.atol else short(t) for t in ticks]
+    limit = f"bound {scale.atol:.1e}" if is_derived else f"atol {scale.atol:g}"
+    labels = [limit if t == scale.atol else short(t) for t in ticks]
     bar.ax.set_yticks(ticks, labels)
     bar.ax.yaxis.set_minor_locator(NullLocator())
 
@@ -121,9 +123,10 @@ def _head_ticks(ax: Axes, num_heads: int) -> None:
 
 
 def _finding(errors: "ErrorMap") -> str:
+    limit = "rounding" if errors.is_derived else f"{errors.atol:g}"
     if not errors.mismatched:
-        return f"no error above {errors.atol:g}: largest error {errors.greatest_abs.value:.2g}"
-    return f"{errors.mismatched} of {errors.total} elements are off by more than {errors.atol:g}"
+        return f"no error above {limit}: largest error {errors.greatest_abs.value:.2g}"
+    return f"{errors.mismatched} of {errors.total} elements are off by more than {limit}"
 
 
 def plot_seq_error(

@@ -29,10 +29,14 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.result.Result": "attnlab.show.sheets.results.result",
     "attnlab.lab.stage_table.StageTable": "attnlab.show.sheets.results.stages",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
+    "attnlab.diagnosis.other_run.OtherRun": "attnlab.show.sheets.results.other_run",
+    "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
+    "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
-    "attnlab.checker.library.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
+    "attnlab.checker.release_table.ReleaseTable": "attnlab.show.sheets.releases.release_table",
     "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
@@ -73,7 +77,7 @@ def plain(noun: Shown) -> str:
 
     out = StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, force_jupyter=False)
-    console.print(text(noun))
+    console.print(text(noun), crop=False)
     return "\n".join(row.rstrip() for row in out.getvalue().rstrip().splitlines())
 
 

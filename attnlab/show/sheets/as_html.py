@@ -12,6 +12,7 @@ from urllib.parse import quote
 from attnlab.show.sheets.sheet import (
     Bar,
     Cell,
+    Command,
     Facts,
     Grid,
     Hidden,
@@ -62,6 +63,8 @@ def _part(part: Part) -> str:
         return _grid(part)
     if isinstance(part, Lines):
         return "".join(f"<div>{_cell(line)}</div>" for line in part.lines)
+    if isinstance(part, Command):
+        return f"<div>{escape(part.title)}</div><div>{_cell(Words(part.line, code=True))}</div>"
     return _folded(part.summary, _parts(part.parts))
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from attnlab.show.sheets.sheet import (
     Bar,
     Cell,
+    Command,
     Facts,
     Grid,
     Hidden,
@@ -46,6 +47,9 @@ def _part(part: Part, complete: bool) -> list[RenderableType]:
         return _grid(part, max(part.most, _MOST_COMPLETE) if complete else part.most)
     if isinstance(part, Lines):
         return [_cell(line) for line in part.lines]
+    if isinstance(part, Command):  # a wrapped line could not be pasted into a shell
+        line = Text(part.line, no_wrap=True, overflow="ignore")
+        return [Text(f"# {part.title}", "dim"), line]
     return []
 
 

@@ -3,11 +3,22 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnlab.show.sheets.sheet import Cell, Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
+from attnlab.show.sheets.sheet import (
+    Cell,
+    Command,
+    Facts,
+    Grid,
+    Lines,
+    Part,
+    Row,
+    Sheet,
+    Tone,
+    Words,
+)
 
 if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
-    from attnlab.checker.library import Report
+    from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
     from attnlab.mutation.power import MutationReport
 
@@ -15,19 +26,27 @@ _STATUS: dict[str, Tone] = {
     "nothing wrong": "good",
     "explained": "warn",
     "ambiguous": "odd",
+    "described": "warn",
     "unexplained": "bad",
     "rejected": "odd",
 }
 _OUTCOME: dict[str, Tone] = {"killed": "good", "survived": "bad", "equivalent": "quiet"}
+_EXIT_CODE: dict[int, Tone] = {0: "good", 1: "bad", 3: "warn"}
 _CANDIDATE: dict[str, Tone] = {"explains": "warn", "less likely": "odd"}
 
 
+_NEAREST = 2  # excluded candidates in the table; all are in the JSON
+
+
 def diagnosis(one: "Diagnosis") -> Sheet:
-    """Return what explains an output, and the candidates with their sizes."""
+    """Return what explains an output, and the candidates with their sizes; of those that are excluded,
+    the nearest, and the number of the others."""
     from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
-    for candidate in one.candidates:
+    shown = [each for each in one.candidates if not each.verdict.startswith("excluded")]
+    excluded = [each for each in one.candidates if each.verdict.startswith("excluded")]
+    for candidate in [*shown, *excluded[:_NEAREST]]:
         cells: list[Cell] = [*candidate_cells(candidate)]
         cells[0] = Words(candidate.name, code=True)
         cells[5] = Words(str(cells[5]), _CANDIDATE.get(candidate.verdict, "quiet"))
@@ -35,16 +54,29 @@ def diagnosis(one: "Diagnosis") -> Sheet:
     title = "candidates at the failing place; sizes are largest absolute errors"
     covered = f"{one.looked_at[0]} of {one.looked_at[1]} rows examined, {one.seconds:.1f} s"
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
+    command = None if one.distinction is None else one.distinction.command
     return Sheet(
         kind="Diagnosis",
         line=f"<Diagnosis: {head}>",
         head=Words(head, _STATUS[one.status]),
         parts=[
             Lines(one.sentences()),
+            *(
+                [Command(command, "the case that decides; your kernel must run it")]
+                if command
+                else []
+            ),
             *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
+            *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
             Lines([Words(covered, "quiet")]),
         ],
     )
+
+
+def _excluded_text(counts: dict[str, int]) -> str:
+    """Return how many candidates are excluded, and where to find them."""
+    counted = [f"{n} {verdict}" for verdict, n in counts.items() if verdict.startswith("excluded")]
+    return f"candidates {', '.join(counted)}; --json lists them all"
 
 
 def power(one: "MutationReport") -> Sheet:
@@ -54,7 +86,7 @@ def power(one: "MutationReport") -> Sheet:
     rows: list[Row] = [
         [
             Words(mutant.name, code=True),
-            Words(mutant.outcome, _OUTCOME[mutant.outcome]),
+            Words(mutant.outcome_text, "odd" if mutant.survives_in else _OUTCOME[mutant.outcome]),
             f"{mutant.effect:.3g}",
             f"{mutant.margin:.3g}",
             mutant.remedy_text,
@@ -88,21 +120,28 @@ def finding(one: "Finding") -> Sheet:
                     ("evidence", one.evidence),
                     ("diagnosis", one.diagnosis),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                    ("smallest case", Words(one.case.to_cli(), code=True)),
                 ]
-            )
+            ),
+            Command(one.command, "smallest case"),
         ],
     )
 
 
 def report(one: "Report") -> Sheet:
     """Return the findings and observations of a library, its slot reads, and what was not checked."""
-    count = "1 finding" if len(one.findings) == 1 else f"{len(one.findings)} findings"
+    new = one.unexpected
+    count = "1 finding" if len(new) == 1 else f"{len(new)} findings"
+    count += f" and {len(one.known)} known" if one.known else ""
     summary = f"{one.version}: {count}; {one.cases_run} cases in {one.seconds:.0f} s"
     parts: list[Part] = []
-    for title, found in (("findings", one.findings), ("observations", one.observations)):
+    if one.not_run:
+        text = f"{one.cases_not_run} of {one.cases} cases did not run; a fault may be among them"
+        parts.append(Lines([Words(text, "bad"), *one.warnings()]))
+    parts += _known_parts(one)
+    for title, found in (("findings", new), ("observations", one.observations)):
         if found:
             parts.append(_finding_grid(title, found))
+            parts += [Command(each.command, f"{each.op}: {each.diagnosis}") for each in found]
         else:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
@@ -114,9 +153,24 @@ def report(one: "Report") -> Sheet:
     return Sheet(
         kind="Report",
         line=f"<Report: {summary}>",
-        head=Words(summary, "bad" if one.findings else "good"),
+        head=Words(summary, _EXIT_CODE[one.exit_code]),
         parts=parts,
     )
+
+
+def _known_parts(one: "Report") -> list[Part]:
+    """Return the known findings with their links, and those that no longer appear."""
+    parts: list[Part] = []
+    columns = ["op", "kind", "diagnosis", "link"]
+    for title, entries in (
+        ("known findings", one.known),
+        ("known findings that no longer appear: update the list", one.missing),
+    ):
+        fields = [entry.to_dict() for entry in entries]
+        rows: list[Row] = [[entry[name] for name in columns] for entry in fields]
+        if rows:
+            parts.append(Grid(columns, rows, title, most=len(rows)))
+    return parts
 
 
 def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
@@ -126,11 +180,11 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
             one.kind,
             one.diagnosis,
             one.seen,
-            [one.evidence, Words(one.case.to_cli(), code=True)],
+            one.evidence,
         ]
         for one in found
     ]
-    return Grid(["op", "kind", "diagnosis", "cases", "evidence, smallest case"], rows, title)
+    return Grid(["op", "kind", "diagnosis", "cases", "evidence"], rows, title)
 
 
 def _reads_grid(one: "Report") -> Grid:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from attnlab.show.sheets.inputs import describe, sizes
 from attnlab.show.sheets.sheet import (
     Cell,
+    Command,
     Facts,
     Folded,
     Grid,
@@ -14,12 +15,15 @@ from attnlab.show.sheets.sheet import (
     Row,
     Sheet,
     Tone,
+    Value,
     Words,
 )
 
 if TYPE_CHECKING:
     from attnlab.contracts.violation import Violation, Violations
+    from attnlab.diagnosis.other_run import OtherRun
     from attnlab.lab.decode_error import DecodedError
+    from attnlab.lab.error_answer import ErrorAnswer
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result
     from attnlab.lab.stage_table import Cell as StageCell
@@ -69,7 +73,22 @@ def errors(one: "ErrorMap") -> Sheet:
 
 
 def _allowed(one: "ErrorMap") -> str:
-    return f"{one.atol:g}" + (f" + {one.rtol:g} × |expected|" if one.rtol else "")
+    """Return the tolerance as text."""
+    bound = f"the rounding bound of each element (at most {one.atol:.2g})"
+    relative = f" + {one.rtol:g} × |expected|" if one.rtol else ""
+    return (bound if one.is_derived else f"{one.atol:g}") + relative
+
+
+def beyond_rounding(one: "Result") -> str:
+    """Return how many elements rounding does not explain, and what the tolerance makes of them."""
+    assert one.errors is not None
+    beyond, mismatched = one.beyond_rounding, one.errors.mismatched
+    note = ""
+    if mismatched and not beyond:
+        note = "; rounding explains every mismatch"
+    elif beyond and not mismatched:
+        note = "; the tolerance accepts them"
+    return f"{beyond} of {one.errors.total}{note}"
 
 
 def _error_facts(one: "ErrorMap") -> list[tuple[str, Cell]]:
@@ -120,9 +139,13 @@ def result(one: "Result") -> Sheet:
     if one.errors is not None:
         greatest = one.errors.greatest_abs
         size = f"largest {greatest.value:.4g} at {greatest.index}"
-        facts.append(("error", f"{size}; tolerance {_allowed(one.errors)}"))
+        lines = [f"{size}; tolerance {_allowed(one.errors)}"]
+        if one.case.has_own_tolerance:
+            lines.append(f"beyond rounding: {beyond_rounding(one)}")
+        facts.append(("error", lines))
         if places := one.places():
             facts.append(("places", place_lines(places)))
+        facts += _side_facts(one)
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
         ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
         ("launches", one.launches, ""),
@@ -137,6 +160,16 @@ def result(one: "Result") -> Sheet:
         head=Words(outcome, STATUS[one.status]),
         parts=[Facts(facts), *_result_violations(one), *_result_folds(one)],
     )
+
+
+def _side_facts(one: "Result") -> list[tuple[str, Value]]:
+    """Return a row for each output in addition to the main one: what is wrong with it, or that it matches."""
+    titles = {"lse": "log-sum-exp", "padding": "padding"}
+    wrong = {error.subject: error.text() for error in one.side_errors}
+    return [
+        (titles[name], Words(wrong.get(name, "matches"), "bad" if name in wrong else ""))
+        for name in one.side_outputs
+    ]
 
 
 def place_lines(places: Sequence["Place"], most: int = 8) -> list[str]:
@@ -170,6 +203,19 @@ def _result_folds(one: "Result") -> list[Part]:
     spent = ", ".join(f"{step} {s:.2f}" for step, s in one.seconds.items())
     last = Lines([Words(f"seconds: {spent}", "quiet")])
     return [last] if one.errors is None else [last, Folded("by sequence", [_seq_grid(one.errors)])]
+
+
+def other_run(one: "OtherRun") -> Sheet:
+    """Return which rows differ in a second run with changed fields."""
+    outcome = "the same bits" if one.is_equal else "other bits"
+    if one.error is not None:
+        outcome = "rejected"
+    return Sheet(
+        kind="Second run",
+        line=f"<OtherRun: {one.text()}>",
+        head=Words(outcome, "good" if one.is_equal else "warn"),
+        parts=[Lines([one.text()])],
+    )
 
 
 def stages(table: "StageTable") -> Sheet:
@@ -218,4 +264,23 @@ def decoded_error(one: "DecodedError") -> Sheet:
         line=f"<DecodedError: {place}, head {one.head}>",
         head=place,
         parts=[Lines(one.sentences())],
+    )
+
+
+def error_answer(one: "ErrorAnswer") -> Sheet:
+    """Return what follows from a text that has no place in an attention output."""
+    heads = {
+        "dtype": "a dtype that a kernel rejects",
+        "allclose": "a failed torch.allclose",
+        "cache": "a place in the cache",
+    }
+    return Sheet(
+        kind="Decoded error",
+        line=f"<ErrorAnswer: {heads[one.kind]}>",
+        head=heads[one.kind],
+        parts=[
+            Lines(one.sentences()),
+            *([] if one.command is None else [Command(one.command, "to see it")]),
+            Facts([("case", describe(one.case))]),
+        ],
     )

@@ -78,6 +78,14 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
+class Command:
+    """A command line to copy, on one line whatever its length; ``title`` states what it is for."""
+
+    line: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
 class Folded:
     """Parts that a notebook unfolds on a click; a terminal omits them."""
 
@@ -85,7 +93,7 @@ class Folded:
     parts: Sequence["Part"]
 
 
-Part: TypeAlias = "Facts | Grid | Lines | Folded"
+Part: TypeAlias = "Facts | Grid | Lines | Command | Folded"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -21,6 +21,14 @@ _NONE_TEXT = {
     "sinks": "None: no sinks",
     "softcap": "None: no soft cap",
 }
+_RARE = (
+    "before",
+    "slot_mapping",
+    "lse",
+    "output_scale",
+    "block_ids",
+    "unmodelled",
+)  # shown if given
 
 
 def batch(one: "Batch") -> Sheet:
@@ -108,7 +116,9 @@ def call(one: "KernelCall") -> Sheet:
     scalars = [
         (field.name, _scalar(field.name, getattr(one, field.name)))
         for field in dataclasses.fields(one)
-        if field.name != "op" and not hasattr(getattr(one, field.name), "shape")
+        if field.name != "op"
+        and not hasattr(getattr(one, field.name), "shape")
+        and (field.name not in _RARE or getattr(one, field.name) not in (None, (), ""))
     ]
     return Sheet(
         kind="KernelCall",

@@ -1,18 +1,20 @@
 """The Cases of the experiments: the test's own, and small ones like it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
+from attnlab.case.pytest_id import tolerance_of_test
 from attnlab.lab.lab import Lab
 
 MODEL = "models of the ROCm kernel and of Triton's"
 
 
 def like_the_test(**changes: Any) -> Case:
-    """Return a small Case like the test's: two prefills, then one decode sequence."""
+    """Return a small Case with the test's tolerance: two prefills, then one decode sequence."""
     fields: dict[str, Any] = {
         "num_heads": 64,
         "head_size": 128,
@@ -22,12 +24,18 @@ def like_the_test(**changes: Any) -> Case:
         "platform": "gfx942",
         "x": 8,
     }
-    return Case(**{**fields, **changes})
+    return Case(**with_tolerance(fields | changes))
 
 
 def seed_size(**changes: Any) -> Case:
     """Return the Case of the test without ALiBi, as drawn with seed 0."""
-    return Case(**{"stage": "cast_after_cumsum", "x": 8, **changes})
+    return Case(**with_tolerance({"stage": "cast_after_cumsum", "x": 8, **changes}))
+
+
+def with_tolerance(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Case, with the test's tolerance unless they have another."""
+    atol = tolerance_of_test(fields.get("kv_cache_dtype", "auto"), fields.get("alibi", False))
+    return {"atol": atol, **fields}
 
 
 def decode_at_seed_size(**changes: Any) -> Case:

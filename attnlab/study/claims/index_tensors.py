@@ -7,7 +7,7 @@ from attnlab.contracts.target import ROCM_DECODE
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.study.claims.cases import MODEL, like_the_test, outcome, seed_size
 from attnlab.study.claims.ledger import Claim, Finding, entry, found
-from attnlab.tensors.call import make_query_start_loc
+from attnlab.tensors.case_call import make_query_start_loc
 
 REFUSAL = "expected scalar type Int but found Long"
 

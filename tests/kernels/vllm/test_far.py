@@ -15,14 +15,14 @@ from helpers.upstream import RUNNER, written
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.checker import library, op_check
+from attnlab.checker import library, plan
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.model.backend import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.tensors.cache import to_flash, untouched
+from attnlab.tensors.cache import in_one_buffer, to_flash, untouched
 
 pytestmark = needs_triton
 
@@ -116,14 +116,14 @@ def test_without_address_space_the_case_is_left_out(monkeypatch: pytest.MonkeyPa
         raise MemoryError
 
     backend = ModelBackend(rules="0.33.0")
-    monkeypatch.setattr(op_check, "hostile_cases", lambda *args: iter([far_case(backend, OPS[0])]))
+    monkeypatch.setattr(plan, "hostile_cases", lambda *args: iter([far_case(backend, OPS[0])]))
     monkeypatch.setattr(np, "zeros", refuse)
     with pytest.raises(Unavailable, match=r"cannot provide 4\.0 GiB of address space"):
         untouched((2**31,), torch.float16)
-    report = library.check_library(backend, [OPS[0]], "sm_90", 1, 60.0)
+    report = library.check_library(plan.Plan(backend=backend, ops=(OPS[0],), cases=1))
     assert report.cases_run == 0
     assert report.findings == []
-    assert any("GiB of address space" in text for text in report.left_out)
+    assert "GiB of address space" in report.not_run[0].reason
 
 
 def test_far_caches_hold_what_near_ones_do() -> None:
@@ -140,6 +140,20 @@ def test_far_caches_hold_what_near_ones_do() -> None:
     for a, b in zip(to_flash(one.key, one.value), to_flash(other.key, other.value, 7), strict=True):
         assert torch.equal(a.view(torch.int16), b[7:].view(torch.int16))
         assert not b[:7].any()
+
+
+def test_on_a_gpu_key_and_value_share_the_blocks_before() -> None:
+    """Both have all blocks, contiguous and aligned; the memory is that of one, and the used blocks differ."""
+    key, value = torch.rand(3, 4, 2, 16, 8).half(), torch.rand(3, 4, 16, 16).half()
+    far_key, far_value = in_one_buffer(key, value, 1000)
+    for far, used in ((far_key, key), (far_value, value)):
+        assert far.shape == (1003, *used.shape[1:])
+        assert far.is_contiguous()
+        assert far.data_ptr() % 16 == 0
+        assert torch.equal(far[1000:], used)
+    storage = far_key.untyped_storage()
+    assert storage.data_ptr() == far_value.untyped_storage().data_ptr()
+    assert storage.nbytes() == (1000 + 2 * 3) * key[0].nbytes
 
 
 @pytest.mark.parametrize(

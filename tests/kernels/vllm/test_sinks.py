@@ -22,9 +22,9 @@ from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.defects.sinks import splits
+from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
-from attnlab.diagnosis.files import diagnose_files
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
@@ -33,6 +33,7 @@ from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
 from attnlab.mutation.power import power
 from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
+from attnlab.tensors.call import KernelCall
 
 pytestmark = needs_triton
 
@@ -207,7 +208,7 @@ def test_each_defect_is_found(name, op):
     assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == (name, "all")
     rest = [defect for defect in DEFECTS.values() if defect.name != name]
     blind = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab, defects=rest)
-    assert blind.status == "unexplained"
+    assert (blind.cause, blind.status in ("unexplained", "described")) == (None, True)
 
 
 def test_unified_attention_counts_alibi_from_the_first_new_token(source: Source) -> None:
@@ -258,7 +259,9 @@ def test_a_saved_call_tells_of_its_sinks(tmp_path):
     case, lab = hostile(sinks=True, platform="sm_90", empty_slots="zeros"), Lab()
     call = dataclasses.replace(lab.call(case), output=lab.output(case.replace(sinks=False)))
     call.save(tmp_path / "call.safetensors")
-    diagnosis = diagnose_files(Case(platform="sm_90"), lab, None, tmp_path / "call.safetensors")
+    diagnosis = diagnose_captured(
+        KernelCall.load(tmp_path / "call.safetensors"), Case(platform="sm_90"), given=("platform",)
+    )
     assert diagnosis.cause is not None
     assert diagnosis.cause.name == "sink_ignored"
 
@@ -283,8 +286,8 @@ def test_without_sinks_none_of_them_is_suspected():
     problems = make_problem(hostile()), make_problem(hostile(sinks=True))
     assert not any(DEFECTS[name].applies(problems[0]) for name in SINKS)
     assert all(DEFECTS[name].applies(problems[1]) for name in SINKS)
-    assert DEFECTS["sink_counted"].applies(problems[0])
-    assert not DEFECTS["sink_counted"].applies(problems[1])
+    assert DEFECTS["zero_key_counted"].applies(problems[0])
+    assert not DEFECTS["zero_key_counted"].applies(problems[1])
     apart = find_distinction(hostile(), DEFECTS["sink_ignored"], DEFECTS["sink_counted_twice"])
     assert apart.case is None
 

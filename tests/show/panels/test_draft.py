@@ -63,7 +63,7 @@ def test_a_text_that_cannot_be_parsed_is_explained() -> None:
     assert explained(view) == ["query_lens"]
     view.controls["query_lens"].input.value = "5,1,40,1"
     assert explained(view) == ["atol"]
-    view.controls["atol"].input.value = ""
+    view.controls["atol"].input.value = "0.0001"
     assert view.wait(30)
     assert view.case == SMALL
 

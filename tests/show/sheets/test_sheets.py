@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 from helpers.html import Page
+from helpers.release_table import TABLE
 from rich.console import Console
 
 import attnlab
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
-from attnlab.checker.library import Report
+from attnlab.checker.report import Report
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.other_run import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
@@ -84,6 +86,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         result,
         stage_table(lab, case),
         diagnose(case, lab=lab, propose=False),
+        run_again(lab, case, result.output, {"empty_slots": "garbage"}),
         MutationReport(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
         judged,
         Findings([judged]),
@@ -107,6 +110,11 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             left_out=["first <op>", "second", "third", "fourth", "fifth", "sixth"],
         ),
         decode_error(result.errors.message(), case),
+        decode_error("assert torch.allclose(a, b)", case),
+        attnlab.xray(
+            case.replace(op="context_attention_fwd", num_heads=2, head_size=32), confirm=False
+        ),
+        dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
         outcome.verdicts[0],
         Verdicts(),
         Results(
@@ -190,23 +198,27 @@ def test_a_stage_table_shows_its_case_and_each_outcome(nouns: dict[str, Shown]) 
         assert cell.verdict in page
 
 
-def test_a_diagnosis_prints_every_candidate(nouns: dict[str, Shown]) -> None:
-    """A notebook folds most candidates, a command prints them."""
+def test_a_diagnosis_prints_the_candidates_that_are_left(nouns: dict[str, Shown]) -> None:
+    """Of the excluded ones, the nearest are shown, and the number of all."""
     diagnosis = nouns["attnlab.diagnosis.diagnosis.Diagnosis"]
-    shown = [candidate.name in plain(diagnosis) for candidate in diagnosis.candidates]
-    assert not all(shown)
-    assert all(candidate.name in printed(diagnosis) for candidate in diagnosis.candidates)
+    text = printed(diagnosis)
+    excluded = [one for one in diagnosis.candidates if one.verdict.startswith("excluded")]
+    left = [one for one in diagnosis.candidates if one not in excluded]
+    assert left
+    assert all(candidate.name in text for candidate in left)
+    assert sum(candidate.name in text for candidate in excluded) < len(excluded)
+    assert f"{diagnosis.counts()['excluded by value']} excluded by value" in text
 
 
 def test_a_report_highlights_reads_that_no_contract_allows(nouns: dict[str, Shown]) -> None:
-    page = html(nouns["attnlab.checker.library.Report"])
+    page = html(nouns["attnlab.checker.report.Report"])
     assert ["unified_attention", "7 own2 own future"] in Page(page).rows
     assert 'font-weight:600">2 own future</span>' in page
     assert 'font-weight:600">7 own</span>' not in page
 
 
 def test_a_report_lists_files_and_what_was_not_checked(nouns: dict[str, Shown]) -> None:
-    report = nouns["attnlab.checker.library.Report"]
+    report = nouns["attnlab.checker.report.Report"]
     for words in (*report.reports, *report.left_out):
         assert words in printed(report)
         assert words in Page(html(report)).text

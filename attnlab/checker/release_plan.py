@@ -1,0 +1,188 @@
+"""The plan of a check of many releases: what runs, and which releases share a result.
+
+The verdict of a case depends on the op's files, on those that they import, and on the rules that the lab
+applies to the release. An op that is the same in several releases runs in the first of them.
+"""
+
+import ast
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.ops import OPS
+from attnlab.checker.case_job import CheckJob
+from attnlab.checker.costs import Costs, packaged_costs
+from attnlab.checker.finding import KINDS
+from attnlab.checker.plan import Outcomes, Plan, groups
+from attnlab.checker.sources import versions
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.source import Source
+from attnlab.tasks.shard import ALL, Shard
+from attnlab.tasks.store import Header
+from attnlab.tasks.task import Task
+
+COMMAND = "releases"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release: its ``version`` and the backend that runs its ops."""
+
+    version: str
+    backend: VllmBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasePlan:
+    """What a check of releases runs. ``releases``: the oldest first; the other fields as in :class:`Plan`."""
+
+    releases: tuple[Release, ...]
+    ops: tuple[str, ...]
+    platform: str = "sm_90"
+    cases: int = 31
+    seed: int = 0
+    case_limit_s: float = 60.0
+    costs: Costs = field(default_factory=packaged_costs, repr=False)
+
+    @cached_property
+    def runs(self) -> dict[str, dict[str, str]]:
+        """Return, by release and op, the release in which the op runs; an op that is absent is left out."""
+        first: dict[tuple[str, str], str] = {}
+        found: dict[str, dict[str, str]] = {}
+        for release in self.releases:
+            found[release.version] = {}
+            for op in self.ops:
+                digest = op_digest(release.backend.source, op)
+                if digest is not None:
+                    owner = first.setdefault((op, digest), release.version)
+                    found[release.version][op] = owner
+        return found
+
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """Return the plan of each release that has an op to run."""
+        found = {}
+        for release in self.releases:
+            own = self.runs[release.version].items()
+            ops = tuple(op for op, owner in own if owner == release.version)
+            if ops:
+                found[release.version] = Plan(
+                    backend=release.backend,
+                    ops=ops,
+                    platform=self.platform,
+                    cases=self.cases,
+                    seed=self.seed,
+                    case_limit_s=self.case_limit_s,
+                    library=release.version,
+                    costs=self.costs,
+                )
+        return found
+
+    def tasks(self) -> list[Task]:
+        """Return the cases of all releases, release by release."""
+        return [task for plan in self.plans.values() for task in plan.tasks()]
+
+    def shrink_tasks(self, tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
+        """Return a task for each fault: shrink that of the first release that shows it."""
+        found, seen = [], set[tuple[str, str, str]]()
+        for version, plan in self.plans.items():
+            own = tasks_of(tasks, version)
+            faults = [group.finding.group for group in groups(own, outcomes).values()]
+            shrinking = plan.shrink_tasks(own, outcomes)
+            new = {group for group in faults if group not in seen}
+            found += [task for task in shrinking if _group(task) in new]
+            seen |= new
+        return [task for task in found if task.payload["finding"]["kind"] in KINDS]
+
+    def job(self) -> CheckJob:
+        """Return the job that runs all of the plan's tasks."""
+        libraries = {version: plan.backend for version, plan in self.plans.items()}
+        device = self.releases[0].backend.device
+        return CheckJob(libraries=dict(libraries), device=device)
+
+    def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
+        """Return the header of a store: everything that the verdicts depend on, without paths."""
+        keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
+        digests = {
+            release.version: {op: op_digest(release.backend.source, op) for op in self.ops}
+            for release in self.releases
+        }
+        return {
+            "command": COMMAND,
+            "device": self.releases[0].backend.device,
+            "options": {
+                "releases": [release.version for release in self.releases],
+                "ops": [*self.ops],
+                "platform": self.platform,
+                "cases": self.cases,
+                "seed": self.seed,
+                "case_seconds": self.case_limit_s,
+            },
+            "digests": digests,
+            "runs": self.runs,
+            "versions": versions(),
+            "shard": str(shard),
+            "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
+            "cases": [
+                {"key": task.key, "payload": task.payload, "cost_s": task.cost_s} for task in tasks
+            ],
+        }
+
+
+def tasks_of(tasks: Sequence[Task], version: str) -> list[Task]:
+    """Return the tasks that run in a release."""
+    return [task for task in tasks if task.payload["library"] == version]
+
+
+def _group(task: Task) -> tuple[str, str, str]:
+    fields: Mapping[str, str] = task.payload["finding"]
+    return fields["op"], fields["kind"], fields["diagnosis"]
+
+
+def op_digest(source: Source, op: str) -> str | None:
+    """Return a digest of what decides the verdicts of an op in a release; None if it has no such op."""
+    try:
+        first = source.op_file(OPS[op].module)
+    except Unsupported:
+        return None
+    digest = hashlib.sha256(f"{source.rules}\0".encode())
+    for file in sorted(_with_imports(source, first)):
+        digest.update(f"{file.name}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _with_imports(source: Source, file: Path) -> set[Path]:
+    """Return an op file and the op files that it imports, directly or not."""
+    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
+    found, new = set[Path](), {file}
+    while new:
+        path = new.pop()
+        found.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError as error:
+            raise InvalidCase(f"{path} is no Python: {error.msg}", field="source") from error
+        names = {name for node in ast.walk(tree) for name in _imported(node)}
+        for name in names:
+            package, _, leaf = name.rpartition(".")
+            folder = folders.get(package) if package else path.parent
+            candidate = None if folder is None else folder / f"{leaf}.py"
+            if candidate is not None and candidate.is_file() and candidate not in found:
+                new.add(candidate)
+    return found
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import statement may import; a relative one without its package."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = "" if node.level else node.module or ""
+    if node.level:  # "from .name import x" and "from . import name"
+        return [node.module] if node.module else [alias.name for alias in node.names]
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]

@@ -1,0 +1,116 @@
+"""The command ``attnlab merge``."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.errors import InvalidCase
+from attnlab.cli.check_output import (
+    CHECK_CODES,
+    add_ci_files,
+    add_known,
+    check_ci_files,
+    print_report,
+    write_ci_files,
+)
+from attnlab.cli.command import Command
+from attnlab.cli.releases import add_page, check_page, print_table
+
+if TYPE_CHECKING:
+    from attnlab.tasks.task import Outcome
+
+Outcomes = Mapping[str, "Outcome"]
+# Flags, and the command whose stores they need.
+_OWNERS = {"known": "check", "junit": "check", "sarif": "check", "page": "releases"}
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "dir",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="the store of a shard; one of each is needed",
+    )
+    add_known(parser)
+    add_ci_files(parser)
+    add_page(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from attnlab.tasks.merge import merged_stores
+
+    check_ci_files(args)
+    check_page(args)
+    header, outcomes = merged_stores(args.dir)
+    command = header["command"]
+    for field, owner in _OWNERS.items():
+        if getattr(args, field) is not None and command != owner:
+            raise InvalidCase(f"{field} must not be given with {command}", field=field)
+    runs = {"check": _check, "power": _power, "bench diagnose": _diagnose, "releases": _releases}
+    run = runs.get(command)
+    if run is None:
+        raise InvalidCase(f"dir must be stores that merge can join, got {command}")
+    return run(args, header, outcomes)
+
+
+def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.known import read_known
+    from attnlab.checker.merge import merged_check
+
+    known = [] if args.known is None else read_known(args.known)
+    report = merged_check(header, outcomes, known)
+    write_ci_files(args, report)
+    print_report(report, args.json)
+    return report.exit_code
+
+
+def _releases(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.release_results import merged_releases
+
+    table = merged_releases(header, outcomes)
+    print_table(args, table)
+    return table.exit_code
+
+
+def _power(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.case.case import Case
+    from attnlab.cli.power import print_power
+    from attnlab.cli.sharded import print_shard
+    from attnlab.mutation.tasks import power_report, power_tasks
+    from attnlab.tasks.shard import ALL
+    from attnlab.tasks.task import NOT_RUN, Outcome
+
+    case = Case.from_dict(header["case"])
+    found = {
+        task.key: outcomes.get(task.key)
+        or Outcome(key=task.key, status=NOT_RUN, text="its shard was stopped before")
+        for task in power_tasks(case)
+    }
+    if any(one.verdict is None for one in found.values()):
+        return print_shard(ALL, found, args.json)
+    seconds = sum(one.seconds for one in found.values())
+    return print_power(power_report(case, found, seconds), args.json)
+
+
+def _diagnose(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.cli.bench.diagnosis import diagnose_tasks, figures_of
+    from attnlab.cli.bench_command import print_diagnosis
+
+    options = header["options"]
+    tasks = diagnose_tasks(options["trials"], options["trials"])
+    return print_diagnosis(figures_of(tasks, outcomes, options["seed"]), args.json)
+
+
+COMMAND = Command(
+    name="merge",
+    purpose="Join the stores of a sharded command into one report.",
+    arguments="DIR…",
+    examples=("attnlab merge shard-1 shard-2 shard-3",),
+    exit_codes=f"{CHECK_CODES}\n  (of check; of power and bench diagnose, those of that command)",
+    add_flags=_add_flags,
+    run=_run,
+    notes="The stores must come from the same command, sources and versions, and every shard must be given "
+    "once.\n--json prints the same document as the command that made the stores.",
+)

@@ -1,0 +1,221 @@
+"""The command ``attnlab releases``."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import refuse
+from attnlab.case.ops import TRITON_OPS
+from attnlab.case.output_file import check_output_file, write_text
+from attnlab.cli.check import add_conditions, step_text
+from attnlab.cli.check_output import add_scaling
+from attnlab.cli.command import Command
+from attnlab.cli.output import notice, print_json, progress, show
+from attnlab.tasks.interrupts import interruptible
+
+if TYPE_CHECKING:
+    from attnlab.checker.release_plan import Release
+    from attnlab.checker.release_table import ReleaseTable
+
+CODES = (
+    "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
+    "signal n"
+)
+_DOCUMENT = """\
+--json prints one object:
+  releases, device, platform, cases, cases_run, seconds, versions
+  ops: {release: {op: the release whose identical op ran}}; an absent op is left out
+  faults: list of {op, kind, diagnosis, first, last, cells: {release: state}, evidence, case, run}
+  states: the meaning of each state
+  not_run: list of {op, reason, cases, run}; op has the release before it"""
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "releases",
+        nargs="?",
+        metavar="FIRST..LAST",
+        help="the releases of the package index from FIRST to LAST, or one release; with --sources the "
+        "default is all of the folder",
+    )
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="take the releases from this folder, which has a wheel, an sdist or a folder for each, and "
+        "download nothing",
+    )
+    parser.add_argument(
+        "--op", action="append", choices=TRITON_OPS, help="check this op; repeatable (default: all)"
+    )
+    add_conditions(parser.add_argument_group("how to check them"))
+    add_scaling(parser.add_argument_group("where to run it"))
+    add_page(parser.add_argument_group("files to write"))
+
+
+def add_page(group: Any) -> None:
+    """Add --page."""
+    group.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE.html",
+        help="write the table as one HTML page, and the JSON document next to it",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from attnlab.checker.public import release_plan
+    from attnlab.checker.releases import check_releases
+    from attnlab.tasks.engines import find_engine
+    from attnlab.tasks.shard import Shard
+
+    check_page(args)
+    shard = Shard.parse(args.shard)
+    plan = release_plan(
+        _releases(args),
+        ops=args.op,
+        platform=args.platform,
+        cases=args.cases,
+        case_seconds=args.case_seconds,
+        seed=args.seed,
+        times=args.times,
+    )
+    title = f"checking {len(plan.releases)} releases"
+    with (
+        interruptible() as stop,
+        progress(title) as on_step,
+        find_engine(args.engine or "local", args.device) as engine,
+    ):
+        table = check_releases(
+            plan,
+            engine,
+            shard=shard,
+            out=args.out,
+            seconds=args.seconds,
+            on_progress=lambda one: on_step(step_text(title, one), one.done, one.total),
+            stop=stop,
+        )
+    if stop():
+        notice("interrupted; the table has what ran")
+    print_table(args, table)
+    return stop.exit_code or table.exit_code
+
+
+def check_page(args: argparse.Namespace) -> None:
+    """Raise InvalidCase if the page or its JSON cannot be written, before anything runs."""
+    if args.page is None:
+        return
+    if args.page.suffix.lower() not in (".html", ".htm"):
+        refuse("page", "a file that ends with .html", str(args.page))
+    check_output_file(args.page, "page")
+    check_output_file(args.page.with_suffix(".json"), "page")
+
+
+def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
+    """Print the table, and write its page and JSON if --page is given."""
+    from attnlab.case.json import json_value
+
+    if args.page is not None:
+        from attnlab.reports.releases_page import write_releases
+
+        write_releases(args.page, table)
+        document = json.dumps(json_value(table.to_dict()), indent=1, allow_nan=False)
+        write_text(args.page.with_suffix(".json"), document + "\n")
+    if args.json:
+        print_json(table.to_dict())
+        return
+    show(table)
+    if args.page is not None:
+        print(f"page: {args.page}")
+    if table.not_run:
+        count = sum(entry.cases for entry in table.not_run)
+        print(f"not run: {count} of {table.cases} cases")
+
+
+def _releases(args: argparse.Namespace) -> list["Release"]:
+    """Return the releases of the arguments, the oldest first; download their ops if they are missing."""
+    from attnlab.checker.release_plan import Release
+    from attnlab.kernels.vllm.backend import VllmBackend
+
+    found = _of_folder(args) if args.sources is not None else _of_index(args)
+    return [
+        Release(version=version, backend=VllmBackend(path=path, requested_device=args.device))
+        for version, path in found.items()
+    ]
+
+
+def _of_index(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders of the releases of the package index."""
+    from attnlab.kernels.vllm.release_ops import fetch_ops, releases_between
+
+    if args.releases is None:
+        raise InvalidCase(
+            "releases must be FIRST..LAST, or --sources must be given", field="releases"
+        )
+    first, last = _ends(args.releases)
+    versions = releases_between(first, last)
+    found = {}
+    with progress("downloading the ops") as on_step:
+        for i, version in enumerate(versions):
+            on_step(f"downloading the ops of {version}", i, len(versions))
+            found[version] = fetch_ops(version)
+    return found
+
+
+def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the vLLMs in the folder --sources, by version."""
+    from attnlab.kernels.vllm.release_ops import order
+    from attnlab.kernels.vllm.source import find_source
+
+    if not args.sources.is_dir():
+        refuse("sources", "a folder that exists", str(args.sources))
+    found: dict[str, Path] = {}
+    for path in sorted(args.sources.iterdir()):
+        version = find_source(path).version
+        if version in found:
+            text = (
+                f"sources must have each release once, got {version} in {found[version]} and {path}"
+            )
+            raise InvalidCase(text, field="sources")
+        found[version] = path
+    if not found:
+        refuse("sources", "a folder with releases of vLLM", str(args.sources))
+    if args.releases is not None:
+        first, last = _ends(args.releases)
+        for version in (first, last):
+            if version not in found:
+                refuse("releases", f"one of {', '.join(sorted(found, key=order))}", version)
+        found = {v: p for v, p in found.items() if order(first) <= order(v) <= order(last)}
+    return {version: found[version] for version in sorted(found, key=order)}
+
+
+def _ends(text: str) -> tuple[str, str]:
+    """Return the first and the last release of FIRST..LAST, or of one release."""
+    from attnlab.kernels.vllm.release_ops import order
+    from attnlab.kernels.vllm.source import check_release
+
+    first, dots, last = text.partition("..")
+    last = last if dots else first
+    for version in (first, last):
+        check_release(version)
+    if order(first) > order(last):
+        refuse("releases", "FIRST..LAST with FIRST not after LAST", text)
+    return first, last
+
+
+COMMAND = Command(
+    name="releases",
+    purpose="Check many releases of vLLM, and show which release has which fault.",
+    arguments="[FIRST..LAST]",
+    examples=(
+        "attnlab releases 0.9.0..0.33.0 --out store --page releases.html",
+        "attnlab releases 0.20.0..0.33.0 --op unified_attention --cases 8",
+        "attnlab releases 0.9.0..0.33.0 --shard 2/4 --out shard-2",
+    ),
+    exit_codes=CODES,
+    add_flags=_add_flags,
+    run=_run,
+    notes=_DOCUMENT,
+)

@@ -1,0 +1,112 @@
+"""The command ``attnlab xray``."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import check_output_file
+from attnlab.cli import case_source
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, progress, show
+
+if TYPE_CHECKING:
+    from attnlab.weights.xray import XRay
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure (default: the Case)")
+    group.add_argument(
+        "--call",
+        type=Path,
+        metavar="PATH",
+        help="a saved KernelCall, or a call in another format that attnlab diagnose reads; of the Case only "
+        "the platform, the release and the backend are used",
+    )
+    group.add_argument(
+        "--kernel",
+        metavar="FILE.py:FUNCTION",
+        help="your kernel; the same as --backend",
+    )
+    group.add_argument(
+        "--limit-s",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds for the search for a description (default: 20)",
+    )
+    group.add_argument(
+        "--no-confirm",
+        action="store_true",
+        help="do not measure another case to confirm a description",
+    )
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the pictures, in one file"
+    )
+    case_source.add_flags(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.kernel is not None:
+        if args.field_backend is not None:
+            raise InvalidCase("kernel and backend must not both be given", field="kernel")
+        args.field_backend = args.kernel
+    if not args.limit_s > 0:
+        raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
+    case = case_source.case_with_source(args)
+    if args.html is not None:
+        from attnlab.reports.xray_page import check_drawable
+
+        check_drawable()
+        check_output_file(args.html, "html")
+    found = _xray(args, case)
+    if args.html is not None:
+        from attnlab.reports.xray_page import write_xray
+
+        write_xray(args.html, found, _command(args, case))
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        show(found)
+    return 1 if found.is_wrong else 0
+
+
+def _xray(args: argparse.Namespace, case: Case) -> "XRay":
+    from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.recorder.other_files import read_call
+    from attnlab.weights.public import xray, xray_of_call
+
+    with progress("measuring the weights") as on_step:
+        lab = case_source.lab_of(args, on_step)
+        if args.call is not None:
+            given = [
+                name
+                for name in ("platform", "release")
+                if getattr(args, f"field_{name}") is not None
+            ]
+            call = read_call(args.call)
+            ran = where_it_ran(call, case, given).case
+            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s)
+        return xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
+
+
+def _command(args: argparse.Namespace, case: Case) -> str:
+    """Return the command line that writes the page again."""
+    words = ["attnlab", "xray", *shlex.split(case.to_cli())[2:]]
+    return shlex.join(words + ([] if args.call is None else ["--call", str(args.call)]))
+
+
+COMMAND = Command(
+    name="xray",
+    purpose="Measure a kernel's effective attention weights, and describe how they differ.",
+    examples=(
+        "attnlab xray --query-lens 5,1 --ctx-lens 40,33 --num-heads 4",
+        "attnlab xray --kernel mine.py:my_attention --query-lens 5,1 --ctx-lens 40,33 --html xray.html",
+        "attnlab xray --call call.safetensors --backend vllm --source vllm-0.33.0.whl",
+    ),
+    exit_codes="0 the weights are right, up to precision; 1 they are not, or it cannot be decided",
+    add_flags=_add_flags,
+    run=_run,
+)

@@ -1,0 +1,62 @@
+"""A second case with other lengths and odd scales, in which an explanation must hold again.
+
+Degenerate numbers let a wrong defect explain an output: k_scale 0.5 squared is v_scale 0.25, 1 / sqrt(4
+heads) is half, and lengths may be multiples of every block and tile.
+"""
+
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.contracts.dispatch import decide
+
+SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a product of the other
+_SCALE = 0.73  # the second scale of the scores, in units of the first
+_MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
+_LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
+_SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
+
+
+def second_case(case: Case) -> Case | None:
+    """Return a case with other lengths and scales for the same kernels, or None if there is none."""
+    lens = _other_lens(case)
+    for changes in ({**lens, **_other_scales(case)}, _other_scales(case), lens):
+        try:
+            changed = case.replace(**changes)
+        except InvalidCase:
+            continue  # the Case does not allow this change
+        if changed != case and set(decide(changed).kernels) == set(decide(case).kernels):
+            return changed
+    return None
+
+
+def _other_lens(case: Case) -> dict[str, Any]:
+    """Return other lengths: each sequence stays a decode or a prefill, with or without context."""
+    if case.block_table is not None or case.seq_range is not None:
+        return {}
+    pairs = list(zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True))
+    if sum(query + ctx for query, ctx in pairs) > _LARGE_TOKENS:
+        kinds = {query == 1 for query, _ in pairs}
+        pairs = [pair for pair in _SHORT if (pair[0] == 1) in kinds]
+    else:
+        pairs = [
+            (query if query == 1 else query + _MORE_NEW, ctx + _MORE_CONTEXT * (ctx > 0))
+            for query, ctx in pairs
+        ]
+    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len")
+    return {
+        "query_lens": tuple(query for query, _ in pairs),
+        "ctx_lens": tuple(ctx for _, ctx in pairs),
+        **{name: None for name in sizes if getattr(case, name) is not None},
+    }
+
+
+def _other_scales(case: Case) -> dict[str, Any]:
+    """Return an odd scale of the scores, unless the default is at issue, and of an FP8 cache that has
+    scales."""
+    changes: dict[str, Any] = {}
+    if case.sm_scale is not None or case.release != "0.11.2":
+        changes["sm_scale"] = round(_SCALE * (case.sm_scale or case.head_size**-0.5), 5)
+    if case.is_fp8 and (case.k_scale, case.v_scale) != (1.0, 1.0):
+        changes |= SECOND_SCALES
+    return changes

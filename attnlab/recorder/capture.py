@@ -1,0 +1,245 @@
+"""Capture: record the attention calls of a program while it runs, without changing it."""
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+
+from attnlab.case.fields import refuse
+from attnlab.case.platforms import PLATFORMS
+from attnlab.recorder.catalogue import recorded_ops, signature_of
+from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.recorded import Recorded
+from attnlab.recorder.recorded_op import RecordedOp, bound
+from attnlab.recorder.snapshot import copied, copy_fields
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.origin import Origin
+
+_log = logging.getLogger("attnlab.recorder")
+_KEPT = 16  # calls by default
+_inside = threading.local()
+
+
+class Calls(Sequence[KernelCall]):
+    """The last calls that were recorded, as KernelCalls, the oldest first.
+
+    - ``keep``: the most calls that are kept. ``seen``: how many were recorded.
+    - ``recorded``: the calls before they were converted and checked.
+
+    Raises InvalidCall, when a call is read, if its arguments contradict each other.
+    """
+
+    def __init__(self, keep: int = _KEPT) -> None:
+        self.keep = keep
+        self.seen = 0
+        self.recorded: deque[Recorded] = deque(maxlen=keep)
+
+    def add(self, one: Recorded) -> None:
+        """Add a call; the oldest is dropped if there are ``keep``."""
+        self.recorded.append(one)
+        self.seen += 1
+
+    def clear(self) -> None:
+        """Drop every call."""
+        self.recorded.clear()
+        self.seen = 0
+
+    def __len__(self) -> int:
+        return len(self.recorded)
+
+    @overload
+    def __getitem__(self, index: int) -> KernelCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[KernelCall]: ...
+    def __getitem__(self, index: int | slice) -> KernelCall | list[KernelCall]:
+        if isinstance(index, slice):
+            return [one.call for one in list(self.recorded)[index]]
+        return self.recorded[index].call
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.origin.op or "?" for one in self.recorded)
+        return f"<{len(self)} of {self.seen} calls: {names}>"
+
+
+class Capture:
+    """Records the calls of known ops, from :meth:`start` to :meth:`stop`.
+
+    - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
+      :func:`attnlab.recorder.catalogue.recorded_ops`.
+    - ``origin``: what the caller knows about the calls' origin; it may change between calls.
+
+    An error while a call is recorded is logged once, and the program continues as without attnlab.
+    """
+
+    def __init__(self, *, keep: int = _KEPT, ops: Iterable[RecordedOp | str] = ()) -> None:
+        if type(keep) is not int or keep < 1:
+            refuse("keep", "a whole number from 1", keep)
+        self.calls = Calls(keep)
+        self.origin = Origin()
+        self._logged = self._is_active = False
+        self._ops = {op.name: op for op in recorded_ops(ops, on_error=self._failed)}
+        targets: dict[str, list[str]] = {}
+        for op in self._ops.values():
+            targets.setdefault(op.module, []).append(op.function)
+        self._patches = Patches(targets, self._wrapper)
+
+    def start(self) -> None:
+        """Wrap the ops."""
+        self._is_active = True
+        self._patches.install()
+
+    def stop(self) -> None:
+        """Put the original ops back."""
+        self._is_active = False
+        self._patches.remove()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Log the first error of this capture."""
+        if not self._logged:
+            self._logged = True
+            text = " ".join(str(error).split())
+            _log.warning("attnlab could not record %s: %s: %s", what, type(error).__name__, text)
+
+    def _wrapper(self, module: str, function: str, original: Function) -> Function | None:
+        """Return a function that records the call and then makes it; None if it cannot be wrapped."""
+        op = self._ops[f"{module}.{function}"]
+        try:
+            signature = signature_of(op, original)
+        except (TypeError, ValueError) as error:
+            self._failed(op.name, error)
+            return None
+
+        @functools.wraps(original)
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            is_op = not self._is_active or getattr(_inside, "is_op", False)
+            if is_op or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            before = self._before(op, signature, args, kwargs)
+            with _inner():
+                try:
+                    result = original(*args, **kwargs)
+                except Exception as error:
+                    self._after(before, None, f"{type(error).__name__}: {error}")
+                    raise
+            self._after(before, result, "")
+            return result
+
+        return recording
+
+    def _before(
+        self, op: RecordedOp, signature: inspect.Signature, args: Any, kwargs: Any
+    ) -> Recorded | None:
+        """Return the call with copies of its inputs, or None if it is not recorded."""
+        try:
+            with torch.no_grad(), _inner():
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
+                reading = op.read(bound(signature, args, kwargs))
+                if reading is None:
+                    return None
+                writes: dict[str, Any] = {
+                    n: reading.fields[n] for n in ("output", "lse") if n in reading.fields
+                }
+                reading.fields = copy_fields(reading.fields)
+                if "output" in writes:
+                    reading.fields["before"] = reading.fields["output"]
+                return Recorded(
+                    reading=reading,
+                    op=op.op,
+                    layout=op.layout,
+                    origin=self._origin(op, reading.fields["query"]),
+                    writes=writes,
+                )
+        except Exception as error:
+            self._failed(op.name, error)
+            return None
+
+    def _after(self, one: Recorded | None, result: Any, rejection: str) -> None:
+        """Copy the outputs of a call, and keep it."""
+        if one is None:
+            return
+        try:
+            with torch.no_grad(), _inner():
+                if one.reading.result is not None and not rejection:
+                    output, lse = one.reading.result(result)
+                    one.writes = (
+                        {"output": output} if lse is None else {"output": output, "lse": lse}
+                    )
+                one.reading.fields |= {name: copied(one_) for name, one_ in one.writes.items()}
+                one.writes, one.rejection = {}, " ".join(rejection.split())
+                self.calls.add(one)
+        except Exception as error:
+            self._failed(one.origin.op or "a call", error)
+
+    def _origin(self, op: RecordedOp, query: torch.Tensor) -> Origin:
+        program = op.module.partition(".")[0]
+        known = {**self.origin.to_dict(), "op": op.name}
+        known.setdefault("program", program)
+        release = _release(program)
+        if release is not None:
+            known.setdefault("release", release)
+        platform = platform_of(query.device)
+        if platform is not None:
+            known.setdefault("platform", platform)
+        return Origin(**known)
+
+
+@contextlib.contextmanager
+def _inner() -> Iterator[None]:
+    """Record no ops that are called inside: an op's own, and those of attnlab."""
+    outer = getattr(_inside, "is_op", False)
+    _inside.is_op = True
+    try:
+        yield
+    finally:
+        _inside.is_op = outer
+
+
+@functools.cache
+def _release(program: str) -> str | None:
+    """Return the release of an imported or installed package."""
+    version = getattr(sys.modules.get(program), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(program)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def platform_of(device: torch.device) -> str | None:
+    """Return the platform of a device by its name in :data:`PLATFORMS`, or the GPU's own name."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    exact = f"sm_{properties.major}{properties.minor}"
+    return exact if exact in PLATFORMS else "sm_80" if properties.major < 9 else "sm_90"
+
+
+@contextlib.contextmanager
+def capture(
+    *,
+    keep: int = _KEPT,
+    ops: Iterable[RecordedOp | str] = (),
+    on_start: Callable[[Capture], None] = lambda capture: None,
+) -> Iterator[Calls]:
+    """Record the attention calls of the block; yield them. See :func:`attnlab.capture`."""
+    one = Capture(keep=keep, ops=ops)
+    on_start(one)
+    one.start()
+    try:
+        yield one.calls
+    finally:
+        one.stop()

@@ -1,0 +1,121 @@
+"""Comparisons: what a test passed to torch.testing.assert_close and torch.allclose.
+
+They are observed like ops: wrapped where they are defined and under every name in other modules.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.snapshot import copied
+
+_TARGETS = {
+    "torch.testing": ("assert_close",),
+    "torch.testing._comparison": ("assert_close",),
+    "torch": ("allclose",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """One comparison: both tensors, the tolerances, and whether it passed.
+
+    An element passes if its difference is at most atol + rtol × |expected|.
+    """
+
+    actual: torch.Tensor
+    expected: torch.Tensor
+    atol: float
+    rtol: float
+    passed: bool
+
+
+class Comparisons:
+    """Records the last comparisons of tensors, from :meth:`start` to :meth:`stop`.
+
+    Only tensors with as many elements as a recorded output are copied: ``sizes()`` returns these numbers.
+    An error while recording goes to ``on_error``, and the comparison takes place as without attnlab.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int,
+        sizes: Callable[[], Collection[int]],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
+        self.last: deque[Comparison] = deque(maxlen=keep)
+        self._sizes = sizes
+        self._on_error = on_error
+        self._patches = Patches(_TARGETS, self._wrapper)
+
+    def start(self) -> None:
+        """Wrap the functions."""
+        self._patches.install()
+
+    def stop(self) -> None:
+        """Put the functions back."""
+        self._patches.remove()
+
+    def _wrapper(self, module: str, function: str, original: Function) -> Function:
+        read = _assert_close if function == "assert_close" else _allclose
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            try:
+                result = original(*args, **kwargs)
+            except AssertionError:
+                self._add(read, args, kwargs, False)
+                raise
+            self._add(read, args, kwargs, result is None or bool(result))
+            return result
+
+        return observed
+
+    def _add(self, read: Callable[..., Any], args: Any, kwargs: Any, passed: bool) -> None:
+        try:
+            found = read(*args, **kwargs)
+            if found is None or found[0].numel() not in self._sizes():
+                return
+            actual, expected, atol, rtol = found
+            one = Comparison(
+                actual=copied(actual),
+                expected=copied(expected),
+                atol=atol,
+                rtol=rtol,
+                passed=passed,
+            )
+            self.last.append(one)
+        except Exception as error:
+            self._on_error("a comparison", error)
+
+
+def _assert_close(
+    actual: Any,
+    expected: Any,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, float, float] | None:
+    """Return what torch.testing.assert_close compares; the default tolerances are those of the dtypes."""
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return None
+    if actual.shape != expected.shape:
+        return None
+    if rtol is None or atol is None:
+        rtol, atol = torch.testing._comparison.default_tolerances(actual, expected)
+    return actual, expected, float(atol), float(rtol)
+
+
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, float, float] | None:
+    """Return what torch.allclose compares."""
+    return _assert_close(input, other, rtol=rtol, atol=atol)

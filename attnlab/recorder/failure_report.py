@@ -1,0 +1,219 @@
+"""The report of a failing test: a section of at most 15 lines, properties, the saved call and a page."""
+
+import hashlib
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.output_file import write_text
+from attnlab.diagnosis.diagnosis import Diagnosis, rows_text
+from attnlab.recorder.comparisons import Comparison
+from attnlab.recorder.failing_side import Judgement, judge, output_matches
+from attnlab.recorder.recorded import Recorded
+from attnlab.show import sheets
+from attnlab.tensors.call import KernelCall
+
+MOST_LINES = 15
+_WIDTH = 100
+_MOST_NAME = 120  # characters of a folder's name
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureReport:
+    """What is reported about a failing test: ``facts`` are (label, text) in the order of reading."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, label: str, text: str) -> None:
+        """Add a fact; changes the report."""
+        self.facts.append((label, " ".join(text.split())))
+
+    def lines(self) -> list[str]:
+        """Return at most 15 lines. The paths at the end are never cut."""
+        wrapped = [self._wrapped(label, text) for label, text in self.facts]
+        budget = MOST_LINES - len(wrapped)
+        lines = []
+        for part in wrapped:
+            shown = part[: 1 + budget] if len(part) > 1 + budget else part
+            budget -= len(shown) - 1
+            if len(shown) < len(part):
+                shown = [*shown[:-1], f"{shown[-1][: _WIDTH - 2]} …"]
+            lines += shown
+        return lines
+
+    @staticmethod
+    def _wrapped(label: str, text: str) -> list[str]:
+        indent = " " * 12
+        if label in ("call", "page"):
+            return [f"{label:<12}{text}"]
+        return textwrap.wrap(
+            text, _WIDTH, initial_indent=f"{label:<12}", subsequent_indent=indent
+        ) or [label]
+
+    def properties(self) -> list[tuple[str, str]]:
+        """Return the facts as JUnit properties."""
+        return [(f"attnlab_{label.replace(' ', '_')}", text) for label, text in self.facts]
+
+
+def report_failure(
+    node_id: str,
+    recorded: Sequence[Recorded],
+    comparisons: Sequence[Comparison],
+    folder: Path,
+) -> FailureReport:
+    """Return the report of a failing test, and write its call and page to ``folder``/<node id>/.
+
+    ``recorded`` must not be empty. A call that cannot be read or written is reported in one line.
+    """
+    report = FailureReport()
+    one, comparison = _call_and_comparison(recorded, comparisons)
+    number = list(recorded).index(one) + 1
+    report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    judgement = None
+    try:
+        judgement = judge(one.call, comparison)
+        _add_judgement(report, judgement)
+    except AttnLabError as error:
+        report.add("diagnosis", f"none: {error}")
+    _write(report, node_id, one, judgement, folder)
+    return report
+
+
+def _call_and_comparison(
+    recorded: Sequence[Recorded], comparisons: Sequence[Comparison]
+) -> tuple[Recorded, Comparison | None]:
+    """Return the call whose output was compared last, failed comparisons first, and its comparison.
+
+    If none was, return the last call that is not the test's own reference.
+    """
+    ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
+    for comparison in ordered:
+        for one in reversed(recorded):
+            if _is_output(one, comparison.actual):
+                return one, comparison
+            if _is_output(one, comparison.expected) and not _is_torch(one):
+                return one, _exchanged(comparison)
+    own = [one for one in recorded if not _is_torch(one)]
+    return (own or list(recorded))[-1], None
+
+
+def _is_torch(one: Recorded) -> bool:
+    return (one.origin.op or "").startswith("torch.")
+
+
+def _is_output(one: Recorded, tensor: object) -> bool:
+    try:
+        return output_matches(one.call, tensor)  # type: ignore[arg-type]
+    except InvalidCall:
+        return False
+
+
+def _exchanged(one: Comparison) -> Comparison:
+    """Return a comparison whose test passed the kernel's output as the expected value."""
+    return Comparison(
+        actual=one.expected, expected=one.actual, atol=one.atol, rtol=one.rtol, passed=one.passed
+    )
+
+
+def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
+    diagnosis = judgement.diagnosis
+    report.add("wrong side", judgement.side)
+    report.add("evidence", judgement.evidence)
+    rows = _rows(diagnosis)
+    if rows:
+        report.add("wrong rows", rows)
+    report.add("diagnosis", _conclusion(diagnosis))
+    for violation in diagnosis.violations[:2]:
+        if violation.effect != "harmless":
+            report.add("violation", violation.text)
+
+
+def _rows(diagnosis: Diagnosis) -> str:
+    if diagnosis.place is None:
+        return f"not written: {rows_text(diagnosis.unwritten)}" if diagnosis.unwritten else ""
+    place = diagnosis.place
+    text = (
+        f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the worst in sequence {place.seq}, token "
+        f"{place.token} (row {place.row}), head {place.head}"
+    )
+    return text + (
+        f"; not written: {rows_text(diagnosis.unwritten)}" if diagnosis.unwritten else ""
+    )
+
+
+def _conclusion(diagnosis: Diagnosis) -> str:
+    if diagnosis.cause is not None:
+        return f"{diagnosis.status}: {diagnosis.cause.name}: {diagnosis.cause.text}"
+    names = ", ".join(one.name for one in diagnosis.explanations)
+    return f"{diagnosis.status}: {names}" if names else diagnosis.status
+
+
+def _write(
+    report: FailureReport,
+    node_id: str,
+    one: Recorded,
+    judgement: Judgement | None,
+    folder: Path,
+) -> None:
+    """Write the call and the page; add their paths, or the reason why they are missing."""
+    target = folder / folder_name(node_id)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        call = one.call
+        call.save(target / "call.safetensors")
+        report.add("call", str(target / "call.safetensors"))
+        write_text(target / "report.html", page(node_id, report, call, judgement))
+        report.add("page", str(target / "report.html"))
+    except (AttnLabError, OSError) as error:
+        report.add("not written", str(error))
+
+
+def folder_name(node_id: str) -> str:
+    """Return a node id as the name of a folder: at most 120 characters, unique."""
+    name = re.sub(r"[^A-Za-z0-9._=+-]+", "_", node_id).strip("_.") or "test"
+    if len(name) <= _MOST_NAME and name == node_id:
+        return name
+    digest = hashlib.sha256(node_id.encode()).hexdigest()[:8]
+    return f"{name[: _MOST_NAME - 9]}-{digest}"
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
+h1 {{ font-size: 1.3em; overflow-wrap: anywhere }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .2em 1em }}
+dt {{ opacity: .7 }} dd {{ margin: 0; overflow-wrap: anywhere }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<dl>{facts}</dl>
+{sheets}
+<p>To repeat the diagnosis: <code>attnlab diagnose --call call.safetensors</code></p>
+</body>
+</html>
+"""
+
+
+def page(node_id: str, report: FailureReport, call: KernelCall, judgement: Judgement | None) -> str:
+    """Return the report as one self-contained HTML page, with the diagnosis and the call."""
+    facts = list(report.facts)
+    if judgement is not None and judgement.comparison is not None:
+        one = judgement.comparison
+        facts.append(("tolerance", f"atol {one.atol:g}, rtol {one.rtol:g}"))
+    facts.append(("origin", str(call.origin)))
+    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in facts)
+    nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]
+    body = "\n".join([*nouns, sheets.html(call)])
+    return _PAGE.format(title=escape(node_id), facts=rows, sheets=body)

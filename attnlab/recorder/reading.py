@@ -1,0 +1,83 @@
+"""From a Reading to a KernelCall: numbers out of tensors, dtypes, and the checks of from_tensors."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import KV_CACHE_DTYPES
+from attnlab.recorder.argument_names import Reading, check_complete
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.origin import Origin
+
+_FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
+
+
+def call_of_reading(
+    reading: Reading, origin: Origin, *, op: str | None = None, layout: str | None = None
+) -> KernelCall:
+    """Return the KernelCall of what was read. ``op``, ``layout``: as for ``from_tensors``.
+
+    Raises InvalidCall with one line that names the first argument that is missing or does not fit.
+    """
+    check_complete(reading)
+    fields = {name: value for name, value in reading.fields.items() if value is not None}
+    for name, value in fields.items():
+        if name in _NUMBERS and name not in ("k_scale", "v_scale"):
+            fields[name] = _number(name, value)
+    for name in ("k_scale", "v_scale"):
+        if name in fields:
+            fields[name] = _scale(name, fields[name], fields)
+    if not fields.get("softcap"):
+        fields.pop("softcap", None)
+    key_cache = fields["key_cache"]
+    fields["kv_cache_dtype"] = _kv_cache_dtype(fields.get("kv_cache_dtype"), key_cache)
+    if origin.platform is None and isinstance(key_cache, torch.Tensor):
+        origin = dataclasses.replace(origin, platform=_FP8_PLATFORM.get(key_cache.dtype))
+    fields.setdefault("op", op)
+    fields.setdefault("layout", layout)
+    _drop_new_tokens(fields)
+    unmodelled = tuple(reading.unmodelled)
+    return KernelCall.from_tensors(**fields, origin=origin, unmodelled=unmodelled)
+
+
+_NUMBERS = {
+    **dict.fromkeys(("sm_scale", "softcap", "k_scale", "v_scale"), float),
+    **dict.fromkeys(("max_query_len", "max_seq_len", "sliding_window"), int),
+    "causal": bool,
+}
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return _NUMBERS[name](value)
+    except (TypeError, ValueError) as error:
+        kind = _NUMBERS[name].__name__
+        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}", field=name) from error
+
+
+def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
+    """Return a number for a tensor of one element; a scale per KV head as one per sequence and head."""
+    if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
+        return float(_number(name, scale))
+    if scale.dim() == 1:
+        return scale.expand(len(fields["seq_lens"]), -1)
+    return scale
+
+
+def _kv_cache_dtype(given: Any, key_cache: Any) -> str | None:
+    """Return the name that ``from_tensors`` accepts. vLLM also has the names of 16-bit dtypes."""
+    dtype = getattr(key_cache, "dtype", None)
+    if dtype == torch.uint8:
+        return given if given in KV_CACHE_DTYPES else None
+    return None
+
+
+def _drop_new_tokens(fields: dict[str, Any]) -> None:
+    """Drop key and value unless both are there: a part of them means nothing."""
+    if ("key" in fields) != ("value" in fields):
+        fields.pop("key", None)
+        fields.pop("value", None)

@@ -1,0 +1,84 @@
+"""vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say."""
+
+from typing import Any
+
+import torch
+
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER
+from attnlab.recorder.argument_names import Reading
+from attnlab.recorder.recorded_op import RecordedOp
+
+FOLDERS = ("vllm.attention.ops", "vllm.v1.attention.ops")  # of 0.11.2, and of later releases
+_CUSTOM = "vllm._custom_ops"
+
+
+def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
+    """A block table of pointers is no table of block numbers."""
+    if arguments.get("is_block_table_ptr"):
+        reading.unmodelled.append("is_block_table_ptr")
+
+
+def _decode(arguments: dict[str, Any], reading: Reading) -> None:
+    """Give each block a dimension of its own, and drop scratch memory that is called lse."""
+    page_size = arguments.get("page_size", 1)
+    for name in ("key_cache", "value_cache", "key", "value"):
+        tensor = reading.fields.pop(name, None)
+        if isinstance(tensor, torch.Tensor):
+            paged = tensor.unflatten(0, (-1, page_size)) if tensor.dim() == 3 else tensor
+            reading.fields[name.removesuffix("_cache") + "_cache"] = paged
+    query = reading.fields.get("query")
+    lens = reading.fields.get("seq_lens")
+    if isinstance(query, torch.Tensor) and isinstance(lens, torch.Tensor):
+        reading.fields["seq_lens"] = lens[: len(query)]
+
+
+def _paged_v1(arguments: dict[str, Any], reading: Reading) -> None:
+    """One new token per sequence, read from the cache."""
+    reading.fields.pop("query_start_loc", None)
+
+
+def _rocm(arguments: dict[str, Any], reading: Reading) -> None:
+    """Sequences with several new tokens are left to another kernel: their rows are not this op's."""
+    if arguments.get("query_start_loc") is not None:
+        reading.unmodelled.append("query_start_loc")
+
+
+def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
+    """View the cache as x-split: its keys have the tokens of a block innermost (0.32.0, "vec")."""
+    key, value = reading.fields.get("key_cache"), reading.fields.get("value_cache")
+    if not isinstance(key, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return
+    blocks, heads, block_size, head_size = key.shape
+    strides = (key.stride(0), key.stride(1), block_size, 1)
+    by_token = key.as_strided((blocks, heads, head_size, block_size), strides)
+    reading.fields["key_cache"] = by_token.unsqueeze(-1)
+    reading.fields["value_cache"] = value.transpose(2, 3)
+    if key.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        reading.unmodelled.append("key_cache, packed for AMX")
+
+
+def vllm_ops() -> tuple[RecordedOp, ...]:
+    """Return the attention ops of vLLM that are recorded."""
+    adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, DECODE_FWD: _decode}
+    found = [
+        RecordedOp(
+            module=f"{folder}.{OPS[name].module}",
+            function=OPS[name].function,
+            op=name,
+            layout=OPS[name].cache_layout,
+            **({"adjust": adjusts[name]} if name in adjusts else {}),
+        )
+        for folder in FOLDERS
+        for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
+    ]
+    customs = {
+        "paged_attention_v1": (WRAPPER, "x-split", _paged_v1),
+        "paged_attention_v2": (WRAPPER, "x-split", _paged_v1),
+        "paged_attention_rocm": (WRAPPER, "x-split", _rocm),
+        CPU_ATTENTION: (CPU_ATTENTION, "x-split", _cpu),
+    }
+    for function, (op, layout, adjust) in customs.items():
+        found.append(
+            RecordedOp(module=_CUSTOM, function=function, op=op, layout=layout, adjust=adjust)
+        )
+    return tuple(found)

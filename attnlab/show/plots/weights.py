@@ -1,0 +1,104 @@
+"""Plots of an X-ray: weights by row and key, and log weights against the right ones."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, TwoSlopeNorm
+
+from attnlab.show.plots.artists import hatch_cells, put_legend
+
+if TYPE_CHECKING:
+    from attnlab.weights.columns import KeyColumns, LawPoints
+
+Which = Literal["measured", "expected", "difference"]
+_LEAST = 1e-5  # the smallest weight that has a colour
+_NAN = "#c9a0dc"
+_TITLES = {
+    "measured": "measured weights",
+    "expected": "expected weights",
+    "difference": "measured - expected",
+}
+
+
+def plot_weights(
+    columns: "KeyColumns", *, which: Which = "measured", title: str = "", ax: Axes | None = None
+) -> Axes:
+    """Draw the weights of a sequence's rows and one head: a row per token, a column per key.
+
+    Keys are in logical order; thin lines are block edges, the thick one is the end of the context, dashed
+    ones separate slots after the sequence's end and the sums over foreign slots. NaN is violet and hatched.
+    """
+    ax = ax or plt.subplots(figsize=(7.5, 3.4), layout="constrained")[1]
+    values = getattr(columns, which).numpy()
+    drawn = values if which == "difference" else np.maximum(values, _LEAST / 10)
+    image = ax.imshow(drawn, aspect="auto", interpolation="none", **_colours(values, which))
+    if np.isnan(values).any():
+        hatch_cells(ax, np.isnan(values), "//", "black")
+    _edges(ax, columns)
+    _ticks(ax, columns)
+    label = "measured - expected" if which == "difference" else f"{which} weight"
+    ax.figure.colorbar(image, ax=ax, label=label)
+    where = f"sequence {columns.seq}, head {columns.head}"
+    ax.set(ylabel="output row", title=title or f"{_TITLES[which]}: {where}")
+    return ax
+
+
+def _colours(values: Any, which: str) -> dict[str, Any]:
+    """Return the colour map and the norm of an image."""
+    if which == "difference":
+        largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-6)
+        colours = plt.get_cmap("RdBu_r").with_extremes(bad=_NAN)
+        return {"cmap": colours, "norm": TwoSlopeNorm(0.0, -largest, largest)}
+    colours = plt.get_cmap("viridis").with_extremes(under="#80808030", bad=_NAN)
+    return {"cmap": colours, "norm": LogNorm(_LEAST, 1.0)}
+
+
+def _edges(ax: Axes, columns: "KeyColumns") -> None:
+    """Draw block edges, the end of the context, and the begin of tail and foreign slots."""
+    own = columns.positions + columns.tail
+    step = columns.block_size * max(1, own // columns.block_size // 64)
+    for edge in range(step, own, step):
+        ax.axvline(edge - 0.5, color="gray", linewidth=0.4)
+    ax.axvline(columns.context - 0.5, color="tab:orange", linewidth=1.6)
+    for edge in {columns.positions, own}:
+        ax.axvline(edge - 0.5, color="tab:red", linewidth=1.0, linestyle="--")
+
+
+def _ticks(ax: Axes, columns: "KeyColumns") -> None:
+    """Label some positions, the foreign columns, and some rows."""
+    own = columns.positions + columns.tail
+    step = max(1, -(-own // 8))
+    ticks = list(range(0, own, step))
+    labels = [str(tick) for tick in ticks]
+    ticks += [own + index for index in range(len(columns.foreign))]
+    labels += list(columns.foreign)
+    ax.set_xticks(ticks, labels, rotation=45, ha="right", fontsize="small")
+    ax.set_xlabel("key position (then other slots)")
+    rows = columns.rows.tolist()
+    every = max(1, -(-len(rows) // 12))
+    ax.set_yticks(range(0, len(rows), every), [str(row) for row in rows[::every]], fontsize="small")
+
+
+def plot_law(points: "LawPoints", *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw the logarithm of measured weights against that of the right ones; the line is equality."""
+    ax = ax or plt.subplots(figsize=(4.6, 3.8), layout="constrained")[1]
+    expected, measured = points.expected.numpy(), points.measured.numpy()
+    wrong = points.wrong.numpy()
+    for mask, colour, name in (
+        (~wrong, "tab:blue", "right rows"),
+        (wrong, "tab:red", "wrong rows"),
+    ):
+        if mask.any():
+            ax.plot(expected[mask], measured[mask], ".", ms=3, alpha=0.5, color=colour, label=name)
+    if len(expected):
+        ends = [float(expected.min()), float(expected.max())]
+        ax.plot(ends, ends, color="gray", linewidth=1, label="equal")
+    ax.set(
+        xlabel="log of the expected weight",
+        ylabel="log of the measured weight",
+        title=title or "measured against expected",
+    )
+    put_legend(ax)
+    return ax

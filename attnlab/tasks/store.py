@@ -1,0 +1,176 @@
+"""Store: the outcomes of tasks in a folder, so that an interrupted run can continue, and shards be merged.
+
+header.json      what the outcomes are of: the command, its options, the sources and versions
+outcomes.jsonl   one outcome per line, appended as it arrives; the last one of a key counts
+lock             held while a process writes to the folder
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.output_file import make_output_folder, write_text
+from attnlab.tasks.task import NOT_RUN, STATUSES, Outcome
+
+FORMAT = 1
+_HEADER, _OUTCOMES, _LOCK = "header.json", "outcomes.jsonl", "lock"
+Header = dict[str, Any]
+
+
+class Store:
+    """A store that this process writes to. Use it as a context manager, which holds the lock.
+
+    ``outcomes``: by key, those of earlier runs that need not run again. A task that was not started,
+    because the machine lacked something, may run now.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        """Create the folder, or open one that was made with the same header.
+
+        Raises InvalidCase if the folder has another content, was made with another header, or is in use;
+        it is then unchanged.
+        """
+        wanted: Header = json.loads(json.dumps({"format": FORMAT, **header}))
+        _check_folder(folder)
+        make_output_folder(folder, "out")
+        self._folder, self._lock = folder, FileLock(folder / _LOCK)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            text = f"out must not be in use by another process, got {folder}"
+            raise InvalidCase(text, field="out") from error
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        try:
+            self.outcomes = self._opened(wanted)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _opened(self, header: Header) -> dict[str, Outcome]:
+        """Read or write the header, and return the outcomes that count."""
+        if (self._folder / _HEADER).exists():
+            _check_same(self._folder, _read_header(self._folder), header)
+        else:
+            write_text(self._folder / _HEADER, json.dumps(header) + "\n")
+        outcomes, size = _read_outcomes(self._folder)
+        path = self._folder / _OUTCOMES
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            os.ftruncate(self._file, size)  # drops a line that was cut off
+            os.lseek(self._file, size, os.SEEK_SET)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+        self._size = size
+        return {key: found for key, found in outcomes.items() if found.status != NOT_RUN}
+
+    def append(self, outcome: Outcome) -> None:
+        """Write an outcome. Raises Unavailable if that is impossible; the store then lacks only this one."""
+        line = (json.dumps(outcome.to_dict(), allow_nan=False) + "\n").encode()
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            with contextlib.suppress(
+                OSError
+            ):  # a line that was cut off is dropped by the next reader
+                os.ftruncate(self._file, self._size)
+                os.lseek(self._file, self._size, os.SEEK_SET)
+            raise _unwritable(self._folder, error) from error
+        self._size += len(line)
+
+    def close(self) -> None:
+        """Close the file and release the lock."""
+        os.close(self._file)
+        self._lock.release()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+def read_store(folder: Path) -> tuple[Header, dict[str, Outcome]]:
+    """Return the header and the outcomes of a store. Raises InvalidCase if the folder is none."""
+    return _read_header(folder), _read_outcomes(folder)[0]
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise InvalidCase for a folder that has files but is no store."""
+    if not folder.is_dir() or (folder / _HEADER).exists():
+        return
+    others = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
+    if others:
+        text = f"out must be a new folder, an empty one or a store, got {folder} with {others[0]}"
+        raise InvalidCase(text, field="out")
+
+
+def _check_same(folder: Path, stored: Header, header: Header) -> None:
+    """Raise InvalidCase, naming the first difference, if a store was made with another header."""
+    difference = difference_of(stored, header)
+    if difference:
+        text = f"out must be a store of the same command, got {folder}, where {difference}"
+        raise InvalidCase(text, field="out")
+
+
+def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
+    """Return the first difference of two headers in words, such as "seed is 1, not 0"; "" if none.
+
+    The path of a source, and flags that have it, may differ; its digest must not.
+    """
+    if name in ("source", "flags"):
+        return ""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for key in {**stored, **wanted}:
+            text = difference_of(stored.get(key), wanted.get(key), key)
+            if text:
+                return text
+        return ""
+    return "" if stored == wanted else f"{name} is {stored}, not {wanted}"
+
+
+def _read_header(folder: Path) -> Header:
+    path = folder / _HEADER
+    try:
+        header = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise InvalidCase(f"{folder} must be a store: it has no {_HEADER}", field="out") from error
+    except (OSError, ValueError) as error:
+        raise InvalidCase(f"{path} cannot be read: {error}", field="out") from error
+    found = header.get("format") if isinstance(header, dict) else None
+    if found != FORMAT:
+        text = f"{folder} must be a store of format {FORMAT}, got format {found}"
+        raise InvalidCase(text, field="out")
+    return dict(header)
+
+
+def _read_outcomes(folder: Path) -> tuple[dict[str, Outcome], int]:
+    """Return the outcomes by key, and the size of the file up to the end of the last complete line."""
+    path = folder / _OUTCOMES
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise InvalidCase(f"{path} cannot be read: {error.strerror}", field="out") from error
+    size = data.rfind(b"\n") + 1
+    outcomes = {}
+    for number, line in enumerate(data[:size].splitlines(), 1):
+        try:
+            outcome = Outcome(**json.loads(line))
+            if outcome.status not in STATUSES:
+                raise ValueError(outcome.status)
+        except (ValueError, TypeError) as error:
+            raise InvalidCase(f"{path}, line {number}, is not an outcome", field="out") from error
+        outcomes[outcome.key] = outcome
+    return outcomes, size
+
+
+def _unwritable(folder: Path, error: OSError) -> Unavailable:
+    return Unavailable(f"{folder} cannot be written: {error.strerror or error}")

@@ -1,0 +1,91 @@
+"""Evidence: how measured weights differ from predicted ones, and whether a prediction explains them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.weights.setup import AttentionSetup
+
+# A rule explains weights within so many bounds: its scores may be larger than the right ones.
+SLACK = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evidence:
+    """Measured and predicted weights of a setup.
+
+    - ``ratio``: [R, H], the largest |measured - predicted| in bounds. ``cost``: a mean that is small if few
+      weights differ.
+    """
+
+    ratio: torch.Tensor
+    cost: float
+
+    @property
+    def explained(self) -> torch.Tensor:
+        """Return which rows and heads are explained, [R, H] bool."""
+        return self.ratio <= 1.0
+
+    @property
+    def complete(self) -> bool:
+        """Answer whether every row and head is explained."""
+        return bool(self.explained.all())
+
+
+def compare(
+    setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, slack: float = SLACK
+) -> Evidence:
+    """Compare weights, both [R, H, N]; NaN explains nothing."""
+    bound = predicted.abs() * setup.relative[:, None, None] + setup.fixed[:, None, None]
+    ratio = ((measured - predicted).abs() / (slack * bound)).nan_to_num(1e30, 1e30, 1e30)
+    worst = ratio.amax(-1)
+    cost = float(torch.log1p(ratio).sum(-1).mean()) + float((worst > 1).double().mean()) * 5
+    return Evidence(ratio=worst, cost=cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the difference looks like: which rules are worth a try.
+
+    ``law``: log weights differ within the cached or within the new keys of a row; ``parts``: between the two.
+    """
+
+    extra: bool
+    missing: bool
+    sums: bool
+    law: bool
+    parts: bool
+
+    @property
+    def count(self) -> int:
+        """Return how many of the things that key and score rules change are still wrong."""
+        return self.extra + self.missing + self.law
+
+
+def traits_of(
+    setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, keys: torch.Tensor
+) -> Traits:
+    """Return the traits of measured weights against predicted ones; ``keys`` [R, H, N] bool have a weight."""
+    floor = setup.fixed[:, None, None] * 4
+    relative = setup.relative[:, None, None]
+    extra = (measured.abs() > floor) & ~keys
+    missing = (measured.abs() <= floor) & keys & (predicted > 50 * floor)
+    both = keys & (measured > 50 * floor) & (predicted > 50 * floor)
+    logs = torch.where(both, (measured / predicted).clamp(min=1e-300).log(), torch.nan)
+    slots = setup.cache_slots
+    middles = [logs[..., :slots].nanmedian(-1).values]
+    middles += [logs[..., slots:].nanmedian(-1).values] if slots < logs.shape[-1] else middles
+    limit = 4 * relative + 1e-6
+    off = both.clone()
+    off[..., :slots] &= (logs[..., :slots] - middles[0][..., None]).abs() > limit
+    off[..., slots:] &= (logs[..., slots:] - middles[1][..., None]).abs() > limit
+    between = (middles[0] - middles[1]).abs() > limit[..., 0]
+    total = (measured.sum(-1) - predicted.sum(-1)).abs()
+    sums = total > 2 * relative[..., 0] * predicted.sum(-1) + 4 * floor[..., 0]
+    return Traits(
+        extra=bool(extra.any()),
+        missing=bool(missing.any()),
+        sums=bool(sums.any()),
+        law=bool(off.any()),
+        parts=bool(between.any()),
+    )

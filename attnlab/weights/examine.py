@@ -1,0 +1,123 @@
+"""examine: measure a call on a backend, and conclude."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.case.ops import Op
+from attnlab.contracts.target import Target
+from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import with_drawn_keys, with_finite_keys
+from attnlab.weights.measurement import Measurement, check_size, measure, runner
+from attnlab.weights.plan import right_plan
+from attnlab.weights.setup import AttentionSetup, make_setup
+from attnlab.weights.slot_owner import SlotOwners, holds_token, slot_owners
+
+COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """What is measured: a call, where it runs, and which rows and heads.
+
+    - ``rows`` [R], ``heads`` [H]: output rows and query heads; ``written``: [cache slots] bool, slots that
+      hold a token, or None if that is unknown.
+    """
+
+    call: KernelCall
+    target: Target
+    kernels: tuple[str, ...]
+    backend: Backend
+    options: RunOptions
+    rows: torch.Tensor
+    heads: torch.Tensor
+    written: torch.Tensor | None = None
+    case: Case | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Examined:
+    """A measurement with what is expected of it."""
+
+    setup: AttentionSetup
+    measurement: Measurement
+    expected: torch.Tensor
+    owners: SlotOwners
+    drawn: bool
+
+
+def examine(subject: Subject) -> Examined:
+    """Measure a subject; raise InvalidCase for an op without values."""
+    call, target = subject.call, subject.target
+    check_weighs_values(call.spec)
+    call = as_measurable(call)
+    check_size(call, len(subject.rows), len(subject.heads))
+    owners = slot_owners(call)
+    held = holds_token(call, owners) if subject.written is None else subject.written
+    call = with_finite_keys(call, target, ~held)
+    setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
+    drawn = not law_is_visible(setup)
+    if drawn:
+        call = with_drawn_keys(call, target)
+        setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
+    run = runner(subject.backend, target, subject.kernels, subject.options)
+    measurement = measure(call, target, run, subject.rows, subject.heads)
+    return Examined(
+        setup=setup,
+        measurement=measurement,
+        expected=right_plan(setup).weights(),
+        owners=owners,
+        drawn=drawn,
+    )
+
+
+def check_weighs_values(op: Op) -> None:
+    """Raise InvalidCase for an op that writes the cache."""
+    if op.writes_cache:
+        raise InvalidCase(
+            f"op must be an attention op, got {op.name}: it weighs no values, so there are no weights; "
+            "attnlab run compares the cache that it writes",
+            field="op",
+        )
+
+
+def as_measurable(call: KernelCall) -> KernelCall:
+    """Return the call with its scales as numbers; raise InvalidCall for one that the X-ray cannot measure."""
+    if call.unmodelled:
+        text = ", ".join(call.unmodelled)
+        raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+    if call.value_cache.shape[2] != call.query.shape[2]:
+        sizes = f"{call.value_cache.shape[2]} and {call.query.shape[2]}"
+        raise InvalidCall(f"values and keys must have one head size for an X-ray, got {sizes}")
+    scales: dict[str, Any] = {}
+    for name in ("k_scale", "v_scale"):
+        scale = torch.as_tensor(getattr(call, name), dtype=torch.float32).flatten()
+        if bool((scale != scale[0]).any()):
+            raise InvalidCall(f"{name} must be one number for an X-ray, got several", field=name)
+        scales[name] = float(scale[0])
+    return dataclasses.replace(call, **scales)
+
+
+def law_is_visible(setup: AttentionSetup) -> bool:
+    """Answer whether the scores differ by more than the precision of a weight."""
+    if not bool(setup.query.isfinite().all()):
+        return True
+    plan = right_plan(setup)
+    seen = (plan.visible > 0)[:, None].expand(-1, len(setup.heads), -1)
+    scores = plan.scores()[seen]
+    return scores.numel() < 2 or float(scores.std()) > 0.05
+
+
+def is_coarse(setup: AttentionSetup, measured: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain."""
+    logits = right_plan(setup).logits()
+    seen = (right_plan(setup).visible > 0)[:, None]
+    size = float(torch.where(seen, logits.abs(), 0.0).max()) if logits.numel() else 0.0
+    relative = 8 * COARSE + float(torch.tensor(2 * COARSE * size).expm1())
+    absolute = COARSE * COARSE + setup.fixed[:, None, None]
+    return bool(((measured - expected).abs() <= relative * expected + absolute).all())

@@ -1,0 +1,116 @@
+"""The part of ``import attnlab`` that reads weights out of a kernel."""
+
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall
+from attnlab.case.public import as_case
+from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.lab.lab import Lab
+from attnlab.lab.memory_check import check_memory
+from attnlab.lab.public import default_lab
+from attnlab.tensors.cache import NOBODY
+from attnlab.tensors.call import KernelCall
+from attnlab.weights.conclude import xray_of
+from attnlab.weights.examine import Subject, check_weighs_values
+from attnlab.weights.measurement import check_numbers
+from attnlab.weights.other_case import other_case
+from attnlab.weights.xray import XRay
+
+
+def xray(
+    case: Case | KernelCall | str,
+    *,
+    backend: str | Backend | None = None,
+    confirm: bool = True,
+    limit_s: float = 20.0,
+    lab: Lab | None = None,
+    **changes: Any,
+) -> XRay:
+    """Measure the effective attention weights of a kernel, and describe how they differ from the right ones.
+
+    The unmodified kernel runs with coded values; keys of empty slots are replaced by finite ones.
+
+    - ``case``: a Case, a pytest id, or a KernelCall such as a captured one.
+    - ``backend``: whose kernel runs: a name as in ``Case.backend``, such as "mine.py:fn", or a Backend.
+      Default: the Case's, the models for a KernelCall.
+    - ``confirm``: a description must also predict another Case, which is measured if one is found. A
+      KernelCall has no other Case.
+    - ``limit_s``: time for the search for a description, in seconds.
+    - ``changes``: fields of the Case; of a KernelCall, where it ran, for example ``platform="sm_90"``.
+
+    Raises InvalidCase for an op without values (a cache write), and InvalidCall for a call that is too large.
+    """
+    lab = lab or default_lab()
+    if isinstance(case, KernelCall):
+        if call_platform := case.origin.platform:
+            changes.setdefault("platform", call_platform)
+        chosen = backend if backend is not None else changes.pop("backend", "model")
+        if isinstance(chosen, str):
+            return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
+        return xray_of(_of_call(case, Case(**changes), chosen), limit_s=limit_s)
+    if isinstance(backend, str):
+        changes["backend"] = backend
+    case = as_case(case, **changes)
+    found = backend if isinstance(backend, Backend) else lab.backend(case)
+
+    def other() -> Subject | None:
+        second = other_case(case)
+        return None if second is None else _of_case(second, lab, found)
+
+    return xray_of(_of_case(case, lab, found), other if confirm else None, limit_s)
+
+
+def xray_of_call(
+    call: KernelCall, ran: Case, backend: str | None = None, *, lab: Lab, limit_s: float
+) -> XRay:
+    """Return the X-ray of a call; ``ran`` has the platform, the release and, by default, the backend."""
+    found = find_backend(backend or ran.backend, lab.source, lab.device)
+    return xray_of(_of_call(call, ran, found), limit_s=limit_s)
+
+
+def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
+    """Return what is measured of a Case: the rows and heads that it runs."""
+    check_weighs_values(case.spec)
+    check_memory(case, backend.cache_copies)
+    backend.check(case)
+    rows = case.query_rows or range(case.lengths.num_tokens)
+    heads = case.query_heads or range(case.num_heads)
+    slots = case.total_blocks * case.block_size
+    check_numbers(len(rows), len(heads), slots, slots // case.head_size)
+    call, provenance = lab.call(case), lab.cache(case).provenance
+    return Subject(
+        call=call,
+        target=Target.of(case),
+        kernels=decide(case).kernels,
+        backend=backend,
+        options=RunOptions.of(case),
+        rows=torch.arange(rows.start, rows.stop),
+        heads=torch.arange(heads.start, heads.stop),
+        written=(provenance.seq != NOBODY).flatten(),
+        case=case,
+    )
+
+
+def _of_call(call: KernelCall, ran: Case, backend: Backend) -> Subject:
+    """Return what is measured of a call: every row of its sequences, and every head."""
+    if call.op not in backend.ops:
+        allowed = " or ".join(backend.ops)
+        raise InvalidCall(
+            f"op must be {allowed} with backend {backend.name}, got {call.op}", field="op"
+        )
+    return Subject(
+        call=call,
+        target=Target.of(ran),
+        kernels=kernels_of(ran, call),
+        backend=backend,
+        options=RunOptions(),
+        rows=torch.arange(int(call.query_start_loc[0]), int(call.query_start_loc[-1])),
+        heads=torch.arange(call.query.shape[1]),
+    )

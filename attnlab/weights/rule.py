@@ -1,0 +1,170 @@
+"""Rule: one way in which a kernel differs from a right one, as a change of a Plan; edges and constants."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.weights.plan import Plan
+from attnlab.weights.setup import AttentionSetup, one_number
+
+PARTS = {"cache": "keys from the cache", "new": "new keys", "all": "keys"}
+
+
+class Rule(ABC):
+    """A change of a Plan that depends on the setup only, so that it predicts other calls, too."""
+
+    complexity: int = 1  # of two rules that fit, the one with the lower number is stated
+
+    @abstractmethod
+    def apply(self, plan: Plan) -> Plan:
+        """Return the plan under this rule."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """Return the rule as a clause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A position of each row's sequence, [R].
+
+    - ``feature``: "start", "context" (the end of the context), "cache end" (the end of what the row sees in
+      the cache), "row" (after its own position), "sequence" (its end), "window" (the window's first key).
+    - ``down``, ``up``: round to a multiple. ``shift``: add this. ``within``: but not beyond the tile of so
+      many keys that the feature's last key is in. 0 means none of these. ``inside``: at most the sequence's
+      end.
+    """
+
+    feature: str
+    shift: int = 0
+    down: int = 0
+    up: int = 0
+    within: int = 0
+    inside: bool = False
+
+    def at(self, setup: AttentionSetup, part: str) -> torch.Tensor:
+        """Return the positions, [R] int64; new keys are counted from the end of the context."""
+        origin = setup.ctx_len if part == "new" else torch.zeros_like(setup.ctx_len)
+        base = _FEATURES[self.feature](setup) - origin
+        found = base
+        if self.down:
+            found = base // self.down * self.down
+        if self.up:
+            found = -(-base // self.up) * self.up
+        found = found + self.shift
+        if self.within and self.shift > 0:
+            found = torch.minimum(found, -(-base // self.within) * self.within)
+        if self.within and self.shift < 0:
+            found = torch.maximum(found, base // self.within * self.within)
+        found = found + origin
+        return torch.minimum(found, setup.seq_len) if self.inside else found
+
+    @property
+    def text(self) -> str:
+        """Return the edge in words."""
+        words = _WORDS[self.feature]
+        if self.feature == "start":
+            return f"position {self.shift}"
+        if self.down:
+            words = f"the last multiple of {self.down} before {words}"
+        if self.up:
+            words = f"the next multiple of {self.up} after {words}"
+        if self.shift:
+            words += f" {'+' if self.shift > 0 else '-'} {abs(self.shift)}"
+        return words + (f" (within a tile of {self.within})" if self.within else "")
+
+
+def _cache_end(setup: AttentionSetup) -> torch.Tensor:
+    return torch.minimum(setup.cached, setup.position + 1)
+
+
+def _window(setup: AttentionSetup) -> torch.Tensor:
+    window = setup.call.sliding_window
+    return setup.position - window + 1 if window else torch.zeros_like(setup.position)
+
+
+_FEATURES: dict[str, Callable[[AttentionSetup], torch.Tensor]] = {
+    "start": lambda setup: torch.zeros_like(setup.position),
+    "context": lambda setup: setup.ctx_len,
+    "cache end": _cache_end,
+    "row": lambda setup: setup.position + 1,
+    "sequence": lambda setup: setup.seq_len,
+    "window": _window,
+}
+_WORDS = {
+    "start": "the first key",
+    "context": "the end of the context",
+    "cache end": "the last cached key that the row sees",
+    "row": "the row's own position",
+    "sequence": "the end of the sequence",
+    "window": "the begin of the window",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A factor: an expression of the call's scales, or a number if ``name`` is empty."""
+
+    name: str = ""
+    number: float = 1.0
+
+    def of(self, setup: AttentionSetup) -> float:
+        """Return the value for a call."""
+        return CONSTANTS[self.name](setup) if self.name else self.number
+
+    @property
+    def text(self) -> str:
+        """Return the expression, or the number."""
+        return self.name or f"{self.number:.4g}"
+
+
+def _head_size(setup: AttentionSetup) -> float:
+    return float(setup.call.query.shape[2])
+
+
+def _num_heads(setup: AttentionSetup) -> float:
+    return float(setup.call.query.shape[1])
+
+
+def _k(setup: AttentionSetup) -> float:
+    return one_number(setup.call.k_scale)
+
+
+def _v(setup: AttentionSetup) -> float:
+    return one_number(setup.call.v_scale)
+
+
+CONSTANTS: dict[str, Callable[[AttentionSetup], float]] = {
+    "log2(e)": lambda setup: math.log2(math.e),
+    "ln(2)": lambda setup: math.log(2),
+    "2": lambda setup: 2.0,
+    "1/2": lambda setup: 0.5,
+    "0": lambda setup: 0.0,
+    "-1": lambda setup: -1.0,
+    "k_scale": _k,
+    "1/k_scale": lambda setup: 1 / _k(setup),
+    "v_scale": _v,
+    "1/v_scale": lambda setup: 1 / _v(setup),
+    "v_scale/k_scale": lambda setup: _v(setup) / _k(setup),
+    "k_scale/v_scale": lambda setup: _k(setup) / _v(setup),
+    "sqrt(head_size)": lambda setup: _head_size(setup) ** 0.5,
+    "1/sqrt(head_size)": lambda setup: _head_size(setup) ** -0.5,
+    "sm_scale": lambda setup: setup.sm_scale,
+    "1/sm_scale": lambda setup: 1 / setup.sm_scale,
+    "sqrt(head_size/num_heads)": lambda setup: (_head_size(setup) / _num_heads(setup)) ** 0.5,
+    "1/(sm_scale*sqrt(head_size))": lambda setup: 1 / (setup.sm_scale * _head_size(setup) ** 0.5),
+}
+
+
+def constants_near(value: float, setup: AttentionSetup, tolerance: float) -> list[Constant]:
+    """Return the expressions whose value is within a relative tolerance of ``value``, then the number."""
+    named = [
+        Constant(name)
+        for name, compute in CONSTANTS.items()
+        if abs(compute(setup) - value) <= tolerance * max(abs(value), 1e-3)
+    ]
+    return [*named, Constant("", value)]

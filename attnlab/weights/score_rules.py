@@ -1,0 +1,257 @@
+"""Rules about scores, the denominator and magnitudes."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.weights.plan import Plan, Rescale
+from attnlab.weights.rule import PARTS, Constant, Rule
+
+
+def _factors(part: str, old: tuple[float, float], value: float) -> tuple[float, float]:
+    return (
+        old[0] * (value if part != "new" else 1.0),
+        old[1] * (value if part != "cache" else 1.0),
+    )
+
+
+_ONE = Constant()
+_LN_2 = math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFactor(Rule):
+    """The scores of a part of the keys have another factor, before soft cap and ALiBi."""
+
+    factor: Constant
+    part: str = "all"
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (self.part != "all") + (not self.factor.name)
+
+    def apply(self, plan: Plan) -> Plan:
+        value = self.factor.of(plan.setup)
+        return plan.change(factor=_factors(self.part, plan.factor, value))
+
+    @property
+    def text(self) -> str:
+        return f"the scores of {PARTS[self.part]} are multiplied by a further {self.factor.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Power(Rule):
+    """The exponential is taken of a multiple of the whole logit, ALiBi and soft cap included."""
+
+    factor: Constant
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (not self.factor.name)
+
+    def apply(self, plan: Plan) -> Plan:
+        return plan.change(power=plan.power * self.factor.of(plan.setup))
+
+    @property
+    def text(self) -> str:
+        if self.factor.name == "ln(2)":
+            return "the exponential has base 2 where it should have base e (logits times ln(2))"
+        if self.factor.name == "log2(e)":
+            return "the exponential has base e where it should have base 2 (logits times log2(e))"
+        return f"the logits are multiplied by a further {self.factor.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class AlibiFactor(Rule):
+    """ALiBi's bias has another factor."""
+
+    factor: Constant
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (not self.factor.name)
+
+    def apply(self, plan: Plan) -> Plan:
+        if plan.slopes is None:
+            return plan
+        return plan.change(slopes=plan.slopes * self.factor.of(plan.setup))
+
+    @property
+    def text(self) -> str:
+        words = {"0": "ALiBi's bias is missing", "-1": "ALiBi's bias has the wrong sign"}
+        return words.get(self.factor.name, f"ALiBi's bias is multiplied by {self.factor.text}")
+
+
+@dataclass(frozen=True, slots=True)
+class AlibiOrigin(Rule):
+    """ALiBi counts distances from the first new token: with a sink, this changes the sums."""
+
+    def apply(self, plan: Plan) -> Plan:
+        return plan.change(alibi_from="first new token")
+
+    @property
+    def text(self) -> str:
+        return "ALiBi's distances count from the first new token, so the sink's share is wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Softcap(Rule):
+    """The soft cap is elsewhere, missing, or another number.
+
+    ``place``: see :class:`attnlab.weights.plan.Plan`, or "none".
+    """
+
+    place: str
+    factor: Constant = _ONE
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (self.factor != _ONE) + (not self.factor.name)
+
+    def apply(self, plan: Plan) -> Plan:
+        if plan.softcap is None:
+            return plan
+        if self.place == "none":
+            return plan.change(softcap=None)
+        cap = plan.softcap * self.factor.of(plan.setup)
+        return plan.change(softcap=cap, cap_place=self.place)
+
+    @property
+    def text(self) -> str:
+        if self.place == "none":
+            return "the soft cap is missing"
+        if self.factor != _ONE:
+            return f"the soft cap is {self.factor.text} times as large"
+        places = {
+            "after bias": "after ALiBi's bias was added",
+            "before scale": "before the softmax scale",
+        }
+        return f"the soft cap is applied {places[self.place]}"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskCapped(Rule):
+    """The soft cap is applied after the mask: hidden keys have the score -softcap instead of -inf.
+
+    ``tile``: each loop ends at a multiple of so many keys, and slots after the last key have the value 0;
+    0: it ends with the last key.
+    """
+
+    tile: int = 0
+
+    def apply(self, plan: Plan) -> Plan:
+        setup = plan.setup
+        if plan.softcap is None:
+            return plan
+        at = setup.entry_position
+        source = torch.where(setup.is_new, at >= setup.cached[:, None], at < setup.cached[:, None])
+        hidden = (plan.visible == 0) & (at < setup.seq_len[:, None]) & source
+        hidden &= setup.entry_slot >= 0
+        after = torch.zeros_like(setup.cached)
+        for length in (setup.cached, setup.seq_len - setup.cached) if self.tile else ():
+            after = after + -length % self.tile
+        zero_keys = plan.zero_keys + after * math.exp(-plan.softcap)
+        visible = torch.where(hidden, 1.0, plan.visible)
+        counted = torch.where(hidden, 1.0, plan.counted)
+        fixed = torch.where(hidden, -plan.softcap, torch.nan)
+        return plan.change(visible=visible, counted=counted, fixed_logit=fixed, zero_keys=zero_keys)
+
+    @property
+    def text(self) -> str:
+        words = f", as have the slots up to the end of a tile of {self.tile}" if self.tile else ""
+        return f"the soft cap is applied after the mask: hidden keys have the score -softcap{words}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotRescaled(Rule):
+    """Partial sums are rescaled wrongly when the running maximum rises, or when parts are merged."""
+
+    rescale: Rescale
+    factor: Constant
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (self.factor.name != "0") + (self.rescale.loop != "all")
+
+    def apply(self, plan: Plan) -> Plan:
+        one = dataclasses.replace(self.rescale, power=self.factor.of(plan.setup))
+        return plan.change(rescale=(*plan.rescale, one))
+
+    @property
+    def text(self) -> str:
+        one = self.rescale
+        what = {
+            "values": "the weighted sum is",
+            "sum": "the denominator is",
+            "both": "the weighted sum and the denominator are",
+        }[one.of]
+        how = "not rescaled" if self.factor.name == "0" else "rescaled by a wrong power"
+        if self.factor.name != "0":
+            how += f" ({self.factor.text}) of the factor"
+        if one.split:
+            return f"{what} {how} when the parts of {one.tile} keys are merged"
+        loop = {"all": "", "context": " over the cached keys", "new": " over the new keys"}[
+            one.loop
+        ]
+        return f"{what} {how} when the maximum rises in the loop{loop} (tiles of {one.tile} keys)"
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks(Rule):
+    """Attention sinks are left out, counted twice, scaled, or those of other heads."""
+
+    how: str
+
+    def apply(self, plan: Plan) -> Plan:
+        sinks = plan.sinks
+        if sinks is None:
+            return plan
+        every = plan.setup.call.sinks
+        assert every is not None
+        every = every.cpu().double()
+        heads = plan.setup.heads
+        changes: dict[str, Callable[[], torch.Tensor | None]] = {
+            "missing": lambda: None,
+            "counted twice": lambda: sinks + _LN_2,
+            "multiplied by ln(2)": lambda: sinks * _LN_2,
+            "multiplied by log2(e)": lambda: sinks / _LN_2,
+            "multiplied by the softmax scale": lambda: sinks * plan.setup.sm_scale,
+            "those of the KV head's index": lambda: every[plan.setup.kv_head],
+            "those of the next head": lambda: every[(heads + 1) % len(every)],
+            "those of head 0": lambda: every[torch.zeros_like(heads)],
+        }
+        return plan.change(sinks=changes[self.how]())
+
+    @property
+    def text(self) -> str:
+        return f"the sinks are {self.how}"
+
+
+SINK_FAULTS = (
+    *("missing", "counted twice", "multiplied by ln(2)", "multiplied by log2(e)"),
+    *("multiplied by the softmax scale", "those of the KV head's index"),
+    *("those of the next head", "those of head 0"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain(Rule):
+    """The output, or what one part of the keys adds to it, has another factor."""
+
+    factor: Constant
+    part: str = "all"
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 1 + (self.part != "all") + (not self.factor.name)
+
+    def apply(self, plan: Plan) -> Plan:
+        return plan.change(gain=_factors(self.part, plan.gain, self.factor.of(plan.setup)))
+
+    @property
+    def text(self) -> str:
+        what = {"all": "the output is", "cache": "cached values are", "new": "new values are"}
+        return f"{what[self.part]} multiplied by a further {self.factor.text}"

@@ -1,0 +1,144 @@
+"""Which value elements an output holds: KV head, element, and whether the output is linear in V."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.weights.codes import num_slots, with_values
+from attnlab.weights.description import numbers
+from attnlab.weights.measurement import Measurement, Run
+from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.slot_rules import HEAD_FORMS, other_head
+
+_BASE = 8  # 0 to 7 are exact in every format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValueFaults:
+    """What is wrong with the values.
+
+    ``sentences``: none if nothing is. ``elements``: [head_size] int64, the element of the values that each
+    element of the output holds, if it is not its own.
+    """
+
+    sentences: tuple[str, ...] = ()
+    elements: torch.Tensor | None = None
+
+
+def values_are_right(
+    setup: AttentionSetup, found: Measurement, coarse: float = 0.0
+) -> torch.Tensor:
+    """Return which rows and heads have the output that their weights give, [R, H] bool.
+
+    ``coarse``: a relative rounding error to allow in addition.
+    """
+    count = (found.weights != 0).sum(-1, keepdim=True)
+    bound = (3 * setup.relative[:, None, None] + coarse) * found.magnitude
+    bound = bound + 8 * setup.fixed[:, None, None] * (1 + count)
+    return (found.residual.abs() <= bound).all(-1)
+
+
+def value_faults(
+    setup: AttentionSetup, found: Measurement, run: Run, coarse: float = 0.0
+) -> ValueFaults:
+    """Return what is wrong with the values of finite rows: heads, elements, or linearity."""
+    right = values_are_right(setup, found, coarse) | ~found.finite[:, None]
+    if bool(right.all()):
+        return ValueFaults()
+    rows = torch.nonzero(~right.all(1)).flatten()
+    heads = _heads_of(setup, found, run, rows)
+    elements, words = _elements_of(setup, found, run, rows)
+    sentences = tuple(text for text in (heads, words) if text)
+    if sentences:
+        return ValueFaults(sentences=sentences, elements=elements)
+    share = float((~right).double().mean())
+    return ValueFaults(
+        sentences=(
+            f"for {share:.0%} of rows and heads, the output with random values is not the weighted sum that "
+            "the weights give: the kernel depends on the values in another way (it may scale or quantise V); "
+            "the weights are those for values of 0 and 1",
+        )
+    )
+
+
+def reordered(read: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Return [R, H, runs × head_size] outputs with their elements in the right order."""
+    right = torch.zeros_like(read).unflatten(-1, (-1, len(elements)))
+    right[..., elements] = read.unflatten(-1, (-1, len(elements)))
+    found: torch.Tensor = right.flatten(-2)
+    return found
+
+
+def _ran(
+    setup: AttentionSetup, found: Measurement, run: Run, code: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return the output for values that ``code(kv_heads, head_size)`` gives every slot, over the sums."""
+    call = found.call
+    codes = code(call.key.shape[1], call.query.shape[2]).to(torch.int8)
+    codes = codes.expand(num_slots(call), *codes.shape[-2:]).contiguous()
+    output = run(with_values(call, setup.target, codes))[found.rows][:, found.heads]
+    # with FP8, cached values are multiplied by v_scale: the run with ones measures that, too
+    ones = torch.ones_like(codes)
+    total = run(with_values(call, setup.target, ones))[found.rows][:, found.heads]
+    return output / total.clamp(min=1e-12)
+
+
+def _heads_of(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor) -> str:
+    """Return which KV heads the values come from, if they are others than they should be."""
+    kv_heads = found.call.key.shape[1]
+    place, power = torch.zeros(len(setup.rows), len(setup.heads)), 1
+    while power < kv_heads:
+        step = power
+        outputs = _ran(
+            setup,
+            found,
+            run,
+            lambda h, d, s=step: (torch.arange(h) // s % _BASE)[:, None].expand(h, d),
+        )
+        place = place + outputs.median(-1).values.nan_to_num(0.0).round() * power
+        power *= _BASE
+    seen = place[rows].median(0).values.long()
+    if torch.equal(seen, setup.kv_head):
+        return ""
+    for form in HEAD_FORMS:
+        if torch.equal(other_head(form, setup), seen):
+            return f"query heads use the values of other KV heads: {form}"
+    pairs = [
+        f"{head} uses {kv}"
+        for head, kv, own in zip(
+            setup.heads.tolist(), seen.tolist(), setup.kv_head.tolist(), strict=True
+        )
+        if kv != own
+    ]
+    return f"query heads use the values of other KV heads: {', '.join(pairs[:6])}"
+
+
+def _elements_of(
+    setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor
+) -> tuple[torch.Tensor | None, str]:
+    """Return which elements of the values the output has, if not its own."""
+    size = found.call.query.shape[2]
+    place, power = torch.zeros(len(setup.rows), len(setup.heads), size), 1
+    while power < size:
+        step = power
+        outputs = _ran(
+            setup, found, run, lambda h, d, s=step: (torch.arange(d) // s % _BASE).expand(h, d)
+        )
+        place = place + outputs.nan_to_num(0.0).round() * power
+        power *= _BASE
+    seen = place[rows].flatten(0, 1).median(0).values.long()
+    own = torch.arange(size)
+    if torch.equal(seen, own):
+        return None, ""
+    off = torch.nonzero(seen != own).flatten()
+    shift = (seen - own)[off].unique()
+    how = f"the one {int(shift[0]):+d}" if len(shift) == 1 else f"others, {_pairs(off, seen)}"
+    words = (
+        f"elements {numbers(off.tolist())} of the output hold another element of the values: {how}"
+    )
+    return (seen if bool((seen < size).all()) else None), words
+
+
+def _pairs(off: torch.Tensor, seen: torch.Tensor) -> str:
+    return ", ".join(f"{d} holds {int(seen[d])}" for d in off[:4].tolist())

@@ -1,0 +1,157 @@
+"""The files of ``attnlab check`` and ``attnlab merge``, and the composite action that writes them."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from helpers.sarif import SCHEMA
+
+from attnlab.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+WRONG = """
+def kernel(call):
+    call.output.zero_()
+
+
+kernel.op = "merge_attn_states"
+"""
+OP = "merge_attn_states"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a wrong kernel in the current folder."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    return "wrong.py:kernel"
+
+
+@pytest.mark.slow
+def test_check_and_merge_write_the_same_files(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finding is at the line of the kernel. The files of merged shards say the same."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    argv = ["check", kernel, "--cases", "2", "--engine", "local:1", "--out", "store"]
+    files = [["--sarif", f"{name}.sarif", "--junit", f"{name}.xml"] for name in ("one", "two")]
+    assert main([*argv, *files[0]]) == 1
+    assert main(["merge", "store", *files[1]]) == 1
+    logs = [json.loads(Path(f"{name}.sarif").read_text()) for name in ("one", "two")]
+    assert logs[0] == logs[1]
+    jsonschema.validate(logs[0], SCHEMA)
+    place = logs[0]["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("wrong.py", 2)
+    root = ET.parse("one.xml").getroot()
+    assert [suite.get("name") for suite in root] == [OP]
+    assert int(root.get("failures")) > 0
+    assert (tmp_path / "summary.md").read_text().count("## attnlab check") == 2
+
+
+def test_a_file_that_cannot_be_written_is_found_first(
+    kernel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 in one line, before a case runs."""
+    for flag in ("--sarif", "--junit"):
+        assert main(["check", kernel, flag, "nowhere/file"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+
+
+def _action() -> dict:
+    return yaml.safe_load((ROOT / "action.yml").read_text())
+
+
+def _run_action(folder: Path, **inputs: str) -> tuple[int, dict[str, str], list[str]]:
+    """Run the action's check with an attnlab that records its arguments; return code, outputs, arguments."""
+    step = next(step for step in _action()["runs"]["steps"] if step.get("id") == "check")
+    given = {name: str(one.get("default", "")) for name, one in _action()["inputs"].items()}
+    given |= inputs
+    names = {
+        name: value.strip("${ }").removeprefix("inputs.") for name, value in step["env"].items()
+    }
+    fake = folder / "bin" / "attnlab"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "open('argv.json', 'w').write(json.dumps(sys.argv[1:]))\n"
+        "for flag in ('--sarif', '--junit'):\n"
+        "    if os.environ['CODE'] != '2':\n"
+        "        open(sys.argv[sys.argv.index(flag) + 1], 'w').write('{}')\n"
+        "sys.exit(int(os.environ['CODE']))\n"
+    )
+    fake.chmod(0o755)
+    output = folder / "output"
+    output.write_text("")
+    environment = {
+        **os.environ,
+        **{name: given[field] for name, field in names.items()},
+        "CODE": given.get("code", "0"),
+        "GITHUB_OUTPUT": str(output),
+        "RUNNER_TEMP": str(folder),
+        "PATH": f"{fake.parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(["bash", "-e", "-c", step["run"]], env=environment, cwd=folder)
+    outputs = dict(line.split("=", 1) for line in output.read_text().splitlines())
+    return done.returncode, outputs, json.loads((folder / "argv.json").read_text())
+
+
+def test_the_action_passes_its_inputs(tmp_path: Path) -> None:
+    """Each kind of source has its flag; text with spaces and quotes stays one word."""
+    (tmp_path / "known file.txt").write_text("")
+    nasty = "a vllm'; exit 9 $(false).whl"
+    for check, words in {
+        "mine.py:fn": ["mine.py:fn"],
+        "plugin:name": ["plugin:name"],
+        "installed": ["--installed", "--device", "cpu"],
+        nasty: ["--source", nasty, "--device", "cpu"],
+    }.items():
+        code, _, argv = _run_action(
+            tmp_path, check=check, ops=f"{OP} unified_attention", known="known file.txt", cases="3"
+        )
+        assert code == 0
+        rest = [
+            "--op",
+            OP,
+            "--op",
+            "unified_attention",
+            "--known",
+            "known file.txt",
+            "--cases",
+            "3",
+        ]
+        assert argv[: argv.index("--sarif")] == ["check", *words, *rest]
+
+
+@pytest.mark.parametrize(
+    ("code", "fail", "expected"),
+    [("0", "true", 0), ("1", "true", 1), ("1", "false", 0), ("3", "false", 0), ("2", "false", 2)],
+)
+def test_the_action_reports_the_exit_code(
+    tmp_path: Path, code: str, fail: str, expected: int
+) -> None:
+    """Findings fail the step unless ``fail`` is false; bad input always does. The files are outputs."""
+    returned, outputs, _ = _run_action(tmp_path, check="mine.py:fn", code=code, fail=fail)
+    assert returned == expected
+    assert outputs["exit-code"] == code
+    assert Path(outputs["sarif"]).is_file() if code != "2" else "sarif" not in outputs
+
+
+def test_the_action_declares_what_it_uses() -> None:
+    """Every input and output that a step names exists, and no input is part of a command."""
+    action = _action()
+    text = (ROOT / "action.yml").read_text()
+    for name in ("inputs", "outputs"):
+        assert all(one["description"] for one in action[name].values())
+    for step in action["runs"]["steps"]:
+        assert step["shell"] == "bash"
+        assert "${{" not in step["run"]
+    for name in action["inputs"]:
+        assert f"inputs.{name}" in text

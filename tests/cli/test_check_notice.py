@@ -1,0 +1,25 @@
+"""attnlab check: the notice for a release that differs from the rules that are used for it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from attnlab.case.errors import AttnLabError
+from attnlab.cli.main import main
+from attnlab.kernels.model.backend import ModelBackend
+
+
+@pytest.mark.parametrize(("version", "differs"), [("0.29.0", True), ("0.33.0", False)])
+def test_a_release_between_the_rules_is_stated(capsys, monkeypatch, version, differs):
+    def stop(**options):
+        raise AttnLabError("nothing is checked here")
+
+    source = SimpleNamespace(version=version, rules="0.33.0")
+    monkeypatch.setattr("attnlab.kernels.vllm.source.find_source", lambda path: source)
+    backend = ModelBackend(rules="0.33.0")
+    monkeypatch.setattr("attnlab.checker.public.backend_of", lambda **options: backend)
+    monkeypatch.setattr("attnlab.checker.public.check", stop)
+    assert main(["check", "--source", "vllm.whl"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    notices = [line for line in lines if f"vLLM {version} is run with the rules of 0.33.0" in line]
+    assert len(notices) == differs

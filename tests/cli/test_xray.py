@@ -1,0 +1,59 @@
+"""The command ``attnlab xray``."""
+
+import json
+
+import pytest
+from helpers import faulty_attention
+
+from attnlab.cli.main import main
+
+FLAGS = (
+    *(
+        "--op",
+        "context_attention_fwd",
+        "--num-heads",
+        "2",
+        "--head-size",
+        "32",
+        "--block-size",
+        "16",
+    ),
+    *("--query-lens", "3,9", "--ctx-lens", "40,67", "--distribution", "normal"),
+)
+HALVED = f"{faulty_attention.__file__}:halved"
+
+
+def test_exit_code_and_document(capsys):
+    assert main(["xray", *FLAGS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "right"
+    assert main(["xray", *FLAGS, "--kernel", HALVED, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "described"
+
+
+def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):
+    page = tmp_path / "xray.html"
+    assert main(["xray", *FLAGS, "--kernel", HALVED, "--no-confirm", "--html", str(page)]) == 1
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 2
+    assert "prefers-color-scheme: dark" in text
+    assert "multiplied by a further 1/2" in text
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kernel", HALVED, "--backend", "model"], "kernel and backend must not"),
+        (["--limit-s", "0"], "limit-s must be positive"),
+        (["--call", "nowhere"], "nowhere"),
+        (["--html", "/nowhere/x.html"], "html must be in an existing folder"),
+        (["--op", "reshape_and_cache_flash"], "op must be an attention op"),
+        (["--num-blocks", "20000", "--num-heads", "64"], "rows × heads × slots must be"),
+    ],
+)
+def test_bad_input(argv, words, capsys):
+    flags = [] if "--op" in argv else FLAGS
+    assert main(["xray", *flags, *argv]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1

@@ -1,0 +1,148 @@
+"""Calls without a Case: scales as tensors, K and V of different width, no mask, and what stays unknown."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import attnlab
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import MERGE, UNIFIED
+from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.origin import Origin
+
+TABLE = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)
+SEQ_LENS, STARTS = (40, 33), (0, 5, 6)
+
+
+def attention(query, key, value, table, scale=None, causal=True):
+    """Attention in float64 over caches [blocks, 16, kv_heads, size] that are already decoded."""
+    rows = []
+    for seq, length in enumerate(SEQ_LENS):
+        keys, values = (
+            cache[table[seq].long()].flatten(0, 1)[:length].double().repeat_interleave(2, 1)
+            for cache in (key, value)
+        )
+        new = query[STARTS[seq] : STARTS[seq + 1]].double()
+        scores = torch.einsum("qhd,khd->hqk", new, keys) * (scale or query.shape[2] ** -0.5)
+        if causal:
+            at = torch.arange(length - len(new), length)[:, None]
+            scores = scores.masked_fill(torch.arange(length) > at, -torch.inf)
+        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(rows)
+
+
+def made(key, value, query, output, **options):
+    return KernelCall.from_tensors(
+        query=query,
+        key_cache=key,
+        value_cache=value,
+        block_table=TABLE,
+        seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32),
+        query_start_loc=torch.tensor(STARTS, dtype=torch.int32),
+        output=output,
+        op=UNIFIED,
+        layout="flash",
+        **options,
+    )
+
+
+def tensors(value_size=64):
+    torch.manual_seed(0)
+    return (
+        torch.randn(6, 4, 64).half(),
+        torch.randn(6, 16, 2, 64),
+        torch.randn(6, 16, 2, value_size),
+    )
+
+
+def by_sequence(scale):
+    """Return the scale of each slot of each block, for scales by sequence and head."""
+    slots = torch.ones(6, 16, 2)
+    for seq in (0, 1):
+        slots[TABLE[seq].long()] = scale[seq]
+    return slots
+
+
+@pytest.mark.parametrize("kind", ["sequence and head", "slot"])
+def test_scales_as_tensors(kind):
+    """FP8 bytes with a scale per sequence and head, or per slot; ignored keys' scales are found."""
+    query, key, value = tensors()
+    shape = (2, 2) if kind == "sequence and head" else (6, 16, 2)
+    k_scale, v_scale = torch.rand(shape) + 0.5, torch.rand(shape) + 0.5
+    slots = [by_sequence(s) if len(shape) == 2 else s for s in (k_scale, v_scale)]
+    stored = [
+        (c / s[..., None]).to(torch.float8_e4m3fn) for c, s in zip((key, value), slots, strict=True)
+    ]
+    decoded = [(c.double() * s[..., None]) for c, s in zip(stored, slots, strict=True)]
+    output = attention(query, *decoded, TABLE).half()
+    origin = Origin(platform="sm_90")
+    call = made(*stored, query, output, k_scale=k_scale, v_scale=v_scale, origin=origin)
+    assert attnlab.diagnose(call).status == "nothing wrong"
+    wrong = attention(query, stored[0].double(), decoded[1], TABLE).half()
+    found = attnlab.diagnose(call, wrong)
+    assert "k_scale_ignored" in [one.name for one in found.explanations]
+
+
+def test_keys_and_values_of_different_width():
+    query, key, value = tensors(value_size=32)
+    key, value = key.half(), value.half()
+    output = attention(query, key, value, TABLE).half()
+    call = made(key, value, query, output)
+    assert attnlab.diagnose(call).status == "nothing wrong"
+    wrong = attention(query, key, value, TABLE, scale=0.25).half()
+    assert attnlab.diagnose(call, wrong).cause.name == "scale_doubled"
+
+
+def test_without_a_mask():
+    query, key, value = tensors()
+    key, value = key.half(), value.half()
+    output = attention(query, key, value, TABLE, causal=False).half()
+    call = made(key, value, query, output, causal=False)
+    assert attnlab.diagnose(call).status == "nothing wrong"
+    assert attnlab.diagnose(dataclasses.replace(call, causal=True)).wrong_rows == 4
+
+
+def small(**options):
+    query, key, value = tensors()
+    return made(key.half(), value.half(), query, torch.zeros_like(query), **options)
+
+
+@pytest.mark.parametrize(
+    ("origin", "given", "platform", "release", "assumed"),
+    [
+        (Origin(), (), "gfx942", "0.33.0", ("the platform", "the release")),
+        (Origin(platform="sm_90", release="0.33.0"), (), "sm_90", "0.33.0", ()),
+        (Origin(platform="sm_90", release="0.15.1"), (), "sm_90", "0.11.2", ("the release",)),
+        (Origin(platform="sm_90", release="0.9"), (), "sm_90", "0.11.2", ("the release",)),
+        (Origin(platform="sm_90"), ("platform", "release"), "gfx942", "0.33.0", ()),
+        (Origin(platform="sm_120", release="0.33.0"), (), "gfx942", "0.33.0", ("the platform",)),
+        (Origin(platform="cpu", op="my.kernel"), (), "cpu", "0.33.0", ()),
+    ],
+)
+def test_where_a_call_ran(origin, given, platform, release, assumed):
+    """What the call states, unless the user states it; the rest is assumed, and listed."""
+    ran = where_it_ran(small(origin=origin), Case(), given)
+    assert (ran.case.platform, ran.case.release) == (platform, release)
+    assert tuple(text.partition(":")[0] for text in ran.assumed) == assumed
+
+
+def test_what_is_unknown():
+    """Each fact that the call holds removes a line."""
+    call = small()
+    known = dataclasses.replace(
+        call,
+        new_tokens="given",
+        before=torch.ones_like(call.output),
+        origin=Origin(platform="sm_90", release="0.33.0"),
+    )
+    assert len(diagnose_captured(call, Case()).unknown) == 5
+    assert len(diagnose_captured(known, Case()).unknown) == 1
+
+
+def test_calls_without_a_reference():
+    for call in (small(unmodelled=("qq_bias",)), dataclasses.replace(small(), op=MERGE)):
+        with pytest.raises(InvalidCall):
+            diagnose_captured(call, Case())

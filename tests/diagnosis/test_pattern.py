@@ -1,0 +1,264 @@
+"""The pattern of an error: plausible wrong outputs, and what is stated about each before any hypothesis."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.defects import DEFECTS
+from attnlab.defects.attention_inputs import scores_of, weights_of
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slices import all_rows
+from attnlab.diagnosis.describe import describe
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.kernels.model import backend as model
+from attnlab.lab.lab import Lab
+
+CASE = hostile(empty_slots="garbage")
+
+
+@pytest.fixture(scope="module")
+def sound() -> tuple[Problem, torch.Tensor]:
+    """Return the problem of the hostile case and its correct output."""
+    return correct_run(Lab(), CASE)
+
+
+def pattern_of(sound, change: Callable[[torch.Tensor], torch.Tensor]) -> Pattern:
+    """Return the pattern of a changed output."""
+    problem, output = sound
+    wrong = change(output.clone())
+    return describe(problem, wrong, locate(problem, wrong))
+
+
+def with_values(output: torch.Tensor, index: object, values: object) -> torch.Tensor:
+    output[index] = values
+    return output
+
+
+def test_a_correct_output_has_no_pattern(sound):
+    assert pattern_of(sound, lambda output: output).facts == ()
+
+
+def test_a_row_of_zeros(sound):
+    pattern = pattern_of(sound, lambda output: with_values(output, 20, 0))
+    (zeros,) = pattern.of("zeros")
+    assert zeros.values["rows"] == [20]
+    assert pattern.of("sequences")[0].values["sequences"] == [2]
+    assert pattern.of("heads")[0].values["rule"] == "all"
+    assert pattern.is_complete
+
+
+def test_a_halved_head(sound):
+    pattern = pattern_of(
+        sound, lambda output: with_values(output, (slice(None), 3), output[:, 3] / 2)
+    )
+    (factor,) = pattern.of("factor")
+    assert factor.values["heads"] == [3]
+    assert factor.values["value"] == pytest.approx(0.5, rel=1e-3)
+    assert len(factor.values["rows"]) == len(sound[1])
+    assert pattern.of("heads")[0].values["heads"] == [3]
+    assert pattern.is_complete
+
+
+def test_noise_in_one_sequence_has_a_place_and_no_rule(sound):
+    noise = torch.randn(17, 6, 64, generator=torch.Generator().manual_seed(1)).half()
+    pattern = pattern_of(sound, lambda output: with_values(output, slice(32, 49), noise))
+    assert pattern.of("sequences")[0].values["sequences"] == [4]
+    assert pattern.of("rows")[0].values["rule"] == "all rows of these sequences"
+    assert pattern.rules == []
+    assert pattern.of("precision") == []
+
+
+def test_exchanged_heads(sound):
+    pattern = pattern_of(sound, lambda output: output[:, [0, 4, 2, 3, 1, 5]])
+    (moved,) = pattern.of("heads_moved")
+    assert moved.values["from"] == {"1": 4, "4": 1}
+    assert pattern.is_complete
+
+
+def test_heads_in_the_order_of_another_layout(sound):
+    """[num_kv_heads, num_queries_per_kv] written as [num_queries_per_kv, num_kv_heads]."""
+    pattern = pattern_of(
+        sound, lambda output: output.view(-1, 3, 2, 64).transpose(1, 2).reshape(output.shape)
+    )
+    assert pattern.of("heads_moved")[0].values["from"] == {"1": 2, "2": 4, "3": 1, "4": 3}
+
+
+def test_rows_shifted_by_one(sound):
+    pattern = pattern_of(sound, lambda output: output.roll(1, 0))
+    (moved,) = pattern.of("rows_moved")
+    assert moved.values["from"]["20"] == 19
+    assert "row r - 1" in moved.what
+    assert pattern.is_complete
+
+
+def test_one_row_with_the_result_of_the_row_before(sound):
+    pattern = pattern_of(sound, lambda output: with_values(output, 20, output[19].clone()))
+    assert pattern.of("rows_moved")[0].values["from"] == {"20": 19}
+    assert pattern.is_complete
+
+
+def test_heads_and_elements_exchanged(sound):
+    pattern = pattern_of(sound, lambda output: output.transpose(1, 2).reshape(output.shape))
+    assert len(pattern.of("transposed")) == 1
+    assert pattern.is_complete
+
+
+def test_halves_of_the_heads_exchanged(sound):
+    pattern = pattern_of(sound, lambda output: output.roll(32, -1))
+    assert pattern.of("reordered")[0].accounts_for == pattern.wrong_cells
+
+
+def test_numbers_rounded_to_bfloat16(sound):
+    pattern = pattern_of(sound, lambda output: output.bfloat16().half())
+    assert pattern.of("format")[0].values["format"] == "bfloat16"
+    assert len(pattern.of("precision")) == 1
+    assert not pattern.is_complete
+
+
+def test_a_constant_added(sound):
+    pattern = pattern_of(sound, lambda output: output + 0.01)
+    (added,) = pattern.of("added")
+    assert added.values["value"] == pytest.approx(0.01, rel=0.01)
+    assert pattern.is_complete
+
+
+def test_nan_in_one_head(sound):
+    pattern = pattern_of(sound, lambda output: with_values(output, (slice(None), 2), torch.nan))
+    (nan,) = pattern.of("nonfinite")
+    assert nan.values["heads"] == [2]
+    assert pattern.is_complete
+    assert json.dumps(pattern.to_dict(), allow_nan=False)
+
+
+def test_some_elements_of_each_head(sound):
+    pattern = pattern_of(
+        sound,
+        lambda output: with_values(output, (..., slice(32, 48)), output[..., 32:48] + 0.1),
+    )
+    assert pattern.of("elements")[0].values["elements"] == list(range(32, 48))
+
+
+def test_rows_from_a_tile_on(sound):
+    """Sequence 6 has 40 new tokens; its rows from token 16 on are halved."""
+    start = sound[0].row_starts()[6]
+    rows = slice(start + 16, start + 40)
+    pattern = pattern_of(sound, lambda output: with_values(output, rows, output[rows] / 2))
+    assert pattern.of("rows")[0].values["rule"] == "from new token 16 on"
+
+
+@pytest.mark.parametrize("scale", [0.0156, 0.3, -0.125, 0.0])
+def test_a_scale_that_fits(sound, scale):
+    """A model runs with another scale; no defect of the catalogue has it."""
+    problem, _ = sound
+    call = dataclasses.replace(problem.call, output=sound[1].clone(), sm_scale=scale or 1e-9)
+    model.run(call, Target.of(CASE), decide(CASE).kernels)
+    pattern = describe(problem, call.output, locate(problem, call.output))
+    (fact,) = pattern.of("softmax_scale")
+    assert fact.values["scale"] == pytest.approx(scale, rel=5e-3)
+    assert pattern.is_complete
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "multiplier"),
+    [
+        ("last_partial_block_dropped", "the cached keys after the last full block of 16", 0),
+        ("first_partition_dropped", "the keys at positions 0–255 (partition 0 of 256)", 0),
+        ("newest_token_dropped", "the newest keys of the sequences", 0),
+        ("causal_minus_one", "the keys of the rows' own tokens", 0),
+        ("causal_plus_one", "the keys right after the rows' own tokens", 1),
+        ("context_only", "the keys of the new tokens", 0),
+    ],
+)
+def test_missing_and_extra_keys(sound, name, keys, multiplier):
+    """The rule is found without the catalogue, also if other rows are NaN because they see no key."""
+    problem, output = sound
+    wrong = plant(problem, output, DEFECTS[name], "all")
+    pattern = describe(problem, wrong, locate(problem, wrong))
+    (fact,) = pattern.of("keys")
+    assert fact.values["keys"] == keys
+    assert fact.values["multiplier"] == pytest.approx(multiplier, abs=0.05)
+    assert pattern.is_complete
+
+
+def test_a_missing_rescale_shows_as_factors(sound):
+    problem, output = sound
+    wrong = plant(problem, output, DEFECTS["partitions_not_rescaled"], "all")
+    (fact,) = describe(problem, wrong, locate(problem, wrong)).of("keys")
+    assert fact.values["high"] > 2 * fact.values["low"]
+
+
+def test_keys_of_another_head_have_no_rule(sound):
+    """The counterpart: a fault that no rule describes is not described."""
+    problem, output = sound
+    for name in ("kv_head_next", "table_row_next"):
+        wrong = plant(problem, output, DEFECTS[name], "all")
+        assert describe(problem, wrong, locate(problem, wrong)).rules == []
+
+
+def test_a_large_output_is_sampled():
+    """More elements than are examined; the rule is still found."""
+    case = hostile(query_lens=(300, 300, 1), ctx_lens=(40, 3, 300), num_heads=12)
+    lab = Lab()
+    problem, output = correct_run(lab, case)
+    output[:, 5] /= 2
+    pattern = describe(problem, output, locate(problem, output))
+    assert pattern.of("factor")[0].values["heads"] == [5]
+    assert pattern.is_complete
+
+
+def test_a_diagnosis_states_the_pattern_first(sound):
+    """No defect halves a head: the status is "described", and the cause stays empty."""
+    output = sound[1].clone()
+    output[:, 3] /= 2
+    diagnosis = diagnose(CASE, output)
+    assert (diagnosis.status, diagnosis.cause) == ("described", None)
+    assert diagnosis.to_dict()["pattern"]["complete"] is True
+    assert "half" in " ".join(diagnosis.sentences()[:5])
+    assert len(diagnosis._repr_html_()) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("hidden", "keys"),
+    [
+        (lambda keys: keys == 7, "the keys at position 7"),
+        (lambda keys: keys % 16 == 15, "the keys in slot 15 of every block of 16"),
+    ],
+)
+def test_keys_that_every_row_misses(sound, hidden, keys):
+    """No defect of the catalogue hides them."""
+    problem, output = sound
+    wrong = output.clone()
+    for row_slice in all_rows(problem):
+        inputs = problem.attention_inputs(row_slice)
+        visible = inputs.visible & ~hidden(torch.arange(inputs.key.shape[0]))
+        rows = problem.predict(dataclasses.replace(inputs, visible=visible)).output
+        sees_all = (visible == inputs.visible).all(1)[:, None, None]
+        at = problem.rows(row_slice)
+        wrong[at] = torch.where(sees_all, output[at], rows.to(output.dtype))
+    (fact,) = describe(problem, wrong, locate(problem, wrong)).of("keys")
+    assert fact.values["keys"] == keys
+    assert fact.what.endswith("are missing")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_coarse_rounding_gets_no_rule(sound, dtype):
+    """Weights and values in a shorter format: the errors are rounding, whatever rule would fit them."""
+    problem, output = sound
+    wrong = output.clone()
+    for row_slice in all_rows(problem):
+        inputs = problem.attention_inputs(row_slice)
+        weights = weights_of(inputs, scores_of(inputs)).to(dtype).double()
+        rounded = weights @ inputs.value.to(dtype).double().transpose(0, 1)
+        wrong[problem.rows(row_slice)] = rounded.transpose(0, 1).to(output.dtype)
+    pattern = describe(problem, wrong, locate(problem, wrong))
+    assert pattern.wrong_cells > 0
+    assert pattern.rules == []

@@ -1,0 +1,218 @@
+"""Outputs that the diagnosis once named wrongly: each now gets the right name, or none and a description."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.case import Case
+from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.defects import DEFECTS
+from attnlab.defects.attention_inputs import Predicted
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.second_case import second_case
+from attnlab.kernels.backend import RunOutput
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.triton.run_log import Wrap
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+
+
+@dataclasses.dataclass(slots=True)
+class WrongLab(Lab):
+    """A lab whose kernels are wrong: ``spoil`` changes the call's output after the model has run."""
+
+    spoil: Callable[[Case, KernelCall], None] = lambda case, call: None
+    argument: Callable[[KernelCall], dict[str, object]] = lambda call: {}
+    wraps: tuple[Wrap, ...] = ()
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        wrong = dataclasses.replace(call, **self.argument(call))
+        model.run(wrong, Target.of(case), decide(case).kernels)
+        self.spoil(case, call)
+        ran = RunOutput()
+        ran.log.wraps.update({(wrap.file, wrap.line): wrap for wrap in self.wraps})
+        return ran
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [candidate.name for candidate in diagnosis.explanations]
+
+
+def leak(kind: str) -> Callable[[Case, KernelCall], None]:
+    """Return a kernel's fault: NaN in the tail or in freed blocks of a decode reaches the output."""
+
+    def spoil(case: Case, call: KernelCall) -> None:
+        size = case.block_size
+        for seq, seq_len in enumerate(case.lengths.seq_lens):
+            column = (seq_len - 1) // size if kind == "tail" else 0
+            slots = slice(seq_len % size or size, None) if kind == "tail" else slice(None)
+            block = int(call.block_table[seq, column])
+            if call.value_cache[block, :, :, slots].isnan().any():
+                call.output[int(call.query_start_loc[seq])] = torch.nan
+
+    return spoil
+
+
+@pytest.mark.parametrize(("kind", "name"), [("tail", "tail_leaked"), ("freed", "freed_leaked")])
+def test_tails_and_freed_blocks_are_poisoned_separately(kind, name):
+    case = hostile(
+        op="unified_attention", platform="sm_90", sliding_window=20, freed="empty",
+        query_lens=(1, 1), ctx_lens=(84, 70),
+    )  # fmt: skip
+    diagnosis = diagnose(case, lab=WrongLab(spoil=leak(kind)))
+    assert names(diagnosis) == [name]
+    assert list(diagnosis.slot_kinds) == [kind]
+
+
+@pytest.mark.parametrize("name", ["newest_slot_nan", "newest_slot_zero"])
+def test_a_filled_newest_slot_is_not_blamed(name):
+    """The cache is complete, so its newest slots hold tokens, whatever the output looks like."""
+    case, lab = hostile(empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+    diagnosis = diagnose(case, plant(problem, output, DEFECTS[name], "all"), lab=lab)
+    assert name not in names(diagnosis)
+    by_name = {candidate.name: candidate for candidate in diagnosis.candidates}
+    assert by_name[name].verdict == "excluded by inputs"
+
+
+def test_an_empty_newest_slot_is_possible():
+    problem = make_problem(hostile(stage="cast_after_cumsum", empty_slots="zeros"))
+    assert DEFECTS["newest_slot_zero"].is_possible(problem)
+    assert not DEFECTS["newest_slot_nan"].is_possible(problem)
+
+
+def test_a_defect_that_changes_nothing_explains_nothing():
+    """Its bound is a little wider than the correct one, and the error lies between the two."""
+    case, lab = hostile(empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+
+    def wider(one, row_slice) -> Predicted:
+        correct = one.correct(row_slice)
+        return Predicted(output=correct.output, bound=1.5 * correct.bound)
+
+    row_slice = problem.row_slice_of(20, torch.arange(6))
+    correct = problem.correct(row_slice)
+    output = output.clone()
+    output[20] = (correct.output + 1.25 * correct.bound)[0].to(output.dtype)
+    harmless = dataclasses.replace(DEFECTS["scale_doubled"], name="wider", compute=wider)
+    diagnosis = diagnose(case, output, lab=lab, defects=(harmless,))
+    assert diagnosis.is_wrong
+    assert names(diagnosis) == []
+
+
+def test_an_int32_overflow_is_not_a_16_bit_block():
+    """The run reports the product that overflowed; the numbers alone would fit truncated block numbers."""
+    table = ((65537, 4, 3), (65540, 7, 5))
+    case = hostile(
+        num_heads=2, num_queries_per_kv=1, head_size=16, query_lens=(1, 1), ctx_lens=(20, 30),
+        block_table=table, empty_slots="zeros", platform="sm_90",
+    )  # fmt: skip
+    defect = DEFECTS["block_16_bit"]
+
+    def spoil(one: Case, call: KernelCall) -> None:
+        problem = make_problem(one)
+        call.output.copy_(plant(problem, call.output, defect, "all"))
+
+    assert "block_16_bit" in names(diagnose(case, lab=WrongLab(spoil=spoil)))
+    wrap = Wrap(file="kernel.py", line=7, left=65537, right=65536)
+    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil, wraps=(wrap,)))
+    assert "block_16_bit" not in names(diagnosis)
+    assert (diagnosis.status, diagnosis.cause) == ("described", None)
+    assert len(diagnosis.wraps) == 1
+    assert any("kernel.py" in sentence for sentence in diagnosis.sentences())
+
+
+def test_degenerate_cache_scales_are_separated_by_a_second_case():
+    """A K scaled by v_scale = 0.25 equals one scaled by k_scale squared, 0.5 ** 2."""
+    case = hostile(
+        kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, empty_slots="garbage", platform="sm_90"
+    )
+    lab = WrongLab(argument=lambda call: {"k_scale": call.v_scale})
+    diagnosis = diagnose(case, lab=lab)
+    assert names(diagnosis) == ["k_scale_is_v_scale"]
+    captured = diagnose(case, lab.output(case), lab=Lab())
+    assert captured.cause is None
+
+
+def test_half_of_1_is_not_the_scale_of_4_heads():
+    case = hostile(num_heads=4, sm_scale=1.0, empty_slots="garbage", platform="sm_90")
+    lab = WrongLab(argument=lambda call: {"sm_scale": (call.sm_scale or 0) / 2})
+    for diagnosis in (diagnose(case, lab=lab), diagnose(case, lab.output(case), lab=Lab())):
+        assert diagnosis.cause is None
+        assert diagnosis.status == "described"
+        assert diagnosis.pattern.of("softmax_scale")[0].values["scale"] == pytest.approx(
+            0.5, rel=0.01
+        )
+
+
+def test_a_name_that_does_not_hold_in_a_second_case_is_withdrawn():
+    """A kernel that loses position 39 for every length seems to drop the newest token of this batch."""
+    case = hostile(query_lens=(1,), ctx_lens=(39,), empty_slots="garbage", platform="sm_90")
+
+    def spoil(one: Case, call: KernelCall) -> None:
+        problem = make_problem(one)
+        for seq in range(problem.num_seqs):
+            row_slice = problem.row_slice_of(problem.row_starts()[seq], torch.arange(6))
+            inputs = problem.attention_inputs(row_slice)
+            visible = inputs.visible.clone()
+            visible[:, 39:40] = False
+            wrong = problem.predict(dataclasses.replace(inputs, visible=visible))
+            call.output[problem.rows(row_slice)] = wrong.output.to(call.output.dtype)
+
+    captured = diagnose(case, WrongLab(spoil=spoil).output(case), lab=Lab())
+    assert "newest_token_dropped" in names(captured)
+    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
+    assert names(diagnosis) == []
+    assert len(diagnosis.withdrawn) == 1
+    assert diagnosis.status == "described"
+
+
+def test_a_second_case_has_other_lengths_and_odd_scales():
+    case = hostile(kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25)
+    other = second_case(case)
+    assert other is not None
+    assert (other.k_scale, other.v_scale) == (0.7, 0.3)
+    assert other.sm_scale != case.head_size**-0.5
+    assert [q == 1 for q in other.lengths.query_lens] == [q == 1 for q in case.lengths.query_lens]
+    assert other.lengths.ctx_lens != case.lengths.ctx_lens
+
+
+def test_a_phantom_key_of_zeros_is_not_called_a_sink():
+    case, lab = hostile(empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+    defect = DEFECTS["zero_key_counted"]
+    diagnosis = diagnose(case, plant(problem, output, defect, "all"), lab=lab)
+    assert names(diagnosis) == ["zero_key_counted"]
+    assert diagnosis.pattern.of("sum")[0].values["added"] == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("empty", [0.0, torch.nan])
+def test_rows_that_see_no_key_may_be_zero_or_nan(empty):
+    """Without its newest token, a sequence of one token has no key; kernels return 0 or NaN."""
+    case, lab = hostile(query_lens=(1, 4, 1), ctx_lens=(0, 9, 40), empty_slots="garbage"), Lab()
+    problem, output = correct_run(lab, case)
+    wrong = plant(problem, output, DEFECTS["newest_token_dropped"], "all")
+    assert (wrong[0] == 0).all()
+    wrong[0] = empty
+    assert "newest_token_dropped" in names(diagnose(case, wrong, lab=lab))
+
+
+@pytest.mark.parametrize("output_init", ["nan", "recycled"])
+def test_rows_of_a_sequence_that_are_not_written(output_init):
+    """A grid that ends at 128 rows leaves the rest of a longer prefill unwritten."""
+    case = hostile(query_lens=(150, 1), ctx_lens=(0, 40), output_init=output_init, platform="sm_90")
+
+    def spoil(one: Case, call: KernelCall) -> None:
+        query_len = one.lengths.query_lens[0]
+        call.output[128:query_len] = Lab().call(one).output[128:query_len]
+
+    diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
+    assert diagnosis.unwritten == list(range(128, 150))
+    assert names(diagnosis) == ["rows_never_written"]

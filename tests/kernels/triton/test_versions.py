@@ -1,0 +1,91 @@
+"""Which versions of Triton and NumPy the interpreter layer accepts, and that each of them was measured."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton import interpreter, versions
+from attnlab.kernels.vllm.backend import VllmBackend
+
+if find_spec("triton") is not None:
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def loop(out, count):
+        for i in range(0, tl.load(count)):
+            tl.store(out + i, i + 1)
+
+    @triton.jit
+    def caller(out, count):
+        loop(out, count)
+        for i in range(tl.load(count), 4):
+            tl.store(out + i, 9)
+
+
+TABLE = Path(__file__).parents[3] / "docs" / "interpreter-pairs.json"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+def test_every_supported_pair_was_measured() -> None:
+    """The table has a good row for each minor release of Triton with each of NumPy, and no bad row."""
+    rows = json.loads(TABLE.read_text())["pairs"]
+    good = {(_minor(row["triton"]), _minor(row["numpy"])) for row in rows if row["good"]}
+    for row in rows:
+        assert row["good"], row
+        versions.check_pair(row["triton"], row["numpy"])
+    for triton in range(versions.TRITON[0][1], versions.TRITON[1][1] + 1):
+        for numpy in range(versions.NUMPY[0][1], versions.NUMPY[1][1] + 1):
+            assert ((3, triton), (2, numpy)) in good
+
+
+def test_a_later_numpy_2_is_accepted() -> None:
+    """Only public functions of NumPy are used."""
+    versions.check_pair("3.6.0", "2.5.1")
+
+
+@pytest.mark.parametrize(
+    "pair", [("3.5.1", "2.3.5"), ("3.10.0", "2.3.5"), ("3.9.0", "1.26.4"), ("3.9.0", "3.0.0")]
+)
+def test_another_pair_is_rejected(pair: tuple[str, str]) -> None:
+    """Before anything runs, in one line that names both versions."""
+    with pytest.raises(Unavailable) as raised:
+        versions.check_pair(*pair)
+    assert all(version in str(raised.value) for version in pair)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_backend_on_a_cpu_checks_the_pair_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is asked for before a source is opened or a process is started."""
+    monkeypatch.setattr(versions, "_installed", lambda: ("3.5.1", "2.3.5"))
+    with pytest.raises(Unavailable):
+        _ = VllmBackend(path="no such file", requested_device="cpu").device
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
+def test_a_scalar_is_a_loop_bound_with_every_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lab replaces the conversion that fails with Triton 3.6 and NumPy 2.4, also in called functions."""
+
+    def broken(self: object) -> int:
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    from triton.runtime import interpreter as stock
+
+    patch = stock._patch_lang_tensor
+
+    def as_in_3_6(tensor: type, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", broken)
+
+    monkeypatch.setattr(stock, "_patch_lang_tensor", as_in_3_6)
+    out = torch.zeros(4, dtype=torch.int32)
+    caller[(1,)](out, torch.tensor([2]))
+    assert out.tolist() == [1, 2, 9, 9]

@@ -1,0 +1,89 @@
+"""The op files of releases, read from the wheels of a package index on this machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+from helpers.index import OP_FILE, serving, write_wheel
+
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.kernels.vllm import release_ops
+from attnlab.kernels.vllm.source import find_source
+
+FILLER = os.urandom(1 << 20)  # cannot be compressed
+
+
+@pytest.fixture
+def index_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of wheels; pip and the cache know nothing else."""
+    monkeypatch.setenv("ATTNLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for version in ("0.10.0", "0.9.2", "0.10.1.1", "0.9.10", "0.11.0rc1", "0.11.0"):
+        write_wheel(folder, version, f"VERSION = {version!r}\n", FILLER)
+    release_ops._finder.cache_clear()
+    release_ops._packages.cache_clear()
+    return folder
+
+
+def test_releases_are_sorted_by_number(index_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.9.10 follows 0.9.2, a fourth number counts, and release candidates are left out."""
+    with serving(index_folder) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        found = release_ops.releases_between("0.9.2", "0.11.0")
+        assert found == ["0.9.2", "0.9.10", "0.10.0", "0.10.1.1", "0.11.0"]
+        assert release_ops.releases_between("0.9.10", "0.10.0") == ["0.9.10", "0.10.0"]
+        with pytest.raises(InvalidCase) as caught:
+            release_ops.releases_between("0.9.2", "0.9.3")
+        assert caught.value.field == "release"
+
+
+def test_only_the_op_files_are_downloaded(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than a tenth of the wheel; a second call downloads nothing."""
+    with serving(index_folder) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        folder = release_ops.fetch_ops("0.10.1.1")
+        assert 0 < index.sent < len(FILLER) / 10
+        sent = index.sent
+        assert release_ops.fetch_ops("0.10.1.1") == folder
+        assert index.sent == sent
+    assert (folder / OP_FILE).read_text() == "VERSION = '0.10.1.1'\n"
+    assert find_source(folder).version == "0.10.1.1"
+    assert not list(folder.rglob("*.so"))
+
+
+def test_without_range_requests_pip_downloads_the_wheel(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op files are the same; the wheel is kept."""
+    called = []
+
+    def fetch(version: str) -> Path:
+        called.append(version)
+        return index_folder / f"vllm-{version}-cp38-abi3-manylinux1_x86_64.whl"
+
+    monkeypatch.setattr(release_ops, "fetch", fetch)
+    with serving(index_folder, ranges=False) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        folder = release_ops.fetch_ops("0.10.0")
+    assert called == ["0.10.0"]
+    assert (folder / OP_FILE).is_file()
+
+
+def test_a_missing_release_and_a_missing_index_are_one_line(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left in the cache."""
+    with serving(index_folder) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        with pytest.raises(InvalidCase):
+            release_ops.fetch_ops("0.9.3")
+    with pytest.raises(AttnLabError) as caught:  # the server is gone
+        release_ops.fetch_ops("0.9.2")
+    assert "\n" not in str(caught.value)
+    assert not list((index_folder.parent / "cache").rglob("*.py"))

@@ -1,0 +1,50 @@
+"""power as tasks: in shards, and interrupted, it gives the report of power in one piece."""
+
+import json
+
+import pytest
+from helpers.commands import SMALL, error_line
+
+from attnlab.cli.main import main
+
+
+def printed(capsys, argv, code):
+    assert main([*argv, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def without_times(report):
+    return {name: value for name, value in report.items() if name != "seconds"}
+
+
+@pytest.mark.slow
+def test_shards_of_power(capsys, tmp_path):
+    flags = ["power", *SMALL, "--stage", "cast_after_cumsum"]
+    whole = printed(capsys, flags, 1)
+    stores = [str(tmp_path / f"{i}") for i in (1, 2)]
+    for i, out in enumerate(stores, 1):
+        part = printed(capsys, [*flags, "--shard", f"{i}/2", "--out", out], 0)
+        assert part["shard"] == f"{i}/2"
+        assert part["tasks"] > 5
+    assert without_times(printed(capsys, ["merge", *stores], 1)) == without_times(whole)
+    again = printed(capsys, [*flags, "--shard", "1/2", "--out", stores[0]], 0)
+    assert again["failed"] == {}
+    assert "known must not be given" in error_line(capsys, ["merge", *stores, "--known", "x"])
+
+
+def test_shards_of_bench_diagnose(capsys, tmp_path):
+    """A trial depends on its index alone, so that any division gives the same trials."""
+    flags = ["bench", "diagnose", "--trials", "2", "--seed", "4"]
+    whole = printed(capsys, flags, 0)
+    stores = [str(tmp_path / f"{i}") for i in (1, 2)]
+    for i, out in enumerate(stores, 1):
+        printed(capsys, [*flags, "--shard", f"{i}/2", "--out", out], 0)
+    merged = printed(capsys, ["merge", *stores[::-1]], 0)
+    times = ("median_seconds", "most_seconds")
+    assert {**merged, **dict.fromkeys(times)} == {**whole, **dict.fromkeys(times)}
+
+
+@pytest.mark.parametrize("argv", [["power", *SMALL], ["bench", "diagnose"]])
+def test_a_shard_needs_a_store(capsys, argv):
+    assert "out must be given with shard" in error_line(capsys, [*argv, "--shard", "1/2"])
+    assert "shard must be" in error_line(capsys, [*argv, "--shard", "0/3"])

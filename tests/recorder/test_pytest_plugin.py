@@ -1,0 +1,281 @@
+"""The pytest plugin: sections, properties, files, power, pytest-xdist, and what it leaves alone."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from helpers.recorded import KERNEL
+from helpers.sources import needs_triton
+
+from attnlab.recorder.failure_report import MOST_LINES, FailureReport, folder_name
+from attnlab.tensors.call import KernelCall
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import sys
+
+import kern
+import pytest
+import torch
+
+sys.path.insert(0, {helpers!r})
+from helpers.recorded import batch
+from kern import paged
+
+
+def computed(monkeypatch, kernel=1.0, expected=1.0):
+    given = batch()
+    monkeypatch.setattr(kern, "FACTOR", expected)
+    reference = torch.empty_like(given["out"])
+    getattr(paged, "__wrapped__", paged)(**{{**given, "out": reference}})
+    monkeypatch.setattr(kern, "FACTOR", kernel)
+    paged(**given)
+    return given["out"], reference
+
+
+def test_kernel(monkeypatch):
+    torch.testing.assert_close(*computed(monkeypatch, kernel=2.0), atol=1e-3, rtol=0)
+
+
+def test_expected(monkeypatch):
+    torch.testing.assert_close(*computed(monkeypatch, expected=2.0), atol=1e-3, rtol=0)
+
+
+def test_tolerance(monkeypatch):
+    output, expected = computed(monkeypatch)
+    assert torch.allclose(output, expected + 1e-4, atol=1e-6, rtol=0)
+
+
+def test_good(monkeypatch):
+    output, expected = computed(monkeypatch)
+    torch.testing.assert_close(output, expected, atol=0.5, rtol=0)
+
+
+def test_itself(monkeypatch):
+    first, _ = computed(monkeypatch)
+    second, _ = computed(monkeypatch)
+    torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
+
+
+def test_plain_assert(monkeypatch):
+    output, expected = computed(monkeypatch, kernel=2.0)
+    assert (output - expected).abs().max() < 1e-3
+
+
+def test_raises():
+    kern.REJECT = "no such head size"
+    try:
+        paged(**batch())
+    finally:
+        kern.REJECT = ""
+
+
+def test_broken_table():
+    paged(**{{**batch(), "block_table": torch.full((2, 4), 99, dtype=torch.int32)}})
+
+
+def test_no_op():
+    assert 1 == 2
+
+
+def test_no_op_passes():
+    pass
+"""
+SIDES = {
+    "test_kernel": "the kernel",
+    "test_expected": "the expected value",
+    "test_tolerance": "the tolerance",
+    "test_plain_assert": "the kernel",
+    "test_raises": "the kernel",
+}
+FAILING = {*SIDES, "test_broken_table", "test_no_op"}
+
+
+def plugin_arguments():
+    """Return how to load the plugin: not at all if this attnlab is installed with its entry point."""
+    points = importlib.metadata.entry_points(group="pytest11", name="attnlab")
+    return [] if list(points) else ["-p", "attnlab.recorder.pytest_plugin"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run the tests above once with every option; return the folder and the printed text."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "kern.py").write_text(KERNEL)
+    (folder / "test_kern.py").write_text(TESTS.format(helpers=str(ROOT / "tests")))
+    (folder / "pytest.ini").write_text("[pytest]\nattnlab_ops = kern:paged\n")
+    return folder, pytest_in(folder, "--attnlab", "--attnlab-power-json", "power.json")
+
+
+def pytest_in(folder, *options, code=1):
+    """Run pytest in a process of its own; return what it prints."""
+    command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--junitxml=junit.xml", *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def properties(folder):
+    """Return each test's JUnit properties."""
+    found = {}
+    for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
+        found[case.get("name")] = {p.get("name"): p.get("value") for p in case.iter("property")}
+    return found
+
+
+def test_which_side_is_wrong(run):
+    """The properties of each failing test name its side, and the planted defect."""
+    found = properties(run[0])
+    assert {name: found[name].get("attnlab_wrong_side") for name in SIDES} == SIDES
+    for name in ("test_kernel", "test_plain_assert"):
+        assert "scale_doubled" in found[name]["attnlab_diagnosis"]
+    assert "no such head size" in found["test_raises"]["attnlab_evidence"]
+    assert "block_table[0][0]" in found["test_broken_table"]["attnlab_diagnosis"]
+
+
+def test_sections_are_short(run):
+    """Every failing test with a call has one, and its paths."""
+    sections = run[1].split("- attnlab -")[1:]
+    assert len(sections) == len(FAILING) - 1
+    for section in sections:
+        lines = section.splitlines()[1:]
+        end = next(i for i, line in enumerate(lines) if line.startswith("___") or "====" in line)
+        assert 3 <= len(lines[:end]) <= MOST_LINES
+
+
+def test_the_saved_call_and_the_page(run):
+    """The call can be loaded; the page is one file that loads nothing."""
+    found = properties(run[0])["test_kernel"]
+    call = KernelCall.load(Path(found["attnlab_call"]))
+    assert call.origin.test_id == "test_kern.py::test_kernel"
+    page = Path(found["attnlab_page"]).read_text()
+    assert "scale_doubled" in page
+    assert "<script" not in page
+    assert "src=" not in page
+    assert Path(found["attnlab_page"]).is_relative_to(run[0] / "attnlab-failures")
+
+
+def test_tests_without_an_op_are_unaffected(run):
+    found = properties(run[0])
+    assert found["test_no_op"] == found["test_no_op_passes"] == {}
+    assert "3 passed" in run[1]
+
+
+def test_power_of_a_passing_test(run):
+    """With a tolerance of 0.5, the doubled scale is noticed, and a causal mask off by one is not."""
+    powers = {one["node_id"]: one for one in json.loads((run[0] / "power.json").read_text())}
+    assert set(powers) == {"test_kern.py::test_good", "test_kern.py::test_itself"}
+    power = powers["test_kern.py::test_good"]
+    assert not power["with_itself"]
+    assert powers["test_kern.py::test_itself"]["with_itself"]
+    assert "compares the op with itself" in run[1]
+    assert (power["atol"], power["rtol"]) == (0.5, 0.0)
+    assert "scale_doubled" in power["killed"]
+    assert "causal_plus_one" in power["survived"]
+    assert f"{len(power['killed']):>4} of " in run[1]
+
+
+@pytest.mark.slow
+def test_under_xdist(run, tmp_path):
+    """Two workers report what one process reports; the controller prints the table."""
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    folder = run[0]
+    before = properties(folder)
+    text = pytest_in(folder, "--attnlab", "--attnlab-power", "-n", "2", f"--attnlab-dir={tmp_path}")
+    after = properties(folder)
+    assert {n: p.get("attnlab_wrong_side") for n, p in after.items()} == {
+        n: p.get("attnlab_wrong_side") for n, p in before.items()
+    }
+    assert text.count("- attnlab -") == len(FAILING) - 1
+    assert "test_kern.py::test_good" in text.split("attnlab power")[1]
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written(run, tmp_path):
+    """The section has the reason; the run goes on."""
+    (tmp_path / "file").write_text("")
+    text = pytest_in(run[0], "--attnlab", f"--attnlab-dir={tmp_path / 'file'}", "-k", "kernel")
+    assert "not written" in text
+    assert "INTERNALERROR" not in text
+
+
+def test_a_wrong_option(run):
+    pytest_in(run[0], "--attnlab", "-o", "attnlab_ops=nonsense", code=4)
+
+
+def test_the_plugin_costs_nothing_without_its_options(run):
+    """Neither torch nor other modules of attnlab are imported."""
+    folder = run[0]
+    (folder / "test_light.py").write_text(
+        "import sys\n\n\ndef test_light():\n"
+        "    assert 'attnlab.recorder.pytest_plugin' in sys.modules\n"
+        "    assert not {'torch', 'attnlab.recorder.capture', 'numpy'} & set(sys.modules)\n"
+    )
+    pytest_in(folder, "test_light.py", code=0)
+
+
+@pytest.mark.slow
+def test_an_error_in_the_report_does_not_fail_the_run(run):
+    """A fault planted in the report is logged; the tests have the same outcomes."""
+    (run[0] / "conftest.py").write_text(
+        "import attnlab.recorder.pytest_session as session\n\n\n"
+        "def broken(*args):\n    raise RuntimeError('planted')\n\n\n"
+        "session.report_failure = broken\n"
+    )
+    try:
+        text = pytest_in(run[0], "--attnlab", "-k", "test_kernel or no_op")
+    finally:
+        (run[0] / "conftest.py").unlink()
+    assert "2 failed, 1 passed" in text
+    assert "INTERNALERROR" not in text
+
+
+@needs_triton  # it is not imported here: in this process it would be the compiler
+@pytest.mark.slow
+def test_the_example_of_the_documentation(tmp_path):
+    """An interpreted Triton kernel with a window that is one key too wide."""
+    folder = ROOT / "examples" / "failing_test"
+    text = pytest_in(
+        folder, "--attnlab", f"--attnlab-dir={tmp_path}", f"--junitxml={tmp_path / 'junit.xml'}"
+    )
+    assert "window_plus_one" in text
+    found = properties(tmp_path)["test_paged_attention[8]"]
+    assert found["attnlab_wrong_side"] == "the kernel"
+    assert properties(tmp_path)["test_paged_attention[64]"] == {}
+
+
+# The report itself.
+
+
+def test_a_long_report_is_cut_to_its_lines():
+    """The paths at the end stay."""
+    report = FailureReport()
+    for label in ("op", "evidence", "diagnosis", "violation", "violation"):
+        report.add(label, "word " * 100)
+    report.add("call", "a" * 300)
+    report.add("page", "b" * 300)
+    lines = report.lines()
+    assert len(lines) == MOST_LINES
+    assert lines[-1].endswith("b" * 300)
+    assert any(line.endswith("…") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "node_id", ["a.py::t", "a/b.py::t[x-1]", "a/b.py::t[x 1]", "é" * 50, "x" * 400, "::", "a..b"]
+)
+def test_names_of_folders(node_id):
+    name = folder_name(node_id)
+    assert len(name) <= 120
+    assert name.isascii()
+    assert not set("/\\:[] ") & set(name)
+    assert folder_name(node_id + "!") != name

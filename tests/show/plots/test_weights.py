@@ -1,0 +1,58 @@
+"""The plots of an X-ray draw its data."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import faulty_attention
+
+import attnlab
+from attnlab.case.case import Case
+from attnlab.show.plots import plot_law, plot_weights
+from attnlab.weights.columns import key_columns, law_points
+
+CASE = Case(
+    op="context_attention_fwd",
+    num_heads=2,
+    head_size=32,
+    block_size=16,
+    query_lens=(3, 9),
+    ctx_lens=(40, 67),
+    distribution="normal",
+    backend=f"{faulty_attention.__file__}:next_sequence",
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return attnlab.xray(CASE, confirm=False)
+
+
+def test_columns_hold_every_weight_once(found):
+    columns = key_columns(found, seq=0, head=1)
+    assert columns.measured.shape == (3, 80 + 2)  # 5 blocks, another sequence, unmapped blocks
+    assert torch.allclose(columns.measured.sum(1), found.weights[:3, 1].sum(-1))
+    assert torch.allclose(columns.expected.sum(1), torch.ones(3).double())
+    assert torch.all(columns.expected[:, 43:] == 0)
+    assert torch.all(columns.measured[:, -2] > 0.1)  # keys of the next sequence
+
+
+@pytest.mark.parametrize("which", ["measured", "expected", "difference"])
+def test_plot_weights(found, which):
+    columns = key_columns(found)
+    ax = plot_weights(columns, which=which)
+    drawn = np.ma.getdata(ax.images[0].get_array())
+    assert np.allclose(drawn, getattr(columns, which).numpy(), atol=2e-6)
+    edges = {float(line.get_xdata()[0]) for line in ax.lines}
+    assert columns.context - 0.5 in edges
+    assert columns.positions - 0.5 in edges
+
+
+def test_plot_law(found):
+    points = law_points(found)
+    ax = plot_law(points)
+    assert sum(len(line.get_xdata()) for line in ax.lines[:-1]) == len(points.measured)
+
+
+def test_plot_of_an_xray_is_the_difference(found):
+    ax = attnlab.plot(found)
+    assert np.allclose(np.ma.getdata(ax.images[0].get_array()), key_columns(found).difference)
