@@ -11,7 +11,9 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
 - no change seen: no hostile case and none of 62 further random cases gives another output, up to rounding.
 - missed: a further random case gives another output, but the check finds nothing.
 - found: the check finds it. Its first wrong output is diagnosed. A name is right if, on fresh cases, the
-  defect of that name explains the output of the mutant wherever one of the two is wrong.
+  defect of that name explains the output of the mutant wherever it is wrong. Descriptions are not verified.
+
+A fault of a kind that the unchanged op shows on the same case does not count.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,6 @@ HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 FURTHER_ROUNDS = 2
 FRESH_CASES = 6
 LIMIT_S = 420.0
-SURE = ("explained", "described")
 
 
 def main() -> None:
@@ -72,8 +73,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--sound", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.judge:
+    if args.sound:
+        save_sound(args.sound)
+    elif args.judge:
         print(json.dumps(judge(json.loads(args.judge.read_text()))))
     elif args.summary:
         print_summary(args.summary)
@@ -83,19 +87,19 @@ def main() -> None:
 
 def run_all(args: argparse.Namespace) -> None:
     """Judge the mutants of every source, a process each, and append the results to the file."""
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as threads:
-        orders = []
-        for path in args.source:
-            source = find_source(path)
-            ops = [HIP_OP] if args.hip else args.op or TRITON_OPS
-            name = "rocm" if args.hip else "vllm"
-            sound = threads.map(
-                lambda op, s=source, n=name: save_sound(s, n, op, Path(folder)), ops
-            )
-            each = -(-args.count // len(ops))
-            for op, file in zip(ops, sound, strict=True):
-                orders += order_mutants(source, name, op, each, args.seed, file)
-        began = time.perf_counter()
+        ops = [HIP_OP] if args.hip else args.op or list(TRITON_OPS)
+        name = "rocm" if args.hip else "vllm"
+        plans = [(find_source(path), op) for path in args.source for op in ops]
+        files = [Path(folder) / f"{source.version}-{name}-{op}.pt" for source, op in plans]
+        list(threads.map(lambda plan, file: sound_in_process(*plan, name, file), plans, files))
+        each = -(-args.count // len(ops))
+        orders = [
+            order
+            for (source, op), file in zip(plans, files, strict=True)
+            for order in order_mutants(source, name, op, each, args.seed, file)
+        ]
         with args.out.open("a") as out:
             for i, result in enumerate(threads.map(judge_in_process, orders), 1):
                 out.write(json.dumps(result) + "\n")
@@ -103,6 +107,13 @@ def run_all(args: argparse.Namespace) -> None:
                 print(f"{i}/{len(orders)} {result['class']:15} {result['text']}", file=sys.stderr)
     print(f"{len(orders)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     print_summary(args.out)
+
+
+def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
+    """Save what the unchanged op does on all cases, in a process of its own."""
+    order = file.with_suffix(".order")
+    order.write_text(json.dumps({"path": str(source.path), "op": op, "backend": name}))
+    subprocess.run([sys.executable, __file__, "--sound", str(order)], check=True)
 
 
 def order_mutants(
@@ -185,7 +196,7 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     changed, ran = [], 0
     op = order["op"] if order["backend"] == "vllm" else HIP_OP
     cases = all_cases(backend, op)
-    for i, (case, expected) in enumerate(zip(cases, sound, strict=True)):
+    for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
         if i >= DEFAULT_CASES and (changed or not ran):
             break
         got = observe(lab, backend, case)
@@ -194,7 +205,8 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
         ran += not isinstance(got, str)
         if not same(got, expected):
             changed.append((i, case))
-            if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case)):
+            known = sound["faults"][i] if i < DEFAULT_CASES else []
+            if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case, known)):
                 return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
     if not ran:
         return {"class": "breaks"}
@@ -226,15 +238,26 @@ def observe(lab: Lab, backend: Backend, case: Case) -> Observed:
     return run.output.clone(), run.lse, run.padded
 
 
-def save_sound(source: Source, name: str, op: str, folder: Path) -> Path:
-    """Save the outputs of the unchanged op on all cases; return the file."""
-    backend, lab = (
-        find_backend(name, source.path, "cpu"),
-        Lab(source=source.path, device="cpu", keep=3),
-    )
-    file = folder / f"{source.version}-{name}-{op}.pt"
-    torch.save([observe(lab, backend, case) for case in all_cases(backend, op)], file)
-    return file
+def save_sound(order: Path) -> None:
+    """Save the outputs of the unchanged op on all cases, and its own faults on those of the check."""
+    torch.set_num_threads(1)
+    given = json.loads(order.read_text())
+    backend = find_backend(given["backend"], given["path"], "cpu")
+    lab = Lab(source=given["path"], device="cpu", keep=3)
+    cases = all_cases(backend, given["op"])
+    sound = {
+        "outputs": [observe(lab, backend, case) for case in cases],
+        "faults": [kinds_of(lab, backend, case) for case in cases[:DEFAULT_CASES]],
+    }
+    torch.save(sound, order.with_suffix(".pt"))
+
+
+def kinds_of(lab: Lab, backend: Backend, case: Case) -> list[str]:
+    """Return the kinds of the faults that the check reports of a case; none if it cannot run."""
+    try:
+        return [finding.kind for finding in check_case(lab, backend, case) if finding.is_fault]
+    except AttnLabError:
+        return []
 
 
 def same(got: Observed, expected: Observed) -> bool:
@@ -253,10 +276,11 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def faults_of(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
-    """Return the first fault that the check reports of a case; an empty dict if there is none."""
-    faults = [finding for finding in check_case(lab, backend, case) if finding.is_fault]
-    return {"kind": faults[0].kind, "label": faults[0].diagnosis} if faults else {}
+def faults_of(lab: Lab, backend: Backend, case: Case, known: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the first fault that the check reports of a case, except of ``known`` kinds; {} if none."""
+    found = [finding for finding in check_case(lab, backend, case) if finding.is_fault]
+    new = [finding for finding in found if finding.kind not in known]
+    return {"kind": new[0].kind, "label": new[0].diagnosis} if new else {}
 
 
 def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
@@ -289,7 +313,8 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
         return {**answer, "answer": "named rightly" if right else "named wrongly"}
     if diagnosis.status == "ambiguous":
         return {**answer, "answer": "right in a shortlist" if right else "wrong shortlist"}
-    return {**answer, "answer": "abstained", "said": diagnosis.sentences()[:4]}
+    said = "described" if diagnosis.status == "described" else "abstained"
+    return {**answer, "answer": said, "said": diagnosis.sentences()}
 
 
 def predicts(lab: Lab, backend: Backend, case: Case, name: str) -> bool:
