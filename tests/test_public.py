@@ -185,5 +185,11 @@ def test_plot_of_each_noun():
             attnlab.plot(noun)
 
 
+def test_plot_of_a_cache_write_labels_slots():
+    pytest.importorskip("matplotlib")
+    result = attnlab.run(CASE, op="reshape_and_cache_flash", fill=None)
+    assert attnlab.plot(result).get_ylabel() == "slots of sequence"
+
+
 def test_defects_are_the_catalogue():
     assert "newest_slot_unwritten" in attnlab.DEFECTS

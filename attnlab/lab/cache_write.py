@@ -21,6 +21,11 @@ def slot_lengths(case: Case) -> Lengths:
     return Lengths(query_lens=query_lens, ctx_lens=(0,) * len(query_lens))
 
 
+def owners_of(case: Case) -> int | None:
+    """Return how many sequences own the rows of a cache write's comparison; None for another op."""
+    return len(case.lengths.query_lens) if case.spec.writes_cache else None
+
+
 def slot_order(case: Case, block_table: torch.Tensor) -> torch.Tensor:
     """Return the slot of each row of the comparison, [num_slots] int64."""
     slots = []

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.report import Report
 from attnlab.kernels.backend import Backend
+from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
 
@@ -85,23 +87,22 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
         }
     except AttnLabError as error:
         return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
-    data = _drawn(maps, f"{finding.op}: {kind} ({finding.diagnosis})")
+    owners = [owners_of(case) for case in cases.values() if case is not None]
+    data = _drawn(maps, owners, f"{finding.op}: {kind} ({finding.diagnosis})")
     write_bytes(path, data)
     return Picture(finding=finding, kind=kind, path=path, data=base64.b64encode(data).decode())
 
 
-def _drawn(maps: dict[str, ErrorMap], title: str) -> bytes:
-    """Return a PNG with the error maps side by side."""
+def _drawn(maps: dict[str, ErrorMap], owners: Sequence[int | None], title: str) -> bytes:
+    """Return a PNG with the error maps side by side; ``owners`` as from ``owners_of``, for each map."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     from attnlab.show.plots.errors import plot_error
 
     figure = Figure(figsize=(7.5 * len(maps), 5.2), layout="constrained")
     panels = figure.subplots(1, len(maps), squeeze=False)[0]
-    for panel, (words, errors) in zip(panels, maps.items(), strict=True):
-        plot_error(errors, title=f"{words}: {_place(errors)}", ax=panel)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for panel, (words, errors), cache_of in zip(panels, maps.items(), owners, strict=True):
+        plot_error(errors, cache_of=cache_of, title=f"{words}: {_place(errors)}", ax=panel)
     figure.suptitle(title, fontweight="bold")
     room = io.BytesIO()
     figure.savefig(room, format="png", dpi=110)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.extras import named_extra
 from attnlab.case.fields import refuse
+from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
@@ -25,7 +26,8 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
         from attnlab.show.plots import plot_error, plot_power, plot_stages, plot_weights
 
     if isinstance(noun, Result) and noun.errors is not None:
-        return plot_error(noun.errors, unwritten=noun.unwritten_rows().cpu(), title=title, ax=ax)
+        unwritten, cache_of = noun.unwritten_rows().cpu(), owners_of(noun.case)
+        return plot_error(noun.errors, unwritten=unwritten, cache_of=cache_of, title=title, ax=ax)
     if isinstance(noun, ErrorMap):
         return plot_error(noun, title=title, ax=ax)
     if isinstance(noun, StageTable):
