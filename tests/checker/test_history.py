@@ -162,7 +162,7 @@ LEAK = ("reads_freed_blocks", "empty blocks")
     [
         (WINDOW, {LEAK}, set()),
         (WINDOW.replace(op="context_attention_fwd"), {LEAK}, {LEAK}),
-        (LOW, {("wrong_output", "unexplained")}, set()),
+        (LOW, {("wrong_output", "described")}, set()),
         (
             SMALL.replace(op="merge_attn_states", pad_batch=4),
             {("wrong_output", "both parts empty")},

@@ -123,6 +123,7 @@ def test_a_full_disk_costs_only_the_last_outcome(tmp_path):
     done = subprocess.run(
         [
             sys.executable,
+            "-B",  # else a truncated .pyc stays in the package
             "-c",
             FULL,
             str(tmp_path / "s"),
