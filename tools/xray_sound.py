@@ -1,4 +1,4 @@
-"""X-ray sound implementations whose rounding differs from vLLM's, and count what is said about them.
+"""X-ray sound implementations whose rounding differs from vLLM's, and count the statements about them.
 
     python tools/xray_sound.py --runs 300
 

@@ -119,7 +119,7 @@ def power_header(case: Case, versions: Mapping[str, str], shard: Shard = ALL) ->
 
 
 def power_report(case: Case, outcomes: Mapping[str, Outcome], seconds: float) -> MutationReport:
-    """Return the report of the tasks' outcomes, all of which must be there; equal to that of ``power``."""
+    """Return the report that ``power`` gives, from the outcomes of all tasks."""
     began = time.perf_counter() - seconds
     verdicts = {key: outcome.verdict or {} for key, outcome in outcomes.items()}
     of_mutants = {name: verdicts[f"mutant/{name}"] for name in _NAMED}

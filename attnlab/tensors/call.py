@@ -163,7 +163,7 @@ class KernelCall(Shown):
 
     @property
     def is_foreign(self) -> bool:
-        """Answer whether the call was made to an op of which attnlab has no record, and so no contract."""
+        """Answer whether attnlab has no record of the call's op, and so no contract."""
         functions = {*OPS, *(op.function for op in OPS.values())}
         return self.origin.op is not None and self.origin.op.rpartition(".")[2] not in functions
 

@@ -36,7 +36,7 @@ def plan(tmp_path):
     return Plan(backend=backend, ops=backend.ops, cases=14)
 
 
-def told(report):
+def without_times(report):
     """Return a report without its times."""
     return json.dumps({**report.to_dict(), "seconds": 0})
 
@@ -57,7 +57,7 @@ def test_the_same_findings_everywhere(plan, tmp_path):
     assert whole.cases == whole.cases_run == 14
     assert any(finding.seen > 1 for finding in whole.findings)
     merged, parts = sharded(plan, tmp_path, 3)
-    assert told(merged) == told(whole)
+    assert without_times(merged) == without_times(whole)
     assert sum(part.cases_run for part in parts) == 14
     assert all(part.cases_run for part in parts)
 
@@ -77,13 +77,13 @@ def test_an_interrupted_check_continues(plan, tmp_path):
         assert part.cases_run < 14 or done >= limit
     lines = (out / "outcomes.jsonl").read_text().splitlines()
     again = check_library(plan, out=out)
-    assert told(again) == told(whole)
+    assert without_times(again) == without_times(whole)
     assert (out / "outcomes.jsonl").read_text().splitlines()[: len(lines)] == lines
 
 
 def test_workers_find_the_same(plan):
     with LocalEngine(2) as engine:
-        assert told(check_library(plan, engine)) == told(check_library(plan))
+        assert without_times(check_library(plan, engine)) == without_times(check_library(plan))
 
 
 def test_a_change_of_the_kernel_needs_another_store(plan, tmp_path, capsys):
@@ -135,5 +135,5 @@ def test_a_release_in_shards(tmp_path):
     with LocalEngine(2) as engine:
         whole = check_library(plan, engine)
     merged, _ = sharded(plan, tmp_path, 3)
-    assert told(merged) == told(whole)
+    assert without_times(merged) == without_times(whole)
     assert whole.cases_run == whole.cases
