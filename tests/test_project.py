@@ -48,7 +48,7 @@ def test_every_dependency_says_why_it_is_there() -> None:
     project = _project()
     count = sum(map(len, [project["dependencies"], *project["optional-dependencies"].values()]))
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    listed = [line for line in lines if re.match(r'  "[A-Za-z0-9_-]+[=><~]', line)]
+    listed = [line for line in lines if re.match(r'  "[][A-Za-z0-9_-]+[=><~]', line)]
     assert len(listed) == count
     assert [line for line in listed if "#" not in line and "torch==" not in line] == []
 

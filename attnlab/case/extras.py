@@ -1,5 +1,6 @@
 """Extras: the optional packages of attnlab, and the error that names the extra to install."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ _PACKAGES = {
     ),
     "triton": ("triton",),
     "vllm": ("vllm",),
+    "ray": ("ray",),
 }
 EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
 
@@ -42,3 +44,11 @@ def named_extra(what: str) -> Iterator[None]:
         raise Unavailable(
             f"{what} needs the extra {extra}: pip install 'attnlab[{extra}]' ({error})"
         ) from error
+
+
+def check_installed(package: str, what: str) -> None:
+    """Raise Unavailable, with the extra to install, if a package is missing; do not import it."""
+    with named_extra(what):
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name has no origin
+            raise ModuleNotFoundError(f"No module named '{package}'", name=package)

@@ -11,6 +11,7 @@ from attnlab.checker.case_run import CaseRun, lab_of, release_memory
 from attnlab.checker.finding import Finding
 from attnlab.checker.shrinking import shrink
 from attnlab.checker.slot_reads import allowed_reads, read_counts
+from attnlab.checker.sources import source_digest, versions
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.tasks.task import Job
@@ -49,6 +50,13 @@ class CheckJob(Job):
             verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
         found: Verdict = json_value(verdict)
         return found
+
+    def identity(self) -> dict[str, str]:
+        digests = {name: source_digest(backend) for name, backend in self.libraries.items()}
+        return {
+            **versions(),
+            **{f"source {name}".strip(): value for name, value in digests.items()},
+        }
 
     def free_bytes(self, state: "_State") -> int | None:
         if self.device != "cuda":

@@ -56,7 +56,8 @@ def check(
       where kernels are compiled. The time that a process waits for a core does not count.
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
       :class:`attnlab.checker.library.Progress`, after each case.
-    - ``engine``: "local" or "local:N", N worker processes; None for one per core, or per GPU.
+    - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None
+      for one process per core, or per GPU.
     - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
     - ``out``: a folder that keeps each verdict as it arrives; the same call continues there.
     - ``known``: a file of expected findings (:mod:`attnlab.checker.known`).
@@ -99,7 +100,7 @@ def check(
             on_progress(progress)
 
     part = Shard.parse(shard)
-    with engine_of(engine, plan) as workers:
+    with engine_of(engine, plan, stop) as workers:
         return check_library(
             plan,
             workers,
@@ -145,7 +146,7 @@ def release_plan(
     )
 
 
-def engine_of(name: str | None, plan: "Plan") -> "Engine":
+def engine_of(name: str | None, plan: "Plan", stop: Callable[[], bool] = lambda: False) -> "Engine":
     """Return the engine of a name; without one, this process for short models, else ``local``."""
     from attnlab.tasks.engine import InProcess
     from attnlab.tasks.engines import find_engine
@@ -153,7 +154,7 @@ def engine_of(name: str | None, plan: "Plan") -> "Engine":
     total = sum(task.cost_s for task in plan.tasks())
     if name is None and plan.backend.name == "model" and total * _MODEL_SHARE < _SHORT_S:
         return InProcess()
-    return find_engine(name or "local", plan.backend.device)
+    return find_engine(name or "local", plan.backend.device, stop)
 
 
 def backend_of(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int
-from attnlab.cli.check_output import add_shard
+from attnlab.cli.check_output import add_engine, add_shard
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 
@@ -45,6 +45,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     diagnose.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed of the cases (default: %(default)s)"
     )
+    add_engine(diagnose, "default: this process")
     add_shard(diagnose)
 
 
@@ -56,8 +57,9 @@ def _run(args: argparse.Namespace) -> int:
     trials, seed = Int(1).check("trials", args.trials), Int(0).check("seed", args.seed)
     if args.what == "diagnose":
         return _diagnose(args, trials, seed)
-    if args.shard != "1/1" or args.out is not None:
-        raise InvalidCase("shard and out must be given with diagnose only", field="shard")
+    if args.shard != "1/1" or args.out is not None or args.engine is not None:
+        text = "engine, shard and out must be given with diagnose only"
+        raise InvalidCase(text, field="shard")
     figures, sheet = _measure(args)
     if args.json:
         print_json(figures)
@@ -79,7 +81,7 @@ def _diagnose(args: argparse.Namespace, trials: int, seed: int) -> int:
     shard = check_flags(args.shard, args.out)
     tasks, header = diagnose_tasks(trials, trials), diagnose_header(trials, seed, shard)
     job = DiagnoseJob(seed=seed)
-    outcomes, code = run_sharded("trials", job, tasks, header, shard, args.out)
+    outcomes, code = run_sharded("trials", job, tasks, header, shard, args.out, args.engine)
     if code or shard.count > 1:
         return print_shard(shard, outcomes, args.json) or code
     return print_diagnosis(figures_of(tasks, outcomes, seed), args.json)

@@ -19,11 +19,7 @@ CHECK_CODES = (
 
 def add_scaling(group: Any) -> None:
     """Add the flags of commands that run many tasks: engine, shard, store and times."""
-    group.add_argument(
-        "--engine",
-        metavar="ENGINE",
-        help="local or local:N, N worker processes on this machine (default: one per core, or per GPU)",
-    )
+    add_engine(group, "default: local, one per core, or per GPU")
     add_shard(group)
     group.add_argument(
         "--times",
@@ -31,6 +27,16 @@ def add_scaling(group: Any) -> None:
         metavar="DIR",
         help="divide the shards by the times in this store; all shards need the same (default: times that "
         "come with attnlab)",
+    )
+
+
+def add_engine(group: Any, default: str) -> None:
+    """Add --engine; ``default`` describes what runs the tasks without it."""
+    group.add_argument(
+        "--engine",
+        metavar="ENGINE",
+        help="local or local:N, N worker processes on this machine; ray, a Ray cluster: that of RAY_ADDRESS, "
+        f"or a local one that is started; ray://HOST:PORT, another ({default})",
     )
 
 

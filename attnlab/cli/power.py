@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.flags import add_case_flags
 from attnlab.cli.case_source import case_of_flags
-from attnlab.cli.check_output import add_shard
+from attnlab.cli.check_output import add_engine, add_shard
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_shard(parser.add_argument_group("where to run it"))
+    place = parser.add_argument_group("where to run it")
+    add_engine(place, "default: this process")
+    add_shard(place)
     add_case_flags(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
     case = case_of_flags(args)
-    if args.out is not None or args.shard != "1/1":
+    if args.out is not None or args.shard != "1/1" or args.engine is not None:
         return _run_tasks(args, case)
     from attnlab.mutation.power import power
 
@@ -39,7 +41,9 @@ def _run_tasks(args: argparse.Namespace, case: "Case") -> int:
     shard = check_flags(args.shard, args.out)
     tasks, header = power_tasks(case), power_header(case, versions(), shard)
     job = PowerJob(case=case)
-    outcomes, code = run_sharded("planting defects", job, tasks, header, shard, args.out)
+    outcomes, code = run_sharded(
+        "planting defects", job, tasks, header, shard, args.out, args.engine
+    )
     if code or shard.count > 1 or any(one.verdict is None for one in outcomes.values()):
         return print_shard(shard, outcomes, args.json) or code
     seconds = sum(one.seconds for one in outcomes.values())

@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     with (
         interruptible() as stop,
         progress(title) as on_step,
-        find_engine(args.engine or "local", args.device) as engine,
+        find_engine(args.engine or "local", args.device, stop) as engine,
     ):
         table = check_releases(
             plan,

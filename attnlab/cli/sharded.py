@@ -7,6 +7,7 @@ from pathlib import Path
 from attnlab.case.errors import InvalidCase
 from attnlab.cli.output import notice, print_json, progress
 from attnlab.tasks.engine import InProcess
+from attnlab.tasks.engines import find_engine
 from attnlab.tasks.interrupts import interruptible
 from attnlab.tasks.run import TaskRun
 from attnlab.tasks.shard import Shard
@@ -15,19 +16,26 @@ from attnlab.tasks.task import Job, Outcome, Task
 
 
 def run_sharded(
-    title: str, job: Job, tasks: Sequence[Task], header: Header, shard: Shard, out: Path | None
+    title: str,
+    job: Job,
+    tasks: Sequence[Task],
+    header: Header,
+    shard: Shard,
+    out: Path | None,
+    engine: str | None = None,
 ) -> tuple[dict[str, Outcome], int]:
-    """Run the tasks of a shard in this process; return the outcomes, and the exit code of a signal or 0.
+    """Run the tasks of a shard; return the outcomes, and the exit code of a signal or 0.
 
-    ``header``: that of the shard's store.
+    ``header``: that of the shard's store; ``engine``: a name, None for this process.
     """
     chosen = shard.of(tasks)
     with contextlib.ExitStack() as stack:
-        store = None if out is None else stack.enter_context(Store(out, header))
         interrupt = stack.enter_context(interruptible())
         on_step = stack.enter_context(progress(title))
-        engine = stack.enter_context(InProcess())
-        run = TaskRun(engine=engine, job=job, store=store, stop=interrupt)
+        found = InProcess() if engine is None else find_engine(engine, job.device, interrupt)
+        workers = stack.enter_context(found)
+        store = None if out is None else stack.enter_context(Store(out, header))
+        run = TaskRun(engine=workers, job=job, store=store, stop=interrupt)
         count = iter(range(1, len(chosen) + 1))
         run.run(chosen, lambda outcome: on_step(title, next(count), len(chosen)))
     if interrupt():

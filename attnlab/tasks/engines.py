@@ -1,23 +1,37 @@
 """The engines by name.
 
 ``local[:N]``: N worker processes on this machine (:mod:`attnlab.tasks.local`).
+``ray``: the Ray cluster at RAY_ADDRESS, or a local one; ``ray://HOST:PORT``: a cluster's client port
+(:mod:`attnlab.tasks.ray_engine`).
 """
 
 import os
+import re
 
 from attnlab.case.fields import refuse
-from attnlab.tasks.engine import Engine
+from attnlab.tasks.engine import Engine, Stop, never
 from attnlab.tasks.local import LocalEngine
 
-ENGINES = "local or local:N"
+ENGINES = "local, local:N, ray or ray://HOST:PORT"
+_LOCAL = re.compile(r"local(:0*[1-9]\d{0,5})?")
+_RAY = re.compile(r"ray(://[^/\s]+:\d{1,5})?")
 
 
-def find_engine(name: str, device: str = "cpu") -> Engine:
-    """Return the engine of a name; its workers use ``device``. Raises InvalidCase for an unknown name."""
-    kind, _, count = name.partition(":")
-    if kind != "local" or (":" in name and not (count.isdigit() and int(count))):
-        refuse("engine", ENGINES, name)
-    return LocalEngine(int(count) if count else default_processes(device), device)
+def find_engine(name: str, device: str = "cpu", stop: Stop = never) -> Engine:
+    """Return the engine of a name; its workers use ``device``.
+
+    ``stop``: returns True to give up reaching a cluster. Raises InvalidCase for an unknown name, Unavailable
+    if a cluster cannot be reached.
+    """
+    if _LOCAL.fullmatch(name):
+        count = name.partition(":")[2]
+        return LocalEngine(int(count) if count else default_processes(device), device)
+    if _RAY.fullmatch(name):
+        from attnlab.tasks.ray_engine import RayEngine
+
+        address = name if "://" in name else os.environ.get("RAY_ADDRESS")
+        return RayEngine(None if address in (None, "", "local") else address, device, stop)
+    refuse("engine", ENGINES, name)
 
 
 def default_processes(device: str) -> int:

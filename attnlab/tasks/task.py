@@ -19,7 +19,7 @@ STATUSES = {
     TIMEOUT: "the task did not end within its time limit",
     OUT_OF_MEMORY: "the task needed more memory than there is",
     DEVICE_LOST: "the task broke the GPU's context",
-    NOT_RUN: "the task was not started, because it needs more than this machine has",
+    NOT_RUN: "the task has no verdict: it needs more than this machine has, or its machine was lost",
 }
 _NO_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|OutOfMemoryError")
 
@@ -83,6 +83,13 @@ class Job(ABC):
 
         An exception becomes the outcome of the task. DeviceLost and exhausted memory end the worker, too.
         """
+
+    def identity(self) -> dict[str, str]:
+        """Return what verdicts depend on in addition to the tasks, such as versions and digests of sources.
+
+        Another machine runs tasks of this job only if it has the same.
+        """
+        return {}
 
     def free_bytes(self, state: Any) -> int | None:
         """Return the free memory of the worker's own device; None if it uses that of the machine."""

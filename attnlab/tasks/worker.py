@@ -16,6 +16,7 @@ from typing import Any
 
 from attnlab.case.errors import AttnLabError
 from attnlab.kernels.child_process import run_in_child
+from attnlab.tasks.pool import READY, Slot
 from attnlab.tasks.task import (
     CRASH,
     DEVICE_LOST,
@@ -27,20 +28,15 @@ from attnlab.tasks.task import (
     Task,
 )
 
-READY = "ready"
 
+class Worker(Slot):
+    """The parent's end of a worker process. It is ready once the job is open.
 
-class Worker:
-    """The parent's end of a worker process.
-
-    ``gpu`` is the value of CUDA_VISIBLE_DEVICES for the worker, None for the parent's. ``task`` is what it
-    runs, None if it is idle; ``is_ready`` is True once the job is open.
+    ``gpu`` is the value of CUDA_VISIBLE_DEVICES for the worker, None for the parent's.
     """
 
     def __init__(self, job: bytes, gpu: str | None = None) -> None:
         self.gpu = gpu
-        self.task: Task | None = None
-        self.is_ready = False
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
@@ -68,7 +64,6 @@ class Worker:
         return 0
 
     def start(self, task: Task) -> None:
-        """Begin a task."""
         self.task = task
         self._begin()
         with contextlib.suppress(OSError):  # if the process has ended, receive() says so
@@ -85,7 +80,6 @@ class Worker:
             return AttnLabError(f"a worker's message cannot be read: {error}")
 
     def crash(self, task: Task) -> Outcome:
-        """Return the outcome of a task whose process has ended."""
         code, seconds = self._process.exitcode, time.monotonic() - self._began
         how = "in an unknown way"
         if code is not None:
@@ -94,7 +88,6 @@ class Worker:
         return Outcome(key=task.key, status=CRASH, text=text, seconds=seconds)
 
     def kill(self) -> None:
-        """End the process now."""
         self._process.kill()
         self._process.join()
         self.connection.close()

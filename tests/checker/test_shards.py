@@ -5,50 +5,22 @@ import json
 
 import pytest
 from helpers.commands import error_line
-from helpers.plugins import RIGHT, planted
+from helpers.plugins import faulty_plan
+from helpers.shards import sharded, without_times
 from helpers.sources import needs_triton, of_release
 
 from attnlab.checker.finding import Finding
 from attnlab.checker.library import check_library
-from attnlab.checker.merge import merged_check
 from attnlab.checker.plan import Plan
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
 from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.merge import merged_stores
-from attnlab.tasks.shard import Shard
-
-FAULTS = {  # three faults that different cases show
-    "hidden |= away <= -call": "hidden |= away < -call",
-    "call.sinks[:, None": "call.sinks.roll(-1)[:, None",
-    "call.alibi_slopes[:, None, None] * away": "call.alibi_slopes[:, None, None] * 2 * away",
-}
 
 
 @pytest.fixture
 def plan(tmp_path):
     """Return the plan of a kernel with three faults."""
-    text = RIGHT
-    for old, new in FAULTS.items():
-        assert old in text
-        text = text.replace(old, new)
-    backend = planted(tmp_path, text)
-    return Plan(backend=backend, ops=backend.ops, cases=14)
-
-
-def without_times(report):
-    """Return a report without its times."""
-    return json.dumps({**report.to_dict(), "seconds": 0})
-
-
-def sharded(plan, folder, count, engine=None):
-    """Return the merged report of a check in shards."""
-    folders = [folder / f"{i}" for i in range(1, count + 1)]
-    parts = []
-    for i, out in enumerate(folders, 1):
-        parts.append(check_library(plan, engine, shard=Shard(index=i, count=count), out=out))
-    header, outcomes = merged_stores(folders[::-1])
-    return merged_check(header, outcomes), parts
+    return faulty_plan(tmp_path)
 
 
 def test_the_same_findings_everywhere(plan, tmp_path):

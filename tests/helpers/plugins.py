@@ -12,6 +12,11 @@ from attnlab.tasks.local import LocalEngine
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
+FAULTS = {
+    "hidden |= away <= -call": "hidden |= away < -call",
+    "call.sinks[:, None": "call.sinks.roll(-1)[:, None",
+    "call.alibi_slopes[:, None, None] * away": "call.alibi_slopes[:, None, None] * 2 * away",
+}
 RIGHT = (EXAMPLES / "my_attention.py").read_text()
 
 
@@ -20,6 +25,16 @@ def planted(folder: Path, text: str, name: str = "my_attention") -> Backend:
     file = folder / "kernel.py"
     file.write_text(text)
     return find_backend(f"{file}:{name}")
+
+
+def faulty_plan(folder: Path, cases: int = 14) -> Plan:
+    """Return the plan of a kernel with three faults, which different cases show."""
+    text = RIGHT
+    for old, new in FAULTS.items():
+        assert old in text
+        text = text.replace(old, new)
+    backend = planted(folder, text)
+    return Plan(backend=backend, ops=backend.ops, cases=cases)
 
 
 def checked(backend: Backend, cases: int = 8, platform: str = "sm_90", seed: int = 0):

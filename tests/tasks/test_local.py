@@ -114,7 +114,7 @@ def test_time_without_a_core_does_not_count():
     """Elapsed time is wall time less the time in the run queue; here nothing waits for long."""
     with LocalEngine(1) as engine:
         engine.run(ToyJob(), toy_tasks(""), lambda outcome: None)
-        worker = engine._workers[0]
+        worker = engine._slots[0]
         worker._waited -= 100.0  # as if it had waited for a core for 100 s
         assert worker.elapsed_s < -50
 
@@ -127,7 +127,13 @@ def test_in_process_has_the_same_outcomes():
     assert [outcome.status for outcome in found] == statuses
 
 
-@pytest.mark.parametrize("name", ["", "locals", "local:", "local:0", "local:x", "local:-1", "ray"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "locals", "local:", "local:0", "local:x", "local:-1"),
+        *("rays", "ray:", "ray:2", "ray://", "ray://host", "ray://host:x", "http://host:1"),
+    ],
+)
 def test_unknown_engines(name):
-    with pytest.raises(InvalidCase, match="engine must be local or local:N"):
+    with pytest.raises(InvalidCase, match="engine must be local, local:N, ray or ray://HOST:PORT"):
         find_engine(name)

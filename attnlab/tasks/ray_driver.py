@@ -1,0 +1,213 @@
+"""The process of the engine ``ray`` that talks to Ray: it starts, uses and ends actors as it is asked to.
+
+Requests are tuples: (JOB, pickled job), (START, number), (RUN, number, task), (KILL, number) and (CLOSE,).
+Messages are (REACHED, None), then (CONNECTED, (address, slots)) or (FAILED, text). After that they begin with
+the number of an actor: (number, READY, (node, free bytes)), (number, DONE, (outcome or error, free bytes))
+and (number, LOST, (text, whether memory was the cause)).
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
+REACHED, CONNECTED, FAILED = "reached", "connected", "failed"
+READY, DONE, LOST = "ready", "done", "lost"
+
+_PROBE_S = 4.0  # to connect, and again to get an answer
+_SETTINGS = b"\x04"  # the type of HTTP/2's first frame
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + bytes(5)
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_OBJECTS_BYTES = 80 << 20  # Ray's object store; nothing large is put there
+_MEMORY = re.compile(r"low on memory|OutOfMemory|out of memory", re.IGNORECASE)
+_CAUSE = re.compile(r"^(\w+\.)*\w+(Error|Exception): |because")
+
+
+def serve(connection: Connection, address: str | None, device: str, folder: str | None) -> None:
+    """Connect to the cluster at an address, or start a local one, and follow requests until CLOSE.
+
+    ``folder``: of a local cluster's files and sockets, None for Ray's default.
+    """
+    _set_apart()
+    _set_environment(is_local=address is None)
+    if address is not None:
+        problem = _unreachable(address)
+        if problem:
+            connection.send((FAILED, f"is not reachable: {problem}"))
+            return
+    connection.send((REACHED, None))
+    try:
+        import ray
+
+        _connect(ray, address, folder)
+        slots = _slots(ray.cluster_resources(), device)
+    except Exception as error:
+        connection.send((FAILED, f"cannot be used: {one_line(error)}"))
+        return
+    if not slots:
+        connection.send((FAILED, "has no GPU"))
+        return
+    reached = address or ray.get_runtime_context().gcs_address
+    connection.send((CONNECTED, (reached, slots)))
+    with contextlib.suppress(EOFError, OSError):
+        Actors(ray, connection, device).follow()
+    ray.shutdown()
+
+
+def _set_apart() -> None:
+    """Leave the terminal's process group, be silent, and adopt the orphans among Ray's processes."""
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silent = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silent, stream)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _set_environment(is_local: bool) -> None:
+    """Set the variables that ray reads when it is imported."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "5"  # seconds until it states why it cannot connect
+    if is_local:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault(
+            "RAY_AUTH_TOKEN", secrets.token_hex(32)
+        )  # else Ray keeps one in ~/.ray
+
+
+def _unreachable(address: str) -> str:
+    """Return why no gRPC server answers at an address, or "" if one does, or the address has no port."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return ""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return ""
+            probe.sendall(_HTTP2_HELLO)
+            answer = probe.recv(9)
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "" if answer[3:4] == _SETTINGS else "what answers is not Ray"
+
+
+def _connect(ray: Any, address: str | None, folder: str | None) -> None:
+    """Connect to a cluster, or start a local one."""
+    quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
+    if address is not None:
+        if address.startswith("ray://"):
+            from ray.util.client import worker
+
+            worker.INITIAL_TIMEOUT_SEC = (
+                1  # give up after 7 s, not 35; a real server answers at once
+            )
+        ray.init(address=address, **quiet)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for is_last in (False, True):  # on a busy machine Ray's own limit of 30 s can be too short
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cores,
+                include_dashboard=False,
+                object_store_memory=_OBJECTS_BYTES,
+                _temp_dir=folder,
+                _system_config={"memory_monitor_refresh_ms": 0},  # the actors watch the memory
+                **quiet,
+            )
+            return
+        except Exception:
+            if is_last:
+                raise
+            ray.shutdown()
+
+
+def _slots(resources: dict[str, float], device: str) -> int:
+    """Return how many tasks a cluster can run at a time."""
+    if device == "cuda":
+        return int(resources.get("GPU", 0))
+    return max(1, int(resources.get("CPU", 0)))
+
+
+class Actors:
+    """The actors of one engine, by number."""
+
+    def __init__(self, ray: Any, connection: Connection, device: str) -> None:
+        from attnlab.tasks.ray_actor import Actor
+
+        self._ray, self._connection = ray, connection
+        self._lock = threading.Lock()
+        self._actors: dict[int, Any] = {}
+        needs = {"num_cpus": 0, "num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
+        self._class = ray.remote(Actor).options(max_restarts=0, max_task_retries=0, **needs)
+        self._job = b""
+
+    def follow(self) -> None:
+        """Follow requests until CLOSE; end all actors."""
+        follow: dict[str, Callable[..., None]] = {
+            JOB: self._set_job,
+            START: self._start,
+            RUN: self._run,
+            KILL: self._kill,
+        }
+        try:
+            while True:
+                request, *arguments = self._connection.recv()
+                if request == CLOSE:
+                    return
+                follow[request](*arguments)
+        finally:
+            for number in [*self._actors]:
+                self._kill(number)
+
+    def _set_job(self, job: bytes) -> None:
+        self._job = job
+
+    def _start(self, number: int) -> None:
+        actor = self._actors[number] = self._class.remote(self._job)
+        self._when_done(number, actor.place.remote(), READY)
+
+    def _run(self, number: int, task: Any) -> None:
+        self._when_done(number, self._actors[number].run.remote(task), DONE)
+
+    def _kill(self, number: int) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            self._ray.kill(actor, no_restart=True)
+
+    def _when_done(self, number: int, result: Any, kind: str) -> None:
+        """Send the value of a result, or why its actor was lost, as soon as it is known."""
+
+        def send(future: Any) -> None:
+            error = future.exception()
+            message = (kind, future.result()) if error is None else (LOST, _loss(error))
+            with self._lock, contextlib.suppress(OSError):
+                self._connection.send((number, *message))
+
+        result.future().add_done_callback(send)
+
+
+def _loss(error: BaseException) -> tuple[str, bool]:
+    """Return why an actor was lost, in one line, and whether the node was out of memory."""
+    return one_line(error), bool(_MEMORY.search(str(error)))
+
+
+def one_line(error: BaseException) -> str:
+    """Return the line of one of Ray's errors that states the cause."""
+    text, cause = str(error), error.__cause__
+    while cause is not None:
+        text, cause = f"{text}\n{cause}", cause.__cause__
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    causes = [line for line in lines if _CAUSE.search(line)]
+    line = (causes or lines or [type(error).__name__])[-1]
+    return line.partition(" Some common causes")[0][:300]
