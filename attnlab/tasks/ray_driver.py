@@ -79,10 +79,9 @@ def _set_environment(is_local: bool) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "5"  # seconds until it states why it cannot connect
     if is_local:
+        # Without a token in the environment, Ray would write one to ~/.ray.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault(
-            "RAY_AUTH_TOKEN", secrets.token_hex(32)
-        )  # else Ray keeps one in ~/.ray
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _unreachable(address: str) -> str:
@@ -108,9 +107,7 @@ def _connect(ray: Any, address: str | None, folder: str | None) -> None:
         if address.startswith("ray://"):
             from ray.util.client import worker
 
-            worker.INITIAL_TIMEOUT_SEC = (
-                1  # give up after 7 s, not 35; a real server answers at once
-            )
+            worker.INITIAL_TIMEOUT_SEC = 1  # give up after 7 s, not 35; a server answers at once
         ray.init(address=address, **quiet)
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
