@@ -14,7 +14,7 @@ _COLUMNS = ("target", "kernels", "verdict", "beyond rounding", "largest error", 
 
 def replays(one: "Replays") -> Sheet:
     """Return what each backend made of a call, one row each."""
-    tone: Tone = {0: "good", 1: "bad"}.get(one.exit_code, "warn")
+    tone: Tone = "good" if one.exit_code == 0 else "bad" if one.exit_code == 1 else "warn"
     facts: list[tuple[str, str]] = [("op", one.op), ("recorded on", one.origin)]
     if one.recorded_error is not None:
         facts.append(("recorded output", f"{one.recorded}: {_beyond(one.recorded_error)}"))

@@ -55,7 +55,7 @@ def replay_targets(
     if not sources and not backends:
         return [ReplayTarget(backend="model")]
     paths = [_source_path(text) for text in sources]
-    named = list(zip(paths, sources, strict=True)) or [(None, "")]
+    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     for path in paths:
         if not is_in_git(path):
             find_source(path)
@@ -70,7 +70,8 @@ def replay_targets(
             continue
         on = device if name == "vllm" else None
         targets += [
-            ReplayTarget(backend=name, source=path, device=on, given=text) for path, text in named
+            ReplayTarget(backend=name, source=path, device=on, given=text)
+            for path, text in named or [(None, "")]
         ]
     return targets
 
