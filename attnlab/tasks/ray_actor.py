@@ -21,11 +21,11 @@ Answer = tuple[Outcome | Exception, int]
 class PickledJob(Job):
     """A job that is restored only in the worker process, so that the actor does not import what it needs.
 
-    ``identity``: :meth:`Job.identity` where the run was started; ``path``: its ``sys.path``.
+    ``expected``: :meth:`Job.identity` where the run was started; ``path``: its ``sys.path``.
     """
 
     data: bytes
-    identity: Mapping[str, str]
+    expected: Mapping[str, str]
     path: tuple[str, ...]
     device: str = "cpu"
 
@@ -34,7 +34,7 @@ class PickledJob(Job):
         """Return the pickled form of a job."""
         return cls(
             data=pickle.dumps(job),
-            identity=job.identity(),
+            expected=job.identity(),
             path=tuple(sys.path),
             device=job.device,
         )
@@ -44,7 +44,7 @@ class PickledJob(Job):
         sys.path.extend(folder for folder in self.path if folder not in sys.path)
         job: Job = pickle.loads(self.data)
         here = job.identity()
-        for name, value in self.identity.items():
+        for name, value in self.expected.items():
             if here.get(name) != value:
                 text = f"a node of the Ray cluster must have the same {name}, {value}, got {here.get(name)}"
                 raise Unavailable(text)

@@ -23,6 +23,8 @@ from attnlab.tasks.local import LocalEngine
 from attnlab.tasks.process_tree import end_tree
 from attnlab.tasks.task import Task
 
+pytestmark = pytest.mark.slow  # all, so that one cluster is started in a run of all tests
+
 JOB = ToyJob()  # the same for most tests, so that the actors are kept
 LOOP = """
 import pathlib, time
@@ -79,7 +81,6 @@ def outcomes(engine, tasks, job=None, **options):
     return found
 
 
-@pytest.mark.slow
 def test_a_fault_costs_only_its_task(engine):
     """The outcomes are those of local; only that an actor is lost cannot happen there."""
     faults = ("", "segfault", "", "hang", "lost", "exhaust", "bug", "", "")
@@ -160,7 +161,6 @@ def test_memory_is_admitted_before_it_is_allocated(engine):
     assert [found[task.key].status for task in tasks] == ["done", "done", "not_run"]
 
 
-@pytest.mark.slow
 def test_the_same_findings_on_every_engine(engine, tmp_path):
     """Worker processes, three merged shards, and a cluster."""
     backend = planted(tmp_path, RIGHT + REFUSING, "refusing")
@@ -173,7 +173,6 @@ def test_the_same_findings_on_every_engine(engine, tmp_path):
     assert without_times(check_library(plan, engine)) == without_times(whole)
 
 
-@pytest.mark.slow
 def test_an_interrupt_ends_the_actors_and_nothing_else(engine, remote, tmp_path):
     """The cluster, which somebody else started, goes on."""
     started = tmp_path / "started"
