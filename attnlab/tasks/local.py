@@ -39,10 +39,12 @@ class LocalEngine(Pool[Worker]):
         stop: Stop = never,
         is_late: Stop = never,
     ) -> None:
-        if job is not self._job:
-            self._pickled = pickle.dumps(job)
         self._capacity = available_bytes() if job.device == "cpu" else None
         super().run(job, tasks, on_outcome, stop, is_late)
+
+    def _take(self, job: Job) -> None:
+        super()._take(job)
+        self._pickled = pickle.dumps(job)
 
     def _fill(self) -> None:
         wanted = min(self._processes, len(self._queue) + len(self._busy()))

@@ -76,6 +76,10 @@ class Pool(Engine, Generic[SlotT]):
     def _free(self, host: str) -> int:
         """Return how many bytes are free now on a host where no task runs."""
 
+    def _take(self, job: Job) -> None:
+        """Prepare for tasks of another job."""
+        self._end_slots()
+
     def _is_spent(self, outcome: Outcome) -> bool:
         """Answer whether a slot cannot be used after an outcome."""
         return False
@@ -89,7 +93,7 @@ class Pool(Engine, Generic[SlotT]):
         is_late: Stop = never,
     ) -> None:
         if job is not self._job:
-            self._end_slots()
+            self._take(job)
             self._job = job
         self._failed_starts, self._any_ready = 0, False
         self._queue, self._on_outcome = deque(tasks), on_outcome

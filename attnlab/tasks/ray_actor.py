@@ -60,17 +60,17 @@ class PickledJob(Job):
 
 
 class Actor:
-    """Runs tasks of a pickled PickledJob, one at a time.
+    """Runs tasks on a device, "cpu" or "cuda", one at a time.
 
     The worker process is that of the engine ``local``. So a case that ends its process, hangs or runs out of
     memory has the same outcome as there, and the actor lives on.
     """
 
-    def __init__(self, job: bytes) -> None:
+    def __init__(self, device: str) -> None:
         # A worker process would import the main module again: that of Ray's process, and ray with it.
         sys.modules["__main__"].__file__ = None
-        self._job: PickledJob = pickle.loads(job)
-        self._engine = LocalEngine(1, self._job.device)
+        self._engine = LocalEngine(1, device)
+        self._pickled, self._job = b"", PickledJob(data=b"", expected={}, path=())
 
     def place(self) -> tuple[str, int]:
         """Return the node's id and its free memory."""
@@ -78,8 +78,13 @@ class Actor:
 
         return ray.get_runtime_context().get_node_id(), available_bytes()
 
-    def run(self, task: Task) -> Answer:
-        """Return the task's outcome, or the exception of opening the job, and the node's free memory."""
+    def run(self, job: bytes, task: Task) -> Answer:
+        """Run a task of a pickled PickledJob.
+
+        Returns the outcome, or the exception of opening the job, and the node's free memory.
+        """
+        if job != self._pickled:
+            self._pickled, self._job = job, pickle.loads(job)
         found: list[Outcome | Exception] = []
         try:
             self._engine.run(self._job, [task], found.append)

@@ -142,12 +142,12 @@ class Actors:
     def __init__(self, ray: Any, connection: Connection, device: str) -> None:
         from attnlab.tasks.ray_actor import Actor
 
-        self._ray, self._connection = ray, connection
+        self._ray, self._connection, self._device = ray, connection, device
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         needs = {"num_cpus": 0, "num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
         self._class = ray.remote(Actor).options(max_restarts=0, max_task_retries=0, **needs)
-        self._job = b""
+        self._job: Any = None  # a reference to the pickled job
 
     def follow(self) -> None:
         """Follow requests until CLOSE; end all actors."""
@@ -168,14 +168,14 @@ class Actors:
                 self._kill(number)
 
     def _set_job(self, job: bytes) -> None:
-        self._job = job
+        self._job = self._ray.put(job)
 
     def _start(self, number: int) -> None:
-        actor = self._actors[number] = self._class.remote(self._job)
+        actor = self._actors[number] = self._class.remote(self._device)
         self._when_done(number, actor.place.remote(), READY)
 
     def _run(self, number: int, task: Any) -> None:
-        self._when_done(number, self._actors[number].run.remote(task), DONE)
+        self._when_done(number, self._actors[number].run.remote(self._job, task), DONE)
 
     def _kill(self, number: int) -> None:
         actor = self._actors.pop(number, None)

@@ -118,8 +118,6 @@ class RayEngine(Pool[RaySlot]):
         stop: Stop = never,
         is_late: Stop = never,
     ) -> None:
-        if job is not self._job:
-            self.send(driver.JOB, pickle.dumps(PickledJob.of(job)))
         self._on_host = job.device == "cpu"
         super().run(job, tasks, on_outcome, stop, is_late)
 
@@ -141,6 +139,10 @@ class RayEngine(Pool[RaySlot]):
         """Send a request to the driver; if it has ended, :meth:`run` raises Unavailable."""
         with contextlib.suppress(OSError):
             self._driver.send(request)
+
+    def _take(self, job: Job) -> None:
+        """Keep the actors; each takes the job with its next task."""
+        self.send(driver.JOB, pickle.dumps(PickledJob.of(job)))
 
     def _fill(self) -> None:
         wanted = min(self._count, len(self._queue) + len(self._busy()))

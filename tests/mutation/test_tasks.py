@@ -33,12 +33,12 @@ def test_shards_of_power(capsys, tmp_path):
 
 
 def test_shards_of_bench_diagnose(capsys, tmp_path):
-    """A trial depends on its index alone, so that any division gives the same trials."""
+    """A trial depends on its index alone, so that any division, and any engine, gives the same trials."""
     flags = ["bench", "diagnose", "--trials", "2", "--seed", "4"]
     whole = printed(capsys, flags, 0)
     stores = [str(tmp_path / f"{i}") for i in (1, 2)]
-    for i, out in enumerate(stores, 1):
-        printed(capsys, [*flags, "--shard", f"{i}/2", "--out", out], 0)
+    for i, (out, engine) in enumerate(zip(stores, ([], ["--engine", "local:1"]), strict=True), 1):
+        printed(capsys, [*flags, "--shard", f"{i}/2", "--out", out, *engine], 0)
     merged = printed(capsys, ["merge", *stores[::-1]], 0)
     times = ("median_seconds", "most_seconds")
     assert {**merged, **dict.fromkeys(times)} == {**whole, **dict.fromkeys(times)}
@@ -48,3 +48,10 @@ def test_shards_of_bench_diagnose(capsys, tmp_path):
 def test_a_shard_needs_a_store(capsys, argv):
     assert "out must be given with shard" in error_line(capsys, [*argv, "--shard", "1/2"])
     assert "shard must be" in error_line(capsys, [*argv, "--shard", "0/3"])
+
+
+def test_an_engine_is_for_the_trials_only(capsys):
+    assert "with diagnose only" in error_line(capsys, ["bench", "--engine", "local"])
+    flags = ["bench", "diagnose", "--trials", "1", "--engine", "locals"]
+    assert "engine must be" in error_line(capsys, flags)
+    assert "engine must be" in error_line(capsys, ["power", *SMALL, "--engine", "locals"])

@@ -134,6 +134,21 @@ def test_stop_drops_what_runs_and_late_tasks_do_not_start(engine):
     assert time.monotonic() - began < 2.0
 
 
+def test_memory_is_admitted_before_it_is_allocated(engine):
+    """Two tasks that fit only alone do not overlap; one that never fits does not start."""
+    outcomes(engine, toy_tasks("", ""))
+    (free,) = engine._free_bytes.values()
+    sizes = (0.6, 0.6, 100.0)
+    tasks = [
+        Task(key=str(i), payload={"n": i, "sleep": 0.6}, memory_bytes=int(size * free))
+        for i, size in enumerate(sizes)
+    ]
+    began = time.monotonic()
+    found = outcomes(engine, tasks)
+    assert time.monotonic() - began > 1.2
+    assert [found[task.key].status for task in tasks] == ["done", "done", "not_run"]
+
+
 def test_a_job_that_cannot_open_raises(engine):
     with pytest.raises(AttnLabError, match="no kernels here"):
         outcomes(engine, toy_tasks(""), ToyJob(fails_to_open=True))
@@ -144,21 +159,6 @@ def test_a_node_with_other_versions_is_rejected(engine, monkeypatch):
     monkeypatch.setenv("VERSION_OF_TEST", "1")
     with pytest.raises(Unavailable, match="the same version, 1, got"):
         outcomes(engine, toy_tasks(""), ToyJob(version_from="VERSION_OF_TEST"))
-
-
-def test_memory_is_admitted_before_it_is_allocated(engine):
-    """Two tasks that fit only alone do not overlap; one that never fits does not start."""
-    outcomes(engine, toy_tasks("", ""))
-    (free,) = engine._free_bytes.values()
-    sizes = (0.6, 0.6, 100.0)
-    tasks = [
-        Task(key=str(i), payload={"n": i, "sleep": 1.0}, memory_bytes=int(size * free))
-        for i, size in enumerate(sizes)
-    ]
-    began = time.monotonic()
-    found = outcomes(engine, tasks)
-    assert time.monotonic() - began > 2.0
-    assert [found[task.key].status for task in tasks] == ["done", "done", "not_run"]
 
 
 def test_the_same_findings_on_every_engine(engine, tmp_path):
@@ -181,7 +181,7 @@ def test_an_interrupt_ends_the_actors_and_nothing_else(engine, remote, tmp_path)
         ToyJob(), [], print
     )  # end the actors of the job before, so that the command has cores
     before = descendants(engine._process.pid)
-    command = ("check", f"{tmp_path}/loop.py:my_attention", "--cases", "2", "--json")
+    command = ("check", f"{tmp_path}/loop.py:my_attention", "--cases", "1", "--json")
     argv = [sys.executable, "-m", "attnlab", *command, "--engine", "ray"]
     with popen(argv, stdout=-1, stderr=-1) as process:
         wait_for(started.exists)
@@ -190,7 +190,7 @@ def test_an_interrupt_ends_the_actors_and_nothing_else(engine, remote, tmp_path)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert survivors(new, 2.0 - (time.monotonic() - began)) == []
-    assert len(new) >= 4
+    assert len(new) >= 3
     assert process.returncode == 130
     assert [entry["reason"] for entry in json.loads(stdout)["not_run"]] == [
         "the check was interrupted"
