@@ -10,7 +10,7 @@ _LIMIT_S = 1.0
 
 
 def end_tree(root: int, proc: Path = Path("/proc")) -> None:
-    """Kill a child process of this one and its descendants, the descendants first.
+    """Kill a process and its descendants, the descendants first.
 
     None escapes if ``root`` adopts orphans (PR_SET_CHILD_SUBREAPER). Without ``/proc`` only ``root`` ends.
     """

@@ -15,9 +15,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from attnlab.tasks.process_tree import end_tree
 
 JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
 REACHED, CONNECTED, FAILED = "reached", "connected", "failed"
@@ -26,7 +29,9 @@ READY, DONE, LOST = "ready", "done", "lost"
 _PROBE_S = 4.0  # to connect, and again to get an answer
 _SETTINGS = b"\x04"  # the type of HTTP/2's first frame
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + bytes(5)
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_WATCH_S = 0.2
+_CLOSE_LIMIT_S = 5.0
 _OBJECTS_BYTES = 80 << 20  # Ray's object store; nothing large is put there
 _MEMORY = re.compile(r"low on memory|OutOfMemory|out of memory", re.IGNORECASE)
 _CAUSE = re.compile(r"^(\w+\.)*\w+(Error|Exception): |because")
@@ -38,6 +43,7 @@ def serve(connection: Connection, address: str | None, device: str, folder: str 
     ``folder``: of a local cluster's files and sockets, None for Ray's default.
     """
     _set_apart()
+    threading.Thread(target=_watch, args=(os.getppid(), address is None), daemon=True).start()
     _set_environment(is_local=address is None)
     if address is not None:
         problem = _unreachable(address)
@@ -72,6 +78,17 @@ def _set_apart() -> None:
         os.dup2(silent, stream)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)  # _watch() does more
+
+
+def _watch(parent: int, is_local: bool) -> None:
+    """End this process after its parent, and a local cluster with it; without it, Ray's agents would live on."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    if is_local:
+        end_tree(os.getpid())
+    time.sleep(_CLOSE_LIMIT_S)  # meanwhile follow() ends the actors
+    os._exit(1)
 
 
 def _set_environment(is_local: bool) -> None:
