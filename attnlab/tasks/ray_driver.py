@@ -82,7 +82,7 @@ def _set_apart() -> None:
 
 
 def _watch(parent: int, is_local: bool) -> None:
-    """End this process after its parent, and a local cluster with it; without it, Ray's agents would live on."""
+    """End this process after its parent, and a local cluster with it; Ray's agents would run for a minute."""
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     if is_local:
