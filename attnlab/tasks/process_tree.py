@@ -10,9 +10,15 @@ _LIMIT_S = 1.0
 
 
 def end_tree(root: int, proc: Path = Path("/proc")) -> None:
-    """Kill a process and its descendants, the descendants first.
+    """Kill a process and its descendants, the descendants first."""
+    end_descendants(root, proc)
+    _kill(root)
 
-    None escapes if ``root`` adopts orphans (PR_SET_CHILD_SUBREAPER). Without ``/proc`` only ``root`` ends.
+
+def end_descendants(root: int, proc: Path = Path("/proc")) -> None:
+    """Kill the descendants of a process.
+
+    None escapes if ``root`` adopts orphans (PR_SET_CHILD_SUBREAPER). Without ``/proc`` none is found.
     """
     end = time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
@@ -22,7 +28,6 @@ def end_tree(root: int, proc: Path = Path("/proc")) -> None:
         for process in found:
             _kill(process)
         time.sleep(0.01)
-    _kill(root)
 
 
 def descendants(root: int, proc: Path = Path("/proc")) -> set[int]:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from attnlab.tasks.process_tree import end_tree
+from attnlab.tasks.process_tree import end_descendants
 
 JOB, START, RUN, KILL, CLOSE = "job", "start", "run", "kill", "close"
 REACHED, CONNECTED, FAILED = "reached", "connected", "failed"
@@ -43,7 +44,7 @@ def serve(connection: Connection, address: str | None, device: str, folder: str 
     ``folder``: of a local cluster's files and sockets, None for Ray's default.
     """
     _set_apart()
-    threading.Thread(target=_watch, args=(os.getppid(), address is None), daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(), address, folder), daemon=True).start()
     _set_environment(is_local=address is None)
     if address is not None:
         problem = _unreachable(address)
@@ -81,13 +82,16 @@ def _set_apart() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)  # _watch() does more
 
 
-def _watch(parent: int, is_local: bool) -> None:
-    """End this process after its parent, and a local cluster with it; Ray's agents would run for a minute."""
+def _watch(parent: int, address: str | None, folder: str | None) -> None:
+    """End this process after its parent, and a local cluster with it, whose agents would run for a minute."""
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
-    if is_local:
-        end_tree(os.getpid())
-    time.sleep(_CLOSE_LIMIT_S)  # meanwhile follow() ends the actors
+    if address is None:
+        end_descendants(os.getpid())
+    else:
+        time.sleep(_CLOSE_LIMIT_S)  # meanwhile follow() ends the actors
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
