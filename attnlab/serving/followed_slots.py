@@ -1,6 +1,7 @@
-"""FollowedSlots: the cache slots of a session's layers, from its writes to its reads."""
+"""FollowedSlots: the cache slots of the layers, from its writes to its reads."""
 
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +11,14 @@ from attnlab.serving.layer_call import KnownLayer
 from attnlab.serving.layers import Layers
 from attnlab.serving.ownership import Ownership
 from attnlab.serving.requests import Integers, Request
-
-if TYPE_CHECKING:
-    from attnlab.serving.session import Session
+from attnlab.serving.state import CaptureState
 
 
 class FollowedSlots:
-    """Passes the writes and reads of a session's layers to its Ownership, where they can be followed."""
+    """Passes the writes and reads of the layers to its Ownership, where they can be followed."""
 
-    def __init__(self, session: "Session") -> None:
-        self._session = session
+    def __init__(self, state: CaptureState) -> None:
+        self._state = state
         self._layers = Layers()
         self._ownership: Ownership | None = None
         self._host: dict[Any, Integers] = {}
@@ -30,14 +29,18 @@ class FollowedSlots:
         if unchecked:
             self.stop(unchecked)
             return
-        self._ownership = Ownership(self._session.requests, self._session.rank)
+        self._ownership = Ownership(self._state.requests, self._state.rank)
         for group in {id(one): one for one in layers.groups.values()}.values():
             self._ownership.shadows.add_group(group.layers, group.num_slots, group.block_size)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Run a part of the following: after an error, slots are not followed any more."""
+        return self._state.guarded("slots", lambda: self.stop("slots, after an error in attnlab"))
 
     def stop(self, why: str) -> None:
         """Follow no slots from now on."""
         self._ownership = None
-        self._session.tally.unchecked[why] += 1
+        self._state.tally.unchecked[why] += 1
 
     def tokens_of(
         self, step: int, requests: list[Request], first: Integers, counts: Integers
@@ -54,7 +57,7 @@ class FollowedSlots:
             return False
         group = self._layers.groups.get(known.reads)
         if group is not None and group.unchecked:
-            self._session.tally.unchecked[group.unchecked] += 1
+            self._state.tally.unchecked[group.unchecked] += 1
         return group is not None and not group.unchecked
 
     def wrote(self, known: KnownLayer, step: Step, slot_mapping: torch.Tensor) -> None:
@@ -62,17 +65,17 @@ class FollowedSlots:
         if self.follows(known):
             assert self._ownership is not None
             found = self._ownership.wrote(known.name, step, self.host(slot_mapping))
-            self._session.tally.observe(found)
+            self._state.tally.observe(found)
 
     def read(self, known: KnownLayer, step: Step, reads: ReadArguments) -> None:
         """Check the slots that a layer reads."""
         if self.follows(known):
             assert self._ownership is not None
-            self._session.tally.observe(self._ownership.read(known, step, reads))
+            self._state.tally.observe(self._ownership.read(known, step, reads))
 
     def read_by_metadata(self, known: KnownLayer, step: Step) -> None:
         """Check the slots that a layer reads by the batch's metadata, if its op is unknown."""
-        common, size = self._session.metadata[known.name]
+        common, size = self._state.metadata[known.name]
         reads = ReadArguments(
             block_table=self.host(common.block_table_tensor),
             seq_lens=self.host(common.seq_lens),
@@ -84,7 +87,7 @@ class FollowedSlots:
 
     def follow_graph(self, step: Step) -> None:
         """Follow a step inside a full CUDA graph, in which Python does not run, by its metadata."""
-        metadata = self._session.metadata
+        metadata = self._state.metadata
         layers = [known for known in self._layers if known.name in metadata]
         for known in layers:
             if known.reads == known.name:

@@ -9,7 +9,7 @@ import torch
 _EQUAL = 1e-5  # relative; the numbers are stored in float32 on the way
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
     """What a layer's attention is meant to be. Each field may be None: unknown.
 

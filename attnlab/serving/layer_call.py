@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from attnlab.serving.session import Session
-
+Arguments = Callable[[], Mapping[str, Any]]
 METHODS = ("forward", "forward_mqa", "forward_mha", "do_kv_cache_update")
 
 
@@ -38,10 +37,18 @@ class LayerCall:
     is_in_op: bool = False
     ops: int = 0
     writes: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
-def hook_impl(session: "Session", impl_class: type) -> None:
+class LayerHooks(Protocol):
+    """What the hooks of layers call."""
+
+    def layer_begins(self, impl: Any, method: str) -> LayerCall | None: ...
+    def layer_left(self, call: LayerCall) -> None: ...
+    def layer_ended(self, call: LayerCall, arguments: Arguments) -> None: ...
+    def built(self, builder: Any, arguments: Arguments) -> None: ...
+
+
+def hook_impl(session: LayerHooks, impl_class: type) -> None:
     """Hook the methods of an implementation's class, and of no class twice."""
     for name in METHODS:
         original = getattr(impl_class, name, None)
@@ -50,7 +57,7 @@ def hook_impl(session: "Session", impl_class: type) -> None:
         setattr(impl_class, name, _hooked(session, name, original))
 
 
-def _hooked(session: "Session", name: str, original: Any) -> Any:
+def _hooked(session: LayerHooks, name: str, original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -69,7 +76,7 @@ def _hooked(session: "Session", name: str, original: Any) -> Any:
     return method
 
 
-def hook_builder(session: "Session", builder_class: type) -> None:
+def hook_builder(session: LayerHooks, builder_class: type) -> None:
     """Hook ``build`` of a metadata builder's class, which gets the batch in one form for all backends."""
     original = getattr(builder_class, "build", None)
     if original is None or getattr(original, "is_attnlab", False):

@@ -51,7 +51,8 @@ class Observation:
     def key(self) -> tuple[Any, ...]:
         """Return what is equal for observations of the same fault in later steps."""
         kind = SLOTS if self.kind in SLOT_KINDS else self.kind
-        return (kind, self.layer, self.rank, self.request, self.block, self.argument)
+        request = None if self.kind == "intent" else self.request
+        return (kind, self.layer, self.rank, request, self.block, self.argument)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the observation as JSON-able values."""

@@ -2,14 +2,13 @@
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from attnlab.recorder.catalogue import signature_of
 from attnlab.recorder.patches import Function
 from attnlab.recorder.recorded_op import RecordedOp, bound
-
-if TYPE_CHECKING:
-    from attnlab.serving.session import Session
+from attnlab.serving.begun_op import BegunOp
+from attnlab.serving.layer_call import Arguments, LayerCall
 
 # Ops that write the cache and have a parameter slot_mapping (vLLM 0.11.2 to 0.33.0).
 WRITE_OPS = frozenset(
@@ -36,7 +35,18 @@ WRITE_OPS = frozenset(
 )
 
 
-def attention_wrapper(session: "Session", op: RecordedOp, original: Function) -> Function:
+class OpHooks(Protocol):
+    """What the wrappers of ops call."""
+
+    def current(self) -> LayerCall | None: ...
+    def op_begins(
+        self, call: LayerCall, op: RecordedOp, arguments: Arguments
+    ) -> BegunOp | None: ...
+    def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None: ...
+    def op_wrote(self, call: LayerCall, arguments: Arguments) -> None: ...
+
+
+def attention_wrapper(session: OpHooks, op: RecordedOp, original: Function) -> Function:
     """Return a function that makes the call and lets the session check it."""
     signature = signature_of(op, original)
 
@@ -58,7 +68,7 @@ def attention_wrapper(session: "Session", op: RecordedOp, original: Function) ->
     return checking
 
 
-def write_wrapper(session: "Session", original: Function) -> Function:
+def write_wrapper(session: OpHooks, original: Function) -> Function:
     """Return a function that makes the cache write and reports its slot_mapping."""
     signature = inspect.signature(original)
 

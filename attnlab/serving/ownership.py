@@ -202,11 +202,7 @@ class Ownership:
         elsewhere = _written_to(shadow, step, seq, position)
         if elsewhere is not None:
             facts["written_to"] = elsewhere
-            return (
-                "misplaced",
-                f"but wrote it to slot {elsewhere}; the slot read is one {holds}",
-                facts,
-            )
+            return "misplaced", f"{holds}; the token was written to slot {elsewhere}", facts
         return kind, holds, facts
 
     def _observe(

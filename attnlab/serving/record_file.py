@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from attnlab.case.json import json_value
 
@@ -23,19 +23,14 @@ class RecordFile:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file: IO[str] | None = None
-        self._pid = 0
 
     def write(self, event: str, facts: Mapping[str, Any]) -> None:
         """Append a line. Raises OSError if it cannot be written."""
-        if self._file is None or self._pid != os.getpid():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._pid = os.getpid()
-            name = f"{socket.gethostname()}-{self._pid}{SUFFIX}"
-            self._file = open(self.folder / name, "a", encoding="utf-8")  # noqa: SIM115
         line = json.dumps({"event": event, **json_value(dict(facts))}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"{socket.gethostname()}-{os.getpid()}{SUFFIX}"
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def saved_bytes(self) -> int:
         """Return the size of the calls that all processes saved."""

@@ -4,11 +4,8 @@ No method that a hook calls raises: an error is logged once, and the server cont
 """
 
 import atexit
-import contextlib
 import inspect
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,73 +19,37 @@ from attnlab.serving.kept_calls import KeptCalls
 from attnlab.serving.layer_call import LayerCall, hook_builder, hook_impl
 from attnlab.serving.layers import Layers, layers_of, unchecked_slots
 from attnlab.serving.record_file import RecordFile
-from attnlab.serving.requests import Requests
 from attnlab.serving.settings import CaptureSettings
-from attnlab.serving.tally import Tally
+from attnlab.serving.state import CaptureState
 
-_log = logging.getLogger("attnlab.serving")
 Arguments = Callable[[], Mapping[str, Any]]
 
 
 class Session:
-    """A capture in this process.
-
-    - ``step``: the batch that runs, None between steps. ``rank``: of the process.
-    - ``metadata``: by layer name, the CommonAttentionMetadata of the step and its block size.
-    - ``tally``: counts, and what was observed.
-    """
+    """A capture in this process: ``state``, and the ``slots`` of its layers."""
 
     def __init__(self, settings: CaptureSettings, records: RecordFile) -> None:
-        self.settings, self.records = settings, records
-        self.rank = 0
-        self.step: Step | None = None
-        self.metadata: dict[str, tuple[Any, int]] = {}
-        self.constructed: dict[str, dict[str, Any]] = {}
-        self.requests = Requests()
-        self.slots = FollowedSlots(self)
-        self.tally = Tally(records)
-        self._check = OpCheck(self, KeptCalls(records, settings.max_bytes))
+        self.state = CaptureState(settings, records)
+        self.slots = FollowedSlots(self.state)
+        self._check = OpCheck(self.state, self.slots, KeptCalls(records, settings.max_bytes))
         self._layers: Layers | None = None
         self._scheduled: Any = None
-        self._is_off = self._has_failed = False
+        self._is_off = False
         self._forwards = 0  # before this step
-        self._thread = threading.local()
-        atexit.register(self.tally.write)
-
-    # Errors.
+        atexit.register(self.state.tally.write)
 
     def failed(self, what: str, error: Exception) -> None:
         """Log and record the first error of the capture."""
-        if self._has_failed:
-            return
-        self._has_failed = True
-        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
-        _log.warning("attnlab failed in %s; the program continues without this check", text)
-        with contextlib.suppress(OSError):
-            self.records.write("error", {"text": text})
-
-    @contextlib.contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Run a part of the capture: no error leaves it, and no op in it is checked."""
-        outer, self._thread.is_busy = getattr(self._thread, "is_busy", False), True
-        try:
-            with torch.no_grad():
-                yield
-        except Exception as error:
-            if what == "slots":
-                self.slots.stop("slots, after an error in attnlab")
-            self.failed(what, error)
-        finally:
-            self._thread.is_busy = outer
+        self.state.failed(what, error)
 
     # Steps.
 
     def begin_step(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a step of a model runner: its arguments are those of ``execute_model``."""
-        self.step, self._scheduled = None, None
+        self.state.step, self._scheduled = None, None
         if self._is_off:
             return
-        with self.guarded("a step"):
+        with self.state.guarded("a step"):
             scheduled = args[0] if args else kwargs["scheduler_output"]
             is_dummy = bool(kwargs.get("dummy_run") or (len(args) > 2 and args[2] is True))
             if is_dummy:
@@ -96,16 +57,18 @@ class Session:
             if self._layers is None:
                 self._set_up(runner)
             if not self._is_off:
-                self.requests.update(scheduled)
+                self.state.requests.update(scheduled)
                 if scheduled.total_num_scheduled_tokens:
                     self._scheduled = scheduled
 
     def _set_up(self, runner: Any) -> None:
         """Find and hook the layers of a runner, before its first step."""
         config = runner.vllm_config
-        self.rank = int(getattr(config.parallel_config, "rank", 0) or 0)
+        self.state.rank = int(getattr(config.parallel_config, "rank", 0) or 0)
         self._layers = layers_of(runner)
-        if self.settings.rank is not None and self.rank not in range(*self.settings.rank):
+        if self.state.settings.rank is not None and self.state.rank not in range(
+            *self.state.settings.rank
+        ):
             self._is_off = True
             return
         for impl_class in {type(known.impl) for known in self._layers}:
@@ -115,32 +78,32 @@ class Session:
         self.slots.begin(self._layers, unchecked_slots(runner))
         mode = getattr(config.compilation_config, "cudagraph_mode", None)
         backends = sorted({type(known.impl).__name__ for known in self._layers})
-        self.records.write(
+        self.state.records.write(
             "started",
             {
-                "rank": self.rank,
+                "rank": self.state.rank,
                 "layers": len(self._layers.by_impl),
                 "implementations": backends,
                 "cudagraph_mode": getattr(mode, "name", str(mode)),
-                "settings": self.settings.to_json(),
+                "settings": self.state.settings.to_json(),
                 "release": self._check.release,
             },
         )
 
     def batch_of_runner(self, runner: Any) -> None:
         """Take the batch of vLLM's first model runner, which has prepared its inputs."""
-        if self._scheduled is None or self.step is not None:
+        if self._scheduled is None or self.state.step is not None:
             return
-        with self.guarded("the batch"):
+        with self.state.guarded("the batch"):
             names = list(runner.input_batch.req_ids)
             count = self._scheduled.total_num_scheduled_tokens
             self._make_step(names, _tensor(runner.input_ids), _tensor(runner.positions), count)
 
     def batch_of_input(self, batch: Any) -> None:
         """Take the batch of vLLM's second model runner: an InputBatch."""
-        if self._scheduled is None or self.step is not None:
+        if self._scheduled is None or self.state.step is not None:
             return
-        with self.guarded("the batch"):
+        with self.state.guarded("the batch"):
             count = self._scheduled.total_num_scheduled_tokens
             self._make_step(list(batch.req_ids), batch.input_ids, batch.positions, count)
 
@@ -152,96 +115,93 @@ class Session:
         lens = np.array([scheduled[name] for name in names], np.int64)
         ends = np.cumsum(lens)
         first, last = at[ends - lens], at[ends - 1]
-        rows = [self.requests[name] for name in names]
+        rows = [self.state.requests[name] for name in names]
         for request, start, end, length in zip(rows, first, ends, lens, strict=True):
             request.set_tokens(int(start), tokens[end - length : end])
-        number = self.tally.counts["steps"]
-        self.tally.counts["steps"] += 1
-        self.tally.counts["tokens"] += count
+        number = self.state.tally.counts["steps"]
+        self.state.tally.counts["steps"] += 1
+        self.state.tally.counts["tokens"] += count
         numbers = np.zeros(count, np.int64)
-        with self.guarded("slots"):
+        with self.slots.guarded():
             numbers = self.slots.tokens_of(number, rows, first, lens)
-        self.step = Step(
+        self.state.step = Step(
             number=number, requests=rows, query_lens=lens, seq_lens=last + 1, tokens=numbers
         )
-        self.metadata = {}
+        self.state.metadata = {}
 
     def end_step(self) -> None:
         """End a step: follow the slots of layers that ran inside a full CUDA graph."""
-        step = self.step
+        step = self.state.step
         if step is not None and self._layers is not None:
-            if self.tally.counts["forwards"] == self._forwards:
-                self.tally.counts["graph_steps"] += 1
-                with self.guarded("slots"):
+            if self.state.tally.counts["forwards"] == self._forwards:
+                self.state.tally.counts["graph_steps"] += 1
+                with self.slots.guarded():
                     self.slots.follow_graph(step)
-            self._forwards = self.tally.counts["forwards"]
-            self.tally.write_sometimes()
-        self.step = self._scheduled = None
+            self._forwards = self.state.tally.counts["forwards"]
+            self.state.tally.write_sometimes()
+        self.state.step = self._scheduled = None
 
     # The batch's metadata, and what a layer asked for.
 
     def built(self, builder: Any, arguments: Arguments) -> None:
         """Take the metadata that a builder gets for its layers."""
-        if self.step is None:
+        if self.state.step is None:
             return
-        with self.guarded("metadata"):
+        with self.state.guarded("metadata"):
             common = arguments()["common_attn_metadata"]
             size = int(builder.kv_cache_spec.block_size)
             for name in builder.layer_names:
-                self.metadata.setdefault(name, (common, size))
+                self.state.metadata.setdefault(name, (common, size))
 
     def asked(self, layer: Any, constructor: Any, args: Any, kwargs: Any) -> None:
         """Note the arguments of a layer's constructor."""
-        with self.guarded("a layer"):
+        with self.state.guarded("a layer"):
             given = inspect.signature(constructor).bind(layer, *args, **kwargs)
             given.apply_defaults()
             found = {**given.arguments, **given.arguments.get("extra_impl_args", {})}
-            self.constructed[layer.layer_name] = found
+            self.state.constructed[layer.layer_name] = found
 
     # Calls of layers.
 
     def current(self) -> LayerCall | None:
         """Return the layer's call that runs in this thread; None inside attnlab."""
-        if getattr(self._thread, "is_busy", False):
-            return None
-        call: LayerCall | None = getattr(self._thread, "call", None)
-        return call
+        return self.state.call
 
     def layer_begins(self, impl: Any, method: str) -> LayerCall | None:
         """Begin a call of a layer; None if it is not checked."""
-        if self.step is None or self._layers is None or self.current() is not None:
+        if self.state.step is None or self._layers is None or self.current() is not None:
             return None
         known = self._layers.by_impl.get(id(impl))
         if known is None or torch.compiler.is_compiling():
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
-        call = self._thread.call = LayerCall(known=known, method=method)
+        call = self.state.call = LayerCall(known=known, method=method)
         return call
 
     def layer_left(self, call: LayerCall) -> None:
         """End a call of a layer, also after an error."""
-        self._thread.call = None
+        self.state.call = None
 
     def layer_ended(self, call: LayerCall, arguments: Arguments) -> None:
         """Check what no op in the layer's call has shown."""
-        step = self.step
+        step = self.state.step
         if step is None:
             return
         if call.method == "do_kv_cache_update":
             if not call.writes and call.known.is_decoder:
-                with self.guarded("slots"):
+                with self.slots.guarded():
                     self.slots.wrote(call.known, step, arguments()["slot_mapping"])
             return
-        self.tally.counts["forwards"] += 1
-        if not call.ops and call.known.name in self.metadata:
+        self.state.tally.counts["forwards"] += 1
+        if not call.ops and call.known.name in self.state.metadata:
             backend = type(call.known.impl).__name__
-            self.tally.unchecked[
+            self.state.tally.unchecked[
                 f"values and arguments of {backend}.{call.method}: no known op"
             ] += 1
-            with self.guarded("slots"):
+            with self.slots.guarded():
                 if not hasattr(call.known.impl, "do_kv_cache_update") and not call.writes:
-                    mapping = self.metadata[call.known.name][0].slot_mapping
+                    mapping = self.state.metadata[call.known.name][0].slot_mapping
                     self.slots.wrote(call.known, step, mapping)
                 self.slots.read_by_metadata(call.known, step)
 
@@ -250,23 +210,23 @@ class Session:
     def op_begins(self, call: LayerCall, op: RecordedOp, arguments: Arguments) -> BegunOp | None:
         """Begin a call of an op."""
         begun = None
-        with self.guarded(op.name):
+        with self.state.guarded(op.name):
             begun = self._check.begin(call, op, arguments())
         return begun
 
     def op_ended(self, call: LayerCall, begun: BegunOp, result: Any) -> None:
         """Check a call of an op that has returned."""
-        if self.step is not None:
-            with self.guarded(begun.op.name):
+        if self.state.step is not None:
+            with self.state.guarded(begun.op.name):
                 call.ops += 1
-                self._check.end(call, begun, result, self.step)
+                self._check.end(call, begun, result, self.state.step)
 
     def op_wrote(self, call: LayerCall, arguments: Arguments) -> None:
         """Follow a cache write."""
-        if self.step is not None and call.known.is_decoder:
-            with self.guarded("slots"):
+        if self.state.step is not None and call.known.is_decoder:
+            with self.slots.guarded():
                 call.writes += 1
-                self.slots.wrote(call.known, self.step, arguments()["slot_mapping"])
+                self.slots.wrote(call.known, self.state.step, arguments()["slot_mapping"])
 
 
 def _tensor(buffer: Any) -> torch.Tensor:

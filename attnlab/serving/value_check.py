@@ -146,10 +146,11 @@ def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Comp
     finite &= part.query[rows].double().isfinite().flatten(1).all(1)
     error = (output - right.output).abs()
     # Where the inputs are not finite, neither need the output be.
-    error = error.masked_fill(~right.output.isfinite() & ~output.isfinite(), 0.0)
+    excused = ~right.output.isfinite() & ~output.isfinite()
+    error = error.masked_fill(excused, 0.0)
     ratio = error / right.bound.clamp(min=torch.finfo(torch.float64).tiny)
     ratio = ratio.masked_fill(error == 0, 0.0)
-    is_wrong = ~(error <= right.bound)
+    is_wrong = ~(error <= right.bound) & ~excused
     return _Compared(error=error, bound=right.bound, ratio=ratio, is_wrong=is_wrong, finite=finite)
 
 

@@ -1,4 +1,4 @@
-"""A child process that runs vLLM's CPU engine with a small random model: first sound, then with planted faults.
+"""A child process with vLLM's CPU engine and a small random model: first sound, then with planted faults.
 
 python serving_engine.py RESULT   writes what it planted, and what the engine did, to RESULT as JSON
 
@@ -64,16 +64,44 @@ class Faults:
         update, forward, build = impl.do_kv_cache_update, impl.forward, builder.build
         attend, execute = _custom_ops.cpu_attention_with_kv_cache, GPUModelRunner.execute_model
 
-        def do_kv_cache_update(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
+        def do_kv_cache_update(
+            self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+        ) -> Any:
             slot_mapping = FAULTS.slots(layer, slot_mapping)
             return update(self, layer, key, value, kv_cache, slot_mapping)
 
-        def faulty_forward(self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, output_scale: Any = None, output_block_scale: Any = None) -> Any:
+        def faulty_forward(
+            self: Any,
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Any,
+            output_scale: Any = None,
+            output_block_scale: Any = None,
+        ) -> Any:
             with FAULTS.changed(self, layer, attn_metadata):
-                return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+                return forward(
+                    self,
+                    layer,
+                    query,
+                    key,
+                    value,
+                    kv_cache,
+                    attn_metadata,
+                    output,
+                    output_scale,
+                    output_block_scale,
+                )
 
-        def faulty_build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            return build(self, common_prefix_len, FAULTS.metadata(self, common_attn_metadata), fast_build)
+        def faulty_build(
+            self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            return build(
+                self, common_prefix_len, FAULTS.metadata(self, common_attn_metadata), fast_build
+            )
 
         import functools
 
@@ -111,7 +139,7 @@ class Faults:
         """Note where the fault was planted, once."""
         from attnlab.serving.start import _started
 
-        step = _started[0][0].step
+        step = _started[0][0].state.step
         self.planted.setdefault(
             self.active,
             {"layer": self.layer, "request": self.request, "step": step.number if step else -1},
