@@ -10,17 +10,10 @@ import torch
 from attnlab.case.json import json_number
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
+from attnlab.lab.greatest import NONE, Greatest, greater, index_of
 
 # On a CPU few enough rows that no full-size copy is made; on a GPU there is room for one.
 _ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greatest:
-    """A largest value and the first index (row, head, element) that has it."""
-
-    value: float
-    index: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +184,7 @@ def compare(
     error = torch.empty(tokens, num_heads)
     mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32)
     # Greatest absolute and relative difference, of all elements and of those that mismatch.
-    overall, outside = [_NONE, _NONE], [_NONE, _NONE]
+    overall, outside = [NONE, NONE], [NONE, NONE]
     first, nans = None, 0
     step = _ROWS_AT_A_TIME[expected.device.type]
     for row in range(0, tokens, step):
@@ -208,13 +201,13 @@ def compare(
         if close is not None and not per_head.isfinite().all():
             per_head = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2)
         error[here] = per_head
-        overall = _greater(overall, wrong, right, row)
+        overall = greater(overall, wrong, right, row)
         if close is not None and not close.all():
             mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
-            first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
+            first = first or index_of(int((~close).flatten().int().argmax()), close.shape, row)
             nans += int(got.isnan().sum())
             others = (wrong.masked_fill(close, 0), right.masked_fill(close, 1))
-            outside = _greater(outside, *others, row)
+            outside = greater(outside, *others, row)
     greatest_abs, greatest_rel = outside if first else overall
     return ErrorMap(
         lengths=lengths,
@@ -260,9 +253,6 @@ def _embedded(
     )
 
 
-_NONE = Greatest(value=-1.0, index=(0, 0, 0))
-
-
 def _all_below(per_head: torch.Tensor, allowed: float | torch.Tensor, rtol: float) -> bool:
     """Return whether one number bounds every error, which spares a comparison of the elements."""
     if isinstance(allowed, torch.Tensor) or rtol or not math.isfinite(allowed):
@@ -280,32 +270,3 @@ def _close(
     """Return which elements are within the tolerance; equal infinities are, other infinities are not."""
     close = wrong <= (allowed + rtol * right.abs() if rtol else allowed)
     return (got.to(right.dtype) == right) | (wrong.isfinite() & close)
-
-
-def _greater(
-    best: list[Greatest], wrong: torch.Tensor, right: torch.Tensor, row: int
-) -> list[Greatest]:
-    """Return the greater of ``best`` and of ``wrong``, absolute and relative to ``right``.
-
-    ``wrong``, ``right``: [rows, heads, head_size]. The greatest of each head is found first: a search of
-    all elements at once is slow on a GPU.
-    """
-    relative = wrong / right
-    found = []
-    for values in (wrong, relative):
-        head = torch.linalg.vector_norm(values, float("inf"), 2).flatten().argmax()
-        elements = values.flatten(0, 1)[head].abs()
-        found += [head, elements.argmax(), elements.max()]
-    numbers = torch.stack([number.double() for number in found]).tolist()  # one copy from the GPU
-    kept = []
-    for before, (head, element, value) in zip(best, (numbers[:3], numbers[3:]), strict=True):
-        is_greater = value > before.value or (value != value and before.value == before.value)
-        index = _index(int(head) * wrong.shape[2] + int(element), wrong.shape, row)
-        kept.append(Greatest(value=value, index=index) if is_greater else before)
-    return kept
-
-
-def _index(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:
-    """Return (row, head, element) of a flat index into rows that begin at ``row``."""
-    _, heads, head_size = shape
-    return row + flat // (heads * head_size), flat // head_size % heads, flat % head_size

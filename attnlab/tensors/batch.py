@@ -121,7 +121,7 @@ def _draw(
     ]
     chunks.sort(key=lambda one: -len(one[0]))
     with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda one: _draw_chunk(*one, case.distribution), chunks))
+        list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
     return drawn
 
 
