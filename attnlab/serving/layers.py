@@ -61,6 +61,9 @@ def layers_of(runner: Any) -> Layers:
         for attention_group in groups:
             builders = getattr(attention_group, "metadata_builders", None) or []
             found.builders |= {type(builder) for builder in builders}
+            if getattr(attention_group, "kernel_block_stride", None):
+                for name in attention_group.layer_names:
+                    found.groups[name].unchecked = "slots of layers in a packed KV cache"
     return found
 
 

@@ -22,6 +22,7 @@ from attnlab.serving.record_file import RecordFile
 from attnlab.serving.settings import CaptureSettings
 from attnlab.serving.state import CaptureState
 
+_LATE = "scale, soft cap, sinks and ALiBi slopes of layers built before the capture began"
 Arguments = Callable[[], Mapping[str, Any]]
 
 
@@ -76,6 +77,9 @@ class Session:
         for builder_class in self._layers.builders:
             hook_builder(self, builder_class)
         self.slots.begin(self._layers, unchecked_slots(runner))
+        late = [known for known in self._layers if known.name not in self.state.constructed]
+        if late:
+            self.state.tally.unchecked[_LATE] += len(late)
         mode = getattr(config.compilation_config, "cudagraph_mode", None)
         backends = sorted({type(known.impl).__name__ for known in self._layers})
         self.state.records.write(

@@ -1,6 +1,7 @@
 """A child process with vLLM's CPU engine and a small random model: first sound, then with planted faults.
 
-python serving_engine.py RESULT   writes what it planted, and what the engine did, to RESULT as JSON
+python serving_engine.py RESULT          writes what it planted, and what the engine did, to RESULT as JSON
+python serving_engine.py RESULT --rates  writes tokens per second of CPU time instead, without faults
 
 The capture must be activated in its environment. The model is a Gemma2: layers 0 and 2 have a sliding window,
 1 and 3 see all keys, so that there are two KV-cache groups. Faults are planted below the hooks of attnlab: in
@@ -11,6 +12,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,7 +248,7 @@ class Drive:
         self.llm = llm
         self._draw = torch.Generator().manual_seed(0)
         self.shared = self.prompt(96)
-        self.preempted = self.cached = self.steps = 0
+        self.preempted = self.cached = self.steps = self.generated = 0
         scheduler = llm.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
 
@@ -276,17 +278,18 @@ class Drive:
         for output in self.llm.step():
             if output.finished:
                 self.cached += output.num_cached_tokens or 0
+                self.generated += len(output.outputs[0].token_ids)
 
     def run(self) -> None:
         """Run until no request is left."""
         while self.llm.has_unfinished_requests():
             self.step()
 
-    def sound(self) -> None:
+    def sound(self, name: str = "sound") -> None:
         """Run 16 requests: some share a prefix, some prompts are longer than a step."""
         for i in range(16):
             shared = self.shared + self.prompt(10 + 5 * (i % 8))
-            self.add(f"sound{i}", self.prompt(30 + 20 * (i % 8)) if i % 2 else shared, 40)
+            self.add(f"{name}{i}", self.prompt(30 + 20 * (i % 8)) if i % 2 else shared, 40)
         self.run()
 
     def faulty(self) -> None:
@@ -307,13 +310,38 @@ class Drive:
         self.run()
 
 
+def rates(drive: Drive) -> dict[str, list[float]]:
+    """Return tokens per second of CPU time of three sound runs after a first one; with a capture, each
+    with and without its checks."""
+    from attnlab.serving.start import _started
+
+    found: dict[str, list[float]] = {}
+    for repetition in range(4):
+        for is_on in (True, False) if _started else (False,):
+            if _started:
+                _started[0][0]._is_off = not is_on
+                for request in list(_started[0][0].state.requests):
+                    request.is_running = False
+            drive.llm.reset_prefix_cache()
+            before, began = drive.generated, time.process_time()
+            drive.sound(f"{repetition}{is_on}")
+            rate = (drive.generated - before) / (time.process_time() - began)
+            if repetition:
+                found.setdefault("checked" if is_on else "plain", []).append(rate)
+    return found
+
+
 def main() -> int:
     """Run the engine; write the result to the given file."""
     connections = refuse_network()
     hide_broken(("torchvision", "torchaudio", "torchcodec"))
-    FAULTS.install()
+    if "--rates" not in sys.argv:
+        FAULTS.install()
     with tempfile.TemporaryDirectory(prefix="attnlab-model-") as folder:
         drive = Drive(engine(Path(folder)))
+        if "--rates" in sys.argv:
+            Path(sys.argv[1]).write_text(json.dumps(rates(drive)))
+            return 0
         drive.sound()
         result = {
             "sound_steps": drive.steps,
@@ -321,8 +349,7 @@ def main() -> int:
             "cached_tokens": drive.cached,
             "connections": connections,
         }
-        if "--sound" not in sys.argv:
-            drive.faulty()
+        drive.faulty()
         result["planted"] = FAULTS.planted
     Path(sys.argv[1]).write_text(json.dumps(result))
     return 0

@@ -92,8 +92,9 @@ def test_a_wrong_slot_mapping_is_found_with_and_without_graphs(engine, forward):
 
 def test_unknown_ops_are_stated(engine):
     engine.step(scheduled({"a": 3}, **FIRST), [0, 1, 2], [3], SLOTS, forward=True)
-    (text,) = engine.lines("counts")[-1]["unchecked"]
-    assert "OwnImpl.forward" in text
+    built, op = engine.lines("counts")[-1]["unchecked"]
+    assert "OwnImpl.forward" in op
+    assert "built before" in built
 
 
 @pytest.mark.parametrize(
