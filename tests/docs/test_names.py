@@ -27,6 +27,7 @@ OTHER_FILES = {
 FOREIGN = {
     *("--quiet", "--editable", "--write", "--check", "--numprocesses"),  # pip, pytest, tools/
     *("--enforce-eager", "--compilation-config"),  # vllm serve
+    *("--head", "--port", "--address"),  # ray start
 }
 
 
