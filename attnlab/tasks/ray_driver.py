@@ -33,6 +33,7 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + byt
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _WATCH_S = 0.2
 _CLOSE_LIMIT_S = 5.0
+_STARTS = 3  # on a busy machine, Ray's own limit of 30 s is too short at times
 _OBJECTS_BYTES = 80 << 20  # Ray's object store; nothing large is put there
 _MEMORY = re.compile(r"low on memory|OutOfMemory|out of memory", re.IGNORECASE)
 _CAUSE = re.compile(r"^(\w+\.)*\w+(Error|Exception): |because")
@@ -132,7 +133,7 @@ def _connect(ray: Any, address: str | None, folder: str | None) -> None:
         ray.init(address=address, **quiet)
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    for is_last in (False, True):  # on a busy machine Ray's own limit of 30 s can be too short
+    for attempt in range(_STARTS):
         try:
             ray.init(
                 address="local",
@@ -145,7 +146,7 @@ def _connect(ray: Any, address: str | None, folder: str | None) -> None:
             )
             return
         except Exception:
-            if is_last:
+            if attempt == _STARTS - 1:
                 raise
             ray.shutdown()
 

@@ -27,7 +27,7 @@ from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Task
 
 _POLL_S = 0.1
 _REACH_LIMIT_S = 10.0
-_CONNECT_LIMIT_S = 120.0  # to start a local cluster, or until one has a process for this client
+_CONNECT_LIMIT_S = 150.0  # to start a local cluster, or until one has a process for this client
 _START_LIMIT_S = 180.0  # until the first actor has a place in the cluster
 _CLOSE_LIMIT_S = 1.2  # to end the actors of a cluster
 _LONGEST_FOLDER = 45  # the paths of Ray's sockets must be shorter than 108 bytes
