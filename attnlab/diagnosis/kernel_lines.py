@@ -36,6 +36,10 @@ from attnlab.weights.xray import XRay
 
 _MOST_LINES = 12
 _LEAST_EXCESS = 0.05
+_FIRST_ROLE, _OTHER_ROLE = (
+    2.0,
+    1.0,
+)  # suspicion of lines by the X-ray, in units of the cost of an edit
 _MOST_CASE_S = 4.0  # estimated time of a case that is small enough
 _EVIDENCE = {"edit": 1.0, "spectrum": 0.6, "part": 0.45, "load": 0.4, "role": 0.3}
 
@@ -116,10 +120,14 @@ def _located(
     scores = spectrum(units, trials.right)
     is_same = found is not None and _layout(found.case) == _layout(case)
     by_xray = lines_of_xray(trials, lab.call(case) if is_same else None, found)
-    of_roles = {line for line, _, _ in by_xray}
-    trials.run(
-        lambda line: scores.get(line, 0.0) + 0.5 * (line in of_roles), of_roles or scores, limit
-    )
+    of_roles = list(dict.fromkeys(line for line, _, _ in by_xray))
+    first = {line for line, _, why in by_xray if why == by_xray[0][2]} if by_xray else set()
+
+    def suspicion(line: Line) -> float:
+        by_rule = _FIRST_ROLE if line in first else _OTHER_ROLE if line in of_roles else 0.0
+        return by_rule + scores.get(line, 0.0) / 2
+
+    trials.run(suspicion, of_roles or scores, limit)
     ranked = [
         *_of_repairs(lab, case, trials),
         *_of_spectrum(units, trials.right, scores),

@@ -20,7 +20,6 @@ from attnlab.kernels.triton.replay import Replay, TooLong, Unit
 from attnlab.kernels.triton.source_edits import Edit, edits
 
 COSTS = (1, 2, 3)
-_LATER = 1.5  # how much later edits of other lines are tried, in units of their cost
 _LEAST = 40  # edits that are tried after the first that repairs everything
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
@@ -104,9 +103,9 @@ class Trials:
     def run(
         self, suspicion: Callable[[Line], float], lines: Collection[Line], limit: Limit
     ) -> None:
-        """Try edits up to the limit, those of ``lines`` and of more suspicious lines first.
+        """Try edits up to the limit, the cheapest of the most suspicious lines first.
 
-        Edits that add a part are tried on ``lines`` only.
+        ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
         """
         end, most = time.perf_counter() + limit.seconds, limit.edits
         first = min(self.wrong_units, key=lambda unit: unit.cost)
@@ -135,8 +134,7 @@ class Trials:
                 wanted = kernel.executed if cost < COSTS[-1] else inside
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
                     for edit in edits(text, chosen, cost, kernel.text):
-                        later = 0 if edit.line in inside else _LATER
-                        order = cost + later - suspicion(kernel.line(edit.line)) / 2
+                        order = cost - suspicion(kernel.line(edit.statement))
                         found.append((order, kernel, text, edit))
         found.sort(key=lambda one: one[0])
         yield from ((kernel, text, edit) for _, kernel, text, edit in found)

@@ -15,17 +15,17 @@ from attnlab.weights.xray import XRay
 _ROLES = {
     "KeyTimes": ("mask", "bounds"),
     "NoKeys": ("mask", "bounds"),
-    "ZeroKeys": ("mask", "carried"),
+    "ZeroKeys": ("mask", "update", "carried"),
     "ScoreFactor": ("score",),
-    "Power": ("score", "carried"),
+    "Power": ("score", "update", "carried"),
     "AlibiFactor": ("score",),
     "AlibiOrigin": ("score", "mask"),
     "SlopeOf": ("score", "address"),
     "Softcap": ("score",),
     "MaskCapped": ("score", "mask"),
-    "NotRescaled": ("carried", "output"),
-    "Sinks": ("carried", "output"),
-    "Gain": ("output", "carried", "score"),
+    "NotRescaled": ("update", "carried", "output"),
+    "Sinks": ("update", "carried", "output"),
+    "Gain": ("output", "update", "carried", "score"),
     "OtherSlots": ("address",),
     "KeyHead": ("address",),
 }
@@ -34,7 +34,8 @@ _WORDS = {
     "bounds": "the range of a loop",
     "address": "the address of a load",
     "score": "the scores",
-    "carried": "what the loop over keys carries",
+    "update": "what a loop carries",
+    "carried": "what updates a value that a loop carries",
     "output": "what is stored",
 }
 Found = tuple[Line, str, str]  # line, evidence, reason
@@ -75,7 +76,10 @@ def _by_weights(found: XRay) -> Iterator[tuple[str, str]]:
         what = "keys count that must not" if bool(extra.any()) else "keys do not count that must"
         yield from ((role, what) for role in ("mask", "bounds", "address"))
         return
-    yield from ((role, "keys have other weights") for role in ("score", "carried", "output"))
+    yield from (
+        (role, "keys have other weights")
+        for role in ("score", "address", "update", "carried", "output")
+    )
 
 
 def _floor(found: XRay) -> torch.Tensor:

@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-ROLES = ("mask", "bounds", "address", "score", "carried", "output")
+ROLES = ("mask", "bounds", "address", "score", "update", "carried", "output")
 _DEPTH = 3  # assignments that are followed back from a use
 
 
@@ -29,7 +29,7 @@ def roles(text: str) -> dict[str, set[int]]:
     - "mask": selections by ``tl.where``, and what feeds their conditions and the masks of loads.
     - "bounds": loops, and what feeds their ranges. "address": what feeds the addresses of loads.
     - "score": dot products, and what follows them up to an exponential.
-    - "carried": values that a loop carries from one step to the next, and what feeds them directly.
+    - "update": what a loop carries from one step to the next. "carried": what else feeds that directly.
     - "output": stores, and what feeds them after the last loop.
     """
     function = ast.parse(text).body[0]
@@ -49,7 +49,8 @@ def roles(text: str) -> dict[str, set[int]]:
         "address": {one.line for one, _ in loads}
         | _feeding(found, _names(call.args[0] for _, call in loads if call.args)),
         "score": _scores(found),
-        "carried": {line for loop in loops for line in _carried(loop)},
+        "update": {line for loop in loops for line in _carried(loop)[0]},
+        "carried": {line for loop in loops for line in _carried(loop)[1]},
         "output": {one.line for one, _ in stores} | _feeding(after, _names(stored)),
     }
 
@@ -112,8 +113,11 @@ def _scores(found: list[_Assignment]) -> set[int]:
     return lines
 
 
-def _carried(loop: ast.For | ast.While) -> set[int]:
-    """Return the lines of a loop that update what it carries, and those that feed them directly."""
+def _carried(loop: ast.For | ast.While) -> tuple[set[int], set[int]]:
+    """Return the lines of a loop that update what it carries, and those that feed them directly.
+
+    A line that computes the next value from the carried one, for a later assignment, is an update, too.
+    """
     inside = [_assignment(node) for node in ast.walk(loop) if _has_value(node)]
     inside.sort(key=lambda one: one.line)
     carried, done = set[str](), set[str]()
@@ -121,6 +125,8 @@ def _carried(loop: ast.For | ast.While) -> set[int]:
         carried |= one.used - done
         done |= one.targets
     carried &= done
-    updates = [one for one in inside if one.targets & carried or one.is_update]
-    names = frozenset().union(*(one.used for one in updates))
-    return {one.line for one in (*updates, *(one for one in inside if one.targets & names))}
+    updates = {one.line for one in inside if one.targets & carried or one.is_update}
+    names = frozenset().union(*(one.used for one in inside if one.line in updates))
+    feeding = [one for one in inside if one.targets & names]
+    updates |= {one.line for one in feeding if one.used & carried}
+    return updates, {one.line for one in feeding} - updates

@@ -27,11 +27,12 @@ Change = tuple[int, str]  # cost and text
 class Edit:
     """A change of the text of a kernel: bytes ``start`` to ``end`` become ``after``.
 
-    - ``line``: of the statement in the text, from 1. ``cost``: 1 for another operator, number or operand, 2
-      for another name, 3 for an added part.
+    - ``line``: of the expression in the text, from 1; ``statement``: the first line of its statement.
+    - ``cost``: 1 for another operator, number or operand, 2 for another name, 3 for an added part.
     """
 
     line: int
+    statement: int
     start: int
     end: int
     before: str
@@ -71,7 +72,8 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
             before = text.encode()[start:end].decode()
             if _plain(before) != _plain(after):
                 edit = Edit(
-                    line=statement.lineno,
+                    line=node.lineno,
+                    statement=statement.lineno,
                     start=start,
                     end=end,
                     before=before,
