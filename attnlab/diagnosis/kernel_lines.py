@@ -125,7 +125,7 @@ def _located(
 
     def suspicion(line: Line) -> float:
         by_rule = _FIRST_ROLE if line in first else _OTHER_ROLE if line in of_roles else 0.0
-        return by_rule + scores.get(line, 0.0) / 2
+        return by_rule + scores.get(line, 0.0) / 5
 
     trials.run(suspicion, of_roles or scores, limit)
     ranked = [

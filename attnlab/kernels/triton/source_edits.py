@@ -18,6 +18,7 @@ _FUNCTIONS = {
     "min": ("max",), "max": ("min",),
 }  # fmt: skip
 _MOST_NAMES = 8  # of the same kind as a name
+_MOST_DEAD = 2  # names before an expression that only branches that did not run use
 _MOST_PARTS = 8  # factors, terms and conditions that are added to an expression
 
 Change = tuple[int, str]  # cost and text
@@ -161,6 +162,9 @@ class _Parts:
         arguments = [one.arg for one in (*whole.args.args, *whole.args.kwonlyargs)]
         every = [node for one in whole.body for node in ast.walk(one) if isinstance(node, ast.Name)]
         loaded = {node.id for node in every if isinstance(node.ctx, ast.Load)}
+        set_here = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        read_here = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        self._dead = [(node.lineno, node.id) for node in set_here if node.id not in read_here]
         self._strides = [name for name in arguments if "stride" in name]
         used = [node.id for node in nodes if isinstance(node, ast.Name)]
         self._names = list(dict.fromkeys([*arguments, *used]))
@@ -188,9 +192,10 @@ class _Parts:
         return [other for score, other in scored if score < 0][:_MOST_NAMES]
 
     def unused(self, node: ast.expr) -> Iterator[str]:
-        """Yield the expression with a name that the kernel sets and does not use."""
+        """Yield the expression with a name that the kernel does not use: at all, or in what ran."""
         text = ast.unparse(node)
-        for name in self._unused:
+        dead = [one for one in self._dead if one[0] < node.lineno]
+        for name in dict.fromkeys([*self._unused, *_nearest(dead, node)[:_MOST_DEAD]]):
             yield from (f"(({text}) {sign} {name})" for sign in "*+&")
             yield from (f"tl.where({name}, {text}, float('-inf'))", name)
 

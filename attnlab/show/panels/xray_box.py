@@ -24,7 +24,7 @@ from attnlab.weights.public import xray
 from attnlab.weights.xray import XRay
 
 VIEWS = ("measured", "expected", "difference", "log weights")
-_SIZE, _MARGINS = (820, 380), (62, 110, 84, 30)
+_SIZE, _MARGINS = (860, 380), (62, 125, 76, 30)
 _SENTENCES = 4
 _HINT = "Weights by output row and key; thin lines are block edges."
 
@@ -139,11 +139,13 @@ def _weights(columns: KeyColumns, which: Any, is_dark: bool) -> Rendered:
 
     names = [f"key at position {at}" for at in range(columns.positions)]
     names += [f"slot {at} after the end" for at in range(columns.tail)]
-    names += [f"all slots: {name}" for name in columns.foreign]
+    width, values = columns.foreign_width, getattr(columns, which).numpy().astype(np.float32)
+    names += [f"all slots: {name}" for name in columns.foreign for _ in range(width)]
+    foreign = values[:, columns.own :].repeat(width, axis=1)
     cells = Cells(
         rows=[f"row {row}" for row in columns.rows.tolist()],
         columns=names,
-        values=getattr(columns, which).numpy().astype(np.float32),
+        values=np.hstack([values[:, : columns.own], foreign]),
         unit="weight",
     )
     return render(plot, _SIZE, rect, cells, is_dark=is_dark)
