@@ -190,10 +190,12 @@ def _of_spectrum(
         if not (above := excess(score, units, right)) > _LEAST_EXCESS:
             continue
         failed, passed = (sum(line in unit.lines for unit in group) for group in (wrong, others))
-        text = (
-            f"executed by {failed} of {len(wrong)} programs with wrong rows and by {passed} of "
-            f"{len(others)} with right ones (Ochiai {score:.2f})"
-        )
+        text = f"it branches otherwise in programs with wrong rows (Ochiai {score:.2f})"
+        if failed * len(others) > passed * len(wrong):
+            text = (
+                f"executed by {failed} of {len(wrong)} programs with wrong rows and by {passed} of "
+                f"{len(others)} with right ones (Ochiai {score:.2f})"
+            )
         yield line, "spectrum", _EVIDENCE["spectrum"] * above, text
 
 

@@ -26,13 +26,13 @@ Judge = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How many edits are tried, and for how long."""
+    """How many edits are tried, and for how long, in seconds of processor time."""
 
     edits: int
     seconds: float = math.inf
 
 
-FULL = Limit(edits=1500, seconds=25.0)
+FULL = Limit(edits=1000, seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class KernelText:
     """A kernel or device function that ran, with its text from ``def`` on, and where that begins.
 
     ``first``: the number of the line before ``def``. ``executed``: lines of statements that ran in programs
-    with wrong results, as numbers in the text.
+    with wrong results, and ``ran``: in any program, as numbers in the text.
     """
 
     function: Any
@@ -48,6 +48,7 @@ class KernelText:
     file: str
     first: int
     executed: frozenset[int]
+    ran: frozenset[int]
 
     def line(self, number: int) -> Line:
         """Return the file and line of a line of the text."""
@@ -97,8 +98,10 @@ class Trials:
     def __post_init__(self) -> None:
         units = self.replay.units
         self.wrong_units = [unit for unit in units if bool((unit.cells & ~self.right).any())]
-        lines = set[Line]().union(*(unit.lines for unit in self.wrong_units))
-        self.kernels = [_kernel_text(function, lines) for function in _functions(self.replay)]
+        wrong, ran = (
+            set[Line]().union(*(unit.lines for unit in some)) for some in (self.wrong_units, units)
+        )
+        self.kernels = [_kernel_text(function, wrong, ran) for function in _functions(self.replay)]
 
     def run(
         self, suspicion: Callable[[Line], float], lines: Collection[Line], limit: Limit
@@ -107,10 +110,10 @@ class Trials:
 
         ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
         """
-        end, most = time.perf_counter() + limit.seconds, limit.edits
+        end, most = time.process_time() + limit.seconds, limit.edits
         first = min(self.wrong_units, key=lambda unit: unit.cost)
         for kernel, text, edit in self._edits(suspicion, lines):
-            if time.perf_counter() > end or self.tried >= most:
+            if time.process_time() > end or self.tried >= most:
                 return
             self.tried += 1
             share = self._share([first], kernel, text, edit)
@@ -129,7 +132,7 @@ class Trials:
         for kernel in self.kernels:
             inside = {n for n in kernel.executed if kernel.line(n) in lines}
             branches = branch_lines(kernel.text)  # an edit of them may take one that did not run
-            short = without_unused(kernel.text, kernel.executed)
+            short = without_unused(kernel.text, kernel.ran)
             for cost in COSTS:
                 wanted = kernel.executed if cost < COSTS[-1] else inside
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
@@ -168,11 +171,21 @@ def _functions(replay: Replay) -> list[Any]:
     return found
 
 
-def _kernel_text(function: Any, lines: Collection[Line]) -> KernelText:
+def _kernel_text(function: Any, wrong: Collection[Line], ran: Collection[Line]) -> KernelText:
+    """Return a function with its lines among those that ran in wrong programs, and in any."""
     text = text_of(function)
     file, first = function.rewriter.filename, function.rewriter.def_file_lineno - 1
     own = statement_lines(text)
-    executed = {own[line - first] for name, line in lines if name == file and line - first in own}
+
+    def numbers(lines: Collection[Line]) -> frozenset[int]:
+        inside = (line - first for name, line in lines if name == file)
+        return frozenset(own[number] for number in inside if number in own)
+
     return KernelText(
-        function=function, text=text, file=file, first=first, executed=frozenset(executed)
+        function=function,
+        text=text,
+        file=file,
+        first=first,
+        executed=numbers(wrong),
+        ran=numbers(ran),
     )

@@ -7,6 +7,8 @@ import torch
 from attnlab.kernels.triton.probe import Line
 from attnlab.kernels.triton.replay import Unit
 
+_OF_BRANCH = 0.95
+
 
 def comparable_units(units: Sequence[Unit], right: torch.Tensor) -> list[Unit]:
     """Return the units of kernels of which a unit has a wrong element; ``right``: [rows, heads] bool.
@@ -26,18 +28,19 @@ def spectrum(units: Sequence[Unit], right: torch.Tensor) -> dict[Line, float]:
     """Return Ochiai's coefficient of each executed line, from 0 to 1.
 
     The coefficient is wrong(e) / sqrt(wrong × (wrong(e) + right(e))) where wrong(e) and right(e) count units
-    that execute it. A line has the largest one of itself and of the steps to it from another line, so that
-    both outcomes of a branch count.
+    that execute it. A line has the largest one of itself and of the steps from it to another line, which
+    are the outcomes of a branch and count a little less.
     """
     total = sum(is_wrong(unit, right) for unit in units)
     counts: dict[tuple[Line, Line | None], list[int]] = {}
     for unit in units:
         wrong = is_wrong(unit, right)
-        for key in (*((line, None) for line in unit.lines), *((b, a) for a, b in unit.steps)):
+        for key in (*((line, None) for line in unit.lines), *unit.steps):
             counts.setdefault(key, [0, 0])[wrong] += 1
     found: dict[Line, float] = {}
-    for (line, _), (passed, failed) in counts.items():
+    for (line, to), (passed, failed) in counts.items():
         score = failed / (total * (failed + passed)) ** 0.5 if failed else 0.0
+        score *= 1.0 if to is None else _OF_BRANCH
         found[line] = max(found.get(line, 0.0), score)
     return found
 

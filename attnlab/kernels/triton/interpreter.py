@@ -171,8 +171,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
     plan = _PLAN.get() or LaunchPlan()
-    name = kernel.__name__
-    plan.observed.launches.append(Launch(kernel=name, grid=sizes))
+    plan.observed.launches.append(Launch(kernel=(name := kernel.__name__), grid=sizes))
     programs = [
         (x, y, z)
         for x, y, z in itertools.product(*map(range, sizes))
