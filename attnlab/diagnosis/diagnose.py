@@ -19,7 +19,8 @@ from attnlab.diagnosis.decision import collect_evidence, conclude
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
 from attnlab.diagnosis.error_location import locate
-from attnlab.diagnosis.refinement import Kernel, check_output, examine, kernel_of, with_reruns
+from attnlab.diagnosis.examination import check_output, examine
+from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.lab.lab import Lab
