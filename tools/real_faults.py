@@ -33,6 +33,7 @@ from typing import Any
 
 import source_mutation
 import torch
+from fault_verification import answer_of
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
@@ -42,7 +43,6 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
-from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
@@ -53,7 +53,6 @@ PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
 HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 FURTHER_ROUNDS = 2
-FRESH_CASES = 6
 LIMIT_S = 420.0
 
 
@@ -295,55 +294,17 @@ def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
 
 
 def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
-    """Diagnose the wrong output of a case, and verify the name on fresh cases."""
+    """Diagnose the wrong output of a case, and verify what is said on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
-
-    def rerun(other: Case) -> torch.Tensor:
-        return run_case(lab, backend, other).output
-
+    case = case.replace(backend=backend.name)
     try:
-        diagnosis = diagnose(case, rerun(case), lab=lab, rerun=rerun)
+        diagnosis = diagnose(case, lab=lab, propose=False)
+        if diagnosis.status == "rejected":
+            return {"answer": "fails", "error": diagnosis.rejection}
+        return answer_of(lab, backend, case, diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
-    names = [candidate.name for candidate in diagnosis.explanations]
-    right = [name for name in names if predicts(lab, backend, case, name)]
-    answer = {"status": diagnosis.status, "names": names, "right": right}
-    if diagnosis.status == "explained":
-        return {**answer, "answer": "named rightly" if right else "named wrongly"}
-    if diagnosis.status == "ambiguous":
-        return {**answer, "answer": "right in a shortlist" if right else "wrong shortlist"}
-    said = "described" if diagnosis.status == "described" else "abstained"
-    return {**answer, "answer": said, "said": diagnosis.sentences()}
-
-
-def predicts(lab: Lab, backend: Backend, case: Case, name: str) -> bool:
-    """Return whether a defect explains the mutant's output on fresh cases, wherever one of them is wrong."""
-    decisive = 0
-    for fresh in fresh_cases(backend, case):
-        try:
-            output = run_case(lab, backend, fresh).output
-        except AttnLabError:
-            continue
-        is_wrong = diagnose(fresh, output, lab=lab, defects=(), propose=False).is_wrong
-        only = diagnose(fresh, output, lab=lab, defects=(DEFECTS[name],), propose=False)
-        if is_wrong and only.status != "explained":
-            return False
-        decisive += is_wrong
-    return decisive > 0
-
-
-def fresh_cases(backend: Backend, case: Case) -> Iterator[Case]:
-    """Yield cases with other lengths and other data, with the features of a case."""
-    lengths = ((1, 5, 21), (77, 130, 9)), ((1, 18), (290, 41)), ((1, 1, 1), (19, 34, 523))
-    for seed, (query_lens, ctx_lens) in enumerate((*lengths, *lengths)[:FRESH_CASES], 911):
-        query_lens = query_lens if case.spec.prefill else (1,) * len(query_lens)
-        try:
-            yield case.replace(
-                seed=seed, query_lens=query_lens, ctx_lens=ctx_lens, num_blocks=None, freed="kept"
-            )
-        except InvalidCase:
-            continue
 
 
 def print_summary(path: Path) -> None:

@@ -19,7 +19,7 @@ from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
 # Reruns with another output buffer, or with other contents of empty slots, show these directly.
-_SHOWN_BY_RERUNS = ("rows_never_written", "query_start_loc_as_int32", *SLOTS_OF)
+_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", *SLOTS_OF)
 
 
 def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:

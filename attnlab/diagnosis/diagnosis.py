@@ -11,6 +11,8 @@ from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.weights.xray import XRay
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
@@ -67,6 +69,8 @@ class Diagnosis(Shown):
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
+    - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
+    - ``claim``: what of the pattern also holds in further cases, or None.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -92,6 +96,8 @@ class Diagnosis(Shown):
     outside: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
+    rule: ConfirmedRule | None = None
+    claim: PatternClaim | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -170,12 +176,16 @@ class Diagnosis(Shown):
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.rule is not None:
+            return f"described: {self.rule.text}"
         if self.status == "described" and self.xray is not None and self.xray.status == "described":
             return "described: no candidate explains the output; the X-ray of the kernel states the rule"
         if self.status == "described" and (self.wraps or self.outside):
             return (
                 "described: the source lines above compute a wrong address; no other cause is named"
             )
+        if self.status == "described" and self.claim is not None:
+            return f"described: no candidate explains the output; in further cases, too, {self.claim.text}"
         if self.status == "described":
             return (
                 f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
@@ -212,6 +222,8 @@ class Diagnosis(Shown):
             "outside": list(self.outside),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
+            "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
+            "claim": None if self.claim is None else self.claim.text,
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "unknown": self.unknown,

@@ -19,7 +19,9 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import Examination, examine
+from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
+from attnlab.diagnosis.rule_search import find_rule
 from attnlab.diagnosis.withdrawal import with_slot_kinds
 from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
 from attnlab.lab.lab import Lab
@@ -84,12 +86,29 @@ def with_reruns(
         diagnosis = with_slot_kinds(diagnosis, kinds)
     diagnosis = with_second_cases(lab, case, kernel.run, diagnosis)
     seconds = (time.perf_counter() - began) / _RERUNS
+    rule = None if diagnosis.explanations else find_rule(lab, case, kernel.run)
+    if rule is not None:
+        return dataclasses.replace(diagnosis, status="described", rule=rule)
+    diagnosis = _with_xray(case, kernel, diagnosis, seconds)
+    if diagnosis.explanations or _is_described_by(diagnosis.xray):
+        return diagnosis
+    claim = confirmed_claim(lab, case, first, kernel.run)
+    status = "unexplained" if claim is None else "described"
+    return dataclasses.replace(diagnosis, status=status, claim=claim)
+
+
+def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
+    """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``."""
     if kernel.xray is None or not needs_xray(diagnosis) or not _can_xray(case, seconds):
         return diagnosis
     try:
         return with_xray(diagnosis, kernel.xray(case))
     except AttnLabError:
         return diagnosis  # the call is too large, or the kernel rejects coded values
+
+
+def _is_described_by(found: XRay | None) -> bool:
+    return found is not None and found.status == "described"
 
 
 def _can_xray(case: Case, seconds: float) -> bool:
