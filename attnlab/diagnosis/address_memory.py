@@ -20,6 +20,7 @@ Term = tuple[str, str]  # feature, stride
 Features = Mapping[str, torch.Tensor]
 
 ROW_TERMS = (("row", "stride 0"), ("head", "stride 1"), ("d", "stride 2"))
+LSE_TERMS = (("head", "stride 0"), ("row", "stride 1"))
 TOKEN_TERMS = (("token", "stride 0"), ("KV head", "stride 1"), ("d", "stride 2"))
 TABLE_TERMS = (("sequence", "stride 0"), ("p // block_size", "stride 1"))
 _SPLIT_KEY_TERMS = (

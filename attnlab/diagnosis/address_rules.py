@@ -34,6 +34,11 @@ NOUNS = {
     "key_cache": "cached keys",
     "value_cache": "cached values",
     "block_table": "entries of the block table",
+    "output": "the output",
+    "prefix_output": "outputs of the prefix",
+    "suffix_output": "outputs of the suffix",
+    "prefix_lse": "log-sum-exps of the prefix",
+    "suffix_lse": "log-sum-exps of the suffix",
 }
 
 
@@ -51,6 +56,13 @@ class AddressRule:
     stride: str = "1"
     sign: int = 1
 
+    @property
+    def name(self) -> str:
+        """Return a name that no other rule has."""
+        if self.index is None:
+            return f"{self.tensor} at 0"
+        return f"{self.tensor} term {self.index}: {self.sign} × {self.feature} × {self.stride}"
+
     def address(
         self, terms: tuple[Term, ...], features: Features, sizes: dict[str, int]
     ) -> torch.Tensor:
@@ -67,7 +79,8 @@ class AddressRule:
 
     def text(self, terms: tuple[Term, ...]) -> str:
         """Return the rule as a clause."""
-        what = f"{NOUNS.get(self.tensor, self.tensor)} are read at a wrong address"
+        verb = "is written to" if self.tensor == "output" else "are read at"
+        what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
         if self.index is None:
             return f"{what}: always that of the first element"
         feature, stride = terms[self.index]
@@ -78,7 +91,7 @@ class AddressRule:
             return f"{what}: the term {right} is subtracted"
         factor = {"1": ""}.get(self.feature, f"{_braced(self.feature)} × ")
         sign = "-" if self.sign < 0 else ""
-        return f"{what}: it has {sign}{factor}{self.stride} in place of {right}"
+        return f"{what}: with {sign}{factor}{self.stride} in place of {right}"
 
 
 def _braced(feature: str) -> str:
@@ -112,6 +125,11 @@ class SharedRule:
     feature: str
     instead: str
     shift: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other rule has."""
+        return f"{'+'.join(self.tensors)}: {self.instead} + {self.shift} for {self.feature}"
 
     @property
     def text(self) -> str:
@@ -149,11 +167,11 @@ def address_defects(problem: Problem) -> list[Defect]:
         return []
     memory = memory_of(problem.call)
     found = [
-        _defect(f"address_of_{tensor}", rule.text(one.terms), rule)
+        _defect(rule.name, rule.text(one.terms), rule)
         for tensor, one in memory.items()
         for rule in rules_of(tensor, one, _sizes(problem.call, tensor))
     ]
-    return found + [_defect("shared_address", one.text, one) for one in shared_rules(memory)]
+    return found + [_defect(one.name, one.text, one) for one in shared_rules(memory)]
 
 
 def _defect(name: str, text: str, rule: Rule) -> Defect:

@@ -8,6 +8,7 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_rules import address_defects
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.output_rules import output_defects
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.rule import ConfirmedRule
@@ -43,7 +44,8 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
     try:
         output = rerun(case)
         problem = Problem.of_case(case, lab.batch(case), lab.call(case))
-        found = examine(lab, case, output, address_defects(problem), Pattern())
+        rules = (*address_defects(problem), *output_defects(problem))
+        found = examine(lab, case, output, rules, Pattern())
     except AttnLabError:
         return []
     return [one for one in found.diagnosis.candidates if one.verdict == "explains"]
