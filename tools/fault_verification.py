@@ -16,7 +16,8 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern_check import compared
-from attnlab.diagnosis.rule_search import with_known_contents
+from attnlab.diagnosis.rule_search import is_general, with_known_contents
+from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.weights.description import Description
@@ -42,7 +43,7 @@ def fresh_cases(case: Case) -> Iterator[Case]:
             changes |= {"k_scale": 0.37, "v_scale": 0.59}
         sizes = dict.fromkeys(("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len"))
         try:
-            yield case.replace(**changes, **sizes, freed="kept")
+            yield case.replace(**changes, **sizes)
         except InvalidCase:
             continue
 
@@ -56,12 +57,15 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         kind = "named" if diagnosis.status == "explained" else "shortlist"
         return {**base, "right": right, "answer": _judged(kind, bool(right))}
     if diagnosis.rule is not None:
-        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect)
+        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, everywhere=True)
         return {**base, "answer": _judged("described by a rule", verified)}
     found = diagnosis.xray
     if found is not None and found.status == "described" and found.description is not None:
         verified = _describes(lab, backend, case, found.description)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
+        verified = _side_outputs(lab, case, diagnosis)
+        return {**base, "answer": _judged("described by a pattern", verified)}
     if diagnosis.claim is not None:
         verified = _claims(lab, backend, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -75,8 +79,13 @@ def _judged(kind: str, verified: bool) -> str:
     return f"{kind}, {'right' if verified else 'wrong'}"
 
 
-def _predicts(lab: Lab, backend: Backend, case: Case, defect: Defect) -> bool:
-    """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong."""
+def _predicts(
+    lab: Lab, backend: Backend, case: Case, defect: Defect, everywhere: bool = False
+) -> bool:
+    """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong.
+
+    ``everywhere``: it must do so in all rows, or in all decodes or prefills, not in single sequences.
+    """
     decisive = 0
     for fresh in fresh_cases(case):
         known = with_known_contents(fresh)
@@ -86,7 +95,8 @@ def _predicts(lab: Lab, backend: Backend, case: Case, defect: Defect) -> bool:
             continue
         is_wrong = diagnose(known, output, lab=lab, defects=(), propose=False).is_wrong
         only = diagnose(known, output, lab=lab, defects=(defect,), propose=False)
-        if is_wrong and not only.explanations:
+        found = [one for one in only.explanations if is_general(one) or not everywhere]
+        if is_wrong and not found:
             return False
         decisive += is_wrong
     return decisive > 0
@@ -129,6 +139,23 @@ def _claims(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> boo
         if left is None or left.text != claim.text:
             return False
         decisive += is_wrong
+    return decisive > 0
+
+
+def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether what is said about side outputs holds on fresh cases."""
+    decisive = 0
+    for fresh in fresh_cases(case):
+        try:
+            again = side_claims(lab, fresh, lab.run(fresh))
+        except AttnLabError:
+            continue
+        left = common_claims(diagnosis.side_errors, again)
+        if again and [one.sentence for one in left] != [
+            one.sentence for one in diagnosis.side_errors
+        ]:
+            return False
+        decisive += bool(again)
     return decisive > 0
 
 

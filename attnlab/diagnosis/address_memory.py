@@ -63,7 +63,7 @@ class TensorMemory:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(
             flat=tensor.as_strided((size,), (1,), 0),
-            base=tensor.storage_offset(),
+            base=int(tensor.storage_offset()),
             terms=terms,
             strides={f"stride {i}": stride for i, stride in enumerate(tensor.stride())},
         )

@@ -22,8 +22,10 @@ from attnlab.diagnosis.error_location import locate
 from attnlab.diagnosis.examination import check_output, examine
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 
 
@@ -67,6 +69,7 @@ def diagnose(
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+        diagnosis = _with_side_outputs(lab, case, ran, diagnosis)
     distinction = None
     if propose and diagnosis.status == "ambiguous":
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -125,6 +128,23 @@ def _rows_of(problem: Problem, candidate: Candidate) -> str:
     if len(is_decode) > 1:
         return "all"
     return "decode" if is_decode == {True} else "prefill"
+
+
+def _with_side_outputs(lab: Lab, case: Case, ran: Result, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with wrong log-sum-exps and rows of padding.
+
+    If the output is right, they are what is described.
+    """
+    claims = side_claims(lab, case, ran)
+    if not claims:
+        return diagnosis
+    if diagnosis.is_wrong:
+        return dataclasses.replace(diagnosis, side_errors=claims)
+    confirmed = confirmed_side_claims(lab, case, claims)
+    status = "described" if confirmed else "unexplained"
+    return dataclasses.replace(
+        diagnosis, status=status, side_errors=confirmed or claims, looked_at=(0, len(ran.output))
+    )
 
 
 def _cpu_lab(lab: Lab, case: Case) -> Lab:

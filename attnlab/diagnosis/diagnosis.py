@@ -13,6 +13,7 @@ from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
+from attnlab.diagnosis.side_claim import SideClaim
 from attnlab.weights.xray import XRay
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
@@ -71,6 +72,7 @@ class Diagnosis(Shown):
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
+    - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -98,6 +100,7 @@ class Diagnosis(Shown):
     xray: XRay | None = None
     rule: ConfirmedRule | None = None
     claim: PatternClaim | None = None
+    side_errors: tuple[SideClaim, ...] = ()
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -134,6 +137,7 @@ class Diagnosis(Shown):
             *self.pattern.sentences(),
             *self._run_sentences(),
             *self._xray_sentences(),
+            *(one.text for one in self.side_errors),
             self._cause_sentence(),
             *self._violation_sentences(),
             *self.withdrawn,
@@ -176,6 +180,9 @@ class Diagnosis(Shown):
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.side_errors and not self.wrong_rows:
+            words = "; ".join(one.sentence for one in self.side_errors)
+            return f"{self.status}: {words}"
         if self.rule is not None:
             return f"described: {self.rule.text}"
         if self.status == "described" and self.xray is not None and self.xray.status == "described":
@@ -223,6 +230,7 @@ class Diagnosis(Shown):
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
+            "side_errors": [one.sentence for one in self.side_errors],
             "claim": None if self.claim is None else self.claim.text,
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),

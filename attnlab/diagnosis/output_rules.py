@@ -1,6 +1,7 @@
 """Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from attnlab.diagnosis.address_memory import (
     row_features,
     sizes_of,
 )
-from attnlab.diagnosis.address_rules import FAMILY, AddressRule, rules_of
+from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
 from attnlab.kernels.model.merge import partials
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
@@ -32,7 +33,7 @@ _PARTS = ("prefix_output", "suffix_output", "prefix_lse", "suffix_lse")
 class OutputRule:
     """The output is written to wrong addresses: an element of the rule's address gets the right number.
 
-    An element that several rows or heads write is unknown; one that none writes keeps the buffer's contents.
+    If several rows or heads write an element, the last one wins. One that none writes keeps its contents.
     """
 
     rule: AddressRule
@@ -45,15 +46,10 @@ class OutputRule:
         memory = TensorMemory.of(before, ROW_TERMS)
         features, sizes = _row_features(problem), _sizes(problem.call, memory)
         to = self.rule.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
-        own = _OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
+        own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         inside = (to >= 0) & (to < len(memory.flat))
-        to, count = to[inside], torch.zeros(len(memory.flat), dtype=torch.int64)
-        count.index_add_(0, to, torch.ones_like(to))
         flat, bound = memory.flat.double().clone(), torch.full((len(memory.flat),), 1e-30).double()
-        flat[to], bound[to] = right.output[inside], right.bound[inside]
-        bound[count > 1] = torch.inf
-        if float((count[own] > 1).double().mean()) > _MOST_UNKNOWN:
-            return right
+        flat[to[inside]], bound[to[inside]] = right.output[inside], right.bound[inside]
         return Predicted(output=flat[own], bound=bound[own])
 
 
@@ -69,7 +65,7 @@ class MergeRule:
         memory = _merge_memory(problem.call, problem)
         read = {}
         for name, one in memory.items():
-            rule = self.rule if name == self.rule.tensor else _OWN
+            rule = self.rule if name == self.rule.tensor else OWN
             features, sizes = _row_features(problem), _sizes(problem.call, one)
             stored, inside = one.read(rule.address(one.terms, features, sizes))
             read[name] = torch.where(inside, stored.double(), 0.0)
@@ -81,9 +77,77 @@ class MergeRule:
         return Predicted(output=output.expand_as(right.output), bound=bound)
 
 
-_OWN = AddressRule("", -1)
-_MOST_UNKNOWN = 0.5
-WholeRule = OutputRule | MergeRule
+@dataclass(frozen=True, slots=True)
+class MergeLaw:
+    """A merge weights its two parts wrongly; ``kind`` is a key of ``MERGE_LAWS``."""
+
+    kind: str
+
+    def predict(self, problem: Problem) -> Predicted:
+        """Return the whole output under the law."""
+        right, memory = _right(problem), _merge_memory(problem.call, problem)
+        read = {}
+        for name, one in memory.items():
+            address = OWN.address(one.terms, _row_features(problem), _sizes(problem.call, one))
+            read[name] = one.read(address)[0].double()
+        lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
+        scales = MERGE_LAWS[self.kind](lse)
+        output = scales[0] * read["prefix_output"] + scales[1] * read["suffix_output"]
+        bound = (
+            2 * right.bound.amax(0).amax(1)[None, :, None] * output.abs().amax(2, True).clamp(min=1)
+        )
+        return Predicted(output=output, bound=bound.expand_as(output))
+
+
+Scales = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _scaled(
+    prefix: float = 1.0,
+    suffix: float = 1.0,
+    counts: tuple[float, float] = (1.0, 1.0),
+    adds: tuple[float, float] = (1.0, 1.0),
+    top: str = "max",
+) -> Scales:
+    """Return the scales of both parts: exponents times ``prefix`` and ``suffix``, denominators with
+    ``counts`` of both, sums with ``adds`` of both; ``top`` is what is subtracted."""
+
+    def scales(lse: torch.Tensor) -> torch.Tensor:
+        highest = {"max": lse.amax(0), "min": lse.amin(0), "none": torch.zeros(())}[top]
+        powers = torch.tensor([prefix, suffix], dtype=torch.float64)[:, None, None, None]
+        exps = ((lse - highest) * powers).exp()
+        total = (exps * torch.tensor(counts, dtype=torch.float64)[:, None, None, None]).sum(0)
+        return exps * torch.tensor(adds, dtype=torch.float64)[:, None, None, None] / total
+
+    return scales
+
+
+_LN_2 = math.log(2)
+MERGE_LAWS: dict[str, Scales] = {
+    "the weight of the prefix has base 2 in place of e": _scaled(prefix=_LN_2),
+    "the weight of the suffix has base 2 in place of e": _scaled(suffix=_LN_2),
+    "the weights of both parts have base 2 in place of e": _scaled(_LN_2, _LN_2),
+    "the denominator lacks the prefix": _scaled(counts=(0.0, 1.0)),
+    "the denominator lacks the suffix": _scaled(counts=(1.0, 0.0)),
+    "the denominator subtracts the suffix": _scaled(counts=(1.0, -1.0)),
+    "the prefix is missing": _scaled(adds=(0.0, 1.0)),
+    "the suffix is missing": _scaled(adds=(1.0, 0.0)),
+    "the suffix is subtracted": _scaled(adds=(1.0, -1.0)),
+    "the weight of the prefix has the wrong sign in its exponent": _scaled(prefix=-1.0),
+    "the weight of the suffix has the wrong sign in its exponent": _scaled(suffix=-1.0),
+    "the weights are not divided by their sum": lambda lse: (lse - lse.amax(0)).exp(),
+    "the prefix has the weight 1": lambda lse: torch.cat([lse[:1] * 0 + 1, _scaled()(lse)[1:]]),
+    "the suffix has the weight 1": lambda lse: torch.cat([_scaled()(lse)[:1], lse[1:] * 0 + 1]),
+    "the prefix is not divided by the sum": lambda lse: torch.cat(
+        [(lse - lse.amax(0)).exp()[:1], _scaled()(lse)[1:]]
+    ),
+    "the suffix is not divided by the sum": lambda lse: torch.cat(
+        [_scaled()(lse)[:1], (lse - lse.amax(0)).exp()[1:]]
+    ),
+    "the smaller log-sum-exp is subtracted in place of the larger": _scaled(top="min"),
+}
+
+WholeRule = OutputRule | MergeRule | MergeLaw
 
 
 def output_defects(problem: Problem) -> list[Defect]:
@@ -93,7 +157,7 @@ def output_defects(problem: Problem) -> list[Defect]:
         return []
     return [
         Defect(
-            name=rule.rule.name,
+            name=text if isinstance(rule, MergeLaw) else rule.rule.name,
             family=FAMILY,
             text=text,
             seen_in=(),
@@ -111,6 +175,7 @@ def _rules(problem: Problem) -> Iterator[tuple[WholeRule, str]]:
     for rule in rules_of("output", memory, _sizes(call, memory)):
         yield OutputRule(rule), rule.text(ROW_TERMS)
     if call.op == MERGE:
+        yield from ((MergeLaw(kind), f"in the merge, {kind}") for kind in MERGE_LAWS)
         for name, one in _merge_memory(call, problem).items():
             for rule in rules_of(name, one, _sizes(call, one)):
                 yield MergeRule(rule), rule.text(one.terms)

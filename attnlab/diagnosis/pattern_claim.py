@@ -1,5 +1,6 @@
 """PatternClaim: what a pattern says about other cases, so that running one can contradict it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_places import Sizes, row_rules, sequence_rules
 
+_SCALE = "the output of another softmax scale: "
 EVERY, ALL = "every sequence", "all rows of these sequences"
 
 
@@ -17,7 +19,8 @@ class PatternClaim:
     - ``sequences``, ``rows``: rules in words, each selects exactly the wrong ones, simplest first.
     - ``heads``: the wrong heads; ``all_heads``: whether these are all. ``elements``: the wrong elements of
       each head, None for all.
-    - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them.
+    - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them. Of a wrong
+      softmax scale, the expressions of which each gives its number.
     """
 
     sequences: tuple[str, ...]
@@ -45,8 +48,14 @@ class PatternClaim:
             heads=self.heads,
             all_heads=self.all_heads,
             elements=self.elements,
-            values=self.values if self.values == other.values else frozenset(),
+            values=self._common_values(other.values),
         )
+
+    def _common_values(self, others: frozenset[str]) -> frozenset[str]:
+        is_scale = any(text.startswith(_SCALE) for text in self.values)
+        if is_scale:
+            return self.values & others
+        return self.values if self.values == others else frozenset()
 
     def predicts_none(self, sizes: Sizes) -> bool:
         """Answer whether no sequence of another batch has the rule, so that its output must be correct."""
@@ -95,8 +104,15 @@ def claim_of(
         heads=tuple(heads),
         all_heads=heads == ran_heads,
         elements=tuple(elements[0]) if elements else None,
-        values=frozenset(fact.what for fact in pattern.rules) if whole else frozenset(),
+        values=_values(pattern) if whole else frozenset(),
     )
+
+
+def _values(pattern: Pattern) -> frozenset[str]:
+    scales = pattern.of("softmax_scale")
+    if scales:
+        return frozenset(f"{_SCALE}{name}" for name in scales[0].values["names"])
+    return frozenset(fact.what for fact in pattern.rules)
 
 
 def _sequences(wrong: set[int], sizes: Sizes) -> tuple[str, ...]:
@@ -107,10 +123,10 @@ def _sequences(wrong: set[int], sizes: Sizes) -> tuple[str, ...]:
 
 def _rows(tokens: dict[int, list[int]], sizes: Sizes) -> tuple[str, ...]:
     """Return the rules that select exactly the wrong rows of the wrong sequences."""
-    rules = [(ALL, lambda seq, token: True), *row_rules(tokens, sizes)]
+    rules: list[tuple[str, Callable[[int, int], bool]]] = [(ALL, lambda seq, token: True)]
     return tuple(
         text
-        for text, is_member in rules
+        for text, is_member in [*rules, *row_rules(tokens, sizes)]
         if all(
             found == [t for t in range(sizes.query_lens[seq]) if is_member(seq, t)]
             for seq, found in tokens.items()

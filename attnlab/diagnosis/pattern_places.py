@@ -94,6 +94,11 @@ def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
                 f"with {what} above {limit}",
                 members(lambda seq, lens=lens, limit=limit: lens[seq] > limit),  # type: ignore[misc]
             )
+    for limit in dict.fromkeys((*TILES, PARTITION_SIZE)):
+        yield (
+            f"with seq_len up to {limit}",
+            members(lambda seq, limit=limit: sizes.seq_len(seq) <= limit),  # type: ignore[misc]
+        )
     yield "after the first", members(lambda seq: seq > sizes.seqs[0])
     yield "before the last", members(lambda seq: seq < sizes.seqs[-1])
 

@@ -5,7 +5,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.address_rules import address_defects
+from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.output_rules import output_defects
@@ -48,7 +48,13 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
         found = examine(lab, case, output, rules, Pattern())
     except AttnLabError:
         return []
-    return [one for one in found.diagnosis.candidates if one.verdict == "explains"]
+    return [one for one in found.diagnosis.candidates if is_general(one)]
+
+
+def is_general(candidate: Candidate) -> bool:
+    """Answer whether a candidate explains an output in all rows, or in all decodes or prefills."""
+    scope = candidate.scope
+    return candidate.verdict == "explains" and scope is not None and scope.rows != "sequences"
 
 
 def _confirmed(
@@ -59,6 +65,6 @@ def _confirmed(
     for one in candidates:
         found = examine(lab, case, output, (one.defect,), Pattern()).diagnosis
         is_wrong = found.is_wrong
-        if found.explanations:
+        if any(is_general(again) for again in found.explanations):
             kept.append(one)
     return kept, is_wrong
