@@ -26,10 +26,11 @@ FOLDERS = (
     "show",
     "reports",
     "recorder",
+    "replay",
     "study",
     "cli",
 )
-MAX_ENTRIES = 19
+MAX_ENTRIES = 20
 MAX_LINES = 300
 
 

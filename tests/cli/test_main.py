@@ -106,6 +106,8 @@ OWN_FLAGS = [
     (["bench", "--rocm", "--source", "/no/such"], "/no/such"),
     (["dance"], "dance"),
     (["xray", "--call", "nowhere"], "nowhere"),
+    (["replay"], "CALL"),
+    (["replay", "nowhere"], "nowhere"),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 

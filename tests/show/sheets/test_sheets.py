@@ -115,6 +115,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             case.replace(op="context_attention_fwd", num_heads=2, head_size=32), confirm=False
         ),
         dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
+        attnlab.replay_call(lab.call(case.replace(stage="sound"))),
         outcome.verdicts[0],
         Verdicts(),
         Results(
