@@ -10,6 +10,7 @@ from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slices import sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
+from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
@@ -49,8 +50,10 @@ def is_refuted(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate)
     if candidate.name in _SHOWN_BY_RERUNS:
         return False
     again = examine(lab, case, output, (candidate.defect,), Pattern())
-    if again.diagnosis.is_wrong:
-        return not again.diagnosis.explanations
+    if (
+        again.diagnosis.is_wrong or candidate.name == NEVER_WRITTEN
+    ):  # which may depend on the lengths
+        return again.diagnosis.is_wrong and not again.diagnosis.explanations
     return not is_hidden(again.problem, candidate.defect)
 
 

@@ -33,10 +33,12 @@ class PatternClaim:
     @property
     def is_rule(self) -> bool:
         """Answer whether the claim excludes anything: some places, or some values."""
+        if self.values:
+            return True
         if not self.sequences or not self.rows:
             return False
         is_everywhere = self.sequences[0] == EVERY and self.rows[0] == ALL and self.all_heads
-        return not is_everywhere or self.elements is not None or bool(self.values)
+        return not is_everywhere or self.elements is not None
 
     def common(self, other: "PatternClaim") -> "PatternClaim | None":
         """Return the claim that both cases support, or None if heads or elements differ."""
@@ -65,11 +67,11 @@ class PatternClaim:
     @property
     def text(self) -> str:
         """Return the claim in words."""
-        named = (
-            self.sequences[0] if self.sequences[0] == EVERY else f"sequences {self.sequences[0]}"
-        )
-        words = [f"wrong are {named}"]
-        if self.rows[0] != ALL:
+        first = self.sequences[0] if self.sequences else EVERY
+        words = [f"wrong are {first}" if first == EVERY else f"wrong are sequences {first}"]
+        if not self.sequences:
+            words = ["wrong are some rows"]
+        if self.rows and self.rows[0] != ALL:
             words.append(self.rows[0])
         if not self.all_heads:
             words.append(f"in heads {', '.join(map(str, self.heads))}")
