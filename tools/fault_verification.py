@@ -32,10 +32,14 @@ _LENGTHS = (
 _SLACK = 3.0  # a wrong rule is off by hundreds of rounding bounds
 
 
-def fresh_cases(case: Case) -> Iterator[Case]:
-    """Yield cases with other lengths, scales and numbers, with the features of a case."""
+def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
+    """Yield cases with other lengths, scales and numbers, with the features of a case.
+
+    ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
+    """
     for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
-        lengths = query_lens if case.spec.prefill else (1,) * len(query_lens)
+        has_prefill = case.spec.prefill and not only_decodes
+        lengths = query_lens if has_prefill else (1,) * len(query_lens)
         changes: dict[str, Any] = {"query_lens": lengths, "ctx_lens": ctx_lens, "seed": seed}
         if case.sm_scale is not None:
             changes["sm_scale"] = round(case.sm_scale * 0.81, 5)
@@ -104,8 +108,8 @@ def _predicts(
 
 def _describes(lab: Lab, backend: Backend, case: Case, description: Description) -> bool:
     """Return whether the weights of a description give the kernel's outputs on fresh cases."""
-    decisive = 0
-    for fresh in fresh_cases(case):
+    decisive, only_decodes = 0, max(case.lengths.query_lens) == 1
+    for fresh in fresh_cases(case, only_decodes):
         known = with_known_contents(fresh)
         try:
             output = run_case(lab, backend, known).output
@@ -130,7 +134,7 @@ def _claims(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> boo
     """Return whether the stated pattern holds on fresh cases: the first rule of each place."""
     claim, decisive = diagnosis.claim, 0
     assert claim is not None
-    for fresh in fresh_cases(case):
+    for fresh in fresh_cases(case, claim.only_decodes):
         try:
             output = run_case(lab, backend, fresh).output
         except AttnLabError:

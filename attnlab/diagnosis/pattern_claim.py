@@ -19,6 +19,7 @@ class PatternClaim:
     - ``sequences``, ``rows``: rules in words, each selects exactly the wrong ones, simplest first.
     - ``heads``: the wrong heads; ``all_heads``: whether these are all. ``elements``: the wrong elements of
       each head, None for all.
+    - ``only_decodes``: no sequence had several new tokens.
     - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them. Of a wrong
       softmax scale, the expressions of which each gives its number.
     """
@@ -29,6 +30,7 @@ class PatternClaim:
     all_heads: bool
     elements: tuple[int, ...] | None
     values: frozenset[str]
+    only_decodes: bool = False
 
     @property
     def is_rule(self) -> bool:
@@ -51,6 +53,7 @@ class PatternClaim:
             all_heads=self.all_heads,
             elements=self.elements,
             values=self._common_values(other.values),
+            only_decodes=self.only_decodes and other.only_decodes,
         )
 
     def _common_values(self, others: frozenset[str]) -> frozenset[str]:
@@ -79,7 +82,7 @@ class PatternClaim:
             words.append(f"in {len(self.elements)} elements, the first of them {self.elements[0]}")
         if self.values:
             words.append(f"which hold: {'; '.join(sorted(self.values))}")
-        return ", ".join(words)
+        return ", ".join(words) + (" (only decodes ran)" if self.only_decodes else "")
 
 
 def claim_of(
@@ -107,6 +110,7 @@ def claim_of(
         all_heads=heads == ran_heads,
         elements=tuple(elements[0]) if elements else None,
         values=_values(pattern) if whole else frozenset(),
+        only_decodes=max(sizes.query_lens, default=0) <= 1,
     )
 
 
