@@ -50,10 +50,11 @@ def is_refuted(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate)
     if candidate.name in _SHOWN_BY_RERUNS:
         return False
     again = examine(lab, case, output, (candidate.defect,), Pattern())
-    if (
-        again.diagnosis.is_wrong or candidate.name == NEVER_WRITTEN
-    ):  # which may depend on the lengths
-        return again.diagnosis.is_wrong and not again.diagnosis.explanations
+    if candidate.name == NEVER_WRITTEN:  # how many rows that concerns may depend on the lengths
+        evidence = again.evidence
+        return not bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
+    if again.diagnosis.is_wrong:
+        return not again.diagnosis.explanations
     return not is_hidden(again.problem, candidate.defect)
 
 
