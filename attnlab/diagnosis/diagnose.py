@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
@@ -20,6 +21,9 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
 from attnlab.diagnosis.error_location import locate
 from attnlab.diagnosis.examination import check_output, examine
+from attnlab.diagnosis.kernel_lines import locate_lines
+from attnlab.diagnosis.kernel_location import KernelLocation
+from attnlab.diagnosis.kernel_trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
@@ -37,6 +41,7 @@ def diagnose(
     rerun: Rerun | None = None,
     defects: Iterable[Defect] = DEFECTS.values(),
     propose: bool = True,
+    limit: Limit | None = FULL,
 ) -> Diagnosis:
     """Diagnose an output of the Case.
 
@@ -46,6 +51,7 @@ def diagnose(
     - ``defects``: the candidates.
     - ``propose``: if the output is ambiguous, search for a Case that distinguishes the first two
       explanations.
+    - ``limit``: of the search for the source lines of a fault, if ``output`` is None; None does not search.
 
     Raises InvalidCall if ``output`` has another shape or dtype than the Case's output, InvalidCase for a
     cache write. If the kernel raises for the Case, the status is "rejected".
@@ -62,14 +68,15 @@ def diagnose(
             return _rejected(lab, case, str(ran.error))
         output, kernel = ran.output, kernel or kernel_of(lab)
     flags = lab.backend(case).flags
-    output, lab = output.cpu(), _cpu_lab(lab, case)
+    own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
     if kernel is not None and diagnosis.is_wrong:
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
-        diagnosis = _with_side_outputs(lab, case, ran, diagnosis)
+        diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
+        diagnosis = _with_location(own, case, diagnosis, limit)
     distinction = None
     if propose and diagnosis.status == "ambiguous":
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -113,6 +120,23 @@ def diagnose_call(
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 
 
+def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
+    """Return the diagnosis with the source lines that may hold the fault.
+
+    Models have no source, and a wrong call is no fault of the kernel.
+    """
+    is_callers = any(violation.effect != "harmless" for violation in diagnosis.violations)
+    if limit is None or not diagnosis.wrong_rows or is_callers or case.backend == "model":
+        return diagnosis
+    if lab.on_step is not None:
+        lab.on_step("trial edits of the source")
+    try:
+        location = locate_lines(lab, case, diagnosis.xray, limit)
+    except AttnLabError as error:
+        location = KernelLocation(why_none=f"the kernels cannot be traced: {error}")
+    return dataclasses.replace(diagnosis, location=location)
+
+
 def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:
     """Search for a Case that distinguishes the first two explanations."""
     first, second = diagnosis.explanations[:2]
@@ -130,17 +154,19 @@ def _rows_of(problem: Problem, candidate: Candidate) -> str:
     return "decode" if is_decode == {True} else "prefill"
 
 
-def _with_side_outputs(lab: Lab, case: Case, ran: Result, diagnosis: Diagnosis) -> Diagnosis:
+def _with_side_outputs(
+    lab: Lab, own: Lab, case: Case, ran: Result, diagnosis: Diagnosis
+) -> Diagnosis:
     """Return the diagnosis with wrong log-sum-exps and rows of padding.
 
-    If the output is right, they are what is described.
+    If the output is right, they are what is described. ``lab`` is on the CPU, ``own`` runs the kernels.
     """
     claims = side_claims(lab, case, ran)
     if not claims:
         return diagnosis
     if diagnosis.is_wrong:
         return dataclasses.replace(diagnosis, side_errors=claims)
-    confirmed = confirmed_side_claims(lab, case, claims)
+    confirmed = confirmed_side_claims(lab, case, claims, own.run)
     status = "described" if confirmed else "unexplained"
     return dataclasses.replace(
         diagnosis, status=status, side_errors=confirmed or claims, looked_at=(0, len(ran.output))

@@ -8,8 +8,10 @@ from typing import Any
 from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
+from attnlab.diagnosis.candidate_text import candidate_dict
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
+from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
@@ -28,15 +30,6 @@ _SLOTS = {
     "unmapped": "slots of no sequence",
 }
 _XRAY_SENTENCES = 2  # its conclusion, and the pattern or the limits
-CANDIDATE_COLUMNS = (
-    "candidate",
-    "predicted",
-    "observed",
-    "residual",
-    "residual / bound",
-    "verdict",
-    "scope",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +66,8 @@ class Diagnosis(Shown):
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
+    - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
+      were not looked for.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -101,6 +96,7 @@ class Diagnosis(Shown):
     rule: ConfirmedRule | None = None
     claim: PatternClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
+    location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -112,6 +108,11 @@ class Diagnosis(Shown):
     def is_wrong(self) -> bool:
         """Answer whether there is anything to explain."""
         return self.status != "nothing wrong"
+
+    @property
+    def locations(self) -> tuple[KernelLine, ...]:
+        """Return the lines of the kernel's source that may hold the fault, the likeliest first."""
+        return () if self.location is None else self.location.lines
 
     def counts(self) -> dict[str, int]:
         """Return the number of candidates by verdict."""
@@ -141,6 +142,7 @@ class Diagnosis(Shown):
             self._cause_sentence(),
             *self._violation_sentences(),
             *self.withdrawn,
+            *([] if self.location is None else self.location.sentences()),
             *distinction,
         ]
 
@@ -232,6 +234,8 @@ class Diagnosis(Shown):
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
             "side_errors": [one.sentence for one in self.side_errors],
             "claim": None if self.claim is None else self.claim.text,
+            "locations": [line.to_dict() for line in self.locations],
+            "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "unknown": self.unknown,
@@ -262,30 +266,6 @@ def _xray_dict(found: XRay) -> dict[str, Any]:
         "descriptions": [one.to_dict() for one in found.descriptions],
         "confirmed": found.confirmed,
         "sentences": list(found.sentences),
-    }
-
-
-def candidate_cells(candidate: Candidate) -> list[str]:
-    """Return a candidate as the cells of a table with ``CANDIDATE_COLUMNS``."""
-    numbers = (candidate.predicted, candidate.observed, candidate.residual, candidate.ratio)
-    linked = f" (violation: {', '.join(candidate.linked)})" if candidate.linked else ""
-    return [
-        candidate.name,
-        *(f"{value:.3g}" for value in numbers),
-        candidate.verdict + linked,
-        "" if candidate.scope is None else candidate.scope.text,
-    ]
-
-
-def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON-able values."""
-    values = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
-    del values["defect"]
-    if candidate.scope is not None:
-        values["scope"] = dataclasses.asdict(candidate.scope)
-    return {
-        name: json_number(value) if isinstance(value, float) else value
-        for name, value in values.items()
     }
 
 

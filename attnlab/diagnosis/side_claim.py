@@ -1,5 +1,6 @@
 """SideClaim: what is wrong with the log-sum-exp and with rows of padding, as far as further cases confirm."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -92,13 +93,16 @@ def side_claims(lab: Lab, case: Case, ran: Result) -> tuple[SideClaim, ...]:
 
 
 def confirmed_side_claims(
-    lab: Lab, case: Case, claims: tuple[SideClaim, ...]
+    lab: Lab, case: Case, claims: tuple[SideClaim, ...], run: Callable[[Case], Result]
 ) -> tuple[SideClaim, ...]:
-    """Return what of the claims holds in further cases; none if one does not hold."""
+    """Return what of the claims holds in further cases; none if one does not hold.
+
+    ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
+    """
     cases = 0
     for other in second_cases(case):
         try:
-            again = side_claims(lab, other, lab.run(other))
+            again = side_claims(lab, other, run(other))
         except AttnLabError:
             continue
         if not again:
