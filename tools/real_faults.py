@@ -312,7 +312,7 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
         return {"answer": "not an attention op"}
     case = case.replace(backend=backend.name)
     try:
-        diagnosis = diagnose(case, lab=lab, propose=False)
+        diagnosis = diagnose(case, lab=lab, propose=False, limit=None)
         if diagnosis.status == "rejected":
             return {"answer": "fails", "error": diagnosis.rejection}
         return answer_of(lab, backend, case, diagnosis)
