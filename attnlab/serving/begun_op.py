@@ -52,7 +52,7 @@ class BegunOp:
 
 
 class OpCheck:
-    """Checks calls of ops for a state."""
+    """Checks calls of ops."""
 
     def __init__(self, state: CaptureState, slots: FollowedSlots, kept: KeptCalls) -> None:
         self._state, self._slots, self._kept = state, slots, kept
