@@ -149,7 +149,9 @@ def _conclusion(diagnosis: Diagnosis) -> str:
     if diagnosis.cause is not None:
         return f"{diagnosis.status}: {diagnosis.cause.name}: {diagnosis.cause.text}"
     names = ", ".join(one.name for one in diagnosis.explanations)
-    return f"{diagnosis.status}: {names}" if names else diagnosis.status
+    rules = "; ".join(fact.sentence for fact in diagnosis.pattern.rules)
+    text = names or (rules if diagnosis.status == "described" else "")
+    return f"{diagnosis.status}: {text}" if text else diagnosis.status
 
 
 def _write(
