@@ -10,6 +10,7 @@ It also draws a sample of the tests, puts a folder of changed kernels first, swi
 off, and writes one JSON line per execution of a test.
 """
 
+import copy
 import json
 import random
 import sys
@@ -68,12 +69,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = Path(ids).read_text().splitlines()
         kept = [item for item in items if item.nodeid in wanted]
     if count := config.getoption("per_test"):
-        kept = sample(items, count, config.getoption("draw"))
+        required = [item for item in items if not item.get_closest_marker("optional")]
+        kept = sample(required, count, config.getoption("draw"))
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     rounds = config.getoption("rounds")
     times = 1 + 2 * rounds if rounds else len(config.getoption("data_seeds").split(","))
-    items[:] = [one for item in kept for one in [item] * times]
+    items[:] = [one for item in kept for one in [item, *(again(item) for _ in range(times - 1))]]
+
+
+def again(item: pytest.Item) -> pytest.Item:
+    """Return an item that runs the same test once more, with fixtures of its own."""
+    other = copy.copy(item)
+    other.user_properties = []
+    other._initrequest()
+    return other
 
 
 def sample(items: list[pytest.Item], count: int, seed: int) -> list[pytest.Item]:

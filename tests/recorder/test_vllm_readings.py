@@ -1,0 +1,42 @@
+"""Calls of vLLM's ops whose meaning is not in the names of their arguments alone."""
+
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.ops import PREFILL, UNIFIED
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.recorder.reading import call_of_reading
+from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
+from attnlab.tensors.origin import Origin
+
+PREFILL_OP = next(
+    one for one in vllm_ops() if one.module.startswith(FOLDERS[1]) and one.op == PREFILL
+)
+
+
+def test_a_prefill_without_new_tokens_reads_them_from_the_cache():
+    """vLLM 0.33.0 passes no keys and values if all of them are in the cache."""
+    case = hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))
+    problem = make_problem(case)
+    given = problem.call
+    exact = problem.correct_rows(torch.arange(6), torch.arange(problem.num_heads)).output
+    arguments = {
+        "q": given.query,
+        "k": None,
+        "v": None,
+        "o": exact.to(given.query.dtype),
+        "k_cache": given.key_cache,
+        "v_cache": given.value_cache,
+        "b_loc": given.block_table,
+        "b_start_loc": given.query_start_loc,
+        "b_seq_len": given.seq_lens,
+        "sm_scale": given.sm_scale,
+    }
+    reading = PREFILL_OP.read(arguments)
+    origin = Origin(op=PREFILL_OP.name, program="vllm", release="0.33.0", platform="sm_90")
+    call = call_of_reading(reading, origin, op=PREFILL_OP.op, layout=PREFILL_OP.layout)
+    assert (call.op, call.new_tokens) == (UNIFIED, "in the cache")
+    assert not diagnose_captured(call, case).is_wrong
+    call.output[0, 0] += 1
+    assert diagnose_captured(call, case).wrong_rows == 1
