@@ -70,7 +70,7 @@ MUTATED = (
 )
 SAMPLED = 3  # failing tests with a report per fault
 OTHER_DATA = 911  # added to the seed of a test for the second judgement
-FAULT_LIMIT_S = 240.0
+RUN_LIMIT_S = 240.0
 NOT_OF_THE_FAULT = "out of memory"
 
 
@@ -271,7 +271,7 @@ def reported(record: dict[str, Any]) -> bool:
 def run_overhead(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     """Run each test alternately without and with the plugin, in one process."""
     words = ("--attnlab", f"--rounds={args.rounds}", *setup.drawn)
-    records = setup.pytest("overhead", TEST_FILES, *words, threads=4)
+    records = setup.pytest("overhead", TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S)
     by_id: dict[str, list[dict[str, Any]]] = {}
     for one in records:
         if one["execution"] > 0 and one["outcome"] == "passed":
@@ -320,7 +320,7 @@ def run_power(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     target = setup.folder / "power.json"
     words = (f"--attnlab-power-json={target}", *setup.drawn)
     workers = ["-n", str(setup.processes)] if setup.processes > 1 else []
-    setup.pytest("power", TEST_FILES[:3], *words, *workers, limit_s=FAULT_LIMIT_S)
+    setup.pytest("power", TEST_FILES[:3], *words, *workers, limit_s=RUN_LIMIT_S)
     return {"tests": json.loads(target.read_text()) if target.is_file() else []}
 
 
@@ -338,6 +338,8 @@ def run_faults(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
         number, fault = numbered
         result = try_fault(setup, fault, args.first + number)
         print(f"{number} {result['class']:12} {result['text']}", file=sys.stderr, flush=True)
+        with args.out.with_suffix(".jsonl").open("a") as lines:  # survives the end of a time limit
+            lines.write(json.dumps(result) + "\n")
         return result
 
     with ThreadPoolExecutor(setup.processes) as threads:
@@ -382,7 +384,7 @@ def try_fault(setup: Setup, fault: Fault, number: int) -> dict[str, Any]:
     real_faults.plant(order, root)
     folder = (root / order["file"]).parent
     words = (f"--ops-folder={folder}", *setup.drawn)
-    records = setup.pytest(f"fault{number}", [fault.tests], *words, limit_s=FAULT_LIMIT_S)
+    records = setup.pytest(f"fault{number}", [fault.tests], *words, limit_s=RUN_LIMIT_S)
     result = {"number": number, "text": f"{fault.file} {fault.mutant.text}", **counted(records)}
     failing = [one["id"] for one in records if counts(one)]
     if result["class"] == "noticed":
@@ -433,7 +435,7 @@ def reports_of(
     seeds = f"--data-seeds=0,{OTHER_DATA}"
     directory = f"--attnlab-dir={setup.folder / f'failures{number}'}"
     records = setup.pytest(
-        f"report{number}", [fault.tests], *words, seeds, directory, limit_s=FAULT_LIMIT_S
+        f"report{number}", [fault.tests], *words, seeds, directory, limit_s=RUN_LIMIT_S
     )
     own = [one for one in records if one["data_seed"] == 0]
     other = {one["id"]: one for one in records if one["data_seed"] != 0}
