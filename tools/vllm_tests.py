@@ -199,7 +199,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Setup:
                 target.write_bytes(archive.extractfile(member).read())  # type: ignore[union-attr]
     (run / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     with zipfile.ZipFile(args.wheel) as wheel:
-        wheel.extractall(site, [n for n in wheel.namelist() if re.match(r"vllm/.*\.py$", n)])
+        wheel.extractall(site, [n for n in wheel.namelist() if re.match(r"vllm/.*\.py$|vllm-[^/]*/METADATA$", n)])
     return Setup(
         folder=run,
         site=site,
