@@ -25,6 +25,7 @@ import pytest
 COMPILED = "vllm._C_stable_libtorch"
 NEEDS_COMPILED = ("test_merge_attn_states[", "test_merge_attn_states_both_empty[merge_attn_states0")
 LOST = ("CUDA error", "illegal memory access", "misaligned address", "unspecified launch failure")
+sys.modules.setdefault(COMPILED, types.ModuleType(COMPILED))  # before any conftest.py is imported
 ATTNLAB = "attnlab-session"  # the name under which attnlab's plugin registers its session
 
 
@@ -46,7 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and the stand-in, and put the changed kernels first."""
     for marker in ("optional: run only on request", "skip_global_cleanup: of vLLM's conftest.py"):
         config.addinivalue_line("markers", marker)
-    sys.modules.setdefault(COMPILED, types.ModuleType(COMPILED))
     if folder := config.getoption("ops_folder"):
         import vllm.v1.attention.ops
 
