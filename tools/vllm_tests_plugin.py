@@ -13,6 +13,7 @@ off, and writes one JSON line per execution of a test.
 import copy
 import json
 import random
+import re
 import sys
 import time
 import types
@@ -23,7 +24,9 @@ from typing import Any
 import pytest
 
 COMPILED = "vllm._C_stable_libtorch"
-NEEDS_COMPILED = ("test_merge_attn_states[", "test_merge_attn_states_both_empty[merge_attn_states0")
+NEEDS_COMPILED = re.compile(
+    r"test_merge_attn_states\[|test_merge_attn_states_both_empty\[.*merge_attn_states0"
+)
 LOST = ("CUDA error", "illegal memory access", "misaligned address", "unspecified launch failure")
 sys.modules.setdefault(COMPILED, types.ModuleType(COMPILED))  # before any conftest.py is imported
 ATTNLAB = "attnlab-session"  # the name under which attnlab's plugin registers its session
@@ -62,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("optional"):
             item.add_marker(pytest.mark.skip(reason="optional"))
-        if item.name.startswith(NEEDS_COMPILED):
+        if NEEDS_COMPILED.match(item.name):
             item.add_marker(pytest.mark.skip(reason="needs vLLM's compiled extension"))
     kept = list(items)
     if ids := config.getoption("ids"):

@@ -1,5 +1,7 @@
 """Calls of vLLM's ops whose meaning is not in the names of their arguments alone."""
 
+import dataclasses
+
 import torch
 from helpers.cases import hostile
 
@@ -8,6 +10,7 @@ from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.recorder.reading import call_of_reading
 from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
+from attnlab.show.sheets.tensors import contents
 from attnlab.tensors.origin import Origin
 
 PREFILL_OP = next(
@@ -40,3 +43,20 @@ def test_a_prefill_without_new_tokens_reads_them_from_the_cache():
     assert not diagnose_captured(call, case).is_wrong
     call.output[0, 0] += 1
     assert diagnose_captured(call, case).wrong_rows == 1
+
+
+def test_a_buffer_that_held_the_output_before_shows_no_unwritten_rows():
+    """A test that calls an op twice records a second buffer that the first call has filled; NaN that a
+    kernel computes looks like NaN that a test put there."""
+    case = hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))
+    for number in (7.0, float("nan")):
+        given = make_problem(case).call
+        given.output.fill_(number)
+        call = dataclasses.replace(given, before=given.output.clone())
+        names = [one.name for one in diagnose_captured(call, case).explanations]
+        assert "rows_never_written" not in names
+
+
+def test_the_page_of_an_fp8_call():
+    """Its tensors have a range, although torch has no minimum of FP8 numbers."""
+    assert contents(torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)) == "-2 to 1"
