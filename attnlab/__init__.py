@@ -22,6 +22,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.result import Result
     from attnlab.mutation.public import power
     from attnlab.recorder.public import capture, read_call
+    from attnlab.replay.public import replay_call
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
     from attnlab.show.public import plot
@@ -51,6 +52,7 @@ __all__ = [
     "power",
     "read_call",
     "reference",
+    "replay_call",
     "run",
     "stages",
     "violations",
@@ -78,6 +80,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "power": "attnlab.mutation.public",
     "read_call": "attnlab.recorder.public",
     "reference": "attnlab.lab.public",
+    "replay_call": "attnlab.replay.public",
     "run": "attnlab.lab.public",
     "stages": "attnlab.lab.public",
     "violations": "attnlab.diagnosis.public",

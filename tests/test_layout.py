@@ -26,10 +26,12 @@ FOLDERS = (
     "show",
     "reports",
     "recorder",
+    "replay",
+    "serving",
     "study",
     "cli",
 )
-MAX_ENTRIES = 19
+MAX_ENTRIES = 21
 MAX_LINES = 300
 
 

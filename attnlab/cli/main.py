@@ -20,6 +20,7 @@ from attnlab.case.extras import named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
     bench_command,
+    capture,
     check,
     claims,
     decode_error,
@@ -33,6 +34,7 @@ from attnlab.cli import (
     platforms,
     power,
     releases,
+    replay,
     run,
     stages,
     xray,
@@ -45,8 +47,10 @@ COMMANDS: tuple[Command, ...] = (
     decode_error.COMMAND,
     diagnose.COMMAND,
     xray.COMMAND,
+    replay.COMMAND,
     power.COMMAND,
     check.COMMAND,
+    capture.COMMAND,
     releases.COMMAND,
     merge.COMMAND,
     claims.COMMAND,

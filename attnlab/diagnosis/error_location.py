@@ -63,7 +63,7 @@ def locate(
         if rows.start == rows.stop:
             continue
         known = None if expected is None else expected[rows, ran]
-        correct, bound = _correct_and_bound(problem, seq, ran, dtype, known)
+        correct, bound = correct_and_bound(problem, seq, ran, dtype, known)
         difference = (output[rows, ran].to(dtype) - correct).abs_()
         difference.nan_to_num_(torch.inf, torch.inf)
         error[rows, ran] = difference.amax(2).float()
@@ -96,7 +96,7 @@ def _sharpen(
             ratio[rows[:, None], part] = torch.maximum(ratio[rows[:, None], part], sharp)
 
 
-def _correct_and_bound(
+def correct_and_bound(
     problem: Problem, seq: int, heads: slice, dtype: torch.dtype, known: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's correct output for some query heads and its rounding bound, each

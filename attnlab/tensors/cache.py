@@ -135,8 +135,13 @@ def to_flash(
     if first_block:
         used = to_flash(key[first_block:], value[first_block:])
         return after_untouched(*used, first_block)
-    flash_key = key.permute(0, 3, 1, 2, 4).flatten(3, 4)
-    return flash_key.contiguous(), value.permute(0, 3, 1, 2).contiguous()
+    flash_key, flash_value = as_flash(key, value)
+    return flash_key.contiguous(), flash_value.contiguous()
+
+
+def as_flash(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value as :func:`to_flash` does, but as views where the strides allow it."""
+    return key.permute(0, 3, 1, 2, 4).flatten(3, 4), value.permute(0, 3, 1, 2)
 
 
 def freed_blocks(case: Case) -> list[int]:

@@ -106,6 +106,16 @@ OWN_FLAGS = [
     (["bench", "--rocm", "--source", "/no/such"], "/no/such"),
     (["dance"], "dance"),
     (["xray", "--call", "nowhere"], "nowhere"),
+    (["capture"], "--out"),
+    (["capture", "--out", "/no/such"], "out must be"),
+    (["capture", "--out", "/no/such", "--sample", "2"], "sample must be"),
+    (["capture", "--out", "/no/such", "--rows", "few"], "rows must be"),
+    (["capture", "--out", "/no/such", "--step", "9:3"], "step must be"),
+    (["capture", "--out", "/no/such", "--max-bytes", "much"], "max-bytes must be"),
+    (["capture", "--out", "/no/such", "--"], "command must be"),
+    (["capture", "--out", "/proc/x", "--", "true"], "out must be"),
+    (["replay"], "CALL"),
+    (["replay", "nowhere"], "nowhere"),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 

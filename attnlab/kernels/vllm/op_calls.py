@@ -17,7 +17,7 @@ from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
-from attnlab.tensors.cache import to_flash
+from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import flash
 
@@ -203,9 +203,13 @@ def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor
     """Return the key and value cache, each [num_blocks, block_size, num_kv_heads, head_size].
 
     Of a cache with more than 2^31 elements only the blocks from the lowest in the block table on are copied;
-    the blocks before it are untouched memory.
+    the blocks before it are untouched memory. The cache of a saved call that has this layout, or HND, is not
+    copied: the op gets it with its own strides.
     """
     dtype = paged.format_of(call, target).dtype
+    if call.layout != "x-split" and call.strides == "contiguous" and not call.spec.writes_cache:
+        key, value = as_flash(call.key_cache, call.value_cache)
+        return key.view(dtype), value.view(dtype)
     first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
     return key.view(dtype), value.view(dtype)

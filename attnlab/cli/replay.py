@@ -1,0 +1,131 @@
+"""The command ``attnlab replay``."""
+
+import argparse
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlab.case.case import Case
+from attnlab.case.declaration import field_type
+from attnlab.case.errors import AttnLabError
+from attnlab.cli.command import Command
+from attnlab.cli.output import notice, print_json, progress, show
+
+if TYPE_CHECKING:
+    from attnlab.tensors.call import KernelCall
+
+STOP_BISECT = 129  # from 128 on, git bisect stops
+_DOCUMENT = """\
+git bisect run attnlab replay CALL --source . names the commit of a vLLM clone that broke a call. With one
+target, the exit code is 125, which skips the commit, if the commit cannot run the call, or states that it
+does not accept it. While git bisects the current folder, bad input and an error in attnlab exit with 129,
+which stops git, because it would take 2 for a bad commit."""
+
+
+def add_call_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which call, where it ran, and on what it is run."""
+    call = parser.add_argument_group("the call")
+    call.add_argument(
+        "call",
+        type=Path,
+        metavar="CALL",
+        help="a saved KernelCall, or a call in another format that attnlab diagnose --call reads",
+    )
+    call.add_argument(
+        "--map", metavar="FIELD=KEY,…", help="the key of each field in a dict of tensors"
+    )
+    call.add_argument("--op", metavar="OP", help="the op that describes the call")
+    call.add_argument(
+        "--platform", help="where the call ran (default: as recorded, or that of a Case)"
+    )
+    call.add_argument(
+        "--release",
+        help="the release whose rules the kernels follow (default: that of the source)",
+    )
+    run = parser.add_argument_group("what runs it (default: the models)")
+    run.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded; repeatable",
+    )
+    run.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a backend: model, vllm (the installed one, or each source), rocm, vllm-cpu, FILE.py:FUNCTION; "
+        "repeatable",
+    )
+    run.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where the kernels of a vLLM run (default: cuda if torch can use a GPU)",
+    )
+
+
+def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str, ...]]:
+    """Return the call, and a Case with the fields that were given, and their names."""
+    from attnlab.recorder.other_files import parse_names, read_call
+
+    given = tuple(name for name in ("platform", "release") if getattr(args, name) is not None)
+    for name in given:
+        field_type(name).check(name, getattr(args, name))
+    case = Case(**{name: getattr(args, name) for name in given})
+    names = None if args.map is None else parse_names(args.map)
+    return read_call(args.call, names, op=args.op), case, given
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Replay; while git bisects, an error stops git."""
+    from attnlab.replay.targets import is_bisecting
+
+    try:
+        return _replay(args)
+    except Exception as error:
+        if not is_bisecting(Path.cwd()):
+            raise
+        if not isinstance(error, AttnLabError):
+            traceback.print_exc()
+        notice(str(error))
+        return STOP_BISECT
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from attnlab.replay.replay_call import replay_all
+    from attnlab.replay.targets import replay_targets
+
+    call, case, given = read_given(args)
+    targets = replay_targets(args.source, args.backend, args.device)
+    with progress("replaying") as on_step:
+        found = replay_all(
+            call,
+            targets,
+            case,
+            given,
+            name=str(args.call),
+            on_target=lambda name, done, total: on_step(f"replaying on {name}", done, total),
+        )
+    if args.json:
+        print_json({**found.to_dict(), "exit_code": found.exit_code})
+    else:
+        show(found)
+    return found.exit_code
+
+
+COMMAND = Command(
+    name="replay",
+    purpose="Run a saved call on several backends and releases, and compare the verdicts.",
+    arguments="CALL",
+    examples=(
+        "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
+        "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
+        "git bisect run attnlab replay call.safetensors --source .",
+    ),
+    exit_codes="0 every replay matches; 1 one mismatches or rejects the call; 3 none does, but one cannot\n"
+    "  run; 125 the only target cannot run the call; 129 stop git bisect",
+    add_flags=add_call_flags,
+    run=_run,
+    notes=_DOCUMENT,
+)

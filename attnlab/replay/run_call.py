@@ -1,0 +1,92 @@
+"""Run a KernelCall on a backend, in the memory layout in which it was saved."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall, Unsupported
+from attnlab.case.fields import refuse
+from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.target import Target
+from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
+from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.steps import OnStep, ignore_step
+from attnlab.tensors.call import KernelCall
+
+_UNREAD = ("lse", "slot_mapping", "block_ids")  # tensors that no op reads
+
+
+def check_replayable(call: KernelCall) -> None:
+    """Raise InvalidCall for a call without a reference, or with an FP8 output."""
+    check_diagnosable(call)
+    if call.output_scale is not None:
+        raise InvalidCall("output_scale must be None to replay a call, got an FP8 output")
+
+
+def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
+    """Return the Case with the platform of the call and the release whose rules the backend follows.
+
+    ``case`` and ``given``: what the user stated, as for :func:`where_it_ran`.
+    """
+    ran = where_it_ran(call, case, given).case
+    return ran if "release" in given else ran.replace(release=backend.release)
+
+
+def run_call(
+    call: KernelCall, backend: Backend, ran: Case, on_step: OnStep = ignore_step
+) -> torch.Tensor:
+    """Run a call and return its output, on the CPU. The call itself is not changed.
+
+    The output buffer starts as the call's ``before``, or as NaN if that is unknown. ``ran`` has the platform
+    and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
+    that the backend does not have.
+    """
+    _check_runs(call, backend)
+    fresh = call.output.new_full(call.output.shape, float("nan"))
+    output = fresh if call.before is None else call.before.clone()
+    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=None)
+    moved = on_device(given, backend.device)
+    options = RunOptions(on_step=on_step)
+    backend.run(moved, Target.of(ran), kernels_of(ran, call), options)
+    return moved.output.cpu()
+
+
+def _check_runs(call: KernelCall, backend: Backend) -> None:
+    """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
+    if call.op not in backend.ops:
+        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
+    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
+        allowed = " or ".join(backend.kv_cache_dtypes)
+        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
+    if isinstance(backend, PluginBackend):
+        return
+    if not call.causal:
+        raise Unsupported(f"causal must be true: the lab calls {call.op} for causal attention")
+    for name in ("k_scale", "v_scale"):
+        call.number(name)
+
+
+def on_device(call: KernelCall, device: str) -> KernelCall:
+    """Return the call with its tensors on a device, "cpu" or "cuda".
+
+    Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
+    still do. The output is a tensor of its own.
+    """
+    moved: dict[str, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for name, tensor in call.tensors().items():
+        if tensor.device.type == device or name in _UNREAD:
+            continue
+        old = tensor.untyped_storage()
+        new = storages.setdefault(old.data_ptr(), _moved(old, device))
+        at = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        moved[name] = torch.empty(0, dtype=tensor.dtype, device=device).set_(new, *at)
+    return dataclasses.replace(call, **moved) if moved else call
+
+
+def _moved(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.to(device).untyped_storage()

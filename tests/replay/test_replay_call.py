@@ -1,0 +1,237 @@
+"""Replays of a call: verdicts, agreement with the recorded output, exit codes, and bad input."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import document, error_line, printed
+from helpers.plugins import RIGHT
+from helpers.saved_calls import WRONG, call_of, flash_call, kernel_file
+from helpers.sources import of_release
+
+import attnlab
+from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.cli.main import main
+from attnlab.contracts.target import Target
+from attnlab.kernels.vllm.op_calls import OP_CALLS
+from attnlab.replay.expected import distance, other_bits
+from attnlab.replay.replays import Replay, Replays
+from attnlab.replay.run_call import on_device
+from attnlab.replay.targets import is_bisecting, replay_targets
+
+UNIFIED = "triton_unified_attention.py"
+LINE = "query_abs_pos = context_len + query_pos[:, None]"
+
+
+def test_verdicts_and_agreement(tmp_path):
+    right = kernel_file(tmp_path, RIGHT, "right")
+    wrong = kernel_file(tmp_path, WRONG, "wrong")
+    found = attnlab.replay_call(call_of(), backends=["model", right, wrong])
+    assert found.recorded == "match"
+    assert [one.status for one in found.replays] == ["match", "match", "mismatch"]
+    model, other, bad = found.replays
+    assert model.from_recorded.other_bits == 0
+    assert other.from_recorded.other_bits > 0
+    assert other.from_recorded.in_bounds < 2
+    assert bad.error.rows == 4  # the last row of a sequence has no key after it
+    assert bad.error.elements > 300
+    assert found.exit_code == 1
+
+
+def test_the_recorded_output_is_judged_apart(tmp_path):
+    call = call_of()
+    call.output[2] *= 2
+    found = attnlab.replay_call(call)
+    assert (found.recorded, found.recorded_error.rows) == ("mismatch", 1)
+    assert found.replays[0].status == "match"
+    assert found.replays[0].from_recorded.rows == 1
+    assert found.exit_code == 0
+    before = call.output.clone()
+    attnlab.replay_call(call)
+    assert torch.equal(call.output, before)
+
+
+def test_a_call_without_an_output():
+    found = attnlab.replay_call(flash_call())
+    assert found.recorded == "unknown"
+    assert found.replays[0].from_recorded is None
+
+
+def test_unwritten_rows_are_wrong():
+    call = call_of(
+        op="chunked_prefill_paged_decode", stage="int32_before_cumsum", platform="gfx942"
+    )
+    (one,) = attnlab.replay_call(call).replays
+    assert (one.status, one.error.rows, one.error.num_rows) == ("mismatch", 1, 6)
+
+
+def test_a_rejection_and_a_backend_without_the_op(tmp_path):
+    text = RIGHT.replace("    key_cache, value", "    raise ValueError('no')\n    key_cache, value")
+    rejecting = kernel_file(tmp_path, text, "rejecting")
+    call = call_of(op="context_attention_fwd")
+    found = attnlab.replay_call(call, backends=["model", rejecting])
+    assert [one.status for one in found.replays] == ["match", "cannot run"]
+    assert "op must be unified_attention" in found.replays[1].reason
+    assert found.exit_code == 3
+    (one,) = attnlab.replay_call(call_of(), backends=[rejecting]).replays
+    assert (one.status, one.failed) == ("rejected", True)
+    found = attnlab.replay_call(dataclasses.replace(flash_call(), causal=False))
+    assert found.replays[0].status == "cannot run"
+
+
+def replays(recorded, *statuses, failed=False):
+    made = [Replay(target="t", backend="b", status=one, failed=failed) for one in statuses]
+    return Replays(
+        call="c", op="o", origin="", recorded=recorded, recorded_error=None, replays=made
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (replays("match", "match", "match"), 0),
+        (replays("match", "match", "mismatch"), 1),
+        (replays("match", "rejected", "match"), 1),
+        (replays("match", "cannot run", "match"), 3),
+        (replays("match", "cannot run", "mismatch"), 1),
+        (replays("mismatch", "match"), 0),
+        (replays("mismatch", "mismatch"), 1),
+        (replays("mismatch", "cannot run"), 125),
+        (replays("mismatch", "rejected"), 125),
+        (replays("mismatch", "rejected", failed=True), 1),
+        (replays("rejected", "rejected"), 1),
+    ],
+)
+def test_exit_codes(found, code):
+    assert found.exit_code == code
+
+
+def test_targets_of_sources_and_backends(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    names = [(one.backend, one.given) for one in replay_targets([str(tmp_path)], ["model"])]
+    assert names == [("vllm", str(tmp_path)), ("model", "")]
+    names = [one.name for one in replay_targets([str(tmp_path)], ["rocm"])]
+    assert names == [f"{tmp_path} (rocm)"]
+    assert [one.name for one in replay_targets([], ["vllm"])] == ["installed vLLM"]
+    assert [one.name for one in replay_targets([], [])] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "backends", "words"),
+    [
+        (["nowhere"], [], "source must be a wheel"),
+        (["9.9.9"], [], "attnlab fetch 9.9.9"),
+        (["."], [], "source must be a vLLM"),
+        ([], ["nothing"], "backend must be"),
+        ([], ["nowhere.py:f"], "backend must be"),
+    ],
+)
+def test_targets_that_do_not_exist(tmp_path, monkeypatch, sources, backends, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidCase, match=words):
+        replay_targets(sources, backends)
+
+
+def test_bad_calls(capsys, tmp_path):
+    path = tmp_path / "call.safetensors"
+    call_of().save(path)
+    (tmp_path / "half").write_bytes(path.read_bytes()[:3000])
+    assert "half" in error_line(capsys, ["replay", str(tmp_path / "half")])
+    assert "platform must be" in error_line(capsys, ["replay", str(path), "--platform", "tpu"])
+    with pytest.raises(InvalidCall, match="an attention op"):
+        attnlab.replay_call(call_of(op="merge_attn_states"))
+    (tmp_path / "other.py").write_text("import nothing_here\n")
+    backend = ["--backend", f"{tmp_path / 'other.py'}:f"]
+    assert document(capsys, ["replay", str(path), *backend], 125)["exit_code"] == 125
+
+
+def test_the_command_prints_the_table(capsys, tmp_path):
+    path = tmp_path / "call.safetensors"
+    call_of().save(path)
+    wrong = kernel_file(tmp_path, WRONG, "wrong")
+    command = ["replay", str(path), "--backend", "model", "--backend", wrong]
+    found = document(capsys, command, 1)
+    assert [one["status"] for one in found["replays"]] == ["match", "mismatch"]
+    assert found["replays"][1]["error"]["rows"] == 4
+    text = printed(capsys, command, 1)
+    assert "models of 0.33.0" in text
+    assert "mismatch" in text
+
+
+def test_bits_and_distances():
+    one = torch.tensor([0.0, -0.0, torch.nan, 1.0, torch.inf, torch.nan])
+    two = torch.tensor([0.0, 0.0, torch.nan, 2.0, torch.inf, 1.0])
+    assert other_bits(one, two).tolist() == [False, True, False, True, False, True]
+    assert distance(one, two).tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, torch.inf]
+
+
+def test_an_op_gets_a_saved_cache_with_its_own_strides():
+    call = flash_call()
+    target = Target.of(attnlab.Case(platform="sm_90"))
+    key = OP_CALLS[call.op].arguments(call, target)["k"]
+    assert key.data_ptr() == call.key_cache.data_ptr()
+    assert key.stride() == (2 * 16 * 2 * 32, 64, 32, 1)
+    moved = on_device(call, "meta")
+    assert moved.value_cache.stride() == call.value_cache.stride()
+    assert moved.value_cache.storage_offset() == call.value_cache.storage_offset()
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def history(folder: Path, ops: Path) -> list[str]:
+    """Make a repository with a copy of a release's ops; the third of five commits has a fault."""
+    own = folder / "vllm/v1/attention/ops"
+    own.mkdir(parents=True)
+    for file in ops.glob("*.py"):
+        (own / file.name).write_bytes(file.read_bytes())
+    sound = (own / UNIFIED).read_text()
+    assert sound.count(LINE) == 1
+    wrong = sound.replace(LINE, f"{LINE} + 1")
+    texts = [sound, sound + "# 1\n", wrong, wrong + "# 2\n", wrong + "# 3\n"]
+    git(folder, "init", "-q")
+    for number, text in enumerate(texts):
+        (own / UNIFIED).write_text(text)
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", f"change {number}")
+    return git(folder, "rev-list", "--reverse", "HEAD").split()
+
+
+@pytest.mark.slow
+@pytest.mark.releases
+def test_git_bisect_names_the_commit(tmp_path, monkeypatch, capsys):
+    source = of_release("0.33.0")
+    clone = tmp_path / "clone"
+    commits = history(clone, source.root / "vllm/v1/attention/ops")
+    call = tmp_path / "call.safetensors"
+    call_of(query_lens=(2,), ctx_lens=(14,), num_heads=2).save(call)
+    git(clone, "bisect", "start", commits[-1], commits[0])
+    replay = [
+        sys.executable,
+        "-m",
+        "attnlab",
+        "replay",
+        str(call),
+        "--source",
+        ".",
+        "--device",
+        "cpu",
+    ]
+    said = git(clone, "bisect", "run", *replay)
+    assert f"{commits[2]} is the first bad commit" in said
+    monkeypatch.chdir(clone)
+    assert is_bisecting(clone)
+    assert main(["replay", "nowhere", "--source", "."]) == 129
+    assert capsys.readouterr().err.count("\n") == 1
+    (clone / "vllm/v1/attention/ops" / UNIFIED).write_text("import nothing_here\n")
+    found = document(capsys, [*replay[3:]], 125)
+    assert "nothing_here" in found["replays"][0]["reason"]
