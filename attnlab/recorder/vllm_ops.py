@@ -29,6 +29,9 @@ def _decode(arguments: dict[str, Any], reading: Reading) -> None:
         if isinstance(tensor, torch.Tensor):
             paged = tensor.unflatten(0, (-1, page_size)) if tensor.dim() == 3 else tensor
             reading.fields[name.removesuffix("_cache") + "_cache"] = paged
+    table = reading.fields.get("block_table")
+    if isinstance(table, torch.Tensor) and table.dim() == 3 and table.shape[2] == 1:
+        reading.fields["block_table"] = table[:, :, 0]  # as vLLM's own test passes it
     query = reading.fields.get("query")
     lens = reading.fields.get("seq_lens")
     if isinstance(query, torch.Tensor) and isinstance(lens, torch.Tensor):

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from helpers.cases import hostile
 
-from attnlab.case.ops import PREFILL, UNIFIED
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.recorder.reading import call_of_reading
@@ -13,9 +13,8 @@ from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
 from attnlab.show.sheets.tensors import contents
 from attnlab.tensors.origin import Origin
 
-PREFILL_OP = next(
-    one for one in vllm_ops() if one.module.startswith(FOLDERS[1]) and one.op == PREFILL
-)
+OPS_OF = {one.op: one for one in vllm_ops() if one.module.startswith(FOLDERS[1])}
+PREFILL_OP = OPS_OF[PREFILL]
 
 
 def test_a_prefill_without_new_tokens_reads_them_from_the_cache():
@@ -60,3 +59,19 @@ def test_a_buffer_that_held_the_output_before_shows_no_unwritten_rows():
 def test_the_page_of_an_fp8_call():
     """Its tensors have a range, although torch has no minimum of FP8 numbers."""
     assert contents(torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)) == "-2 to 1"
+
+
+def test_a_decode_may_have_a_table_with_a_third_dimension():
+    """vLLM's own test passes one of size 1."""
+    call = make_problem(hostile(op=DECODE_FWD, query_lens=(1, 1), ctx_lens=(20, 33))).call
+    arguments = {
+        "q": call.query,
+        "k_buffer": torch.zeros(8, 16, 3, 64),
+        "v_buffer": torch.zeros(8, 16, 3, 64),
+        "o": call.output,
+        "req_to_token": call.block_table[:, :, None],
+        "b_seq_len": call.seq_lens,
+        "page_size": 16,
+    }
+    found = OPS_OF[DECODE_FWD].read(arguments).fields["block_table"]
+    assert torch.equal(found, call.block_table)
