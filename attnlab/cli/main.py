@@ -35,6 +35,7 @@ from attnlab.cli import (
     releases,
     replay,
     run,
+    shrink,
     stages,
     xray,
 )
@@ -47,6 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     diagnose.COMMAND,
     xray.COMMAND,
     replay.COMMAND,
+    shrink.COMMAND,
     power.COMMAND,
     check.COMMAND,
     releases.COMMAND,

@@ -108,6 +108,8 @@ OWN_FLAGS = [
     (["xray", "--call", "nowhere"], "nowhere"),
     (["replay"], "CALL"),
     (["replay", "nowhere"], "nowhere"),
+    (["shrink", "nowhere"], "nowhere"),
+    (["shrink", "nowhere", "--seconds", "0"], "seconds must be"),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 
