@@ -10,9 +10,21 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers.notebooks import NOTEBOOKS, SMALL
+from helpers.products import sharing_products
 from helpers.sources import RELEASES, downloads, of_release, refuse_downloads, sdist
 
 from attnlab.kernels.vllm.source import Source
+
+# Files whose tests take the most time: they start first, so that the processes end together.
+START_FIRST = ("reports/test_notebooks.py", "study/test_production.py", "vllm/test_agreement.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of START_FIRST to the front."""
+    last = len(START_FIRST)
+    rank = {name: place for place, name in enumerate(START_FIRST)}
+    items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), last))
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +59,22 @@ def rocm(request: pytest.FixtureRequest) -> Source:
     return sdist(request.param)
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return the temporary folder of this run of pytest, which all of its processes share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
+@pytest.fixture
+def shared_products(run_folder: Path) -> Iterator[None]:
+    """Share large products with the notebooks and the other tests that ask for this."""
+    with sharing_products(run_folder):
+        yield
+
+
 @pytest.fixture(scope="session", params=[pytest.param("small", marks=pytest.mark.releases)])
-def small_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def small_run(run_folder: Path) -> Path:
     """Run all notebooks once, as committed but at a reduced size; return the folder of the reports.
 
     Under pytest-xdist the first process that asks runs them, and the others wait. Notebook 08 downloads
@@ -56,10 +82,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     """
     from attnlab.reports.investigate import find_notebooks, investigate
 
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if hasattr(request.config, "workerinput") else base
-    reports = shared / "small_run"
-    with FileLock(shared / "small_run.lock"):
+    reports = run_folder / "small_run"
+    with FileLock(run_folder / "small_run.lock"), sharing_products(run_folder):
         if not (reports / "verdicts.json").exists():
             paths = find_notebooks([], NOTEBOOKS)
             investigate(paths, parameters=SMALL, reports=reports, timeout_s=600, jobs=2)

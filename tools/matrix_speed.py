@@ -104,7 +104,7 @@ def run_child(what: str, args: argparse.Namespace, tree: Path, cache: Path) -> d
         command += ["--processes", str(args.processes)] if args.processes else []
         environment = {
             **os.environ,
-            "PYTHONPATH": str(tree),
+            "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
             "PYTHONSAFEPATH": "1",
             "TRITON_CACHE_DIR": str(cache),
         }

@@ -58,6 +58,12 @@ def written_rows(contract: Contract, call: KernelCall) -> torch.Tensor:
     return rows.cumsum(0)[:-1] > 0
 
 
+def runs_of(rows: torch.Tensor) -> list[slice]:
+    """Return the runs of consecutive rows in a mask [n] bool, in order."""
+    edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
 def unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> torch.Tensor:
     """Return which output rows no kernel writes, [num_tokens] bool."""
     written = torch.zeros(call.query.shape[0], dtype=torch.bool)

@@ -1,6 +1,7 @@
 """ErrorMap: where and by how much an output differs from the reference."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,10 @@ import torch
 from attnlab.case.json import json_number
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
+from attnlab.lab.greatest import NONE, Greatest, greater, index_of
 
 # On a CPU few enough rows that no full-size copy is made; on a GPU there is room for one.
 _ROWS_AT_A_TIME = {"cpu": 128, "cuda": 1 << 16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greatest:
-    """A largest value and the first index (row, head, element) that has it."""
-
-    value: float
-    index: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,30 +182,32 @@ def compare(
         return _embedded(part, heads, rows, output.shape[:2])
     tokens, num_heads, head_size = output.shape
     error = torch.empty(tokens, num_heads)
-    mismatches = torch.empty(tokens, num_heads, dtype=torch.int32)
+    mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32)
     # Greatest absolute and relative difference, of all elements and of those that mismatch.
-    overall, outside = [_NONE, _NONE], [_NONE, _NONE]
+    overall, outside = [NONE, NONE], [NONE, NONE]
     first, nans = None, 0
     step = _ROWS_AT_A_TIME[expected.device.type]
     for row in range(0, tokens, step):
         here = slice(row, row + step)
-        right = expected[here]
-        size = right.abs()
-        wrong = (output[here].to(right.dtype) - right).abs_()
+        got, right = output[here], expected[here]
+        wrong = (got.to(right.dtype) - right).abs_()
         allowed = atol[here] if isinstance(atol, torch.Tensor) else atol
-        close = wrong <= (allowed + rtol * size if rtol else allowed)
-        error[here] = wrong.amax(2).float()
-        if not error[here].isfinite().all():  # infinities may be equal, but are never close
-            close = (output[here].to(right.dtype) == right) | (wrong.isfinite() & close)
-            error[here] = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2).float()
-        mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
-        relative = wrong / size
-        overall = _greater(overall, (wrong, relative), row)
-        if mismatches[here].any():
-            first = first or _index(int((~close).flatten().int().argmax()), close.shape, row)
-            nans += int(output[here].isnan().sum())
-            masked = (wrong.masked_fill(close, 0), relative.masked_fill(close, 0))
-            outside = _greater(outside, masked, row)
+        per_head = wrong.amax(2)
+        close = (
+            None
+            if _all_below(per_head, allowed, rtol)
+            else _close(got, right, wrong, allowed, rtol)
+        )
+        if close is not None and not per_head.isfinite().all():
+            per_head = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2)
+        error[here] = per_head
+        overall = greater(overall, wrong, right, row)
+        if close is not None and not close.all():
+            mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
+            first = first or index_of(int((~close).flatten().int().argmax()), close.shape, row)
+            nans += int(got.isnan().sum())
+            others = (wrong.masked_fill(close, 0), right.masked_fill(close, 1))
+            outside = greater(outside, *others, row)
     greatest_abs, greatest_rel = outside if first else overall
     return ErrorMap(
         lengths=lengths,
@@ -257,24 +253,20 @@ def _embedded(
     )
 
 
-_NONE = Greatest(value=-1.0, index=(0, 0, 0))
+def _all_below(per_head: torch.Tensor, allowed: float | torch.Tensor, rtol: float) -> bool:
+    """Return whether one number bounds every error, which spares a comparison of the elements."""
+    if isinstance(allowed, torch.Tensor) or rtol or not math.isfinite(allowed):
+        return False
+    return bool((per_head <= allowed).all())
 
 
-def _greater(
-    best: list[Greatest], pair: tuple[torch.Tensor, torch.Tensor], row: int
-) -> list[Greatest]:
-    """Return, for each of two tensors, the greater of ``best`` and its greatest value."""
-    kept = []
-    for before, values in zip(best, pair, strict=True):
-        at = int(values.flatten().argmax())
-        value = float(values.flatten()[at])
-        is_greater = value > before.value or (value != value and before.value == before.value)
-        here = Greatest(value=value, index=_index(at, values.shape, row))
-        kept.append(here if is_greater else before)
-    return kept
-
-
-def _index(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:
-    """Return (row, head, element) of a flat index into rows that begin at ``row``."""
-    _, heads, head_size = shape
-    return row + flat // (heads * head_size), flat // head_size % heads, flat % head_size
+def _close(
+    got: torch.Tensor,
+    right: torch.Tensor,
+    wrong: torch.Tensor,
+    allowed: float | torch.Tensor,
+    rtol: float,
+) -> torch.Tensor:
+    """Return which elements are within the tolerance; equal infinities are, other infinities are not."""
+    close = wrong <= (allowed + rtol * right.abs() if rtol else allowed)
+    return (got.to(right.dtype) == right) | (wrong.isfinite() & close)

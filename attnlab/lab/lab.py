@@ -15,7 +15,7 @@ from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.case.ops import PREFILL
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import written_rows
+from attnlab.contracts.rows import runs_of, written_rows
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend
@@ -152,13 +152,14 @@ class Lab:
             cache = self.cache(case)
         call = self.call(case)
         decision, target = decide(case), Target.of(case)
-        violations = find_violations(call, target, decision.kernels, cache.provenance)
         rejection, ran = None, RunOutput()
         with self._step(seconds, "kernels"):
             try:
                 ran = self._run_kernels(case, call)
             except KernelRejected as error:
                 rejection = error
+        # A GPU computes meanwhile. The kernels change nothing that the violations follow from.
+        violations = find_violations(call, target, decision.kernels, cache.provenance)
         errors, wrong_sides = None, tuple[SideError, ...]()
         if rejection is None:
             with self._step(seconds, "reference"):
@@ -264,7 +265,7 @@ class Lab:
             model.run(call, target, (PREFILL,))
             return torch.cat([call.output[run] for run in runs] or [call.output[:0]])
 
-        runs = _runs(written_rows(contract(PREFILL, target, call.op), call))
+        runs = runs_of(written_rows(contract(PREFILL, target, call.op), call))
         key = (prefill_key(case), self.where(case))
         done, was_there = self.shared.get("prefill", key, prefill, in_file=key[1] == "cpu")
         if was_there:
@@ -292,9 +293,3 @@ class Lab:
             yield
         finally:
             seconds[step] = time.perf_counter() - start
-
-
-def _runs(rows: torch.Tensor) -> list[slice]:
-    """Return the runs of consecutive rows in a mask [n] bool, in order."""
-    edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
-    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

@@ -208,10 +208,28 @@ def _bias(
     """
     if not sliding_window:
         return _diagonal(rows, like.dtype, like.device)
-    at = torch.arange(position, position + rows, device=like.device)[:, None]
-    keys = torch.arange(begin, end, device=like.device)
+    return _band(rows, position - begin, end - begin, sliding_window, like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)
+def _band(
+    rows: int,
+    position: int,
+    columns: int,
+    sliding_window: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return 0 for a visible key and -inf for a hidden one, [rows, columns].
+
+    Row 0 is at ``position``, counted from the first column. The sequences of a batch share most of them.
+    """
+    at = torch.arange(position, position + rows, device=device)[:, None]
+    keys = torch.arange(columns, device=device)
     hidden = (keys > at) | (keys <= at - sliding_window)
-    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(rows, columns, dtype=dtype, device=device).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """Batch: ragged sequences with their query, key and value."""
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +15,7 @@ from attnlab.tensors.formats import FORMATS
 
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
-_PART = 1 << 16  # elements drawn at a time in float32: 256 KiB
+_PART = 1 << 18  # elements drawn at a time in float32: 1 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -62,13 +63,15 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     The same Case gives the same bits with the same version of torch. The lengths equal those of vLLM's
     test. The data have the test's distribution but other values, because the test draws on a GPU.
     """
-    lengths, dtype = case.lengths, FORMATS[case.dtype].dtype
+    lengths = case.lengths
+    query_shape = (lengths.num_tokens, case.num_heads, case.head_size)
     kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
+    query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
     return Batch(
         lengths=lengths,
-        query=_draw((lengths.num_tokens, case.num_heads, case.head_size), dtype, case, 0, device),
-        key=_draw(kv_shape, dtype, case, 1, device),
-        value=_draw(kv_shape, dtype, case, 2, device),
+        query=query,
+        key=key,
+        value=value,
         alibi_slopes=alibi_slopes(case.num_heads).to(device) if case.alibi else None,
         sinks=sink_logits(case.num_heads, case.seed).to(device) if case.sinks else None,
     )
@@ -102,37 +105,43 @@ def sink_logits(num_heads: int, seed: int) -> torch.Tensor:
 
 
 def _draw(
-    shape: tuple[int, ...], dtype: torch.dtype, case: Case, salt: int, device: str
-) -> torch.Tensor:
-    """Return a tensor on ``device``, drawn in float32 on the CPU and rounded to ``dtype``.
+    shapes: Sequence[tuple[int, int, int]], case: Case, device: str
+) -> tuple[torch.Tensor, ...]:
+    """Return a tensor of each shape on ``device``, drawn in float32 on the CPU and rounded to the dtype.
 
-    Each chunk has its own generator, so that the bits do not depend on the number of threads.
+    Each chunk of a tensor has its own generator, so that the bits do not depend on the number of threads.
+    All chunks of all tensors are drawn side by side, the longest first.
     """
-    drawn = torch.empty(shape, dtype=dtype, device=device)
-    chunks = drawn.view(-1).split(_CHUNK)
+    dtype = FORMATS[case.dtype].dtype
+    drawn = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    chunks = [
+        (chunk, (case.seed << 24) + (salt << 20) + i)
+        for salt, tensor in enumerate(drawn)
+        for i, chunk in enumerate(tensor.view(-1).split(_CHUNK))
+    ]
+    chunks.sort(key=lambda one: -len(one[0]))
     with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda i: _draw_chunk(chunks[i], case, salt, i), range(len(chunks))))
+        list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
     return drawn
 
 
-def _draw_chunk(chunk: torch.Tensor, case: Case, salt: int, i: int) -> None:
-    """Draw chunk ``i`` of a tensor, modifying it; in parts, so that the numbers stay in a core's cache.
+def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
+    """Draw a chunk, modifying it; in parts, so that the numbers stay in a core's cache.
 
     The parts do not change the numbers: torch draws them in order, normal ones 16 at a time, and the last
-    part has at least 16 unless the chunk has fewer. A chunk on a GPU is drawn into pinned memory, which is
-    copied while other chunks are drawn.
+    part has at least 16 unless the chunk has fewer.
     """
-    generator = torch.Generator().manual_seed((case.seed << 24) + (salt << 20) + i)
+    generator = torch.Generator().manual_seed(seed)
     numbers = torch.empty(min(len(chunk), 2 * _PART), dtype=torch.float32)
     on_cpu = chunk.device.type == "cpu"
-    target = chunk if on_cpu else torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True)
+    target = chunk if on_cpu else torch.empty(chunk.shape, dtype=chunk.dtype)
     whole = max(0, len(chunk) // _PART - 1) * _PART
     for part in (*target[:whole].split(_PART), target[whole:]):
         drawn = numbers[: len(part)]
-        if case.distribution == "normal":
+        if distribution == "normal":
             drawn.normal_(generator=generator)
         else:
             drawn.uniform_(-1e-3, 1e-3, generator=generator)
         part.copy_(drawn)
     if not on_cpu:
-        chunk.copy_(target, non_blocking=True)
+        chunk.copy_(target)

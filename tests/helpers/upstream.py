@@ -1,30 +1,26 @@
 """Write the script of a finding and run it on the ops of a source."""
 
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from attnlab.case.case import Case
-from attnlab.checker.finding import Finding
-from attnlab.reports.upstream import write_reports
-
-# Offers the ops of a source as modules of an installed vLLM, on Triton's own interpreter, and runs a script.
-RUNNER = """
-import os, runpy, sys
-os.environ["TRITON_INTERPRET"] = "1"
-from types import ModuleType
-from attnlab.kernels.vllm.source import find_source
-from attnlab.kernels.vllm.backend import load_stock
 from attnlab.case.platforms import PLATFORMS
-source = find_source(sys.argv[2])
-loaded = load_stock(source, PLATFORMS["sm_90"])
-vllm = ModuleType("vllm"); vllm.__version__ = source.version; vllm.__path__ = []
-vllm.triton_utils = sys.modules["vllm.triton_utils"] = ModuleType("vllm.triton_utils")
-sys.modules["vllm"] = vllm
-for folder in source.ops_folders:
-    for name in ("chunked_prefill_paged_decode", "prefix_prefill", "triton_unified_attention",
-                 "triton_decode_attention"):
-        sys.modules[f"{folder.replace('/', '.')}.{name}"] = loaded.loader.load(name)
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+from attnlab.checker.finding import Finding
+from attnlab.kernels.triton.interpreter import load_triton
+from attnlab.kernels.vllm.backend import Loaded, load_stock
+from attnlab.kernels.vllm.source import Source
+from attnlab.reports.upstream import write_reports
+from helpers.forked import outcome_of
+
+OPS_MODULES = (
+    "chunked_prefill_paged_decode",
+    "prefix_prefill",
+    "triton_unified_attention",
+    "triton_decode_attention",
+)
 
 
 def written(folder: Path, case: Case, kind: str = "reads_unwritten_slots") -> Path:
@@ -32,3 +28,34 @@ def written(folder: Path, case: Case, kind: str = "reads_unwritten_slots") -> Pa
     found = Finding(op=case.op, kind=kind, case=case, evidence="seen", diagnosis="none")
     files = write_reports([found], folder / "out", "vllm 0")
     return next(file for file in files if file.suffix == ".py")
+
+
+def script_outcome(
+    script: Path,
+    source: Source,
+    load: Callable[[Source], Loaded] = lambda source: load_stock(source, PLATFORMS["sm_90"]),
+) -> tuple[int, str]:
+    """Run a script on the ops of a source; return its exit code and what it prints.
+
+    The ops are offered as modules of an installed vLLM, on Triton's own interpreter unless ``load`` says
+    otherwise.
+    """
+
+    load_triton(interpret=True)  # here and not in each copy of this process
+
+    def run() -> None:
+        _offer(source, load(source))
+        sys.argv = [str(script)]
+        runpy.run_path(str(script), run_name="__main__")
+
+    return outcome_of(run)
+
+
+def _offer(source: Source, loaded: Loaded) -> None:
+    """Make the ops importable as ``vllm``."""
+    vllm, utils = ModuleType("vllm"), ModuleType("vllm.triton_utils")
+    vllm.__version__, vllm.__path__, vllm.triton_utils = source.version, [], utils
+    sys.modules |= {"vllm": vllm, "vllm.triton_utils": utils}
+    for folder in source.ops_folders:
+        for name in OPS_MODULES:
+            sys.modules[f"{folder.replace('/', '.')}.{name}"] = loaded.loader.load(name)

