@@ -158,10 +158,14 @@ def conclude(error: Difference, variations: Sequence[Variation]) -> tuple[str, s
     changed = [one for one in variations if one.changes_bits]
     foreign = [one for one in changed if one.kind == "foreign"]
     beyond = [one for one in changed if one.in_bounds > TWO_BOUNDS]
-    if foreign:
+    repeated = [one for one in changed if one.kind == "repeat"]
+    if repeated and beyond:
+        return (
+            CORRUPTION,
+            f"corruption: identical runs differ, {_size(repeated)}; others {_size(beyond)}",
+        )
+    if foreign and not repeated:
         return CORRUPTION, f"corruption: the output depends on {_names(foreign)}, {_size(foreign)}"
-    if any(one.kind == "repeat" for one in beyond):
-        return CORRUPTION, f"corruption: two identical runs differ, {_size(beyond)}"
     if beyond:
         text = f"corruption: {_names(beyond)} gives another output, {_size(beyond)}"
         return CORRUPTION, f"{text}, and another order of sums can change it by 2 at most"
@@ -170,8 +174,7 @@ def conclude(error: Difference, variations: Sequence[Variation]) -> tuple[str, s
         text = f"wrong computation: {where}, and {_ran_count(variations)} variations repeat them"
         return WRONG, f"{text}; neither corruption nor the order of sums explains that"
     if changed:
-        often = [one for one in changed if one.kind == "repeat"]
-        how = "identical runs and other variations" if often else _names(changed)
+        how = "identical runs and other variations" if repeated else _names(changed)
         return (
             ORDER,
             f"reduction order: the bits change with {how}, {_size(changed)}, within rounding",
