@@ -20,6 +20,7 @@ from attnlab.case.extras import named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
     bench_command,
+    capture,
     check,
     claims,
     decode_error,
@@ -51,6 +52,7 @@ COMMANDS: tuple[Command, ...] = (
     shrink.COMMAND,
     power.COMMAND,
     check.COMMAND,
+    capture.COMMAND,
     releases.COMMAND,
     merge.COMMAND,
     claims.COMMAND,

@@ -43,6 +43,7 @@ SHEETS: dict[str, str] = {
     "attnlab.replay.replays.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
     "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
+    "attnlab.serving.report.CaptureReport": "attnlab.serving.sheet.capture_report",
     "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
     "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",
     "attnlab.study.overview.Chapters": "attnlab.study.sheets.chapters",
