@@ -200,15 +200,15 @@ def _failing_test(ledger: Ledger) -> Answer:
                 num_heads=1,
                 head_size=32,
                 block_size=16,
-                sliding_window=4,
-                query_lens=(1, 2),
-                ctx_lens=(12, 7),
+                sliding_window=8,
+                query_lens=(1, 3),
+                ctx_lens=(39, 15),
                 distribution="normal",
                 stage="sound",
                 platform="sm_90",
                 backend=example_kernel(Path(folder)),
             )
-            found = diagnose(case, propose=False)
+            found = diagnose(case, Lab().output(case), propose=False)
     except (Unavailable, InvalidCase) as error:
         return f"not observed here: {error}", {"cause": None}
     cause = "no known defect" if found.cause is None else found.cause.name
