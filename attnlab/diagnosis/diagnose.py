@@ -111,6 +111,8 @@ def diagnose_call(
     before = call.before if before is None else before
     output = call.output if output is None else output.cpu()
     check_output(output, call.output)
+    if before is not None and _holds_output(before, output):
+        before = None
     kernels = tuple(kernels)
     problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
@@ -118,6 +120,16 @@ def diagnose_call(
     diagnosis = conclude(evidence, defects)
     seconds = time.perf_counter() - began
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
+
+
+def _holds_output(before: torch.Tensor, output: torch.Tensor) -> bool:
+    """Answer whether a buffer had the whole output before the call, NaN as any NaN.
+
+    An earlier call with the same inputs wrote it, or both are NaN: unwritten rows cannot be recognised by it.
+    """
+    if output.element_size() == 1:
+        return torch.equal(before.view(torch.uint8), output.view(torch.uint8))
+    return bool(((before == output) | (before.isnan() & output.isnan())).all())
 
 
 def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
