@@ -27,10 +27,11 @@ FOLDERS = (
     "reports",
     "recorder",
     "replay",
+    "serving",
     "study",
     "cli",
 )
-MAX_ENTRIES = 20
+MAX_ENTRIES = 21
 MAX_LINES = 300
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
+from attnlab.diagnosis.kernel_location import KernelLine
 
 KINDS = {
     "wrong_output": "the output differs from the reference by more than rounding",
@@ -43,6 +44,8 @@ class Finding(Shown):
     - ``case``: the smallest Case that shows it.
     - ``first``: the Case that showed it first; None if that is ``case``.
     - ``seen``: the number of cases that showed it.
+    - ``lines``: source lines that may hold the fault, the likeliest first, if they were looked for;
+      ``no_lines``: why there are none, or "".
     - ``flags``: what the command that reproduces it needs besides the Case, such as --source.
     """
 
@@ -54,6 +57,8 @@ class Finding(Shown):
     seen: int = 1
     first: Case | None = None
     flags: tuple[str, ...] = ()
+    lines: tuple[KernelLine, ...] = ()
+    no_lines: str = ""
 
     @property
     def is_fault(self) -> bool:

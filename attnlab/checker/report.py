@@ -91,6 +91,8 @@ class Report(Shown):
 
     def location(self, finding: Finding) -> Location | None:
         """Return the line of a finding, or the definition of its op; None if it has no file."""
+        if finding.lines:
+            return Location(file=finding.lines[0].file, line=finding.lines[0].line)
         return location_of(finding.op, finding.evidence, self.locations)
 
     def warnings(self) -> list[str]:

@@ -32,7 +32,8 @@ _DOCUMENT = """\
 --json prints one object:
   source, version, cases, cases_run, seconds
   ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
-  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first}
+  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first, lines, no_lines}
+  with --locate, lines of a finding are {file, line, source, score, evidence, reason}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran
   not_run: list of {op, reason, cases, run}
@@ -113,6 +114,12 @@ def _add_files(group: Any) -> None:
     add_known(group)
     add_ci_files(group)
     group.add_argument(
+        "--locate",
+        action="store_true",
+        help="look for the source lines of each fault of an interpreted Triton kernel; up to half a minute "
+        "each",
+    )
+    group.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
@@ -184,6 +191,11 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
             ),
             stop=stop,
         )
+    if args.locate and not stop():
+        from attnlab.checker.source_lines import with_source_lines
+
+        with progress("locating the faults") as on_step:
+            report = with_source_lines(report, backend, on_step)
     if args.report is None or stop():
         return report
     from attnlab.reports.upstream import write_reports

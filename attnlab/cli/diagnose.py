@@ -36,6 +36,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="the key of each field in a dict of tensors, for example query=q,key_cache=k; numbers are "
         "values",
     )
+    group.add_argument(
+        "--no-location",
+        action="store_true",
+        help="do not look for the source lines of a fault, which takes up to half a minute",
+    )
     case_source.add_flags(parser)
 
 
@@ -67,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.call is not None:
             diagnosis = _of_call(case, args)
         else:
-            diagnosis = diagnose_file(case, lab, args.output_file)
+            diagnosis = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
     if args.json:
         print_json(diagnosis.to_dict())
     else:

@@ -20,6 +20,7 @@ from attnlab.case.extras import named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
     bench_command,
+    capture,
     check,
     claims,
     decode_error,
@@ -49,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     replay.COMMAND,
     power.COMMAND,
     check.COMMAND,
+    capture.COMMAND,
     releases.COMMAND,
     merge.COMMAND,
     claims.COMMAND,

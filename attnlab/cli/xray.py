@@ -13,6 +13,7 @@ from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 
 if TYPE_CHECKING:
+    from attnlab.diagnosis.kernel_location import KernelLocation
     from attnlab.weights.xray import XRay
 
 
@@ -43,6 +44,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="do not measure another case to confirm a description",
     )
     group.add_argument(
+        "--no-location",
+        action="store_true",
+        help="do not look for the source lines of wrong weights",
+    )
+    group.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with the pictures, in one file"
     )
     case_source.add_flags(parser)
@@ -61,19 +67,23 @@ def _run(args: argparse.Namespace) -> int:
 
         check_drawable()
         check_output_file(args.html, "html")
-    found = _xray(args, case)
+    found, location = _xray(args, case)
     if args.html is not None:
         from attnlab.reports.xray_page import write_xray
 
-        write_xray(args.html, found, _command(args, case))
+        write_xray(args.html, found, _command(args, case), location)
     if args.json:
-        print_json(found.to_dict())
+        place = None if location is None else location.to_dict()
+        print_json({**found.to_dict(), "location": place})
     else:
         show(found)
+        for sentence in [] if location is None else location.sentences():
+            print(sentence)
     return 1 if found.is_wrong else 0
 
 
-def _xray(args: argparse.Namespace, case: Case) -> "XRay":
+def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
+    """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
     from attnlab.recorder.other_files import read_call
     from attnlab.weights.public import xray, xray_of_call
@@ -88,8 +98,14 @@ def _xray(args: argparse.Namespace, case: Case) -> "XRay":
             ]
             call = read_call(args.call)
             ran = where_it_ran(call, case, given).case
-            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s)
-        return xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
+            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s), None
+        found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
+        if not found.is_wrong or args.no_location or case.backend == "model":
+            return found, None
+        from attnlab.diagnosis.kernel_lines import locate_lines
+
+        on_step("trial edits of the source")
+        return found, locate_lines(lab, case, found)
 
 
 def _command(args: argparse.Namespace, case: Case) -> str:

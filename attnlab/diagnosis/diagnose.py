@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
@@ -19,6 +20,9 @@ from attnlab.diagnosis.decision import collect_evidence, conclude
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
 from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.kernel_lines import locate_lines
+from attnlab.diagnosis.kernel_location import KernelLocation
+from attnlab.diagnosis.kernel_trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, check_output, examine, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.withdrawal import with_run_faults
@@ -34,6 +38,7 @@ def diagnose(
     rerun: Rerun | None = None,
     defects: Iterable[Defect] = DEFECTS.values(),
     propose: bool = True,
+    limit: Limit | None = FULL,
 ) -> Diagnosis:
     """Diagnose an output of the Case.
 
@@ -43,6 +48,7 @@ def diagnose(
     - ``defects``: the candidates.
     - ``propose``: if the output is ambiguous, search for a Case that distinguishes the first two
       explanations.
+    - ``limit``: of the search for the source lines of a fault, if ``output`` is None; None does not search.
 
     Raises InvalidCall if ``output`` has another shape or dtype than the Case's output, InvalidCase for a
     cache write. If the kernel raises for the Case, the status is "rejected".
@@ -59,13 +65,14 @@ def diagnose(
             return _rejected(lab, case, str(ran.error))
         output, kernel = ran.output, kernel or kernel_of(lab)
     flags = lab.backend(case).flags
-    output, lab = output.cpu(), _cpu_lab(lab, case)
+    own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
     if kernel is not None and diagnosis.is_wrong:
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+        diagnosis = _with_location(own, case, diagnosis, limit)
     distinction = None
     if propose and diagnosis.status == "ambiguous":
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -107,6 +114,23 @@ def diagnose_call(
     diagnosis = conclude(evidence, defects)
     seconds = time.perf_counter() - began
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
+
+
+def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
+    """Return the diagnosis with the source lines that may hold the fault.
+
+    Models have no source, and a wrong call is no fault of the kernel.
+    """
+    is_callers = any(violation.effect != "harmless" for violation in diagnosis.violations)
+    if limit is None or not diagnosis.is_wrong or is_callers or case.backend == "model":
+        return diagnosis
+    if lab.on_step is not None:
+        lab.on_step("trial edits of the source")
+    try:
+        location = locate_lines(lab, case, diagnosis.xray, limit)
+    except AttnLabError as error:
+        location = KernelLocation(why_none=f"the kernels cannot be traced: {error}")
+    return dataclasses.replace(diagnosis, location=location)
 
 
 def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:

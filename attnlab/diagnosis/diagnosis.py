@@ -10,6 +10,7 @@ from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
+from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.weights.xray import XRay
 
@@ -67,6 +68,8 @@ class Diagnosis(Shown):
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
+    - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
+      were not looked for.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -92,6 +95,7 @@ class Diagnosis(Shown):
     outside: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
+    location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
@@ -103,6 +107,11 @@ class Diagnosis(Shown):
     def is_wrong(self) -> bool:
         """Answer whether there is anything to explain."""
         return self.status != "nothing wrong"
+
+    @property
+    def locations(self) -> tuple[KernelLine, ...]:
+        """Return the lines of the kernel's source that may hold the fault, the likeliest first."""
+        return () if self.location is None else self.location.lines
 
     def counts(self) -> dict[str, int]:
         """Return the number of candidates by verdict."""
@@ -131,6 +140,7 @@ class Diagnosis(Shown):
             self._cause_sentence(),
             *self._violation_sentences(),
             *self.withdrawn,
+            *([] if self.location is None else self.location.sentences()),
             *distinction,
         ]
 
@@ -212,6 +222,8 @@ class Diagnosis(Shown):
             "outside": list(self.outside),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
+            "locations": [line.to_dict() for line in self.locations],
+            "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],
             "distinction": self._distinction_dict(),
             "unknown": self.unknown,

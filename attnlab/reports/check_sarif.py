@@ -69,6 +69,8 @@ def _warnings(report: Report) -> list[str]:
 def _result(report: Report, finding: Finding) -> dict[str, Any]:
     """Return one finding."""
     text = f"{finding.op}: {_RULES[finding.kind]} ({finding.diagnosis}). {finding.evidence}"
+    if finding.lines:
+        text += f". {finding.lines[0].text}"
     result: dict[str, Any] = {
         "ruleId": finding.kind,
         "ruleIndex": [*_RULES].index(finding.kind),
@@ -83,16 +85,26 @@ def _result(report: Report, finding: Finding) -> dict[str, Any]:
     }
     location = report.location(finding)
     if location is not None:
-        artifact: dict[str, Any] = {"uri": location.file}
-        if not location.file.startswith(("/", "../")):
-            artifact["uriBaseId"] = _ROOT
-        physical = {"artifactLocation": artifact, "region": {"startLine": location.line}}
         logical = {"name": finding.op, "kind": "function"}
+        physical = _physical(location.file, location.line)
         result["locations"] = [{"physicalLocation": physical, "logicalLocations": [logical]}]
+    if finding.lines[1:]:
+        result["relatedLocations"] = [
+            {"physicalLocation": _physical(line.file, line.line), "message": {"text": line.reason}}
+            for line in finding.lines[1:]
+        ]
     links = [entry.link for entry in report.known if entry.finding == finding]
     if links:
         result["suppressions"] = [{"kind": "external", "justification": links[0]}]
     return result
+
+
+def _physical(file: str, line: int) -> dict[str, Any]:
+    """Return a line of a file, relative to the root of the source unless it is outside."""
+    artifact: dict[str, Any] = {"uri": file}
+    if not file.startswith(("/", "../")):
+        artifact["uriBaseId"] = _ROOT
+    return {"artifactLocation": artifact, "region": {"startLine": line}}
 
 
 def _fingerprint(finding: Finding) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.output_file import write_text
+from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.reports.pages import render_page
 from attnlab.show.sheets import html
 from attnlab.weights.columns import key_columns, law_points
@@ -24,8 +25,9 @@ def check_drawable() -> None:
         ) from error
 
 
-def write_xray(path: Path, one: XRay, command: str) -> None:
-    """Write the page; ``command`` is the command line that writes it again.
+def write_xray(path: Path, one: XRay, command: str, location: KernelLocation | None = None) -> None:
+    """Write the page; ``command`` is the command line that writes it again. ``location``: lines of the source
+    that may hold the fault.
 
     Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
     """
@@ -35,6 +37,7 @@ def write_xray(path: Path, one: XRay, command: str) -> None:
         title="X-ray of attention weights",
         status=one.status,
         sentences=one.sentences,
+        location=location,
         sheet=html(one),
         light=_picture(one, is_dark=False),
         dark=_picture(one, is_dark=True),

@@ -32,6 +32,16 @@ class KeyColumns:
     block_size: int
 
     @property
+    def own(self) -> int:
+        """Return the number of columns of the sequence itself, those before ``foreign``."""
+        return self.positions + self.tail
+
+    @property
+    def foreign_width(self) -> int:
+        """Return how many columns wide a picture draws each foreign one, so that its label has room."""
+        return max(1, self.own // 20)
+
+    @property
     def difference(self) -> torch.Tensor:
         """Return measured minus expected, [rows, columns]."""
         return self.measured - self.expected
@@ -47,12 +57,14 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
     at = torch.nonzero(setup.heads == head).flatten()[0]
     length = int(setup.seq_len[rows[0]])
     own = owners.seq == seq
-    last = int(owners.position[own].max()) + 1 if bool(own.any()) else length
-    others = sorted(set(owners.seq[~own & (owners.seq != NONE)].tolist()))
+    last = _last_column(one, own, length, rows, int(at))
+    own &= owners.position < last
+    others = sorted(set(owners.seq[(owners.seq != seq) & (owners.seq != NONE)].tolist()))
     column = torch.where(own, owners.position, 0)
     for index, other in enumerate(others):
         column = torch.where(owners.seq == other, last + index, column)
-    column = torch.where(owners.seq == NONE, last + len(others), column)
+    rest = (owners.seq == NONE) | ((owners.seq == seq) & ~own)  # the latter have no weight
+    column = torch.where(rest, last + len(others), column)
     measured, expected = (
         torch.zeros(len(rows), last + len(others) + 1, dtype=torch.float64).index_add_(
             1, column, weights[rows, at]
@@ -71,6 +83,16 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
         context=int(setup.ctx_len[rows[0]]),
         block_size=setup.call.block_size,
     )
+
+
+def _last_column(one: XRay, own: torch.Tensor, length: int, rows: torch.Tensor, head: int) -> int:
+    """Return the number of columns of a sequence: to the end of its last block, and of the last slot of its
+    blocks that has a weight."""
+    size = one.setup.call.block_size
+    weighed = own & (one.weights[rows, head] != 0).any(0)
+    last = int(one.owners.position[weighed].max()) + 1 if bool(weighed.any()) else length
+    most = int(one.owners.position[own].max()) + 1 if bool(own.any()) else length
+    return min(most, -(-max(last, length) // size) * size)
 
 
 def _worst(one: XRay) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The part of ``import attnlab`` that reads weights out of a kernel."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -85,12 +86,15 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     slots = case.total_blocks * case.block_size
     check_numbers(len(rows), len(heads), slots, slots // case.head_size)
     call, provenance = lab.call(case), lab.cache(case).provenance
+    options = RunOptions.of(case)
+    if lab.on_step is not None:
+        options = dataclasses.replace(options, on_step=lab.on_step)
     return Subject(
         call=call,
         target=Target.of(case),
         kernels=decide(case).kernels,
         backend=backend,
-        options=RunOptions.of(case),
+        options=options,
         rows=torch.arange(rows.start, rows.stop),
         heads=torch.arange(heads.start, heads.stop),
         written=(provenance.seq != NOBODY).flatten(),

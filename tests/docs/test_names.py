@@ -24,7 +24,10 @@ OTHER_FILES = {
     "docs/Features.md",
     "docs/Device_API_support_matrix.md",
 }
-FOREIGN = {"--quiet", "--editable", "--write", "--check", "--numprocesses"}  # pip, pytest, tools/
+FOREIGN = {
+    *("--quiet", "--editable", "--write", "--check", "--numprocesses"),  # pip, pytest, tools/
+    *("--enforce-eager", "--compilation-config"),  # vllm serve
+}
 
 
 def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

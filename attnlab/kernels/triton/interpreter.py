@@ -26,10 +26,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -38,8 +38,9 @@ import torch
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.child_process import end_with_parent
-from attnlab.kernels.triton.memory import Memory
+from attnlab.kernels.triton.memory import Accesses, Memory
 from attnlab.kernels.triton.patches import language
+from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import Launch, RunLog
 from attnlab.kernels.triton.trace import Trace, Watched
 from attnlab.kernels.triton.versions import check_pair
@@ -119,6 +120,10 @@ def interpreted_triton() -> ModuleType:
             if not warmup:
                 launch(self, args, kwargs, grid)
 
+        def rewrite(self) -> Any:
+            probe, found = current_probe(), super().rewrite()
+            return found if probe is None else probe.rewritten(self.fn, found)
+
     def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         return Launched(fn) if fn is not None else lambda fn: Launched(fn)
 
@@ -166,33 +171,49 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
     plan = _PLAN.get() or LaunchPlan()
-    name = kernel.__name__
-    plan.observed.launches.append(Launch(kernel=name, grid=sizes))
+    plan.observed.launches.append(Launch(kernel=(name := kernel.__name__), grid=sizes))
     programs = [
         (x, y, z)
         for x, y, z in itertools.product(*map(range, sizes))
         if plan.needed(name, arguments, (x, y, z))
     ]
 
-    trace = None
-    if plan.watched is not None:
+    probe = current_probe()
+    log = None if probe is None else probe.begin(function, arguments, converted, sizes)
+    trace: Trace | LaunchLog | None = log
+    if log is None and plan.watched is not None:
         trace = Trace.of(plan.watched, arguments, plan.observed.reads)
 
     def run(program: Program) -> None:
         interpreter.interpreter_builder.set_grid_idx(*program)
-        kernel(**converted)
+        with nullcontext() if log is None or probe is None else log.running(program, probe.codes):
+            kernel(**converted)
         if trace is not None:
             trace.end()
 
-    memory = Memory(arguments, trace)
+    with prepared(kernel, arguments, sizes, plan.observed, trace):
+        _run_all(run, programs, plan if log is None else replace(plan, processes=1))
+
+
+@contextmanager
+def prepared(
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    sizes: Program,
+    observed: RunLog,
+    trace: Accesses | None = None,
+) -> Iterator[None]:
+    """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
+    from triton.runtime import interpreter
+
     with (
-        language(interpreter, kernel, plan.observed, memory),
+        language(interpreter, kernel, observed, Memory(arguments, trace)),
         warnings.catch_warnings(),
         np.errstate(all="ignore"),
     ):
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns for an all-NaN slice
         interpreter.interpreter_builder.set_grid_dim(*sizes)
-        _run_all(run, programs, plan)
+        yield
 
 
 def _converted(kernel: Any, name: str, value: Any) -> Any:

@@ -6,18 +6,26 @@ Python.
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from attnlab.kernels.triton.trace import Trace
+
+class Accesses(Protocol):
+    """Records loads and stores: addresses (uint64) and a mask (bool) of the same shape."""
+
+    def loaded(self, addresses: Any, mask: Any) -> None:
+        """Record a load."""
+
+    def stored(self, addresses: Any, mask: Any) -> None:
+        """Record a store."""
 
 
 class Memory:
-    """The tensors among a kernel's arguments, by address; ``trace``, if given, records loads from them."""
+    """The tensors among a kernel's arguments, by address; ``trace``, if given, records accesses to them."""
 
-    def __init__(self, arguments: Mapping[str, Any], trace: Trace | None = None) -> None:
+    def __init__(self, arguments: Mapping[str, Any], trace: Accesses | None = None) -> None:
         self.trace = trace
         extents: dict[int, tuple[int, str]] = {}
         for name, value in arguments.items():

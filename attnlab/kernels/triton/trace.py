@@ -65,7 +65,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Region:
+class Region:
     """The memory of a tensor, and how to compute a row or a slot from an address.
 
     ``begin``, ``end``: addresses. ``places``: (stride in bytes, size, factor of the index) per dimension,
@@ -79,7 +79,7 @@ class _Region:
     places: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> "_Region":
+    def of(cls, name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> "Region":
         bytes_ = tensor.element_size()
         factors = dict.fromkeys(range(tensor.dim()), 0)
         factors[dims[-1]] = 1
@@ -121,7 +121,7 @@ class Trace:
     """
 
     reads: dict[Key, set[int]]
-    _regions: list[_Region] = field(default_factory=list)
+    _regions: list[Region] = field(default_factory=list)
     _rows: set[int] = field(default_factory=set)
     _slots: dict[str, set[int]] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class Trace:
         """Return the trace of a launch; ``arguments`` by name. The trace changes ``reads``."""
         tensors = {n: value for n, value in arguments.items() if isinstance(value, torch.Tensor)}
         dims = {name: watched.dims(tensor) for name, tensor in tensors.items()}
-        regions = [_Region.of(n, tensors[n], found) for n, found in dims.items() if found]
+        regions = [Region.of(n, tensors[n], found) for n, found in dims.items() if found]
         return cls(reads=reads, _regions=regions)
 
     def loaded(self, addresses: Any, mask: Any) -> None:

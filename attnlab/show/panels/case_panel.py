@@ -10,15 +10,10 @@ from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+from attnlab.show.panels import controls as inputs
 from attnlab.show.panels import layout, texts
 from attnlab.show.panels.case_text_box import CaseTextBox
-from attnlab.show.panels.controls import (
-    Control,
-    check_knobs,
-    kernel_input,
-    set_class,
-    source_input,
-)
+from attnlab.show.panels.controls import Control, check_knobs, set_class
 from attnlab.show.panels.draft import Draft
 from attnlab.show.panels.latest_only import Job, LatestOnly
 from attnlab.show.panels.panel_data import PanelData, Selection, make_panel_data
@@ -28,6 +23,7 @@ from attnlab.show.panels.progress import PICTURES, Progress
 from attnlab.show.panels.rendering import Rendered
 from attnlab.show.panels.static_html import static_html
 from attnlab.show.panels.views import VIEWS, check_views
+from attnlab.show.panels.xray_box import XrayBox
 from attnlab.show.sheets import html
 
 FACTS = {
@@ -80,17 +76,16 @@ class Panel:
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)
-        self._source = source_input(str(self._lab.source or ""))
+        self.xray = XrayBox(lambda: self._lab, lambda: self.case) if is_explorer else None
+        self._source = inputs.source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
-        self._kernel = kernel_input()
-        self._kernel.observe(
-            lambda change: self.set(backend=change["new"].strip() or "model"), "value"
-        )
+        self._kernel = inputs.kernel_input()
+        self._kernel.observe(self._on_kernel, "value")
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
         self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
         self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
-        self.widget = self._make_layout(is_explorer)
+        self.widget = self._make_layout()
         self._on_draft(self._draft)
 
     @property
@@ -183,13 +178,13 @@ class Panel:
         parts = [box.value for name, box in self.texts.items() if name != "selection" or selected]
         return static_html(parts, self._rendered, list(self.controls))
 
-    def _make_layout(self, is_explorer: bool) -> Any:
+    def _make_layout(self) -> Any:
         progress = self.progress.widget
-        if not is_explorer:
+        if self.xray is None:
             return layout.small(list(self.controls.values()), progress, self.texts, self.pictures)
-        extra = {"source": self._source, "own_kernel": self._kernel}
-        self._boxes = layout.group_boxes(self.controls, {_SOURCE_GROUP: extra})
-        boxes = [*self._boxes.values(), self.case_text.widget]
+        extra = {_SOURCE_GROUP: {"source": self._source, "own_kernel": self._kernel}}
+        self._boxes = layout.group_boxes(self.controls, extra)
+        boxes = [self.xray.widget, *self._boxes.values(), self.case_text.widget]
         return layout.large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 
     def _on_control(self, name: str) -> None:
@@ -205,6 +200,9 @@ class Panel:
         """Take the kernels from another vLLM, in a new Lab."""
         self._lab = Lab(source=change["new"].strip() or None, device=self._lab.device)
         self._on_draft(self._draft)
+
+    def _on_kernel(self, change: Any) -> None:
+        self.set(backend=change["new"].strip() or "model")
 
     def _on_theme(self, change: Any) -> None:
         """Render the pictures again if the page's theme is no longer that of the pictures."""
@@ -237,6 +235,8 @@ class Panel:
                 return
             case = draft.case()
             self.case_text.show(case)
+            if self.xray is not None:
+                self.xray.follow(case)
             self.progress.begin()
             self._worker.submit(case)
 

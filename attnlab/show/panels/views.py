@@ -35,7 +35,7 @@ def _render_error(data: PanelData, is_dark: bool) -> Rendered | None:
 
     def plot(ax: Axes) -> None:
         plot_error(errors, unwritten=unwritten, cache_of=data.cache_of, ax=ax)
-        _place_color_bar(ax, rect)
+        place_color_bar(ax, rect)
         _move_legend(ax)
 
     errors = result.errors
@@ -66,7 +66,7 @@ def _error_cells(data: PanelData) -> Cells:
     return Cells(rows=rows, columns=heads, values=values, unit="error")
 
 
-def _place_color_bar(ax: Axes, rect: tuple[float, float, float, float]) -> None:
+def place_color_bar(ax: Axes, rect: tuple[float, float, float, float]) -> None:
     """Move the colour bar to the right of the axes, with room for its labels."""
     left, bottom, width, height = rect
     ax.set_position(rect)

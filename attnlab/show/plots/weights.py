@@ -33,7 +33,17 @@ def plot_weights(
     ax = ax or plt.subplots(figsize=(7.5, 3.4), layout="constrained")[1]
     values = getattr(columns, which).numpy()
     drawn = values if which == "difference" else np.maximum(values, _LEAST / 10)
-    image = ax.imshow(drawn, aspect="auto", interpolation="none", **_colours(values, which))
+    style, own = _colours(values, which), columns.own
+    end = own + len(columns.foreign) * columns.foreign_width
+    image = ax.imshow(drawn[:, :own], aspect="auto", interpolation="none", **style)
+    ax.imshow(
+        drawn[:, own:],
+        aspect="auto",
+        interpolation="none",
+        extent=(own - 0.5, end - 0.5, len(values) - 0.5, -0.5),
+        **style,
+    )
+    ax.set_xlim(-0.5, end - 0.5)
     if np.isnan(values).any():
         hatch_cells(ax, np.isnan(values), "//", "black")
     _edges(ax, columns)
@@ -57,7 +67,7 @@ def _colours(values: Any, which: str) -> dict[str, Any]:
 
 def _edges(ax: Axes, columns: "KeyColumns") -> None:
     """Draw block edges, the end of the context, and the begin of tail and foreign slots."""
-    own = columns.positions + columns.tail
+    own = columns.own
     step = columns.block_size * max(1, own // columns.block_size // 64)
     for edge in range(step, own, step):
         ax.axvline(edge - 0.5, color="gray", linewidth=0.4)
@@ -68,13 +78,15 @@ def _edges(ax: Axes, columns: "KeyColumns") -> None:
 
 def _ticks(ax: Axes, columns: "KeyColumns") -> None:
     """Label some positions, the foreign columns, and some rows."""
-    own = columns.positions + columns.tail
+    own, width = columns.own, columns.foreign_width
     step = max(1, -(-own // 8))
-    ticks = list(range(0, own, step))
-    labels = [str(tick) for tick in ticks]
-    ticks += [own + index for index in range(len(columns.foreign))]
+    ticks: list[float] = list(range(0, own, step))
+    labels = [f"{tick:.0f}" for tick in ticks]
+    ticks += [own + index * width + (width - 1) / 2 for index in range(len(columns.foreign))]
     labels += list(columns.foreign)
-    ax.set_xticks(ticks, labels, rotation=45, ha="right", fontsize="small")
+    ax.set_xticks(ticks, labels, fontsize="small")
+    for label in ax.get_xticklabels()[len(ticks) - len(columns.foreign) :]:
+        label.set(rotation=40, ha="right", rotation_mode="anchor")
     ax.set_xlabel("key position (then other slots)")
     rows = columns.rows.tolist()
     every = max(1, -(-len(rows) // 12))

@@ -41,6 +41,7 @@ SHEETS: dict[str, str] = {
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
     "attnlab.replay.replays.Replays": "attnlab.replay.sheets.replays",
+    "attnlab.serving.report.CaptureReport": "attnlab.serving.sheet.capture_report",
     "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
     "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",
     "attnlab.study.overview.Chapters": "attnlab.study.sheets.chapters",

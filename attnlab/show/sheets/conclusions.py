@@ -120,6 +120,7 @@ def finding(one: "Finding") -> Sheet:
                     ("evidence", one.evidence),
                     ("diagnosis", one.diagnosis),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
+                    *(("source", line.text) for line in one.lines[:3]),
                 ]
             ),
             Command(one.command, "smallest case"),

@@ -29,6 +29,8 @@ from attnlab.lab.stage_table import stage_table
 from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.reports.baseline import Change
 from attnlab.reports.notebook_result import Outcome, Results
+from attnlab.serving.observation import Observation
+from attnlab.serving.report import CaptureReport, Found, ProcessRecord
 from attnlab.show.notebook import Verdict, Verdicts
 from attnlab.show.sheets import SHEETS, html, plain, sheet_of, text
 from attnlab.show.sheets.inputs import describe
@@ -36,6 +38,31 @@ from attnlab.show.sheets.results import place_lines
 from attnlab.study.claims.ledger import Claim, Findings
 from attnlab.study.claims.ledger import Finding as ClaimFinding
 from attnlab.study.overview import Chapter, Chapters
+
+CAPTURED = CaptureReport(
+    folder="found",
+    found=(
+        Found(
+            first=Observation(
+                kind="value",
+                text="the output is off by <1>",
+                layer="layers.0",
+                step=3,
+                request="r",
+                facts={"call": "calls/x.safetensors"},
+            ),
+            layers=("layers.0", "layers.2"),
+            times=5,
+            last_step=9,
+            diagnosis="explained",
+        ),
+    ),
+    processes=(ProcessRecord(name="p", started={"rank": 0}, counts={"steps": 9}, worst=7.0),),
+    unchecked={"values of x": 2},
+    notes=("a note",),
+    errors=("an error",),
+    exit_code=0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +143,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         ),
         dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
         attnlab.replay_call(lab.call(case.replace(stage="sound"))),
+        CAPTURED,
         outcome.verdicts[0],
         Verdicts(),
         Results(

@@ -1,0 +1,59 @@
+"""The source lines of findings: where in a kernel the fault of a finding may be."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from attnlab.case.errors import AttnLabError
+from attnlab.checker.case_run import lab_of
+from attnlab.checker.finding import Finding
+from attnlab.checker.report import Report
+from attnlab.diagnosis.kernel_lines import locate_lines
+from attnlab.diagnosis.kernel_location import KernelLine
+from attnlab.diagnosis.kernel_trials import Limit
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.steps import OnStep, ignore_step
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.lab.lab import Lab
+
+LIMIT = Limit(edits=600, seconds=30.0)  # of one finding
+_KINDS = (
+    "wrong_output",
+    "rows_not_written",
+    "reads_unwritten_slots",
+    "reads_freed_blocks",
+)  # faults that show in the output
+
+
+def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore_step) -> Report:
+    """Return the report with the source lines of its faults; the Cases run again.
+
+    Files are relative to the root of the source, as in :class:`attnlab.checker.locations.Location`.
+    """
+    lab, found = lab_of(backend, "cpu"), []
+    for i, finding in enumerate(report.findings):
+        on_step("locating the faults", i, len(report.findings))
+        found.append(_located(lab, backend, finding))
+    return dataclasses.replace(report, findings=found)
+
+
+def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.kind not in _KINDS or finding.case.spec.writes_cache:
+        return dataclasses.replace(
+            finding, no_lines="the fault does not show in an output of attention"
+        )
+    case = finding.case.replace(backend=backend.name)
+    try:
+        place = locate_lines(lab, case, None, LIMIT)
+    except AttnLabError as error:
+        return dataclasses.replace(finding, no_lines=str(error))
+    lines = tuple(_relative(line, backend) for line in place.lines)
+    return dataclasses.replace(finding, lines=lines, no_lines=place.why_none)
+
+
+def _relative(line: KernelLine, backend: Backend) -> KernelLine:
+    """Return a line with its file relative to the root of a vLLM, or to the current folder."""
+    path = Path(line.file)
+    if isinstance(backend, VllmBackend) and path.is_relative_to(backend.source.root):
+        return dataclasses.replace(line, file=path.relative_to(backend.source.root).as_posix())
+    return dataclasses.replace(line, file=Path(os.path.relpath(path)).as_posix())

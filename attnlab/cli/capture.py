@@ -1,0 +1,142 @@
+"""The command ``attnlab capture``."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import check_output_file
+from attnlab.cli.command import Command
+from attnlab.cli.output import print_json, progress, show
+from attnlab.serving.settings import (
+    CaptureSettings,
+    parse_bytes,
+    parse_count,
+    parse_range,
+    parse_share,
+)
+
+if TYPE_CHECKING:
+    from attnlab.serving.report import CaptureReport
+
+_UNCHECKED = 3
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the folder")
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="write records and saved calls to this new folder; without a command, report what is in it",
+    )
+    group.add_argument("--html", type=Path, metavar="FILE", help="also write the report as a page")
+    check = parser.add_argument_group("what is checked")
+    check.add_argument(
+        "--sample",
+        default="1/16",
+        metavar="SHARE",
+        help="the share of all calls whose values are compared with the reference (default: 1/16)",
+    )
+    for name, what in (("rows", "rows"), ("heads", "query heads")):
+        check.add_argument(
+            f"--{name}",
+            default="4",
+            metavar="N",
+            help=f"{what} of such a call that are compared, or all (default: 4)",
+        )
+    check.add_argument("--rank", metavar="N", help="check only this rank, or FIRST:END")
+    keep = parser.add_argument_group("calls that are saved (wrong ones always are)")
+    keep.add_argument("--layer", metavar="N", help="those of this layer, or FIRST:END")
+    keep.add_argument(
+        "--step", metavar="N", help="those of this step, or FIRST:END; steps count from 0"
+    )
+    keep.add_argument(
+        "--max-bytes",
+        default="2GiB",
+        metavar="SIZE",
+        help="the size of all saved calls together (default: 2GiB)",
+    )
+    parser.add_argument(
+        "run", nargs=argparse.REMAINDER, metavar="COMMAND", help="after --: the command to run"
+    )
+
+
+def _settings(args: argparse.Namespace) -> CaptureSettings:
+    ranges = {
+        name: None if getattr(args, name) is None else parse_range(name, getattr(args, name))
+        for name in ("layer", "step", "rank")
+    }
+    return CaptureSettings(
+        out=str(args.out.resolve()),
+        **ranges,
+        max_bytes=parse_bytes("max-bytes", args.max_bytes),
+        sample=parse_share("sample", args.sample),
+        rows=parse_count("rows", args.rows),
+        heads=parse_count("heads", args.heads),
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    command = args.run[1:] if args.run[:1] == ["--"] else args.run
+    if args.run and not command:
+        raise InvalidCase("command must be given after --, got none", field="command")
+    if args.html is not None:
+        from attnlab.serving.page import check_page
+
+        check_page()
+        check_output_file(args.html, "html")
+    code = None
+    if command:
+        from attnlab.serving.run_command import run_command
+
+        code = run_command(command, settings, to_stderr=args.json)
+    report = _report(args.out, code)
+    if args.html is not None:
+        from attnlab.serving.page import write_page
+
+        write_page(args.html, report, shlex.join(command) if command else "")
+    if args.json:
+        print_json(report.to_dict())
+    else:
+        show(report)
+    return _exit_code(report)
+
+
+def _report(folder: Path, code: int | None) -> "CaptureReport":
+    from attnlab.serving.report import read_report
+    from attnlab.serving.saved_diagnosis import with_diagnoses
+
+    report = read_report(folder, exit_code=code)
+    with progress("reading the records") as on_step:
+        return with_diagnoses(report, on_step)
+
+
+def _exit_code(report: "CaptureReport") -> int:
+    """Return 1 if something is wrong, else the command's own code, else whether anything was checked."""
+    if report.is_wrong:
+        return 1
+    if report.exit_code:
+        return report.exit_code
+    return 0 if report.has_checked else _UNCHECKED
+
+
+COMMAND = Command(
+    name="capture",
+    purpose="Run vLLM, check its attention calls in place, and report what is wrong.",
+    examples=(
+        "attnlab capture --out found -- vllm serve MODEL --enforce-eager",
+        "attnlab capture --out found --sample 1 --rows all --heads all -- python generate.py",
+        "attnlab capture --out found --layer 3 --step 40:60 --rank 0 -- vllm serve MODEL",
+        "attnlab capture --out found",
+    ),
+    exit_codes="0 nothing is wrong; 1 something is; 3 nothing was checked; any other code is the command's, "
+    "if nothing is wrong",
+    arguments="[-- COMMAND…]",
+    notes="Signals are passed on to the command; if one of them ends it, that counts as exit code 0.",
+    add_flags=_add_flags,
+    run=_run,
+)

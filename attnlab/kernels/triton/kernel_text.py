@@ -1,0 +1,84 @@
+"""Text of a kernel: the source of its function from ``def`` on, without common indentation.
+
+Lines of a text count from 1. The interpreted form of a function can be compiled from a changed text.
+"""
+
+import ast
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+
+def text_of(function: Any) -> str:
+    """Return the text of a function of Triton."""
+    rewriter = function.rewriter
+    if not rewriter.filename:
+        rewriter.rewrite_ast()  # finds the line of the ``def``
+    found: str = rewriter._prepare_source(inspect.getsourcelines(function.fn)[0])
+    return found
+
+
+def compile_text(function: Any, text: str) -> Any:
+    """Return the interpreted form of a function of Triton with another text.
+
+    Raises SyntaxError for a text that is no Python.
+    """
+    rewriter = function.rewriter
+    tree = rewriter.ast_transformer.visit(ast.parse(text))
+    ast.fix_missing_locations(tree)
+    ast.increment_lineno(tree, rewriter.def_file_lineno - 1)
+    return rewriter._compile_and_exec(tree)
+
+
+def function_of(text: str) -> ast.FunctionDef:
+    """Return the syntax tree of a text."""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
+def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements and those inside them."""
+    for statement in body:
+        yield statement
+        for name in ("body", "orelse"):
+            yield from statements(getattr(statement, name, []))
+
+
+def statement_lines(text: str) -> dict[int, int]:
+    """Return, for each line of a text, the first line of its innermost statement."""
+    found: dict[int, int] = {}
+    for statement in statements(function_of(text).body):
+        last = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.For | ast.While | ast.If):
+            last = statement.body[0].lineno - 1
+        found |= dict.fromkeys(range(statement.lineno, last + 1), statement.lineno)
+    return found
+
+
+def branch_lines(text: str) -> set[int]:
+    """Return the lines of the statements of a text that branch."""
+    found = statements(function_of(text).body)
+    return {one.lineno for one in found if isinstance(one, ast.If | ast.While)}
+
+
+def without_unused(text: str, lines: Collection[int]) -> str:
+    """Return a text with ``pass`` in place of branches in which none of ``lines`` is; the other lines keep
+    their numbers. It compiles faster. Loops are kept: a fault may be why one did not run."""
+    rows = text.splitlines(keepends=True)
+    for statement in statements(function_of(text).body):
+        if rows[statement.lineno - 1].strip() in ("", "pass"):
+            continue  # in a branch that is left out
+        if not isinstance(statement, ast.If):
+            continue
+        for name in ("body", "orelse"):
+            block: Sequence[ast.stmt] = getattr(statement, name, [])
+            if not block:
+                continue
+            first, last = block[0].lineno, block[-1].end_lineno or block[-1].lineno
+            is_elif = name == "orelse" and rows[first - 1].lstrip().startswith("elif")
+            if is_elif or any(first <= at <= last for at in lines):
+                continue
+            indent = " " * block[0].col_offset
+            rows[first - 1 : last] = [f"{indent}pass\n", *["\n"] * (last - first)]
+    return "".join(rows)

@@ -1,0 +1,158 @@
+"""Probe: record which source lines each program of a launch executes, and what these lines access.
+
+A probe also replaces kernels by edited ones. It is active inside a ``with probing(probe)`` block; launches
+outside one cost nothing more. Lines are recorded with ``sys.settrace``, in the code of interpreted kernels
+only; a trace function that was set before is restored.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+Program = tuple[int, int, int]
+Line = tuple[str, int]  # file and line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProgramLog:
+    """What one program of a launch did.
+
+    - ``lines``: how often each line ran; ``steps``: pairs of lines of one function that ran one after the
+      other, so that both outcomes of a branch differ.
+    - ``loads``, ``stores``: by line, the unique addresses (uint64) that were not masked off.
+    """
+
+    program: Program
+    lines: dict[Line, int] = field(default_factory=dict)
+    steps: set[tuple[Line, Line]] = field(default_factory=set)
+    loads: dict[Line, list[Any]] = field(default_factory=dict)
+    stores: dict[Line, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LaunchLog:
+    """One launch: the function, its arguments by name, as given and as converted, and its programs.
+
+    ``before``: clones of the tensors that kernels may write, from before the first launch that got them, by
+    address. The class has the interface of :class:`attnlab.kernels.triton.trace.Trace`.
+    """
+
+    function: Any
+    arguments: Mapping[str, Any]
+    converted: Mapping[str, Any]
+    sizes: Program
+    programs: list[ProgramLog] = field(default_factory=list)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    _line: Line = ("", 0)
+
+    def loaded(self, addresses: Any, mask: Any) -> None:
+        """Record a load of the current line; ``addresses`` uint64, ``mask`` bool of the same shape."""
+        self._add(self.programs[-1].loads, addresses, mask)
+
+    def stored(self, addresses: Any, mask: Any) -> None:
+        """Record a store; as :meth:`loaded`."""
+        self._add(self.programs[-1].stores, addresses, mask)
+
+    def end(self) -> None:
+        """Do nothing: :meth:`running` ends a program."""
+
+    def _add(self, found: dict[Line, list[Any]], addresses: Any, mask: Any) -> None:
+        live = np.unique(np.atleast_1d(addresses)[np.atleast_1d(mask)])
+        if live.size:
+            found.setdefault(self._line, []).append(live)
+
+    @contextmanager
+    def running(self, program: Program, codes: set[CodeType]) -> Iterator[None]:
+        """Record the lines of a program, in functions with one of ``codes``."""
+        log = ProgramLog(program=program)
+        self.programs.append(log)
+
+        def called(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_code not in codes:
+                return None
+            previous: Line | None = None
+
+            def stepped(frame: FrameType, event: str, arg: Any) -> Any:
+                nonlocal previous
+                if event == "line":
+                    line = (frame.f_code.co_filename, frame.f_lineno)
+                    self._line = line
+                    log.lines[line] = log.lines.get(line, 0) + 1
+                    if previous is not None:
+                        log.steps.add((previous, line))
+                    previous = line
+                elif event == "return" and frame.f_back is not None:
+                    self._line = (frame.f_back.f_code.co_filename, frame.f_back.f_lineno)
+                return stepped
+
+            return stepped
+
+        outer = sys.gettrace()
+        sys.settrace(called)
+        try:
+            yield
+        finally:
+            sys.settrace(outer)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Probe:
+    """What launches do in addition while the probe is active.
+
+    - ``records``: whether ``launches`` gets a log of each launch.
+    - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
+    """
+
+    records: bool = False
+    edited: Mapping[Any, Any] = field(default_factory=dict)
+    launches: list[LaunchLog] = field(default_factory=list)
+    codes: set[CodeType] = field(default_factory=set)
+
+    def rewritten(self, original: Any, function: Any) -> Any:
+        """Return what runs as the function ``original``, whose interpreted form is ``function``."""
+        found = self.edited.get(original, function)
+        self.codes.add(found.__code__)
+        return found
+
+    def begin(
+        self,
+        function: Any,
+        arguments: Mapping[str, Any],
+        converted: Mapping[str, Any],
+        sizes: Program,
+    ) -> LaunchLog | None:
+        """Begin the log of a launch, if launches are recorded."""
+        if not self.records:
+            return None
+        log = LaunchLog(function=function, arguments=arguments, converted=converted, sizes=sizes)
+        known = {address for launch in self.launches for address in launch.before}
+        for value in arguments.values():
+            if isinstance(value, torch.Tensor) and value.data_ptr() not in known:
+                log.before[value.data_ptr()] = value.clone()
+        self.launches.append(log)
+        return log
+
+
+_PROBE: ContextVar[Probe | None] = ContextVar("probe", default=None)
+
+
+def current_probe() -> Probe | None:
+    """Return the active probe, or None."""
+    return _PROBE.get()
+
+
+@contextmanager
+def probing(probe: Probe) -> Iterator[Probe]:
+    """Make a probe active inside the block."""
+    token = _PROBE.set(probe)
+    try:
+        yield probe
+    finally:
+        _PROBE.reset(token)

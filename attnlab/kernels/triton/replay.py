@@ -1,0 +1,209 @@
+"""Replay: run programs of recorded launches again, with kernels that may be edited.
+
+The tensors of a launch get their first contents back before each run, so a run of few programs takes a
+small part of the time of the call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnlab.kernels.triton.interpreter import prepared
+from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
+from attnlab.kernels.triton.run_log import RunLog
+
+_SLACK = 20  # a run may access memory so many times as often as the recorded one
+
+
+class TooLong(Exception):
+    """A run of an edited kernel accesses memory far more often than the recorded one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unit:
+    """A program that writes elements of the output, with the programs whose results it reads.
+
+    - ``programs``: (index of the launch, log), the writing one last. ``cells``: [rows, heads] bool, what it
+      writes.
+    """
+
+    programs: tuple[tuple[int, ProgramLog], ...]
+    cells: torch.Tensor
+
+    @property
+    def lines(self) -> set[Line]:
+        """Return the lines that any of the programs executed."""
+        return {line for _, log in self.programs for line in log.lines}
+
+    @property
+    def steps(self) -> set[tuple[Line, Line]]:
+        """Return the pairs of lines that ran one after the other."""
+        return {step for _, log in self.programs for step in log.steps}
+
+    @property
+    def kernel(self) -> int:
+        """Return the index of the launch that writes."""
+        return self.programs[-1][0]
+
+    @property
+    def cost(self) -> int:
+        """Return how many lines ran."""
+        return sum(sum(log.lines.values()) for _, log in self.programs)
+
+
+class _Counter:
+    """Counts accesses; raises TooLong beyond a limit."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def loaded(self, addresses: Any, mask: Any) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise TooLong
+
+    stored = loaded
+
+
+class Replay:
+    """Recorded launches of a call with an output [rows, heads, head_size], and their units."""
+
+    def __init__(self, launches: Sequence[LaunchLog], shape: torch.Size) -> None:
+        self.launches, self._shape = launches, shape
+        self._written = _written(launches)
+        self.output = next((t for t in self._written if _is_output(t, shape)), None)
+        self.units = [] if self.output is None else list(self._units(self.output))
+
+    def _units(self, output: torch.Tensor) -> Sequence[Unit]:
+        scratch = [t for t in self._written if t.data_ptr() != output.data_ptr()]
+        stored, loaded = [], []
+        for launch in self.launches:
+            stored.append([_inside(log.stores, scratch) for log in launch.programs])
+            loaded.append([_inside(log.loads, scratch) for log in launch.programs])
+        units = []
+        for index, launch in enumerate(self.launches):
+            for number, log in enumerate(launch.programs):
+                cells = self._cells(log, output)
+                if not bool(cells.any()):
+                    continue
+                wanted, programs = loaded[index][number], [(index, log)]
+                for earlier in reversed(range(index)):
+                    for at, addresses in enumerate(stored[earlier]):
+                        if len(wanted) and np.isin(addresses, wanted).any():
+                            programs.append((earlier, self.launches[earlier].programs[at]))
+                            wanted = np.union1d(wanted, loaded[earlier][at])
+                units.append(Unit(programs=tuple(reversed(programs)), cells=cells))
+        return units
+
+    def _cells(self, log: ProgramLog, output: torch.Tensor) -> torch.Tensor:
+        """Return which rows and heads a program stores, [rows, heads] bool."""
+        rows, heads, head_size = self._shape
+        cells = torch.zeros(rows, heads, dtype=torch.bool)
+        found = _inside(log.stores, [output])
+        if len(found):
+            index = torch.from_numpy(_elements(output, found))
+            index = index[index < rows * heads * head_size].unique()
+            cells.view(-1)[(index // head_size).unique()] = True
+        return cells
+
+    def run(self, units: Sequence[Unit], edited: Mapping[Any, Any]) -> torch.Tensor:
+        """Return the output [rows, heads, head_size] after the programs of some units; rows of others are
+        as before the call.
+
+        Raises TooLong, or what an edited kernel raises.
+        """
+        from triton.runtime import interpreter
+
+        assert self.output is not None
+        self._restore()
+        wanted = [
+            {log.program for unit in units for at, log in unit.programs if at == index}
+            for index in range(len(self.launches))
+        ]
+        with probing(Probe(edited=edited)):
+            for launch, programs in zip(self.launches, wanted, strict=True):
+                if not programs:
+                    continue
+                kernel = launch.function.rewrite()
+                counter = _Counter(_SLACK * (1 + _accesses(launch, programs)))
+                with prepared(kernel, launch.arguments, launch.sizes, RunLog(), counter):
+                    for program in sorted(programs):
+                        interpreter.interpreter_builder.set_grid_idx(*program)
+                        kernel(**launch.converted)
+        rows = self._shape[0]
+        return self.output[:rows].reshape(self._shape).clone()
+
+    def _restore(self) -> None:
+        for tensor in self._written:
+            address = tensor.data_ptr()
+            tensor.copy_(
+                next(one.before[address] for one in self.launches if address in one.before)
+            )
+
+
+def _written(launches: Sequence[LaunchLog]) -> list[torch.Tensor]:
+    """Return the tensors that any program stores to, each once."""
+    tensors = {
+        value.data_ptr(): value
+        for launch in launches
+        for value in launch.arguments.values()
+        if isinstance(value, torch.Tensor) and value.numel()
+    }
+    firsts = np.array(
+        [
+            addresses[0]
+            for launch in launches
+            for log in launch.programs
+            for parts in log.stores.values()
+            for addresses in parts
+        ],
+        dtype=np.uint64,
+    )
+    return [t for t in tensors.values() if len(_among(firsts, t))]
+
+
+def _is_output(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    per_row = tensor.shape[1:].numel() if tensor.dim() > 1 else 0
+    return (
+        tensor.is_floating_point() and tensor.shape[0] >= shape[0] and per_row == shape[1:].numel()
+    )
+
+
+def _among(addresses: Any, tensor: torch.Tensor) -> Any:
+    """Return the addresses that are in a tensor."""
+    begin, size = tensor.data_ptr(), tensor.element_size()
+    last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return addresses[(addresses >= begin) & (addresses < begin + (last + 1) * size)]
+
+
+def _inside(parts: Mapping[Line, Sequence[Any]], tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the recorded addresses that are in some tensors, sorted."""
+    every = [addresses for recorded in parts.values() for addresses in recorded]
+    if not every or not tensors:
+        return np.zeros(0, dtype=np.uint64)
+    joined = np.unique(np.concatenate(every))
+    return np.unique(np.concatenate([_among(joined, tensor) for tensor in tensors]))
+
+
+def _elements(tensor: torch.Tensor, addresses: Any) -> Any:
+    """Return the indices of addresses in a tensor, counted in the order of its dimensions, int64."""
+    rest = (addresses - np.uint64(tensor.data_ptr())).astype(np.int64) // tensor.element_size()
+    index, sizes = np.zeros_like(rest), list(tensor.shape)
+    for dim in sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
+        at, rest = np.divmod(rest, max(1, tensor.stride(dim)))
+        index += at * int(np.prod(sizes[dim + 1 :]))
+    return index
+
+
+def _accesses(launch: LaunchLog, programs: set[tuple[int, int, int]]) -> int:
+    """Return how many accesses some programs of a launch recorded."""
+    return sum(
+        len(parts)
+        for log in launch.programs
+        if log.program in programs
+        for recorded in (log.loads, log.stores)
+        for parts in recorded.values()
+    )

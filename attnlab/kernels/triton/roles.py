@@ -1,0 +1,132 @@
+"""Roles of the lines of an attention kernel, derived from its syntax tree by data flow.
+
+A role is a set of lines, for example those whose values feed the mask of the scores. Nothing is looked up by
+the names of variables.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ROLES = ("mask", "bounds", "address", "score", "update", "carried", "output")
+_DEPTH = 3  # assignments that are followed back from a use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Assignment:
+    """One statement with a value: the names that it sets, those that it uses, and what it calls."""
+
+    line: int
+    targets: frozenset[str]
+    used: frozenset[str]
+    calls: tuple[ast.Call, ...]
+    is_update: bool
+
+
+def roles(text: str) -> dict[str, set[int]]:
+    """Return the lines of each role in the text of a kernel, from ``def`` on; lines count from 1.
+
+    - "mask": selections by ``tl.where``, and what feeds their conditions and the masks of loads.
+    - "bounds": loops, and what feeds their ranges. "address": what feeds the addresses of loads.
+    - "score": dot products, and what follows them up to an exponential.
+    - "update": what a loop carries from one step to the next. "carried": what else feeds that directly.
+    - "output": stores, and what feeds them after the last loop.
+    """
+    function = ast.parse(text).body[0]
+    found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
+    wheres = list(_calls(found, "where"))
+    loads, stores = list(_calls(found, "load")), list(_calls(found, "store"))
+    masks = [k.value for _, call in (*loads, *stores) for k in call.keywords if k.arg == "mask"]
+    conditions = [call.args[0] for _, call in wheres if call.args]
+    heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
+    last = max((loop.end_lineno or 0 for loop in loops), default=0)
+    stored = [argument for _, call in stores for argument in call.args]
+    after = [one for one in found if one.line > last]
+    return {
+        "mask": {one.line for one, _ in wheres} | _feeding(found, _names([*masks, *conditions])),
+        "bounds": {loop.lineno for loop in loops} | _feeding(found, _names(heads)),
+        "address": {one.line for one, _ in loads}
+        | _feeding(found, _names(call.args[0] for _, call in loads if call.args)),
+        "score": _scores(found),
+        "update": {line for loop in loops for line in _carried(loop)[0]},
+        "carried": {line for loop in loops for line in _carried(loop)[1]},
+        "output": {one.line for one, _ in stores} | _feeding(after, _names(stored)),
+    }
+
+
+def _has_value(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
+
+
+def _assignment(node: ast.AST) -> _Assignment:
+    """Return a statement with a value as what it sets and uses."""
+    assert isinstance(node, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
+    targets = [*node.targets] if isinstance(node, ast.Assign) else []
+    targets += [node.target] if isinstance(node, ast.AugAssign) else []
+    names = _names(targets)
+    used = _names([node.value] if node.value is not None else [])
+    calls = tuple(
+        one for one in (ast.walk(node.value) if node.value else ()) if isinstance(one, ast.Call)
+    )
+    is_update = isinstance(node, ast.AugAssign) or bool(names & used)
+    used |= names if isinstance(node, ast.AugAssign) else frozenset()
+    return _Assignment(line=node.lineno, targets=names, used=used, calls=calls, is_update=is_update)
+
+
+def _names(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(
+        one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)
+    )
+
+
+def _calls(found: Iterable[_Assignment], name: str) -> Iterator[tuple[_Assignment, ast.Call]]:
+    """Yield the calls of ``tl.<name>`` with their statements."""
+    for one in found:
+        for call in one.calls:
+            if ast.unparse(call.func).rpartition(".")[2] == name:
+                yield one, call
+
+
+def _feeding(found: Iterable[_Assignment], names: frozenset[str]) -> set[int]:
+    """Return the lines that set some names, or what these are computed from, a few steps back."""
+    found, lines, known = list(found), set[int](), names
+    for _ in range(_DEPTH):
+        setting = [one for one in found if one.targets & names]
+        lines |= {one.line for one in setting}
+        names = frozenset().union(*(one.used for one in setting)) - known
+        known |= names
+    return lines
+
+
+def _scores(found: list[_Assignment]) -> set[int]:
+    """Return dot products and what follows them, up to and with the first exponential."""
+    names, lines = frozenset[str](), set[int]()
+    for one in sorted(found, key=lambda one: one.line):
+        words = {ast.unparse(call.func).rpartition(".")[2] for call in one.calls}
+        has_exponential = any(word.startswith("exp") for word in words)
+        if words & {"dot", "sum"} and not has_exponential:
+            names, lines = names | one.targets, lines | {one.line}
+        elif one.used & names:
+            lines.add(one.line)
+            names = names if has_exponential else names | one.targets
+    return lines
+
+
+def _carried(loop: ast.For | ast.While) -> tuple[set[int], set[int]]:
+    """Return the lines of a loop that update what it carries, and those that feed them directly.
+
+    A line that computes the next value from the carried one, for a later assignment, is an update, too.
+    """
+    inside = [_assignment(node) for node in ast.walk(loop) if _has_value(node)]
+    inside.sort(key=lambda one: one.line)
+    carried, done = set[str](), set[str]()
+    for one in inside:
+        carried |= one.used - done
+        done |= one.targets
+    carried &= done
+    updates = {one.line for one in inside if one.targets & carried or one.is_update}
+    names = frozenset().union(*(one.used for one in inside if one.line in updates))
+    feeding = [one for one in inside if one.targets & names]
+    updates |= {one.line for one in feeding if one.used & carried}
+    return updates, {one.line for one in feeding} - updates

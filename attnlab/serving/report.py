@@ -1,0 +1,221 @@
+"""CaptureReport: what a capture found, read from the records of its processes."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnlab.case.errors import InvalidCase
+from attnlab.case.shown import Shown
+from attnlab.serving.observation import KINDS, Observation
+from attnlab.serving.record_file import read_records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The same observation in one or more layers.
+
+    - ``first``: of the first layer. ``layers``: the names of all. ``times``: how often it was seen in all
+      of them; ``last_step``: where last.
+    - ``diagnosis``: of its saved call, or "".
+    """
+
+    first: Observation
+    layers: tuple[str, ...]
+    times: int
+    last_step: int
+    diagnosis: str = ""
+
+    @property
+    def call(self) -> str:
+        """Return the path of the saved call in the folder, or ""."""
+        return str(self.first.facts.get("call", ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the observation as JSON-able values."""
+        return {
+            **self.first.to_dict(),
+            "layers": list(self.layers),
+            "times": self.times,
+            "last_step": self.last_step,
+            "diagnosis": self.diagnosis,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """What one process did: ``started`` and ``counts`` as in its record."""
+
+    name: str
+    started: Mapping[str, Any]
+    counts: Mapping[str, int]
+    worst: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the process as JSON-able values."""
+        return {
+            "name": self.name,
+            "started": dict(self.started),
+            "counts": dict(self.counts),
+            "worst": self.worst,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CaptureReport(Shown):
+    """What a capture found.
+
+    - ``folder``: of the records. ``found``: in the order of :data:`KINDS`, then of steps.
+    - ``processes``: those that ran the model. ``saved``: the files of calls, with why each was kept.
+    - ``unchecked``: what was not checked, and how often. ``notes``, ``errors``: texts.
+    - ``exit_code``: of the command, None if unknown.
+    """
+
+    folder: str
+    found: tuple[Found, ...]
+    processes: tuple[ProcessRecord, ...]
+    saved: tuple[Mapping[str, Any], ...] = ()
+    unchecked: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    exit_code: int | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Answer whether something wrong was found."""
+        return bool(self.found)
+
+    @property
+    def has_checked(self) -> bool:
+        """Answer whether any step of a model was seen."""
+        return any(one.counts.get("steps") for one in self.processes)
+
+    def total(self, name: str) -> int:
+        """Return a count, summed over the processes."""
+        return sum(one.counts.get(name, 0) for one in self.processes)
+
+    @property
+    def worst(self) -> float:
+        """Return the largest error as a multiple of its bound."""
+        return max((one.worst for one in self.processes), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-able values."""
+        return {
+            "folder": self.folder,
+            "is_wrong": self.is_wrong,
+            "has_checked": self.has_checked,
+            "exit_code": self.exit_code,
+            "found": [one.to_dict() for one in self.found],
+            "processes": [one.to_dict() for one in self.processes],
+            "saved": [dict(one) for one in self.saved],
+            "unchecked": dict(self.unchecked),
+            "notes": list(self.notes),
+            "errors": list(self.errors),
+        }
+
+
+NO_PROCESS = (
+    "no process of the command ran a model with the plug-in: vLLM was not started, attnlab is not "
+    "installed in its environment, or VLLM_PLUGINS leaves out attnlab"
+)
+
+
+def read_report(folder: Path, *, exit_code: int | None = None) -> CaptureReport:
+    """Return the report of the records in a folder. Raises InvalidCase if it is no folder."""
+    if not folder.is_dir():
+        raise InvalidCase(
+            f"out must be a folder with records of a capture, got {folder}", field="out"
+        )
+    records = read_records(folder)
+    lines = [line for one in records.values() for line in one]
+    processes = tuple(
+        _process(name, one) for name, one in records.items() if _first(one, "started")
+    )
+    unchecked: Counter[str] = Counter()
+    for one in records.values():
+        unchecked.update(_last(one, "counts").get("unchecked", {}))
+    notes = [line["text"] for line in lines if line["event"] == "note"]
+    if not processes:
+        notes.append(NO_PROCESS)
+    notes += _graph_notes(processes)
+    return CaptureReport(
+        folder=str(folder),
+        found=_merged(records.values()),
+        processes=processes,
+        saved=tuple(
+            {k: v for k, v in line.items() if k != "event"}
+            for line in lines
+            if line["event"] == "saved"
+        ),
+        unchecked=unchecked,
+        notes=tuple(dict.fromkeys(notes)),
+        errors=tuple(dict.fromkeys(line["text"] for line in lines if line["event"] == "error")),
+        exit_code=exit_code,
+    )
+
+
+def _process(name: str, lines: Sequence[Mapping[str, Any]]) -> ProcessRecord:
+    counts = _last(lines, "counts")
+    return ProcessRecord(
+        name=name,
+        started={k: v for k, v in _first(lines, "started").items() if k != "event"},
+        counts=counts.get("counts", {}),
+        worst=float(counts.get("worst", 0.0)),
+    )
+
+
+def _graph_notes(processes: Sequence[ProcessRecord]) -> list[str]:
+    """Return a sentence about steps that ran inside a full CUDA graph, with the way to avoid it."""
+    graphs = sum(one.counts.get("graph_steps", 0) for one in processes)
+    if not graphs:
+        return []
+    steps = sum(one.counts.get("steps", 0) for one in processes)
+    modes = ", ".join(sorted({str(one.started.get("cudagraph_mode")) for one in processes}))
+    return [
+        f"{graphs} of {steps} steps called no attention layer from Python (cudagraph_mode {modes}): a full "
+        "CUDA graph replays its kernels. Of these steps only block tables, lengths and slots were checked, "
+        "no values and no arguments. To check them, run vLLM with --enforce-eager, or with "
+        '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+    ]
+
+
+def _first(lines: Sequence[Mapping[str, Any]], event: str) -> Mapping[str, Any]:
+    return next((line for line in lines if line["event"] == event), {})
+
+
+def _last(lines: Sequence[Mapping[str, Any]], event: str) -> Mapping[str, Any]:
+    return _first(lines[::-1], event)
+
+
+def _merged(records: Any) -> tuple[Found, ...]:
+    """Join the observations of different layers that are otherwise equal."""
+    groups: dict[tuple[Any, ...], list[tuple[Observation, int, int]]] = {}
+    for lines in records:
+        repeated = {tuple(one["key"]): one for one in _last(lines, "counts").get("repeated", ())}
+        for line in lines:
+            if line["event"] == "observation":
+                one = Observation(**{k: v for k, v in line.items() if k != "event"})
+                more = repeated.get(one.key, {"times": 1, "last_step": one.step})
+                key = (
+                    one.kind,
+                    one.rank,
+                    one.request,
+                    one.block,
+                    one.argument,
+                    one.step,
+                    one.position,
+                )
+                groups.setdefault(key, []).append((one, more["times"], more["last_step"]))
+    found = [
+        Found(
+            first=group[0][0],
+            layers=tuple(dict.fromkeys(one.layer for one, _, _ in group)),
+            times=sum(times for _, times, _ in group),
+            last_step=max(last for _, _, last in group),
+        )
+        for group in groups.values()
+    ]
+    order = list(KINDS)
+    return tuple(sorted(found, key=lambda one: (order.index(one.first.kind), one.first.step)))

@@ -1,0 +1,197 @@
+"""Check the values of a call in place: some rows and heads against the reference, with the derived bound."""
+
+import bisect
+import dataclasses
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.target import Target
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.captured import where_it_ran
+from attnlab.tensors.call import KernelCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongRow:
+    """A row of an output that is wrong.
+
+    - ``row``: of the output. ``seq``, ``token``: the same in its sequence. ``heads``: the query heads.
+    - ``error``, ``bound``: of the element whose error is the largest multiple of its bound. The error is
+      NaN or infinite if the output is not finite.
+    - ``finite_inputs``: whether query, keys and values of the row are finite.
+    """
+
+    row: int
+    seq: int
+    token: int
+    heads: tuple[int, ...]
+    error: float
+    bound: float
+    finite_inputs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueCheck:
+    """What a check found.
+
+    ``rows``, ``heads``: how many were compared. ``worst``: the largest error as a multiple of its bound.
+    """
+
+    rows: int
+    heads: int
+    worst: float
+    wrong: tuple[WrongRow, ...]
+
+
+def sampled_rows(query_lens: list[int], count: int | None, seed: int) -> list[int]:
+    """Return some rows of a batch, rising: of different sequences first, often a sequence's last row."""
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    if count is None or count >= starts[-1]:
+        return list(range(starts[-1]))
+    draw = random.Random(seed)
+    seqs = [seq for seq, length in enumerate(query_lens) if length]
+    draw.shuffle(seqs)
+    chosen: set[int] = set()
+    for seq in seqs[:count]:
+        token = query_lens[seq] - 1 if draw.random() < 0.5 else draw.randrange(query_lens[seq])
+        chosen.add(starts[seq] + token)
+    left = [row for row in range(starts[-1]) if row not in chosen] if len(chosen) < count else []
+    return sorted({*chosen, *draw.sample(left, count - len(chosen))})
+
+
+def sampled_heads(num_heads: int, group: int, count: int | None, seed: int) -> list[int]:
+    """Return some query heads, rising, of as few neighbouring KV heads as possible.
+
+    ``group``: query heads per KV head.
+    """
+    if count is None or count >= num_heads:
+        return list(range(num_heads))
+    draw = random.Random(~seed)
+    kv_heads = -(-count // group)
+    first = draw.randrange(num_heads // group - kv_heads + 1) * group
+    return sorted(draw.sample(range(first, first + kv_heads * group), count))
+
+
+def check_values(call: KernelCall, *, rows: int | None, heads: int | None, seed: int) -> ValueCheck:
+    """Compare some rows and heads of a call's output with the reference.
+
+    Only these rows' sequences and KV heads are copied to the CPU. Raises InvalidCall for a call that has no
+    reference.
+    """
+    starts = call.query_start_loc.tolist()
+    chosen = sampled_rows(call.query_lens.tolist(), rows, seed)
+    if not chosen:
+        return ValueCheck(rows=0, heads=0, worst=0.0, wrong=())
+    group = call.num_queries_per_kv
+    some = sampled_heads(call.query.shape[1], group, heads, seed)
+    seq_of = [bisect.bisect_right(starts, row) - 1 for row in chosen]
+    seqs = sorted(set(seq_of))
+    part = _part(call, seqs, some)
+    part_starts = dict(zip(seqs, part.query_start_loc.tolist(), strict=False))
+    part_rows = [part_starts[s] + row - starts[s] for row, s in zip(chosen, seq_of, strict=True)]
+    part_heads = [head - some[0] // group * group for head in some]
+    found = _compare(part, torch.tensor(part_rows), torch.tensor(part_heads))
+    wrong = tuple(
+        _wrong_row(found, i, row, seq_of[i], row - starts[seq_of[i]], some)
+        for i, row in enumerate(chosen)
+        if found.is_wrong[i].any()
+    )
+    ratio = found.ratio[~found.ratio.isnan()]
+    worst = float(ratio.max()) if ratio.numel() else 0.0
+    return ValueCheck(rows=len(chosen), heads=len(some), worst=worst, wrong=wrong)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Compared:
+    """Errors of some rows and heads, [rows, heads, head_size]; ``finite``: [rows]."""
+
+    error: torch.Tensor
+    bound: torch.Tensor
+    ratio: torch.Tensor
+    is_wrong: torch.Tensor
+    finite: torch.Tensor
+
+
+def _wrong_row(
+    found: _Compared, i: int, row: int, seq: int, token: int, heads: list[int]
+) -> WrongRow:
+    """Return what is wrong in row ``i`` of a comparison, with its worst element."""
+    at = int(found.ratio[i].nan_to_num(torch.inf, torch.inf).argmax())
+    bad = torch.nonzero(found.is_wrong[i].any(1)).flatten().tolist()
+    return WrongRow(
+        row=row,
+        seq=seq,
+        token=token,
+        heads=tuple(heads[head] for head in bad),
+        error=float(found.error[i].flatten()[at]),
+        bound=float(found.bound[i].flatten()[at]),
+        finite_inputs=bool(found.finite[i]),
+    )
+
+
+def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Compared:
+    ran = where_it_ran(part, _any_case())
+    problem = Problem.of_call(part, Target.of(ran.case), kernels_of(ran.case, part))
+    right = problem.correct_rows(rows, heads)
+    output = part.output[rows][:, heads].double()
+    finite = right.output.isfinite().flatten(1).all(1)
+    finite &= part.query[rows].double().isfinite().flatten(1).all(1)
+    error = (output - right.output).abs()
+    # Where the inputs are not finite, neither need the output be.
+    excused = ~right.output.isfinite() & ~output.isfinite()
+    error = error.masked_fill(excused, 0.0)
+    ratio = error / right.bound.clamp(min=torch.finfo(torch.float64).tiny)
+    ratio = ratio.masked_fill(error == 0, 0.0)
+    is_wrong = ~(error <= right.bound) & ~excused
+    return _Compared(error=error, bound=right.bound, ratio=ratio, is_wrong=is_wrong, finite=finite)
+
+
+@functools.cache
+def _any_case() -> Case:
+    """Return the Case whose platform and release a call's origin replaces."""
+    return Case()
+
+
+def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
+    """Return the call of some sequences and the KV heads of some query heads, on the CPU."""
+    group = call.num_queries_per_kv
+    kv = sorted({head // group for head in heads})
+    own = torch.tensor([k * group + i for k in kv for i in range(group)], device=call.query.device)
+    starts = call.query_start_loc.tolist()
+    rows = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs]).to(call.query.device)
+    lens = torch.tensor([0, *(starts[s + 1] - starts[s] for s in seqs)])
+    at = torch.tensor(seqs)
+    seq_lens = call.seq_lens.cpu()[at]
+    columns = -(-int(seq_lens.max()) // call.block_size)
+    one_kv = torch.tensor(kv, device=call.query.device)
+    changes: dict[str, Any] = {
+        "query": call.query[rows][:, own],
+        "output": call.output[rows][:, own],
+        "key": call.key[rows][:, one_kv],
+        "value": call.value[rows][:, one_kv],
+        "key_cache": call.key_cache[:, kv[0] : kv[-1] + 1],
+        "value_cache": call.value_cache[:, kv[0] : kv[-1] + 1],
+        "block_table": call.block_table.cpu()[at][:, :columns],
+        "query_start_loc": lens.cumsum(0).to(call.query_start_loc.dtype),
+        "seq_lens": seq_lens,
+        "before": None,
+        "lse": None,
+        "slot_mapping": None,
+        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes[own],
+        "sinks": None if call.sinks is None else call.sinks[own],
+        "max_query_len": int(lens.max()),
+    }
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        if isinstance(scale, torch.Tensor):
+            scale = scale[at.to(scale.device)] if scale.dim() == 2 else scale
+            changes[name] = scale[..., one_kv.to(scale.device)]
+    return dataclasses.replace(call, **changes).with_named_blocks().cpu()

@@ -1,0 +1,118 @@
+"""Faults that are planted in a small Triton kernel are located in its source."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from helpers import faulty_attention
+from helpers.triton_example import CASE, TRITON
+
+from attnlab.case.case import Case
+from attnlab.cli.main import main
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.kernel_lines import locate_lines, why_unavailable
+from attnlab.diagnosis.kernel_location import KernelLocation
+from attnlab.diagnosis.kernel_trials import Limit
+from attnlab.kernels import find_backend
+from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.lab.lab import Lab
+from attnlab.weights.public import xray
+
+SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
+LOAD_Q = "    q = tl.load(place, mask=d < DIM, other=0.0).to(tl.float32)\n"
+
+
+def planted(folder: Path, old: str, new: str) -> tuple[Case, int]:
+    """Return a Case for the example with a change, and the line of the change."""
+    assert old in TRITON
+    file = folder / "kernel.py"
+    file.write_text(TRITON.replace(old, new, 1))
+    line = 1 + TRITON[: TRITON.index(old)].count("\n")
+    return SMALL.replace(backend=f"{file}:my_attention"), line
+
+
+def located(case: Case, edits: int = 400, with_xray: bool = False) -> KernelLocation:
+    lab = Lab(device="cpu")
+    found = xray(case, lab=lab, limit_s=2, confirm=False) if with_xray else None
+    return locate_lines(lab, case, found, Limit(edits=edits))
+
+
+def test_an_edit_that_repairs_the_output_gives_the_line(tmp_path):
+    old, new = "first // BLOCK).to", "first % BLOCK).to"
+    case, line = planted(tmp_path, old, new)
+    found = located(case, edits=90)
+    assert [one.line for one in found.lines] == [line]
+    assert (found.lines[0].evidence, found.lines[0].score) == ("edit", 1.0)
+    assert all(
+        one.source == TRITON.replace(old, new).splitlines()[one.line - 1].strip()
+        for one in found.lines
+    )
+    assert found.why_none == ""
+
+
+def test_a_branch_of_some_programs_is_found_by_the_spectrum(tmp_path):
+    branch = "    if head == 1:\n        q = tl.sqrt(tl.abs(q)) + 0.3\n"
+    case, line = planted(tmp_path, LOAD_Q, LOAD_Q + branch)
+    found = located(case, edits=0)
+    assert found.programs == (2, 4)
+    assert (found.lines[0].line, found.lines[0].evidence) == (line + 2, "spectrum")
+
+
+def test_a_fault_that_nothing_separates_has_no_line(tmp_path):
+    case, _ = planted(tmp_path, LOAD_Q, LOAD_Q + "    q = tl.sqrt(tl.abs(q)) + 0.3\n")
+    found = located(case, edits=10)
+    assert found.lines == ()
+    assert "every program has wrong rows" in found.why_none
+
+
+def test_an_xray_names_the_lines_of_its_rule(tmp_path):
+    """A sum that is not rescaled: without trials, the lines that update it come first."""
+    case, line = planted(tmp_path, "total = total * keep + tl.sum", "total = total + tl.sum")
+    found = located(case, edits=0, with_xray=True)
+    assert line in [one.line for one in found.lines[:4]]
+    assert {one.evidence for one in found.lines} == {"role"}
+
+
+def test_a_right_kernel_has_no_line():
+    assert located(SMALL.replace(backend=f"{planted_example()}:my_attention")).lines == ()
+
+
+def planted_example() -> Path:
+    return Path(__file__).parents[2] / "examples" / "my_triton_attention.py"
+
+
+def test_other_backends_have_no_lines():
+    assert "no Triton kernels" in why_unavailable(find_backend("model"))
+    assert "emulated ROCm device" in why_unavailable(find_backend("rocm"))
+
+
+def test_a_probe_changes_no_bit_and_restores_the_trace():
+    case, lab, before = (
+        SMALL.replace(backend=f"{planted_example()}:my_attention"),
+        Lab(),
+        sys.gettrace(),
+    )
+    output = lab.output(case)
+    with probing(Probe(records=True)) as probe:
+        assert torch.equal(lab.output(case), output)
+    assert len(probe.launches[0].programs) == 4
+    assert sys.gettrace() is before
+
+
+def test_the_diagnosis_states_the_lines(tmp_path):
+    case, line = planted(tmp_path, LOAD_Q, LOAD_Q + "    if head == 1:\n        q = q * q\n")
+    found = diagnose(case, lab=Lab(), propose=False, defects=(), limit=Limit(edits=0))
+    assert line + 2 in [one.line for one in found.locations]
+    assert f"location in the kernel: {found.locations[0].text}" in found.sentences()
+    assert found.to_dict()["locations"][0]["file"].endswith("kernel.py")
+
+
+def test_the_command_states_why_there_is_no_line(tmp_path, capsys):
+    """A kernel that is no Triton kernel."""
+    kernel = f"{faulty_attention.__file__}:halved"
+    flags = ["--op", "context_attention_fwd", "--query-lens", "3", "--ctx-lens", "20"]
+    sizes = ["--num-heads", "2", "--head-size", "16", "--block-size", "16"]
+    assert main(["xray", "--kernel", kernel, *flags, *sizes, "--no-confirm", "--json"]) == 1
+    location = json.loads(capsys.readouterr().out)["location"]
+    assert (location["lines"], location["why_none"]) == ([], "no Triton kernel was launched")

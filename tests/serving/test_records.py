@@ -1,0 +1,138 @@
+"""Records, saved calls, and the report that is read from them."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.lab.lab import Lab
+from attnlab.serving.kept_calls import MOST_WRONG, KeptCalls
+from attnlab.serving.observation import Observation
+from attnlab.serving.page import write_page
+from attnlab.serving.record_file import CALLS, RecordFile, read_records
+from attnlab.serving.report import read_report
+from attnlab.serving.saved_diagnosis import with_diagnoses
+from attnlab.serving.tally import Tally
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.origin import Origin
+
+
+def observation(**changes) -> Observation:
+    values = {"kind": "value", "text": "off", "layer": "layers.0", "step": 3, "request": "a"}
+    return Observation(**{**values, **changes})
+
+
+@pytest.fixture
+def call() -> KernelCall:
+    case = Case(num_heads=2, head_size=32, query_lens=(3,), ctx_lens=(5,), stage="sound")
+    made = Lab().call(case)
+    return dataclasses.replace(made, output=Lab().run(case).output, origin=Origin(layer="layers.0"))
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    file = RecordFile(tmp_path)
+    file.write("note", {"text": "one", "value": float("nan")})
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_text(path.read_text() + '{"event": "note", "te')
+    ((lines),) = read_records(tmp_path).values()
+    assert lines == [{"event": "note", "text": "one", "value": "nan"}]
+
+
+def test_a_forked_process_has_a_record_of_its_own(tmp_path):
+    file = RecordFile(tmp_path)
+    file.write("note", {"text": "parent"})
+    child = os.fork()
+    if child == 0:
+        file.write("note", {"text": "child"})
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = sorted(lines[0]["text"] for lines in read_records(tmp_path).values())
+    assert found == ["child", "parent"]
+
+
+def test_repeated_observations_are_counted(tmp_path):
+    tally = Tally(RecordFile(tmp_path))
+    tally.counts["steps"] = 9
+    for step in (3, 4, 8):
+        tally.observe([observation(step=step)])
+    tally.observe([observation(kind="recycled", block=1), observation(kind="recycled", block=2)])
+    tally.observe([observation(kind="never_written", block=1, step=9)])
+    tally.write()
+    found = {one.first.kind: one for one in read_report(tmp_path).found}
+    assert (found["value"].times, found["value"].first.step, found["value"].last_step) == (3, 3, 8)
+    assert [one.first.block for one in read_report(tmp_path).found[1:]] == [1, 2]
+    assert found["recycled"].times == 1
+    assert read_report(tmp_path).found[1].times == 2
+
+
+def test_equal_observations_of_layers_are_joined(tmp_path):
+    tally = Tally(RecordFile(tmp_path))
+    tally.observe(
+        [observation(kind="arguments", argument="seq_lens", layer=f"layers.{i}") for i in (1, 3)]
+    )
+    (found,) = read_report(tmp_path).found
+    assert found.layers == ("layers.1", "layers.3")
+
+
+def test_calls_are_kept_up_to_a_number_of_bytes(tmp_path, call):
+    records = RecordFile(tmp_path)
+    kept = KeptCalls(records, 1 << 30)
+    names = [kept.keep(call, why="wrong", name=f"w{i}") for i in range(MOST_WRONG + 2)]
+    assert [bool(name) for name in names] == [True] * MOST_WRONG + [False] * 2
+    assert kept.keep(call, why="requested", name="r")
+    size = (tmp_path / names[0]).stat().st_size
+    full = KeptCalls(records, records.saved_bytes() + size // 2)
+    assert full.keep(call, why="requested", name="more") == ""
+    assert full.keep(call, why="requested", name="more") == ""
+    assert len(list((tmp_path / CALLS).iterdir())) == MOST_WRONG + 1
+    report = read_report(tmp_path)
+    assert len(report.saved) == MOST_WRONG + 1
+    assert sum("max-bytes" in note for note in report.notes) == 1
+
+
+def test_a_wrong_call_is_diagnosed(tmp_path, call):
+    records = RecordFile(tmp_path)
+    output = call.output.clone()
+    output[:, 1] = output[:, 0]
+    wrong = dataclasses.replace(call, output=output)
+    file = KeptCalls(records, 1 << 30).keep(wrong, why="wrong", name="w")
+    Tally(records).observe([observation(facts={"call": file})])
+    (found,) = with_diagnoses(read_report(tmp_path)).found
+    assert found.diagnosis
+    assert not found.diagnosis.startswith(("correct", "not possible"))
+    (tmp_path / file).write_bytes(b"")
+    (found,) = with_diagnoses(read_report(tmp_path)).found
+    assert found.diagnosis.startswith("not possible")
+
+
+def test_full_graphs_are_reported_with_the_way_out(tmp_path):
+    records = RecordFile(tmp_path)
+    records.write("started", {"rank": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"})
+    records.write("counts", {"counts": {"steps": 10, "graph_steps": 7}, "unchecked": {"x": 2}})
+    report = read_report(tmp_path)
+    (note,) = report.notes
+    for words in ("7 of 10", "--enforce-eager", "PIECEWISE"):
+        assert words in note
+    assert (report.is_wrong, report.has_checked, dict(report.unchecked)) == (False, True, {"x": 2})
+
+
+def test_an_empty_folder_has_checked_nothing(tmp_path):
+    report = read_report(tmp_path)
+    assert not report.has_checked
+    assert "VLLM_PLUGINS" in report.notes[0]
+    with pytest.raises(InvalidCase, match="out must be"):
+        read_report(tmp_path / "none")
+
+
+def test_the_page_has_what_was_found(tmp_path):
+    pytest.importorskip("jinja2")
+    Tally(RecordFile(tmp_path)).observe([observation(text="a < b")])
+    write_page(tmp_path / "page.html", read_report(tmp_path), "vllm serve 'x & y'")
+    page = (tmp_path / "page.html").read_text()
+    assert "a &lt; b" in page
+    assert "x &amp; y" in page
+    assert "http-equiv" in page
+    json.dumps(read_report(tmp_path).to_dict(), allow_nan=False)

@@ -1,0 +1,118 @@
+"""Values in place: a right output passes, and each kind of wrong row is found where it is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnlab.case.case import Case
+from attnlab.lab.lab import Lab
+from attnlab.serving.batch import Step
+from attnlab.serving.requests import Request
+from attnlab.serving.value_check import check_values, sampled_heads, sampled_rows
+from attnlab.serving.value_observations import RowsOfOp, not_finite, ranges, wrong_values
+from attnlab.tensors.call import KernelCall
+
+CASE = Case(
+    op="unified_attention",
+    num_heads=8,
+    num_queries_per_kv=2,
+    head_size=32,
+    block_size=16,
+    query_lens=(5, 1, 17),
+    ctx_lens=(16, 40, 0),
+    distribution="normal",
+    stage="sound",
+)
+
+
+@pytest.fixture(scope="module")
+def call() -> KernelCall:
+    """A right call, with its output."""
+    lab = Lab()
+    call = lab.call(CASE)
+    return dataclasses.replace(call, output=lab.run(CASE).output)
+
+
+def changed(call: KernelCall, row: int, head: int, value: float) -> KernelCall:
+    output = call.output.clone()
+    output[row, head, 3] += value
+    return dataclasses.replace(call, output=output)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(None, None), (4, 3), (1, 1)])
+def test_a_right_output_passes(call, rows, heads):
+    found = check_values(call, rows=rows, heads=heads, seed=5)
+    assert found.wrong == ()
+    assert 0 < found.worst <= 1
+    assert (found.rows, found.heads) == (rows or 23, heads or 8)
+
+
+@pytest.mark.parametrize(("row", "place"), [(0, (0, 0)), (5, (1, 0)), (22, (2, 16))])
+def test_one_wrong_element_is_found(call, row, place):
+    found = check_values(changed(call, row, 6, 0.05), rows=None, heads=None, seed=0)
+    (wrong,) = found.wrong
+    assert (wrong.row, (wrong.seq, wrong.token), wrong.heads) == (row, place, (6,))
+    assert wrong.error > wrong.bound > 0
+    assert found.worst > 1
+
+
+def test_samples_find_it_in_the_end(call):
+    """Four of 23 rows and two of eight heads: after 200 samples, the element was among them."""
+    wrong = changed(call, 7, 6, 0.05)
+    found = [check_values(wrong, rows=4, heads=2, seed=seed).wrong for seed in range(200)]
+    hits = [one[0].row for one in found if one]
+    assert set(hits) == {7}
+
+
+def test_nan_is_reported_with_the_state_of_its_inputs(call):
+    output = check_values(changed(call, 5, 2, torch.nan), rows=None, heads=None, seed=0)
+    assert [(one.row, one.finite_inputs) for one in output.wrong] == [(5, True)]
+    query = call.query.clone()
+    query[5] = torch.nan
+    bad = dataclasses.replace(changed(call, 5, 2, torch.nan), query=query)
+    bad.output[5] = torch.nan
+    assert check_values(bad, rows=None, heads=None, seed=0).wrong == ()  # as it must be
+
+
+def step() -> Step:
+    """A step whose first request has rows that the op does not get."""
+    lens = torch.tensor([2, 5, 1, 17]).numpy()
+    seq_lens = torch.tensor([2, 21, 41, 17]).numpy()
+    requests = [Request(name, i) for i, name in enumerate("xabc", 1)]
+    return Step(number=9, requests=requests, query_lens=lens, seq_lens=seq_lens, tokens=lens)
+
+
+def test_rows_of_an_op_that_gets_a_part_of_the_batch(call):
+    place = RowsOfOp(layer="layers.1", step=step(), rank=0, first_token=2)
+    bad = changed(changed(call, 3, 1, 0.1), 5, 2, torch.inf)
+    found = wrong_values(place, check_values(bad, rows=None, heads=None, seed=0))
+    assert [(one.kind, one.request, one.position, one.step) for one in found] == [
+        ("value", "a", 19, 9),
+        ("not_finite", "b", 40, 9),
+    ]
+    assert [one.request for one in not_finite(place, bad, set())] == ["b"]
+    assert not_finite(place, bad, {"b"}) == []
+    assert not_finite(place, call, set()) == []
+
+
+def test_sampled_rows_are_of_different_sequences():
+    for seed in range(50):
+        rows = sampled_rows([100, 1, 1], 3, seed)
+        assert len(rows) == 3
+        assert {100, 101} <= set(rows)
+    assert sampled_rows([2, 0], 5, 0) == [0, 1]
+    seen = {row for seed in range(300) for row in sampled_rows([9, 3], 2, seed)}
+    assert seen == set(range(12))
+
+
+def test_sampled_heads_are_of_neighbouring_kv_heads():
+    for seed in range(50):
+        heads = sampled_heads(16, 4, 3, seed)
+        assert len({head // 4 for head in heads}) == 1
+    seen = {head for seed in range(300) for head in sampled_heads(16, 4, 3, seed)}
+    assert seen == set(range(16))
+
+
+def test_ranges_as_text():
+    assert ranges((0, 1, 2, 3, 7, 9, 10)) == "0–3, 7, 9–10"
