@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.context import BaseContext
 from typing import Any
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
@@ -45,7 +44,7 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
-def start_context() -> BaseContext:
+def start_context() -> Any:
     """Return the multiprocessing context whose processes run :func:`run_in_child`."""
     return multiprocessing.get_context(START_METHOD)
 

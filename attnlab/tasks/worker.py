@@ -41,6 +41,7 @@ class Worker:
         self.task: Task | None = None
         self.is_ready = False
         context = start_context()
+        self.connection: Connection
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
         self._process: BaseProcess = context.Process(target=run_in_child, args=(work, theirs))
