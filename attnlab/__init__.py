@@ -22,7 +22,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.result import Result
     from attnlab.mutation.public import power
     from attnlab.recorder.public import capture, read_call
-    from attnlab.replay.public import replay_call
+    from attnlab.replay.public import probe_call, replay_call, shrink_call
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
     from attnlab.show.public import plot
@@ -50,10 +50,12 @@ __all__ = [
     "panel",
     "plot",
     "power",
+    "probe_call",
     "read_call",
     "reference",
     "replay_call",
     "run",
+    "shrink_call",
     "stages",
     "violations",
     "xray",
@@ -78,10 +80,12 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "panel": "attnlab.show.panels",
     "plot": "attnlab.show.public",
     "power": "attnlab.mutation.public",
+    "probe_call": "attnlab.replay.public",
     "read_call": "attnlab.recorder.public",
     "reference": "attnlab.lab.public",
     "replay_call": "attnlab.replay.public",
     "run": "attnlab.lab.public",
+    "shrink_call": "attnlab.replay.public",
     "stages": "attnlab.lab.public",
     "violations": "attnlab.diagnosis.public",
     "xray": "attnlab.weights.public",

@@ -4,14 +4,18 @@ python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --
 python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
 python tools/real_faults.py --summary faults.jsonl
 
+With --except-seed, a draw leaves out the mutants of earlier draws, on which the diagnosis was developed.
+
 Each mutant of tools/source_mutation.py changes one expression of a kernel. It runs the hostile cases of
 `attnlab check` and is put into one of four classes:
 
 - breaks: no case runs.
 - no change seen: no hostile case and none of 62 further random cases gives another output, up to rounding.
 - missed: a further random case gives another output, but the check finds nothing.
-- found: the check finds it. Its first wrong output is diagnosed. A name is right if, on fresh cases, the
-  defect of that name explains the output of the mutant wherever it is wrong. Descriptions are not verified.
+- found: the check finds it. Its first wrong output is diagnosed with the kernel at hand. A name, a rule, or a
+  description of the weights is right if it gives the mutant's output on fresh cases wherever that is wrong. A
+  description by a pattern is right if the same rule of places and contents holds there. A located access is
+  right if the same source line makes it wherever a fresh output is wrong (tools/fault_verification.py).
 
 A fault of a kind that the unchanged op shows on the same case does not count.
 """
@@ -20,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -27,12 +32,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import source_mutation
 import torch
+from fault_verification import answer_of
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
@@ -42,7 +48,6 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
-from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
@@ -53,7 +58,6 @@ PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
 HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 FURTHER_ROUNDS = 2
-FRESH_CASES = 6
 LIMIT_S = 420.0
 
 
@@ -69,6 +73,9 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=30, help="mutants for each source")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw of mutants")
+    parser.add_argument(
+        "--except-seed", type=int, action="append", default=[], help="leave out what it draws"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
@@ -98,10 +105,12 @@ def run_all(args: argparse.Namespace) -> None:
         orders = [
             order
             for (source, op), file in zip(plans, files, strict=True)
-            for order in order_mutants(source, name, op, each, args.seed, file)
+            for order in order_mutants(source, name, op, each, args, file)
         ]
+        random.Random(args.seed).shuffle(orders)  # so that a run that is stopped has a fair sample
         with args.out.open("a") as out:
-            for i, result in enumerate(threads.map(judge_in_process, orders), 1):
+            jobs = [threads.submit(judge_in_process, order) for order in orders]
+            for i, result in enumerate((job.result() for job in as_completed(jobs)), 1):
                 out.write(json.dumps(result) + "\n")
                 out.flush()
                 print(f"{i}/{len(orders)} {result['class']:15} {result['text']}", file=sys.stderr)
@@ -117,12 +126,15 @@ def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
 
 
 def order_mutants(
-    source: Source, backend: str, op: str, count: int, seed: int, sound: Path
+    source: Source, backend: str, op: str, count: int, args: argparse.Namespace, sound: Path
 ) -> Iterator[Path]:
     """Write one file with the order of each drawn mutant; yield the files."""
     file = mutated_file(source, backend, op)
     find = source_mutation.mutants if backend == "vllm" else source_mutation.hip_mutants
-    for i, mutant in enumerate(source_mutation.sample(find(file.read_text()), count, seed)):
+    every = find(file.read_text())
+    seen = {one for seed in args.except_seed for one in source_mutation.sample(every, count, seed)}
+    left = [one for one in every if one not in seen]
+    for i, mutant in enumerate(source_mutation.sample(left, count, args.seed)):
         order = {
             "root": str(source.root),
             "version": source.version,
@@ -295,55 +307,17 @@ def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
 
 
 def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
-    """Diagnose the wrong output of a case, and verify the name on fresh cases."""
+    """Diagnose the wrong output of a case, and verify what is said on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
-
-    def rerun(other: Case) -> torch.Tensor:
-        return run_case(lab, backend, other).output
-
+    case = case.replace(backend=backend.name)
     try:
-        diagnosis = diagnose(case, rerun(case), lab=lab, rerun=rerun)
+        diagnosis = diagnose(case, lab=lab, propose=False, limit=None)
+        if diagnosis.status == "rejected":
+            return {"answer": "fails", "error": diagnosis.rejection}
+        return answer_of(lab, backend, case, diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
-    names = [candidate.name for candidate in diagnosis.explanations]
-    right = [name for name in names if predicts(lab, backend, case, name)]
-    answer = {"status": diagnosis.status, "names": names, "right": right}
-    if diagnosis.status == "explained":
-        return {**answer, "answer": "named rightly" if right else "named wrongly"}
-    if diagnosis.status == "ambiguous":
-        return {**answer, "answer": "right in a shortlist" if right else "wrong shortlist"}
-    said = "described" if diagnosis.status == "described" else "abstained"
-    return {**answer, "answer": said, "said": diagnosis.sentences()}
-
-
-def predicts(lab: Lab, backend: Backend, case: Case, name: str) -> bool:
-    """Return whether a defect explains the mutant's output on fresh cases, wherever one of them is wrong."""
-    decisive = 0
-    for fresh in fresh_cases(backend, case):
-        try:
-            output = run_case(lab, backend, fresh).output
-        except AttnLabError:
-            continue
-        is_wrong = diagnose(fresh, output, lab=lab, defects=(), propose=False).is_wrong
-        only = diagnose(fresh, output, lab=lab, defects=(DEFECTS[name],), propose=False)
-        if is_wrong and only.status != "explained":
-            return False
-        decisive += is_wrong
-    return decisive > 0
-
-
-def fresh_cases(backend: Backend, case: Case) -> Iterator[Case]:
-    """Yield cases with other lengths and other data, with the features of a case."""
-    lengths = ((1, 5, 21), (77, 130, 9)), ((1, 18), (290, 41)), ((1, 1, 1), (19, 34, 523))
-    for seed, (query_lens, ctx_lens) in enumerate((*lengths, *lengths)[:FRESH_CASES], 911):
-        query_lens = query_lens if case.spec.prefill else (1,) * len(query_lens)
-        try:
-            yield case.replace(
-                seed=seed, query_lens=query_lens, ctx_lens=ctx_lens, num_blocks=None, freed="kept"
-            )
-        except InvalidCase:
-            continue
 
 
 def print_summary(path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.checker.case_run import CaseRun, run_case
+from attnlab.checker.evidence import evidence_label
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import observations
 from attnlab.contracts.dispatch import decide
@@ -122,7 +123,8 @@ def _wrong_output(
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
-    return _finding(zeros, "wrong_output", text, layout or _name(diagnosis_of_zeros))
+    label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
+    return _finding(zeros, "wrong_output", text, label)
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:

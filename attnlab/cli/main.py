@@ -36,6 +36,7 @@ from attnlab.cli import (
     releases,
     replay,
     run,
+    shrink,
     stages,
     xray,
 )
@@ -48,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     diagnose.COMMAND,
     xray.COMMAND,
     replay.COMMAND,
+    shrink.COMMAND,
     power.COMMAND,
     check.COMMAND,
     capture.COMMAND,

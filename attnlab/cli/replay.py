@@ -3,11 +3,11 @@
 import argparse
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.cli.command import Command
 from attnlab.cli.output import notice, print_json, progress, show
 
@@ -22,8 +22,8 @@ does not accept it. While git bisects the current folder, bad input and an error
 which stops git, because it would take 2 for a bad commit."""
 
 
-def add_call_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which call, where it ran, and on what it is run."""
+def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """Add the flags that say which call, where it ran, and on what it is run, once or several times."""
     call = parser.add_argument_group("the call")
     call.add_argument(
         "call",
@@ -42,21 +42,23 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
         "--release",
         help="the release whose rules the kernels follow (default: that of the source)",
     )
-    run = parser.add_argument_group("what runs it (default: the models)")
+    default = "the models" if several else "nothing: the recorded output is cut"
+    run = parser.add_argument_group(f"what runs it (default: {default})")
+    more: dict[str, Any] = {"action": "append", "default": []} if several else {}
+    again = "; repeatable" if several else ""
     run.add_argument(
         "--source",
-        action="append",
-        default=[],
         metavar="PATH",
-        help="a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded; repeatable",
+        help="a vLLM: a wheel, an sdist, a checkout, or a version that attnlab fetch downloaded"
+        + again,
+        **more,
     )
     run.add_argument(
         "--backend",
-        action="append",
-        default=[],
         metavar="NAME",
-        help="a backend: model, vllm (the installed one, or each source), rocm, vllm-cpu, FILE.py:FUNCTION; "
-        "repeatable",
+        help="a backend: model, vllm (the installed one, or the source), rocm, vllm-cpu, FILE.py:FUNCTION"
+        + again,
+        **more,
     )
     run.add_argument(
         "--device",
@@ -82,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     from attnlab.replay.targets import is_bisecting
 
     try:
-        return _replay(args)
+        return _probe(args) if args.probe else _replay(args)
     except Exception as error:
         if not is_bisecting(Path.cwd()):
             raise
@@ -90,6 +92,39 @@ def _run(args: argparse.Namespace) -> int:
             traceback.print_exc()
         notice(str(error))
         return STOP_BISECT
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_call_flags(parser)
+    group = parser.add_argument_group("what is asked")
+    group.add_argument(
+        "--probe",
+        action="store_true",
+        help="corruption or another order of sums? Run the call with variations on one source or backend",
+    )
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from attnlab.replay.probe import probe
+    from attnlab.replay.targets import replay_targets
+
+    call, case, given = read_given(args)
+    targets = replay_targets(args.source, args.backend, args.device)
+    if len(targets) > 1:
+        raise InvalidCase("probe must be given with one source or backend", field="probe")
+    with progress("probing") as on_step:
+        found = probe(
+            call,
+            targets[0].find(),
+            case,
+            given,
+            on_variation=lambda name, done: on_step(f"probing, run {done + 1}: {name}"),
+        )
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        show(found)
+    return 1 if found.is_wrong else 0
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -121,11 +156,12 @@ COMMAND = Command(
     examples=(
         "attnlab replay call.safetensors --source 0.11.2 --source 0.33.0",
         "attnlab replay call.safetensors --source vllm-0.33.0.whl --backend mine.py:my_attention",
+        "attnlab replay call.safetensors --source 0.33.0 --probe",
         "git bisect run attnlab replay call.safetensors --source .",
     ),
     exit_codes="0 every replay matches; 1 one mismatches or rejects the call; 3 none does, but one cannot\n"
     "  run; 125 the only target cannot run the call; 129 stop git bisect",
-    add_flags=add_call_flags,
+    add_flags=_add_flags,
     run=_run,
     notes=_DOCUMENT,
 )

@@ -111,6 +111,7 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
 def _command(args: argparse.Namespace, case: Case) -> str:
     """Return the command line that writes the page again."""
     words = ["attnlab", "xray", *shlex.split(case.to_cli())[2:]]
+    words += [] if args.source is None else ["--source", str(args.source)]
     return shlex.join(words + ([] if args.call is None else ["--call", str(args.call)]))
 
 

@@ -35,7 +35,7 @@ _VERDICTS = (
     "excluded by inputs",
     "excluded by value",
 )
-_NEVER_WRITTEN = "rows_never_written"
+NEVER_WRITTEN = "rows_never_written"
 _MISREAD = "query_start_loc_as_int32"
 
 
@@ -97,7 +97,7 @@ def _cause_of_unwritten_rows(evidence: Evidence, defects: Sequence[Defect]) -> D
         and violation.subject == "query_start_loc"
         for violation in evidence.violations
     )
-    name = _MISREAD if is_misread else _NEVER_WRITTEN
+    name = _MISREAD if is_misread else NEVER_WRITTEN
     return next((defect for defect in defects if defect.name == name), None)
 
 

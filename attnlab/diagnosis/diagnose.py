@@ -20,13 +20,16 @@ from attnlab.diagnosis.decision import collect_evidence, conclude
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
 from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.examination import check_output, examine
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import FULL, Limit
-from attnlab.diagnosis.refinement import Kernel, check_output, examine, kernel_of, with_reruns
+from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
 
 
@@ -72,6 +75,7 @@ def diagnose(
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+        diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
         diagnosis = _with_location(own, case, diagnosis, limit)
     distinction = None
     if propose and diagnosis.status == "ambiguous":
@@ -107,6 +111,8 @@ def diagnose_call(
     before = call.before if before is None else before
     output = call.output if output is None else output.cpu()
     check_output(output, call.output)
+    if before is not None and _holds_output(before, output):
+        before = None
     kernels = tuple(kernels)
     problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
@@ -116,13 +122,23 @@ def diagnose_call(
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 
 
+def _holds_output(before: torch.Tensor, output: torch.Tensor) -> bool:
+    """Answer whether a buffer had the whole output before the call, NaN as any NaN.
+
+    An earlier call with the same inputs wrote it, or both are NaN: unwritten rows cannot be recognised by it.
+    """
+    if output.element_size() == 1:
+        return torch.equal(before.view(torch.uint8), output.view(torch.uint8))
+    return bool(((before == output) | (before.isnan() & output.isnan())).all())
+
+
 def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
     """Return the diagnosis with the source lines that may hold the fault.
 
     Models have no source, and a wrong call is no fault of the kernel.
     """
     is_callers = any(violation.effect != "harmless" for violation in diagnosis.violations)
-    if limit is None or not diagnosis.is_wrong or is_callers or case.backend == "model":
+    if limit is None or not diagnosis.wrong_rows or is_callers or case.backend == "model":
         return diagnosis
     if lab.on_step is not None:
         lab.on_step("trial edits of the source")
@@ -148,6 +164,25 @@ def _rows_of(problem: Problem, candidate: Candidate) -> str:
     if len(is_decode) > 1:
         return "all"
     return "decode" if is_decode == {True} else "prefill"
+
+
+def _with_side_outputs(
+    lab: Lab, own: Lab, case: Case, ran: Result, diagnosis: Diagnosis
+) -> Diagnosis:
+    """Return the diagnosis with wrong log-sum-exps and rows of padding.
+
+    If the output is right, they are what is described. ``lab`` is on the CPU, ``own`` runs the kernels.
+    """
+    claims = side_claims(lab, case, ran)
+    if not claims:
+        return diagnosis
+    if diagnosis.is_wrong:
+        return dataclasses.replace(diagnosis, side_errors=claims)
+    confirmed = confirmed_side_claims(lab, case, claims, own.run)
+    status = "described" if confirmed else "unexplained"
+    return dataclasses.replace(
+        diagnosis, status=status, side_errors=confirmed or claims, looked_at=(0, len(ran.output))
+    )
 
 
 def _cpu_lab(lab: Lab, case: Case) -> Lab:

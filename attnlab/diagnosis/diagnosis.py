@@ -8,10 +8,14 @@ from typing import Any
 from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
+from attnlab.diagnosis.candidate_text import candidate_dict
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.rule import ConfirmedRule
+from attnlab.diagnosis.side_claim import SideClaim
 from attnlab.weights.xray import XRay
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
@@ -26,15 +30,6 @@ _SLOTS = {
     "unmapped": "slots of no sequence",
 }
 _XRAY_SENTENCES = 2  # its conclusion, and the pattern or the limits
-CANDIDATE_COLUMNS = (
-    "candidate",
-    "predicted",
-    "observed",
-    "residual",
-    "residual / bound",
-    "verdict",
-    "scope",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +63,9 @@ class Diagnosis(Shown):
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
+    - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
+    - ``claim``: what of the pattern also holds in further cases, or None.
+    - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
@@ -95,6 +93,9 @@ class Diagnosis(Shown):
     outside: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
+    rule: ConfirmedRule | None = None
+    claim: PatternClaim | None = None
+    side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
     distinction: Distinction | None = None
@@ -137,6 +138,7 @@ class Diagnosis(Shown):
             *self.pattern.sentences(),
             *self._run_sentences(),
             *self._xray_sentences(),
+            *(one.text for one in self.side_errors),
             self._cause_sentence(),
             *self._violation_sentences(),
             *self.withdrawn,
@@ -180,12 +182,19 @@ class Diagnosis(Shown):
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.side_errors and not self.wrong_rows:
+            words = "; ".join(one.sentence for one in self.side_errors)
+            return f"{self.status}: {words}"
+        if self.rule is not None:
+            return f"described: {self.rule.text}"
         if self.status == "described" and self.xray is not None and self.xray.status == "described":
             return "described: no candidate explains the output; the X-ray of the kernel states the rule"
         if self.status == "described" and (self.wraps or self.outside):
             return (
                 "described: the source lines above compute a wrong address; no other cause is named"
             )
+        if self.status == "described" and self.claim is not None:
+            return f"described: no candidate explains the output; in further cases, too, {self.claim.text}"
         if self.status == "described":
             return (
                 f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
@@ -222,6 +231,9 @@ class Diagnosis(Shown):
             "outside": list(self.outside),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
+            "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
+            "side_errors": [one.sentence for one in self.side_errors],
+            "claim": None if self.claim is None else self.claim.text,
             "locations": [line.to_dict() for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],
@@ -254,30 +266,6 @@ def _xray_dict(found: XRay) -> dict[str, Any]:
         "descriptions": [one.to_dict() for one in found.descriptions],
         "confirmed": found.confirmed,
         "sentences": list(found.sentences),
-    }
-
-
-def candidate_cells(candidate: Candidate) -> list[str]:
-    """Return a candidate as the cells of a table with ``CANDIDATE_COLUMNS``."""
-    numbers = (candidate.predicted, candidate.observed, candidate.residual, candidate.ratio)
-    linked = f" (violation: {', '.join(candidate.linked)})" if candidate.linked else ""
-    return [
-        candidate.name,
-        *(f"{value:.3g}" for value in numbers),
-        candidate.verdict + linked,
-        "" if candidate.scope is None else candidate.scope.text,
-    ]
-
-
-def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON-able values."""
-    values = {f.name: getattr(candidate, f.name) for f in dataclasses.fields(candidate)}
-    del values["defect"]
-    if candidate.scope is not None:
-        values["scope"] = dataclasses.asdict(candidate.scope)
-    return {
-        name: json_number(value) if isinstance(value, float) else value
-        for name, value in values.items()
     }
 
 

@@ -20,7 +20,6 @@ from attnlab.kernels.triton.replay import Replay, TooLong, Unit
 from attnlab.kernels.triton.source_edits import Edit, edits
 
 COSTS = (1, 2, 3)
-_LEAST = 40  # edits that are tried after the first that repairs everything
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -109,18 +108,18 @@ class Trials:
         """Try edits up to the limit, the cheapest of the most suspicious lines first.
 
         ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
+        If edits of one cost repair everything, more costly ones are not tried.
         """
-        end, most = time.process_time() + limit.seconds, limit.edits
+        end = time.process_time() + limit.seconds
         first = min(self.wrong_units, key=lambda unit: unit.cost)
         for kernel, text, edit in self._edits(suspicion, lines):
-            if time.process_time() > end or self.tried >= most:
+            is_done = any(one.share == 1 and one.edit.cost < edit.cost for one in self.repairs)
+            if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
             share = self._share([first], kernel, text, edit)
             if share == 1:
                 share = max(self._share(self.replay.units, kernel, text, edit), 0.5)
-            if share == 1:  # there may be others, but a search as long again is enough
-                most = min(most, self.tried + max(self.tried, _LEAST))
             if share > 0:
                 self.repairs.append(Repair(kernel=kernel, text=text, edit=edit, share=share))
 

@@ -49,7 +49,7 @@ def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
     """Return which sequences have wrong rows, and what they have in common."""
     wrong = {seq for seq in sizes.seqs if bool(rows[slice(*sizes.row_starts[seq : seq + 2])].any())}
     nonempty = {seq for seq in sizes.seqs if sizes.query_lens[seq]}
-    rule = next((text for text, members in _sequence_rules(sizes) if members == wrong), "")
+    rule = next((text for text, members in sequence_rules(sizes) if members == wrong), "")
     names = list_text("sequence", sorted(wrong))
     if wrong == nonempty:
         what = "the only sequence is wrong" if len(wrong) == 1 else "every sequence has wrong rows"
@@ -66,7 +66,7 @@ def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
     return Fact(kind="sequences", where="", what=what, values=values)
 
 
-def _sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
+def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
     """Yield rules that sequences may have in common, the simplest first, each with its members."""
 
     def members(rule: Callable[[int], bool]) -> set[int]:
@@ -94,6 +94,11 @@ def _sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
                 f"with {what} above {limit}",
                 members(lambda seq, lens=lens, limit=limit: lens[seq] > limit),  # type: ignore[misc]
             )
+    for limit in dict.fromkeys((*TILES, PARTITION_SIZE)):
+        yield (
+            f"with seq_len up to {limit}",
+            members(lambda seq, limit=limit: sizes.seq_len(seq) <= limit),  # type: ignore[misc]
+        )
     yield "after the first", members(lambda seq: seq > sizes.seqs[0])
     yield "before the last", members(lambda seq: seq < sizes.seqs[-1])
 
@@ -128,7 +133,7 @@ def _row_rule(tokens: dict[int, list[int]], sizes: Sizes) -> str:
     lens = {seq: sizes.query_lens[seq] for seq in tokens}
     if all(len(found) == lens[seq] for seq, found in tokens.items()):
         return "all rows of these sequences"
-    for text, is_member in _row_rules(tokens, sizes):
+    for text, is_member in row_rules(tokens, sizes):
         if all(
             found == [t for t in range(lens[seq]) if is_member(seq, t)]
             for seq, found in tokens.items()
@@ -137,7 +142,7 @@ def _row_rule(tokens: dict[int, list[int]], sizes: Sizes) -> str:
     return ""
 
 
-def _row_rules(
+def row_rules(
     tokens: dict[int, list[int]], sizes: Sizes
 ) -> Iterable[tuple[str, Callable[[int, int], bool]]]:
     """Yield rules of rows, the simplest first, each as text and predicate of (sequence, token)."""

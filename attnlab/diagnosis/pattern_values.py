@@ -47,7 +47,7 @@ def _nonfinite(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tenso
                         cells,
                         cells_mask,
                         what,
-                        accounts=name == "NaN" and what[0] == "a",
+                        accounts=what[0] == "a",
                     )
                 )
     return found

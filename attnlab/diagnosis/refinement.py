@@ -8,26 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCall, KernelRejected
-from attnlab.contracts.violations import find_violations
+from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slices import sample_rows
-from attnlab.diagnosis.candidates import Candidate, fit
+from attnlab.diagnosis.confirmation import is_hidden, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
-    collect_evidence,
-    conclude,
     if_all_unwritten,
     select_cause,
     status_of,
 )
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.error_location import locate
-from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.examination import Examination, examine
+from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
-from attnlab.diagnosis.second_case import second_case
-from attnlab.diagnosis.withdrawal import with_slot_kinds, withdraw
+from attnlab.diagnosis.rule_search import find_rule
+from attnlab.diagnosis.withdrawal import with_slot_kinds
 from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
@@ -64,36 +59,6 @@ def kernel_of(lab: Lab) -> Kernel:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Examination:
-    """A diagnosis and the evidence that it rests on."""
-
-    evidence: Evidence
-    diagnosis: Diagnosis
-
-    @property
-    def problem(self) -> Problem:
-        """Return the problem that was diagnosed."""
-        return self.evidence.problem
-
-
-def examine(
-    lab: Lab,
-    case: Case,
-    output: torch.Tensor,
-    defects: Iterable[Defect],
-    pattern: Pattern | None = None,
-) -> Examination:
-    """Diagnose one output of a Case without running anything; ``pattern`` is its pattern, if known."""
-    call = lab.call(case)
-    check_output(output, call.output)
-    problem = Problem.of_case(case, lab.batch(case), call, call.output)
-    violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
-    locations = locate(problem, output, case.query_heads, lab.reference(case))
-    evidence = collect_evidence(problem, output, locations, violations, case.query_heads)
-    return Examination(evidence=evidence, diagnosis=conclude(evidence, defects, pattern))
-
-
 def with_reruns(
     lab: Lab,
     case: Case,
@@ -119,14 +84,31 @@ def with_reruns(
         zeros = case.replace(empty_slots="zeros")
         kinds = find_slot_kinds(kernel.run_with, zeros, kernel.cache_of(zeros))
         diagnosis = with_slot_kinds(diagnosis, kinds)
-    diagnosis = _with_second_case(lab, case, kernel, diagnosis)
+    diagnosis = with_second_cases(lab, case, kernel.run, diagnosis)
     seconds = (time.perf_counter() - began) / _RERUNS
+    rule = None if diagnosis.explanations else find_rule(lab, case, kernel.run)
+    if rule is not None:
+        return dataclasses.replace(diagnosis, status="described", rule=rule)
+    diagnosis = _with_xray(case, kernel, diagnosis, seconds)
+    if diagnosis.explanations or _is_described_by(diagnosis.xray):
+        return diagnosis
+    claim = confirmed_claim(lab, case, first, kernel.run)
+    status = "unexplained" if claim is None else "described"
+    return dataclasses.replace(diagnosis, status=status, claim=claim)
+
+
+def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
+    """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``."""
     if kernel.xray is None or not needs_xray(diagnosis) or not _can_xray(case, seconds):
         return diagnosis
     try:
         return with_xray(diagnosis, kernel.xray(case))
     except AttnLabError:
         return diagnosis  # the call is too large, or the kernel rejects coded values
+
+
+def _is_described_by(found: XRay | None) -> bool:
+    return found is not None and found.status == "described"
 
 
 def _can_xray(case: Case, seconds: float) -> bool:
@@ -148,37 +130,6 @@ def _if_unwritten(
     return if_all_unwritten(known, diagnosis, tuple(defects)) or diagnosis
 
 
-def _with_second_case(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis without explanations that do not hold in a second case.
-
-    A defect that does not show in the second case, or that a rejection hides, is kept; unwritten rows, too.
-    """
-    other = second_case(case) if diagnosis.explanations else None
-    if other is None:
-        return diagnosis
-    try:
-        output = kernel.run(other)
-    except KernelRejected:
-        return diagnosis
-
-    def is_refuted(candidate: Candidate) -> bool:
-        if candidate.defect.touches == "unwritten":
-            return False  # reruns with another buffer have shown it
-        again = examine(lab, other, output, (candidate.defect,), Pattern())
-        if again.diagnosis.is_wrong:
-            return not again.diagnosis.explanations
-        return not _is_hidden(again.problem, candidate.defect)
-
-    names = ("query_lens", "ctx_lens", "sm_scale", "k_scale", "v_scale")
-    changes = [
-        f"{name}={getattr(other, name)}"
-        for name in names
-        if getattr(other, name) != getattr(case, name)
-    ]
-    reason = f"{{names}} does not explain a second run with {', '.join(changes)}"
-    return withdraw(diagnosis, is_refuted, "excluded by rerun", reason)
-
-
 def _with_finite_contents(
     lab: Lab, case: Case, first: Examination, rerun: Rerun, defects: Iterable[Defect]
 ) -> Diagnosis:
@@ -197,7 +148,7 @@ def _with_finite_contents(
     explanations = [
         candidate
         for candidate in first.diagnosis.explanations
-        if _is_hidden(second.problem, candidate.defect)
+        if is_hidden(second.problem, candidate.defect)
     ]
     left = [candidate.name for candidate in explanations]
     candidates = [
@@ -214,24 +165,3 @@ def _with_finite_contents(
         explanations=explanations,
         candidates=candidates,
     )
-
-
-def _is_hidden(problem: Problem, defect: Defect) -> bool:
-    """Answer whether a defect changes only the rounding in a problem."""
-    if not defect.applies(problem):
-        return True
-    for row_slice in sample_rows(problem):
-        predicted, correct = defect.compute(problem, row_slice), problem.correct(row_slice)
-        if bool((fit(predicted.output, correct, 1).ratio > 1).any()):
-            return False
-    return True
-
-
-def check_output(output: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise InvalidCall if an output has another shape or dtype than the call's."""
-    if output.shape != expected.shape:
-        raise InvalidCall(
-            f"output must have shape {tuple(expected.shape)}, got {tuple(output.shape)}"
-        )
-    if output.dtype != expected.dtype:
-        raise InvalidCall(f"output must have dtype {expected.dtype}, got {output.dtype}")

@@ -4,17 +4,50 @@ Degenerate numbers let a wrong defect explain an output: k_scale 0.5 squared is 
 heads) is half, and lengths may be multiples of every block and tile.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.contracts.dispatch import decide
+from attnlab.weights.other_case import other_case
 
 SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a product of the other
 _SCALE = 0.73  # the second scale of the scores, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
+_MIXED = ((1, 37), (5, 21), (1, 90), (18, 64), (2, 7))  # no sequence is short, and lengths differ
+
+
+def second_cases(case: Case) -> Iterator[Case]:
+    """Yield cases in which an explanation must hold again: the second case, then one without short sequences
+    that has decodes and prefills if the same kernels serve both."""
+    second = second_case(case)
+    if second is not None:
+        yield second
+    third = _mixed_case(case) or other_case(case)
+    if third is not None:
+        yield third
+
+
+def _mixed_case(case: Case) -> Case | None:
+    """Return a case whose sequences have contexts and different lengths, or None if other kernels run it."""
+    if case.block_table is not None or case.seq_range is not None or case.first_block:
+        return None
+    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len")
+    try:
+        changed = case.replace(
+            seed=case.seed + 7,
+            query_lens=tuple(query for query, _ in _MIXED),
+            ctx_lens=tuple(ctx for _, ctx in _MIXED),
+            freed="kept",
+            **_other_scales(case),
+            **{name: None for name in sizes if getattr(case, name) is not None},
+        )
+    except InvalidCase:
+        return None
+    return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
 
 
 def second_case(case: Case) -> Case | None:

@@ -88,11 +88,12 @@ def _call_and_comparison(
 ) -> tuple[Recorded, Comparison | None]:
     """Return the call whose output was compared last, failed comparisons first, and its comparison.
 
-    If none was, return the last call that is not the test's own reference.
+    Of several calls with this output, the first is returned: only its buffer did not hold the output before.
+    If none was compared, return the last call that is not the test's own reference.
     """
     ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
     for comparison in ordered:
-        for one in reversed(recorded):
+        for one in recorded:
             if _is_output(one, comparison.actual):
                 return one, comparison
             if _is_output(one, comparison.expected) and not _is_torch(one):
@@ -149,7 +150,9 @@ def _conclusion(diagnosis: Diagnosis) -> str:
     if diagnosis.cause is not None:
         return f"{diagnosis.status}: {diagnosis.cause.name}: {diagnosis.cause.text}"
     names = ", ".join(one.name for one in diagnosis.explanations)
-    return f"{diagnosis.status}: {names}" if names else diagnosis.status
+    rules = "; ".join(fact.sentence for fact in diagnosis.pattern.rules)
+    text = names or (rules if diagnosis.status == "described" else "")
+    return f"{diagnosis.status}: {text}" if text else diagnosis.status
 
 
 def _write(

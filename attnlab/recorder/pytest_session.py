@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.recorder.capture import Capture
@@ -71,10 +72,11 @@ class Session:
         """Add the section and the properties to the report of a test."""
         report = yield
         try:
-            if self._reports and report.failed and self._capture.calls.recorded:
-                self._add_section(item, report)
-            if self._scores and report.passed and report.when == "call":
-                self._add_powers(item, report)
+            with torch.device("cpu"):  # whatever default device the test has set
+                if self._reports and report.failed and self._capture.calls.recorded:
+                    self._add_section(item, report)
+                if self._scores and report.passed and report.when == "call":
+                    self._add_powers(item, report)
         except Exception as error:
             self._failed(item.nodeid, error)
         return report

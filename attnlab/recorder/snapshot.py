@@ -16,6 +16,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides. Memory between the elements is copied, too, unless it is most
     of it."""
     tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.clone()
     reach = extent(tuple(tensor.shape), tensor.stride())
     if reach > _GAPS * max(1, tensor.numel()) or reach < tensor.numel():
         return tensor.clone(memory_format=torch.contiguous_format)

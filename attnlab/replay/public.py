@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.kernels.backend import Backend
+from attnlab.replay.probe import Probe, probe
 from attnlab.replay.replay_call import replay_all
 from attnlab.replay.replays import Replays
+from attnlab.replay.shrinking import Judge, Shrunk, shrink
 from attnlab.replay.targets import replay_targets
 from attnlab.tensors.call import KernelCall
 
@@ -30,3 +34,64 @@ def replay_call(
     """
     targets = replay_targets([str(one) for one in sources], backends, device)
     return replay_all(call, targets, Case(**changes), tuple(changes))
+
+
+def shrink_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    **changes: Any,
+) -> Shrunk:
+    """Return the smallest call that still fails in the same way, with fewer and shorter sequences and heads.
+
+    - ``source``, ``backend``, ``device``: what runs the calls, as for :func:`attnlab.replay_call`. Without
+      them nothing is run: only sequences, rows, heads and blocks of the recorded output are removed.
+    - ``seconds``: after this time, no further call is run.
+    - ``changes``: where the call ran, for example ``platform="sm_90"``. Default: the call's origin.
+
+    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    """
+    judge = Judge(
+        backend=one_backend(source, backend, device), case=Case(**changes), given=tuple(changes)
+    )
+    return shrink(call, judge, seconds=seconds)
+
+
+def probe_call(
+    call: KernelCall,
+    *,
+    source: Path | str | None = None,
+    backend: str = "model",
+    device: str | None = None,
+    **changes: Any,
+) -> Probe:
+    """Decide between corruption and another order of sums: run a call again with variations.
+
+    The variations are: an identical run, each sequence alone, reversed sequences, other split counts, another
+    max_seq_len and padding, other blocks, and other contents of foreign slots and of the output buffer.
+
+    ``source``, ``backend``, ``device``, ``changes``: as for :func:`attnlab.shrink_call`.
+    """
+    name = "vllm" if source is not None and backend == "model" else backend
+    found = one_backend(source, name, device)
+    assert found is not None
+    return probe(call, found, Case(**changes), tuple(changes))
+
+
+def one_backend(
+    source: Path | str | None, backend: str | None, device: str | None
+) -> Backend | None:
+    """Return the backend of a source, or of a name, or None without both. Raises InvalidCase or
+    Unavailable."""
+    if source is None and backend is None:
+        return None
+    sources = [] if source is None else [str(source)]
+    targets = replay_targets(sources, [] if backend is None else [backend], device)
+    if len(targets) > 1:
+        raise InvalidCase(
+            f"backend must be vllm or rocm with a source, got {backend}", field="backend"
+        )
+    return targets[0].find()

@@ -91,8 +91,8 @@ def write_reports(
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-        facts["script"] = _render("repro.py.j2", facts) if has_script(finding.case) else ""
-        for suffix, text in (("py", facts["script"]), ("md", _render("upstream.md.j2", facts))):
+        facts["script"] = render("repro.py.j2", facts) if has_script(finding.case) else ""
+        for suffix, text in (("py", facts["script"]), ("md", render("upstream.md.j2", facts))):
             if text:
                 write_text(folder / f"{name}.{suffix}", text)
                 written.append(folder / f"{name}.{suffix}")
@@ -167,7 +167,7 @@ def _of_case(case: Case) -> dict[str, Any]:
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     kept = [count * case.block_size for count in freed_blocks(case)]
     given = OP_CALLS[case.op].arguments(call, target)
-    arguments = {name: _expression(name, value, call) for name, value in given.items()}
+    arguments = {name: expression(name, value, call) for name, value in given.items()}
     cached = cached_lens(contract(case.op, target, case.op), call)
     return {
         "query_lens": list(case.lengths.query_lens),
@@ -203,7 +203,7 @@ def _of_case(case: Case) -> dict[str, Any]:
     }
 
 
-def _expression(name: str, value: Any, call: KernelCall) -> str:
+def expression(name: str, value: Any, call: KernelCall) -> str:
     """Return an argument of the op as an expression of the script."""
     names = {"key": "new_keys", "value": "new_values"}
     for field in (
@@ -230,7 +230,7 @@ def _expression(name: str, value: Any, call: KernelCall) -> str:
     return f"torch.tensor({value.tolist()}{kind})"
 
 
-def _render(template: str, facts: dict[str, Any]) -> str:
+def render(template: str, facts: dict[str, Any]) -> str:
     """Fill a plain-text template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

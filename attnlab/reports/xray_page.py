@@ -36,7 +36,6 @@ def write_xray(path: Path, one: XRay, command: str, location: KernelLocation | N
         "xray.html.j2",
         title="X-ray of attention weights",
         status=one.status,
-        sentences=one.sentences,
         location=location,
         sheet=html(one),
         light=_picture(one, is_dark=False),
@@ -62,5 +61,5 @@ def _picture(one: XRay, *, is_dark: bool) -> str:
         plot_weights(columns, which="difference", ax=difference)
         plot_law(law_points(one), ax=law)
         room = io.BytesIO()
-        figure.savefig(room, format="png", dpi=90)
+        figure.savefig(room, format="png", dpi=90, transparent=True)
     return base64.b64encode(room.getvalue()).decode()

@@ -50,3 +50,15 @@ class ReadArguments:
     block_size: int
     sliding_window: int = 0
     first: int = 0
+
+    def is_same(self, other: "ReadArguments") -> bool:
+        """Answer whether another op reads the same slots."""
+        numbers = (self.block_size, self.sliding_window, self.first)
+        return numbers == (other.block_size, other.sliding_window, other.first) and all(
+            one is two or (one is not None and two is not None and np.array_equal(one, two))
+            for one, two in (
+                (self.block_table, other.block_table),
+                (self.seq_lens, other.seq_lens),
+                (self.query_lens, other.query_lens),
+            )
+        )

@@ -23,7 +23,7 @@ from attnlab.serving.arguments import (
 )
 from attnlab.serving.batch import Step
 from attnlab.serving.followed_slots import FollowedSlots
-from attnlab.serving.intent import Contradiction, contradictions, intent_of_layer
+from attnlab.serving.intent import Contradiction, Intent, contradictions, intent_of_layer
 from attnlab.serving.kept_calls import KeptCalls
 from attnlab.serving.layer_call import LayerCall
 from attnlab.serving.observation import Observation
@@ -52,10 +52,11 @@ class BegunOp:
 
 
 class OpCheck:
-    """Checks calls of ops for a state."""
+    """Checks calls of ops."""
 
     def __init__(self, state: CaptureState, slots: FollowedSlots, kept: KeptCalls) -> None:
         self._state, self._slots, self._kept = state, slots, kept
+        self._intents: dict[tuple[str, bool | None, int | None], Intent] = {}
 
     @property
     def release(self) -> str | None:
@@ -127,12 +128,13 @@ class OpCheck:
         state, known, fields = self._state, call.known, begun.reading.fields
         common = state.metadata.get(known.name)
         causal = None if common is None else common[0].causal
-        intent = intent_of_layer(
-            known.layer,
-            state.constructed.get(known.name),
-            causal=causal if isinstance(causal, bool) else None,
-            block_size=None if common is None else common[1],
-        )
+        size = None if common is None else common[1]
+        key = (known.name, causal if isinstance(causal, bool) else None, size)
+        intent = self._intents.get(key)
+        if intent is None:
+            asked = state.constructed.get(known.name)
+            intent = intent_of_layer(known.layer, asked, causal=key[1], block_size=size)
+            self._intents[key] = intent
         found = contradictions(
             intent,
             begun.arguments,

@@ -34,6 +34,7 @@ class Ownership:
         self.requests, self.rank = requests, rank
         self.shadows = SlotShadows()
         self._verified: dict[tuple[int, int], _Verified] = {}
+        self._sound: dict[int, tuple[tuple[int, int], ReadArguments]] = {}  # by array
 
     def tokens_of(
         self, step: int, requests: list[Request], first: Integers, counts: Integers
@@ -76,10 +77,16 @@ class Ownership:
     def read(self, known: KnownLayer, step: Step, reads: ReadArguments) -> list[Observation]:
         """Return an observation for each block that holds other tokens than those that a row should see."""
         layer, shadow = known.name, self.shadows.of(known.reads, step.number)
+        state = (step.number, len(shadow.journal))
+        last = self._sound.get(shadow.number)
+        if last is not None and last[0] == state and last[1].is_same(reads):
+            return []  # another layer read the same
         found = []
         for row in range(min(len(reads.seq_lens), len(step.requests) - reads.first)):
             if int(reads.seq_lens[row]) > 0:
                 found += self._read_row(layer, shadow, step, reads, row)
+        if not found:
+            self._sound[shadow.number] = (state, reads)
         return found
 
     def _read_row(
@@ -89,7 +96,7 @@ class Ownership:
         seq_len, size = int(reads.seq_lens[row]), reads.block_size
         first = _first_visible(step, reads, row)
         blocks = reads.block_table[row, : -(-seq_len // size)]
-        key = (id(shadow), request.number)
+        key = (shadow.number, request.number)
         columns = self._changed(self._verified.get(key), shadow, blocks, first, seq_len, size)
         positions = (columns[:, None] * size + np.arange(size)).ravel()
         positions = positions[(positions >= first) & (positions < seq_len)]

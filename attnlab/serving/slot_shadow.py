@@ -4,6 +4,7 @@ Layers of one KV-cache group get the same slot_mapping, so they share one array.
 else, or does not write in a step, gets an array of its own from then on.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from attnlab.serving.requests import Hashes, Integers
 
 NO_TOKEN = 0
+_NUMBERS = itertools.count()
 
 
 class TokenTable:
@@ -87,12 +89,14 @@ class Write:
 class SlotShadow:
     """The tokens in the slots of some layers.
 
+    - ``number``: of this array, unique in the process.
     - ``numbers``: [num_slots], the token in each slot. ``layers``: the names of the layers.
     - ``block_step``: [num_blocks], the step of the last write to each block of ``block_size`` slots.
     - ``step``, ``journal``: the writes of the last step. ``counts``: how many of them each layer did.
     """
 
     def __init__(self, num_slots: int, block_size: int, layers: Iterable[str]) -> None:
+        self.number = next(_NUMBERS)
         self.numbers: Integers = np.zeros(num_slots, np.int64)
         self.block_size = block_size
         self.block_step: Integers = np.full(-(-num_slots // block_size), -1, np.int64)

@@ -9,6 +9,7 @@ _MODULES = {  # the public names of each module
     "plot_sizes plot_story",
     "attnlab.study.claims": "judge_claims",
     "attnlab.study.engine_batch": "compare_fills engine_case engine_run rounding_step",
+    "attnlab.study.failing_test": "FAULT REPAIR call_errors case_of_call example_kernel run_failing_test",
     "attnlab.study.html_table": "table",
     "attnlab.study.hypotheses": "predict table_of",
     "attnlab.study.incident": "post_mortem pull_request",
@@ -20,7 +21,8 @@ _MODULES = {  # the public names of each module
     "on_int64 predict_chapters predict_claims predict_status read_as_int32 tail_reaches_output",
     "attnlab.study.production": "EngineRun record_engine separate_cache_writes",
     "attnlab.study.rocm_device": "SWAPPED_LANES emulated",
-    "attnlab.study.set_up": "by_verdict case_from conclude plain_text round_trips stage_stories",
+    "attnlab.study.set_up": "by_verdict case_from conclude describe_figures plain_text "
+    "round_trips stage_stories",
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = list(_PUBLIC)

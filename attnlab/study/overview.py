@@ -4,6 +4,7 @@ Each answer is computed from the ledger of claims, or from a small Case like the
 themselves compute it at the size of the test.
 """
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.shown import Shown
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.rows import as_read, served
 from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 from attnlab.mutation.power import power
 from attnlab.reports.executed import read_title
@@ -22,6 +26,7 @@ from attnlab.reports.investigate import find_notebooks
 from attnlab.study.claims import Finding
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test
 from attnlab.study.claims.index_tensors import REFUSAL
+from attnlab.study.failing_test import example_kernel
 
 Ledger: TypeAlias = Mapping[str, Finding]  # by the claim's number
 Answer: TypeAlias = tuple[str, dict[str, Any]]  # a sentence, and the facts in it
@@ -186,6 +191,30 @@ def _rocm_kernel(ledger: Ledger) -> Answer:
     return sentence, {"rows": rows, "from sequences": seqs}
 
 
+def _failing_test(ledger: Ledger) -> Answer:
+    """State the defect that explains the kernel of the example, run on two sequences."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(
+                op="unified_attention",
+                num_heads=1,
+                head_size=32,
+                block_size=16,
+                sliding_window=8,
+                query_lens=(1, 3),
+                ctx_lens=(39, 15),
+                distribution="normal",
+                stage="sound",
+                platform="sm_90",
+                backend=example_kernel(Path(folder)),
+            )
+            found = diagnose(case, Lab().output(case), propose=False)
+    except (Unavailable, InvalidCase) as error:
+        return f"not observed here: {error}", {"cause": None}
+    cause = "no known defect" if found.cause is None else found.cause.name
+    return f"the kernel of the example is wrong: {cause}", {"cause": cause}
+
+
 _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "01": (("C1", "C2", "C4"), _int64_tables),
     "02": (("C5", "C6", "C22"), _fp8_e5m2),
@@ -195,4 +224,5 @@ _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "06": (("C17", "C18"), _production),
     "07": ((), _power),
     "08": (("C1", "C2", "C5"), _rocm_kernel),
+    "09": ((), _failing_test),
 }

@@ -83,9 +83,12 @@ def _copy_together(caches: list[torch.Tensor], block_ids: torch.Tensor) -> list[
     )
     if last - first > step:
         return [cache[ids] for cache in caches]  # blocks interleave: a stride cannot be kept
-    storage = torch.zeros(len(ids) * step, dtype=caches[0].dtype, device=caches[0].device)
     blocks = torch.as_strided(caches[0], (caches[0].shape[0], last - first), (step, 1), first)
-    storage.view(len(ids), step)[:, : last - first] = blocks[ids]
+    if last - first == step:
+        storage = blocks[ids].flatten()
+    else:
+        storage = torch.zeros(len(ids) * step, dtype=caches[0].dtype, device=caches[0].device)
+        storage.view(len(ids), step)[:, : last - first] = blocks[ids]
     return [
         torch.as_strided(
             storage.view(cache.dtype),

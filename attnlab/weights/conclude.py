@@ -127,7 +127,7 @@ def _judge(usable: _Usable, faults: ValueFaults, other: Other | None, limit_s: f
     if search.descriptions and not _is_rounding(search.descriptions[0], setup):
         kept, confirmed = _confirmed(search, other)
         if kept.descriptions:
-            lines = (*_stated(kept, confirmed), *plain)
+            lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
         if not coarse:
             first = search.descriptions[0].text
@@ -184,12 +184,15 @@ def _confirmed(search: Found, other: Other | None) -> tuple[Found, bool | None]:
     return dataclasses.replace(search, descriptions=tuple(kept)), bool(kept)
 
 
-def _stated(found: Found, confirmed: bool | None) -> list[str]:
-    """Return the sentences of the descriptions."""
+def _stated(found: Found, confirmed: bool | None, setup: AttentionSetup) -> list[str]:
+    """Return the sentences of the descriptions, and whether other kinds of sequences did not run."""
     first = found.descriptions[0]
     rest = [one for one in found.descriptions[1:] if not _has_number(one) or _has_number(first)]
-    ending = {True: " (confirmed on another case)", None: " (not confirmed on another case)"}
-    lines = [first.text + ending.get(confirmed, "")]
+    ending = {True: "confirmed on another case", None: "not confirmed on another case"}
+    words = [ending[confirmed]] if confirmed in ending else []
+    if setup.call.spec.prefill and bool((setup.query_len == 1).all()):
+        words.append("only decodes ran")
+    lines = [first.text + (f" ({'; '.join(words)})" if words else "")]
     others = sorted({one.text for one in rest} - {first.text}, key=len)
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""

@@ -116,6 +116,8 @@ OWN_FLAGS = [
     (["capture", "--out", "/proc/x", "--", "true"], "out must be"),
     (["replay"], "CALL"),
     (["replay", "nowhere"], "nowhere"),
+    (["shrink", "nowhere"], "nowhere"),
+    (["shrink", "nowhere", "--seconds", "0"], "seconds must be"),
 ]
 WITH_CASE = ("run", "explain", "decode-error", "diagnose", "power", "xray")
 

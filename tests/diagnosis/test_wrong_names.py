@@ -22,6 +22,7 @@ from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,7 +172,7 @@ def test_a_name_that_does_not_hold_in_a_second_case_is_withdrawn():
     diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
     assert names(diagnosis) == []
     assert len(diagnosis.withdrawn) == 1
-    assert diagnosis.status == "described"
+    assert diagnosis.status == "unexplained"  # its pattern does not hold there, either
 
 
 def test_a_second_case_has_other_lengths_and_odd_scales():
@@ -216,3 +217,36 @@ def test_rows_of_a_sequence_that_are_not_written(output_init):
     diagnosis = diagnose(case, lab=WrongLab(spoil=spoil))
     assert diagnosis.unwritten == list(range(128, 150))
     assert names(diagnosis) == ["rows_never_written"]
+
+
+def test_rows_that_see_no_key_under_a_defect_do_not_name_it():
+    """A merge that gives NaN where a part is empty: so does a dropped only token."""
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(0, 15, 40)
+    )
+
+    def spoil(one: Case, call: KernelCall) -> None:
+        for seq, ctx_len in enumerate(one.lengths.ctx_lens):
+            if ctx_len == 0:
+                rows = slice(*call.query_start_loc[seq : seq + 2].tolist())
+                call.output[rows] = torch.nan
+
+    captured = diagnose(case, WrongLab(spoil=spoil).output(case), lab=Lab(), propose=False)
+    assert "newest_token_dropped" in names(captured)
+    assert names(diagnose(case, lab=WrongLab(spoil=spoil))) == []
+
+
+def test_rows_written_to_row_0_are_not_sequences_written_to_sequence_0():
+    """Each sequence has one row, so both faults give the same output."""
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
+    )
+
+    def spoil(one: Case, call: KernelCall) -> None:
+        call.output[0] = call.output[-1]
+        call.output[1:] = make_output(one)[1:]
+
+    recycled = case.replace(output_init="recycled")
+    captured = diagnose(recycled, WrongLab(spoil=spoil).output(recycled), lab=Lab(), propose=False)
+    assert "folded_on_sequence_0" in names(captured)
+    assert "folded_on_sequence_0" not in names(diagnose(case, lab=WrongLab(spoil=spoil)))

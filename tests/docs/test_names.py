@@ -26,6 +26,7 @@ OTHER_FILES = {
 }
 FOREIGN = {
     *("--quiet", "--editable", "--write", "--check", "--numprocesses"),  # pip, pytest, tools/
+    "--wheel",  # tools/vllm_tests.py
     *("--enforce-eager", "--compilation-config"),  # vllm serve
 }
 

@@ -18,6 +18,8 @@ PLAIN = {
     "query_lens": (5, 1),
     "ctx_lens": (40, 33),
     "distribution": "normal",
+    "stage": "sound",
+    "cache_write": "scaled",
     "platform": "sm_90",
 }
 

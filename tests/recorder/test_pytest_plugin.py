@@ -41,6 +41,22 @@ def test_kernel(monkeypatch):
     torch.testing.assert_close(*computed(monkeypatch, kernel=2.0), atol=1e-3, rtol=0)
 
 
+@pytest.fixture
+def default_device():
+    yield
+    torch.set_default_device(None)
+
+
+def test_default_device(monkeypatch, default_device):
+    output, expected = computed(monkeypatch, kernel=2.0)
+    torch.set_default_device("meta")
+    torch.testing.assert_close(output, expected, atol=1e-3, rtol=0)
+
+
+def test_odd_scale(monkeypatch):
+    torch.testing.assert_close(*computed(monkeypatch, kernel=1.7), atol=1e-3, rtol=0)
+
+
 def test_expected(monkeypatch):
     torch.testing.assert_close(*computed(monkeypatch, expected=2.0), atol=1e-3, rtol=0)
 
@@ -87,6 +103,8 @@ def test_no_op_passes():
 """
 SIDES = {
     "test_kernel": "the kernel",
+    "test_default_device": "the kernel",
+    "test_odd_scale": "the kernel",
     "test_expected": "the expected value",
     "test_tolerance": "the tolerance",
     "test_plain_assert": "the kernel",
@@ -137,8 +155,9 @@ def test_which_side_is_wrong(run):
     """The properties of each failing test name its side, and the planted defect."""
     found = properties(run[0])
     assert {name: found[name].get("attnlab_wrong_side") for name in SIDES} == SIDES
-    for name in ("test_kernel", "test_plain_assert"):
+    for name in ("test_kernel", "test_plain_assert", "test_default_device"):
         assert "scale_doubled" in found[name]["attnlab_diagnosis"]
+    assert "1.7" in found["test_odd_scale"]["attnlab_diagnosis"]
     assert "no such head size" in found["test_raises"]["attnlab_evidence"]
     assert "block_table[0][0]" in found["test_broken_table"]["attnlab_diagnosis"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.clones import UNIFIED, UNIFIED_FAULT, clone_of
 from helpers.commands import document, error_line, printed
 from helpers.plugins import RIGHT
 from helpers.saved_calls import WRONG, call_of, flash_call, kernel_file
@@ -21,9 +22,6 @@ from attnlab.replay.expected import distance, other_bits
 from attnlab.replay.replays import Replay, Replays
 from attnlab.replay.run_call import on_device
 from attnlab.replay.targets import is_bisecting, replay_targets
-
-UNIFIED = "triton_unified_attention.py"
-LINE = "query_abs_pos = context_len + query_pos[:, None]"
 
 
 def test_verdicts_and_agreement(tmp_path):
@@ -188,30 +186,26 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def history(folder: Path, ops: Path) -> list[str]:
-    """Make a repository with a copy of a release's ops; the third of five commits has a fault."""
-    own = folder / "vllm/v1/attention/ops"
-    own.mkdir(parents=True)
-    for file in ops.glob("*.py"):
-        (own / file.name).write_bytes(file.read_bytes())
-    sound = (own / UNIFIED).read_text()
-    assert sound.count(LINE) == 1
-    wrong = sound.replace(LINE, f"{LINE} + 1")
+def history(clone: Path) -> list[str]:
+    """Make a repository of a clone; the third of five commits has a fault."""
+    name, line, wrong_line = UNIFIED_FAULT
+    file = clone / "vllm/v1/attention/ops" / name
+    sound = file.read_text()
+    wrong = sound.replace(line, wrong_line)
     texts = [sound, sound + "# 1\n", wrong, wrong + "# 2\n", wrong + "# 3\n"]
-    git(folder, "init", "-q")
+    git(clone, "init", "-q")
     for number, text in enumerate(texts):
-        (own / UNIFIED).write_text(text)
-        git(folder, "add", "-A")
-        git(folder, "commit", "-q", "-m", f"change {number}")
-    return git(folder, "rev-list", "--reverse", "HEAD").split()
+        file.write_text(text)
+        git(clone, "add", "-A")
+        git(clone, "commit", "-q", "-m", f"change {number}")
+    return git(clone, "rev-list", "--reverse", "HEAD").split()
 
 
 @pytest.mark.slow
 @pytest.mark.releases
 def test_git_bisect_names_the_commit(tmp_path, monkeypatch, capsys):
-    source = of_release("0.33.0")
-    clone = tmp_path / "clone"
-    commits = history(clone, source.root / "vllm/v1/attention/ops")
+    clone = clone_of(of_release("0.33.0"), tmp_path / "clone")
+    commits = history(clone)
     call = tmp_path / "call.safetensors"
     call_of(query_lens=(2,), ctx_lens=(14,), num_heads=2).save(call)
     git(clone, "bisect", "start", commits[-1], commits[0])

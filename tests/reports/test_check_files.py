@@ -12,6 +12,7 @@ from helpers.sarif import SCHEMA
 
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import KINDS, OBSERVATIONS
+from attnlab.diagnosis.kernel_location import KernelLine
 from attnlab.reports.check_junit import junit
 from attnlab.reports.check_sarif import sarif
 from attnlab.reports.check_summary import append_summary, summary
@@ -97,6 +98,25 @@ def test_a_fingerprint_survives_a_change_of_lines_and_evidence() -> None:
     )
     assert before["partialFingerprints"] == after["partialFingerprints"]
     assert before["locations"] != after["locations"]
+
+
+def test_sarif_states_the_located_lines_first() -> None:
+    """The first line is the location of the result with its reason, the others are related locations."""
+    lines = tuple(
+        KernelLine(
+            file="ops/a.py", line=n, source="x", score=1.0, evidence="edit", reason=f"reason {n}"
+        )
+        for n in (7, 9)
+    )
+    finding = dataclasses.replace(REPORT.findings[0], lines=lines)
+    report = dataclasses.replace(REPORT, findings=[finding], known=[])
+    result = sarif(report)["runs"][0]["results"][0]
+    place = result["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("ops/a.py", 7)
+    assert "reason 7" in result["message"]["text"]
+    related = result["relatedLocations"][0]
+    assert related["physicalLocation"]["region"]["startLine"] == 9
+    assert related["message"]["text"] == "reason 9"
 
 
 def test_the_summary_is_a_table_that_markdown_shows() -> None:

@@ -139,3 +139,16 @@ def test_a_resumed_request_may_get_other_blocks(batches):
     step = batches.step(a=(0, 7))
     write(batches, step)
     assert read(batches, step) == []
+
+
+def test_equal_reads_of_layers_are_compared_once_and_others_again():
+    batches = Batches(layers=(LAYER, "layers.1.attn"))
+    batches.request("a", list(range(6)), [3, 7])
+    step = batches.step(a=(0, 6))
+    for layer in (LAYER, "layers.1.attn"):
+        batches.ownership.wrote(layer, step, batches.slots(step))
+    assert read(batches, step) == []
+    assert read(batches, step, reads="layers.1.attn") == []
+    wrong = batches.table(step)[:, ::-1].copy()
+    assert read(batches, step, table=wrong, reads="layers.1.attn") != []
+    assert read(batches, step, reads="layers.1.attn") == []

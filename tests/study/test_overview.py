@@ -42,7 +42,7 @@ def test_every_notebook_but_the_first_page_has_its_row(chapters: Chapters) -> No
     files = [path.name for path in find_notebooks([], NOTEBOOKS)]
     assert files[0] == "00-start-here.ipynb"
     assert [one.notebook for one in chapters] == files[1:]
-    assert {*_JUDGES} == {f"{number:02}" for number in range(1, 9)}
+    assert {*_JUDGES} == {f"{number:02}" for number in range(1, 10)}
     answered = {one.notebook[:2] for one in chapters if one.verdict}
     assert answered >= {*_JUDGES}
     assert all(one.question for one in chapters)
@@ -61,6 +61,7 @@ def test_facts_are_those_of_the_experiments(chapters: Chapters) -> None:
     assert "scale_doubled" in by_number["07"].facts["pass"]
     assert by_number["07"].facts["zeros in FP8"] == "survived"
     assert by_number["08"].facts == {"rows": [0], "from sequences": [1]}
+    assert by_number["09"].facts == {"cause": "window_plus_one"}
 
 
 def test_what_a_single_toggle_does(ledger: Findings) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, TwoSlopeNorm
 
-from attnlab.show.plots.artists import hatch_cells, put_legend
+from attnlab.show.plots.artists import hatch_cells
 
 if TYPE_CHECKING:
     from attnlab.weights.columns import KeyColumns, LawPoints
@@ -112,5 +112,5 @@ def plot_law(points: "LawPoints", *, title: str = "", ax: Axes | None = None) ->
         ylabel="log of the measured weight",
         title=title or "measured against expected",
     )
-    put_legend(ax)
+    ax.legend(loc="upper left", fontsize="small")
     return ax

@@ -41,6 +41,8 @@ SHEETS: dict[str, str] = {
     "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
     "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
     "attnlab.replay.replays.Replays": "attnlab.replay.sheets.replays",
+    "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
+    "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
     "attnlab.serving.report.CaptureReport": "attnlab.serving.sheet.capture_report",
     "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
     "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",

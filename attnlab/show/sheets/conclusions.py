@@ -41,7 +41,7 @@ _NEAREST = 2  # excluded candidates in the table; all are in the JSON
 def diagnosis(one: "Diagnosis") -> Sheet:
     """Return what explains an output, and the candidates with their sizes; of those that are excluded,
     the nearest, and the number of the others."""
-    from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
+    from attnlab.diagnosis.candidate_text import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
     shown = [each for each in one.candidates if not each.verdict.startswith("excluded")]

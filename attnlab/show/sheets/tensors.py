@@ -157,6 +157,8 @@ def contents(tensor: "torch.Tensor") -> str:
         return ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers)
     if not tensor.is_floating_point():
         return f"{int(tensor.min())} to {int(tensor.max())}"
+    if tensor.element_size() == 1:  # FP8 has no minimum in torch
+        tensor = tensor.float()
     least, most = (float(value) for value in tensor.aminmax())
     if least == most == 0:
         return "zeros"

@@ -143,6 +143,8 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         ),
         dataclasses.replace(TABLE, releases=TABLE.releases[:3]),
         attnlab.replay_call(lab.call(case.replace(stage="sound"))),
+        attnlab.shrink_call(result.call, seconds=1.0),
+        attnlab.probe_call(lab.call(case.replace(stage="sound"))),
         CAPTURED,
         outcome.verdicts[0],
         Verdicts(),

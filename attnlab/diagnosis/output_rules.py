@@ -1,0 +1,234 @@
+"""Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from attnlab.case.ops import MERGE
+from attnlab.defects.attention_inputs import Predicted, concatenate
+from attnlab.defects.defect import Compute, Defect, always
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.row_slices import all_rows
+from attnlab.diagnosis.address_memory import (
+    LSE_TERMS,
+    ROW_TERMS,
+    TensorMemory,
+    row_features,
+    sizes_of,
+)
+from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
+from attnlab.kernels.model.merge import partials
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.layout import presented
+
+_MOST_ELEMENTS = 1 << 20  # of an output that is predicted as a whole
+_PARTS = ("prefix_output", "suffix_output", "prefix_lse", "suffix_lse")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """The output is written to wrong addresses: an element of the rule's address gets the right number.
+
+    If several rows or heads write an element, the last one wins. One that none writes keeps its contents.
+    """
+
+    rule: AddressRule
+
+    def predict(self, problem: Problem) -> Predicted:
+        """Return the whole output under the rule."""
+        right, before = _right(problem), problem.before
+        if before is None:
+            return right
+        memory = TensorMemory.of(before, ROW_TERMS)
+        features, sizes = _row_features(problem), _sizes(problem.call, memory)
+        to = self.rule.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
+        own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
+        inside = (to >= 0) & (to < len(memory.flat))
+        flat, bound = memory.flat.double().clone(), torch.full((len(memory.flat),), 1e-30).double()
+        flat[to[inside]], bound[to[inside]] = right.output[inside], right.bound[inside]
+        return Predicted(output=flat[own], bound=bound[own])
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRule:
+    """A merge reads one of its four inputs at wrong addresses."""
+
+    rule: AddressRule
+
+    def predict(self, problem: Problem) -> Predicted:
+        """Return the whole output under the rule."""
+        right, shape = _right(problem), problem.call.query.shape[:2]
+        memory = _merge_memory(problem.call, problem)
+        read = {}
+        for name, one in memory.items():
+            rule = self.rule if name == self.rule.tensor else OWN
+            features, sizes = _row_features(problem), _sizes(problem.call, one)
+            stored, inside = one.read(rule.address(one.terms, features, sizes))
+            read[name] = torch.where(inside, stored.double(), 0.0)
+        lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
+        weights = (lse - lse.amax(0)).exp()
+        weights = (weights / weights.sum(0)).nan_to_num(0.0)
+        output = weights[0] * read["prefix_output"] + weights[1] * read["suffix_output"]
+        bound = 2 * right.bound.amax(0).amax(1)[None, :, None].expand_as(output)
+        return Predicted(output=output.expand_as(right.output), bound=bound)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLaw:
+    """A merge weights its two parts wrongly; ``kind`` is a key of ``MERGE_LAWS``."""
+
+    kind: str
+
+    def predict(self, problem: Problem) -> Predicted:
+        """Return the whole output under the law."""
+        right, memory = _right(problem), _merge_memory(problem.call, problem)
+        read = {}
+        for name, one in memory.items():
+            address = OWN.address(one.terms, _row_features(problem), _sizes(problem.call, one))
+            read[name] = one.read(address)[0].double()
+        lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
+        scales = MERGE_LAWS[self.kind](lse)
+        output = scales[0] * read["prefix_output"] + scales[1] * read["suffix_output"]
+        bound = (
+            2 * right.bound.amax(0).amax(1)[None, :, None] * output.abs().amax(2, True).clamp(min=1)
+        )
+        return Predicted(output=output, bound=bound.expand_as(output))
+
+
+Scales = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _scaled(
+    prefix: float = 1.0,
+    suffix: float = 1.0,
+    counts: tuple[float, float] = (1.0, 1.0),
+    adds: tuple[float, float] = (1.0, 1.0),
+    top: str = "max",
+) -> Scales:
+    """Return the scales of both parts: exponents times ``prefix`` and ``suffix``, denominators with
+    ``counts`` of both, sums with ``adds`` of both; ``top`` is what is subtracted."""
+
+    def scales(lse: torch.Tensor) -> torch.Tensor:
+        highest = {"max": lse.amax(0), "min": lse.amin(0), "none": torch.zeros(())}[top]
+        powers = torch.tensor([prefix, suffix], dtype=torch.float64)[:, None, None, None]
+        exps = ((lse - highest) * powers).exp()
+        total = (exps * torch.tensor(counts, dtype=torch.float64)[:, None, None, None]).sum(0)
+        return exps * torch.tensor(adds, dtype=torch.float64)[:, None, None, None] / total
+
+    return scales
+
+
+_LN_2 = math.log(2)
+MERGE_LAWS: dict[str, Scales] = {
+    "the weight of the prefix has base 2 in place of e": _scaled(prefix=_LN_2),
+    "the weight of the suffix has base 2 in place of e": _scaled(suffix=_LN_2),
+    "the weights of both parts have base 2 in place of e": _scaled(_LN_2, _LN_2),
+    "the denominator lacks the prefix": _scaled(counts=(0.0, 1.0)),
+    "the denominator lacks the suffix": _scaled(counts=(1.0, 0.0)),
+    "the denominator subtracts the suffix": _scaled(counts=(1.0, -1.0)),
+    "the prefix is missing": _scaled(adds=(0.0, 1.0)),
+    "the suffix is missing": _scaled(adds=(1.0, 0.0)),
+    "the suffix is subtracted": _scaled(adds=(1.0, -1.0)),
+    "the weight of the prefix has the wrong sign in its exponent": _scaled(prefix=-1.0),
+    "the weight of the suffix has the wrong sign in its exponent": _scaled(suffix=-1.0),
+    "the weights are not divided by their sum": lambda lse: (lse - lse.amax(0)).exp(),
+    "the prefix has the weight 1": lambda lse: torch.cat([lse[:1] * 0 + 1, _scaled()(lse)[1:]]),
+    "the suffix has the weight 1": lambda lse: torch.cat([_scaled()(lse)[:1], lse[1:] * 0 + 1]),
+    "the prefix is not divided by the sum": lambda lse: torch.cat(
+        [(lse - lse.amax(0)).exp()[:1], _scaled()(lse)[1:]]
+    ),
+    "the suffix is not divided by the sum": lambda lse: torch.cat(
+        [_scaled()(lse)[:1], (lse - lse.amax(0)).exp()[1:]]
+    ),
+    "the smaller log-sum-exp is subtracted in place of the larger": _scaled(top="min"),
+}
+
+WholeRule = OutputRule | MergeRule | MergeLaw
+
+
+def output_defects(problem: Problem) -> list[Defect]:
+    """Return the rules about whole outputs that a call allows, each as a defect."""
+    call = problem.call
+    if call.output.numel() > _MOST_ELEMENTS or call.spec.writes_cache:
+        return []
+    return [
+        Defect(
+            name=text if isinstance(rule, MergeLaw) else rule.rule.name,
+            family=FAMILY,
+            text=text,
+            seen_in=(),
+            touches="all",
+            compute=_computed(rule),
+            applies=always,
+        )
+        for rule, text in _rules(problem)
+    ]
+
+
+def _rules(problem: Problem) -> Iterator[tuple[WholeRule, str]]:
+    call = problem.call
+    memory = TensorMemory.of(call.output, ROW_TERMS)
+    for rule in rules_of("output", memory, _sizes(call, memory)):
+        yield OutputRule(rule), rule.text(ROW_TERMS)
+    if call.op == MERGE:
+        yield from ((MergeLaw(kind), f"in the merge, {kind}") for kind in MERGE_LAWS)
+        for name, one in _merge_memory(call, problem).items():
+            for rule in rules_of(name, one, _sizes(call, one)):
+                yield MergeRule(rule), rule.text(one.terms)
+
+
+def _computed(rule: WholeRule) -> Compute:
+    """Return the ``compute`` of a rule: some rows of the whole output."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        whole, rows = _predicted(rule, problem), problem.rows(row_slice)
+        return Predicted(
+            output=whole.output[rows][:, row_slice.heads],
+            bound=whole.bound[rows][:, row_slice.heads],
+        )
+
+    return compute
+
+
+@lru_cache(maxsize=4)
+def _predicted(rule: WholeRule, problem: Problem) -> Predicted:
+    return rule.predict(problem)
+
+
+@lru_cache(maxsize=2)
+def _right(problem: Problem) -> Predicted:
+    """Return the right output of all rows, which lie in the order of their sequences."""
+    return concatenate([problem.correct(row_slice) for row_slice in all_rows(problem)])
+
+
+@lru_cache(maxsize=2)
+def _row_features(problem: Problem) -> dict[str, torch.Tensor]:
+    """Return the features of all rows."""
+    parts = [
+        row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)
+        for row_slice in all_rows(problem)
+        if len(row_slice.tokens)
+    ]
+    lengths = [len(part["row"]) for part in parts]
+    found = dict(parts[0])
+    for name in ("row", "new token of the sequence", "sequence", "first token of the sequence"):
+        found[name] = torch.cat(
+            [part[name].expand(n, 1, 1) for part, n in zip(parts, lengths, strict=True)]
+        )
+    return found
+
+
+@lru_cache(maxsize=2)
+def _merge_memory(call: KernelCall, problem: Problem) -> dict[str, TensorMemory]:
+    """Return the inputs of a merge as the lab gives them to the op."""
+    parts = partials(presented(call), problem.target)
+    terms = dict(zip(_PARTS, (ROW_TERMS, ROW_TERMS, LSE_TERMS, LSE_TERMS), strict=True))
+    return {name: TensorMemory.of(getattr(parts, name), terms[name]) for name in _PARTS}
+
+
+def _sizes(call: KernelCall, memory: TensorMemory) -> dict[str, int]:
+    return dict(memory.strides) | sizes_of(call)

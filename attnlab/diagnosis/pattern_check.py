@@ -1,0 +1,49 @@
+"""Compare a pattern with further cases: only what holds there, too, is stated as a rule."""
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
+from attnlab.diagnosis.describe import sizes_of
+from attnlab.diagnosis.examination import Examination, examine
+from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
+from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.second_case import second_cases
+from attnlab.lab.lab import Lab
+
+
+def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> PatternClaim | None:
+    """Return what the pattern of an output says and further cases confirm, or None."""
+    claim, cases = claim_of_examination(first, case), 0
+    for other in second_cases(case):
+        if claim is None or not claim.is_rule:
+            return None
+        try:
+            output = rerun(_as(other, case))
+        except AttnLabError:
+            continue
+        claim, is_decisive = compared(lab, _as(other, case), output, claim)
+        cases += is_decisive
+    return claim if claim is not None and claim.is_rule and cases else None
+
+
+def _as(other: Case, case: Case) -> Case:
+    return other.replace(empty_slots=case.empty_slots, output_init=case.output_init)
+
+
+def compared(
+    lab: Lab, case: Case, output: torch.Tensor, claim: PatternClaim
+) -> tuple[PatternClaim | None, bool]:
+    """Return what is left of a claim after another output, None if nothing, and whether that was wrong."""
+    found = examine(lab, case, output, ())
+    again = claim_of_examination(found, case)
+    if again is None:
+        return (claim if claim.predicts_none(sizes_of(found.problem)) else None), False
+    return claim.common(again), True
+
+
+def claim_of_examination(found: Examination, case: Case) -> PatternClaim | None:
+    """Return what the errors of an examined output claim."""
+    problem, pattern = found.problem, found.diagnosis.pattern
+    ran = list(case.query_heads or range(problem.num_heads))
+    return claim_of(found.evidence.locations.is_wrong, ran, sizes_of(problem), pattern)

@@ -1,0 +1,70 @@
+"""Search for a rule beyond the catalogue that explains an output, and the outputs of further cases."""
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.address_defects import address_defects
+from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.output_rules import output_defects
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.rule import ConfirmedRule
+from attnlab.diagnosis.second_case import second_cases
+from attnlab.lab.lab import Lab
+
+
+def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
+    """Return the first rule that explains the output of a Case and those of further cases, or None.
+
+    All cases run with finite numbers in empty slots and in the output buffer, so that a rule predicts what
+    is read there.
+    """
+    left = _explanations(lab, with_known_contents(case), rerun)
+    cases = 0
+    for other in second_cases(case) if left else ():
+        try:
+            known = with_known_contents(other)
+            output = rerun(known)
+        except AttnLabError:
+            continue
+        kept, is_wrong = _confirmed(lab, known, output, left)
+        left, cases = (kept, cases + 1) if is_wrong else (left, cases)
+    return ConfirmedRule(candidate=left[0], cases=cases) if left and cases else None
+
+
+def with_known_contents(case: Case) -> Case:
+    """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
+    return case.replace(empty_slots="garbage", output_init="recycled")
+
+
+def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
+    try:
+        output = rerun(case)
+        problem = Problem.of_case(case, lab.batch(case), lab.call(case))
+        rules = (*address_defects(problem), *output_defects(problem))
+        found = examine(lab, case, output, rules, Pattern())
+    except AttnLabError:
+        return []
+    return [one for one in found.diagnosis.candidates if is_general(one)]
+
+
+def is_general(candidate: Candidate) -> bool:
+    """Answer whether a candidate explains an output in all rows, or in all decodes or prefills."""
+    scope = candidate.scope
+    return candidate.verdict == "explains" and scope is not None and scope.rows != "sequences"
+
+
+def _confirmed(
+    lab: Lab, case: Case, output: torch.Tensor, candidates: list[Candidate]
+) -> tuple[list[Candidate], bool]:
+    """Return the candidates that explain another output, and whether that output is wrong at all."""
+    kept, is_wrong = [], False
+    for one in candidates:
+        found = examine(lab, case, output, (one.defect,), Pattern()).diagnosis
+        is_wrong = found.is_wrong
+        if any(is_general(again) for again in found.explanations):
+            kept.append(one)
+    return kept, is_wrong

@@ -1,0 +1,172 @@
+"""Parts of a call: some of its sequences, rows, heads and blocks. Each function returns a new, smaller call.
+
+What remains has the same numbers: the part of a sequence has the same queries, keys and values.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.tensors.call import KernelCall
+
+_BY_TOKEN = ("query", "key", "value", "output", "before", "lse", "slot_mapping")
+_BY_HEAD = (
+    ("query", 1),
+    ("output", 1),
+    ("before", 1),
+    ("lse", 1),
+    ("alibi_slopes", 0),
+    ("sinks", 0),
+)
+_BY_KV_HEAD = (("key", 1), ("value", 1), ("key_cache", 1), ("value_cache", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSequence:
+    """A sequence of a call, and what is kept of it: new tokens from ``first`` to ``last``, and its keys
+    without the first ``blocks`` blocks and without those after the last kept token."""
+
+    seq: int
+    first: int
+    last: int
+    blocks: int = 0
+
+
+def whole(call: KernelCall) -> list[KeptSequence]:
+    """Return every sequence of a call, complete."""
+    return [
+        KeptSequence(seq=seq, first=0, last=length)
+        for seq, length in enumerate(call.query_lens.tolist())
+    ]
+
+
+def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall:
+    """Return a call with some sequences, or parts of them.
+
+    The maxima become the true ones, unless the call's are smaller. Tokens before ``first`` become context:
+    the cache must hold them.
+    """
+    starts, query_lens = call.query_start_loc.tolist(), call.query_lens.tolist()
+    rows = [torch.arange(starts[one.seq] + one.first, starts[one.seq] + one.last) for one in kept]
+    index = torch.cat(rows)
+    seqs = [one.seq for one in kept]
+    lens = [one.last - one.first for one in kept]
+    cut = [query_lens[one.seq] - one.last + one.blocks * call.block_size for one in kept]
+    seq_lens = call.seq_lens[seqs] - torch.tensor(cut, dtype=call.seq_lens.dtype)
+    changes: dict[str, Any] = {
+        name: tensor[index] for name in _BY_TOKEN if (tensor := getattr(call, name)) is not None
+    }
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        if isinstance(scale, torch.Tensor) and scale.dim() == 2:
+            changes[name] = scale[seqs]
+    kind = call.query_start_loc.dtype
+    return dataclasses.replace(
+        call,
+        **changes,
+        query_start_loc=torch.tensor([0, *lens]).cumsum(0).to(kind),
+        seq_lens=seq_lens,
+        block_table=_table(call, kept, seq_lens.tolist()),
+        max_query_len=min(call.max_query_len, max(lens)),
+        max_seq_len=min(call.max_seq_len, int(seq_lens.max())),
+    )
+
+
+def _table(call: KernelCall, kept: Sequence[KeptSequence], seq_lens: Sequence[int]) -> torch.Tensor:
+    """Return the rows of the block table without the dropped blocks, as wide as the longest sequence."""
+    columns = max(1, *(-(-length // call.block_size) for length in seq_lens))
+    table = call.block_table.new_zeros(len(kept), columns)
+    for row, one in zip(table, kept, strict=True):
+        blocks = call.block_table[one.seq, one.blocks :][:columns]
+        row[: len(blocks)] = blocks
+    return table
+
+
+def with_kv_heads(call: KernelCall, heads: range) -> KernelCall:
+    """Return a call with some of the KV heads and their query heads."""
+    group = call.num_queries_per_kv
+    own = torch.arange(heads.start * group, heads.stop * group)
+    return _with_heads(call, own, torch.arange(heads.start, heads.stop))
+
+
+def with_query_head(call: KernelCall, head: int) -> KernelCall:
+    """Return a call with one query head, and its KV head."""
+    kv_head = head // call.num_queries_per_kv
+    return _with_heads(call, torch.tensor([head]), torch.tensor([kv_head]))
+
+
+def _with_heads(call: KernelCall, heads: torch.Tensor, kv_heads: torch.Tensor) -> KernelCall:
+    changes: dict[str, Any] = {}
+    for index, fields in ((heads, _BY_HEAD), (kv_heads, _BY_KV_HEAD)):
+        for name, dim in fields:
+            if (tensor := getattr(call, name)) is not None:
+                changes[name] = _indexed(tensor, dim, index)
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        if isinstance(scale, torch.Tensor):
+            changes[name] = scale.index_select(-1, kv_heads)
+    return dataclasses.replace(call, **changes)
+
+
+def _indexed(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Return a copy of some entries of a dimension, with the dimensions of memory in the same order."""
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.permute(order).index_select(order.index(dim), index).permute(back)
+
+
+def with_head_size(call: KernelCall, size: int) -> KernelCall | None:
+    """Return a call with the first ``size`` elements of every head; None if keys and values differ in width,
+    or if the key cache cannot be cut there."""
+    chunk = call.key_cache.shape[4]
+    if call.query.shape[2] != call.value_cache.shape[2] or size % chunk:
+        return None
+    changes: dict[str, Any] = {
+        name: tensor[..., :size].clone()
+        for name in ("query", "key", "value", "output", "before")
+        if (tensor := getattr(call, name)) is not None
+    }
+    changes["key_cache"] = _indexed(call.key_cache, 2, torch.arange(size // chunk))
+    changes["value_cache"] = _indexed(call.value_cache, 2, torch.arange(size))
+    return dataclasses.replace(call, **changes, lse=None)
+
+
+def without_tokens(call: KernelCall, count: int) -> KernelCall | None:
+    """Return a call of one sequence without the first ``count`` tokens of its context; None if it cannot be.
+
+    The other tokens move to the front of the sequence's blocks, with their bytes.
+    """
+    seq_len, query_len = int(call.seq_lens[0]), int(call.query_lens[0])
+    if (
+        len(call.seq_lens) != 1
+        or count > seq_len - query_len
+        or isinstance(call.k_scale, torch.Tensor)
+    ):
+        return None
+    size, blocks = call.block_size, call.block_table[0].long()
+    old, new = torch.arange(count, seq_len), torch.arange(seq_len - count)
+    caches: dict[str, Any] = {}
+    for name, slot_dim in (("key_cache", 3), ("value_cache", 3)):
+        cache = getattr(call, name)
+        moved = cache.clone()
+        slots = moved.movedim(slot_dim, 1)
+        slots[blocks[new // size], new % size] = cache.movedim(slot_dim, 1)[
+            blocks[old // size], old % size
+        ]
+        caches[name] = moved
+    shorter = dataclasses.replace(
+        call,
+        **caches,
+        seq_lens=call.seq_lens - count,
+        max_seq_len=min(call.max_seq_len, seq_len - count),
+    )
+    return with_sequences(shorter, whole(shorter))
+
+
+def with_fewer_blocks(call: KernelCall) -> KernelCall | None:
+    """Return a call with only the blocks that its table names; None if it has no others."""
+    smaller = call.with_named_blocks()
+    return smaller if smaller.key_cache.shape[0] < call.key_cache.shape[0] else None

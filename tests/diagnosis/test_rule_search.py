@@ -1,0 +1,87 @@
+"""Rules beyond the catalogue: wrong addresses, found from an output and confirmed on further cases."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.case import Case
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.address_defects import address_defects
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.output_rules import output_defects
+from attnlab.kernels.backend import RunOutput
+from attnlab.kernels.model import backend as model
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output
+
+Change = Callable[[KernelCall], dict[str, object]]
+
+
+@dataclasses.dataclass(slots=True)
+class ReadsWrong(Lab):
+    """A lab whose kernels get changed arguments; ``last_row_only`` writes all rows to row 0."""
+
+    change: Change = lambda call: {}
+    last_row_only: bool = False
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        model.run(
+            dataclasses.replace(call, **self.change(call)), Target.of(case), decide(case).kernels
+        )
+        if self.last_row_only:
+            call.output[0] = call.output[-1]
+            call.output[1:] = make_output(case)[1:]
+        return RunOutput()
+
+
+def queries_of_kv_heads(call: KernelCall) -> dict[str, object]:
+    heads = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
+    return {"query": call.query[:, heads].clone()}
+
+
+def offset_as_position(call: KernelCall) -> dict[str, object]:
+    """The values of each slot are read one element of the block later, in the memory of the cache."""
+    flat = call.value_cache.flatten()
+    moved = torch.cat([flat[call.block_size :], flat.new_zeros(call.block_size)])
+    return {"value_cache": moved.view(call.value_cache.shape)}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [(queries_of_kv_heads, ("queries", "(KV head) × stride 1", "head × stride 1"))],
+)
+def test_a_wrong_read_is_described_by_its_address(change, parts):
+    case = hostile(op="unified_attention", platform="sm_90", empty_slots="garbage")
+    diagnosis = diagnose(case, lab=ReadsWrong(change=change))
+    assert diagnosis.status == "described"
+    assert diagnosis.rule.cases == 2
+    assert all(part in diagnosis.rule.text for part in parts)
+
+
+def test_rows_written_to_one_row_are_described_by_the_missing_term():
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40)
+    )
+    diagnosis = diagnose(case, lab=ReadsWrong(last_row_only=True))
+    assert "the term row × stride 0 is missing" in diagnosis.rule.text
+
+
+def test_a_fault_that_no_rule_predicts_gets_none():
+    """Values one element of memory later: no term of the address is changed, one is added."""
+    case = hostile(op="context_attention_fwd", platform="sm_90", empty_slots="garbage")
+    diagnosis = diagnose(case, lab=ReadsWrong(change=offset_as_position))
+    assert diagnosis.status != "nothing wrong"
+    assert diagnosis.rule is None
+
+
+@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "unified_attention"])
+def test_rules_have_names_of_their_own(op):
+    problem = make_problem(hostile(op=op, platform="sm_90", empty_slots="garbage"))
+    found = [one.name for one in (*address_defects(problem), *output_defects(problem))]
+    assert len(found) == len(set(found)) > 100

@@ -1,0 +1,77 @@
+"""Calls of vLLM's ops whose meaning is not in the names of their arguments alone."""
+
+import dataclasses
+
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.recorder.reading import call_of_reading
+from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
+from attnlab.show.sheets.tensors import contents
+from attnlab.tensors.origin import Origin
+
+OPS_OF = {one.op: one for one in vllm_ops() if one.module.startswith(FOLDERS[1])}
+PREFILL_OP = OPS_OF[PREFILL]
+
+
+def test_a_prefill_without_new_tokens_reads_them_from_the_cache():
+    """vLLM 0.33.0 passes no keys and values if all of them are in the cache."""
+    case = hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))
+    problem = make_problem(case)
+    given = problem.call
+    exact = problem.correct_rows(torch.arange(6), torch.arange(problem.num_heads)).output
+    arguments = {
+        "q": given.query,
+        "k": None,
+        "v": None,
+        "o": exact.to(given.query.dtype),
+        "k_cache": given.key_cache,
+        "v_cache": given.value_cache,
+        "b_loc": given.block_table,
+        "b_start_loc": given.query_start_loc,
+        "b_seq_len": given.seq_lens,
+        "sm_scale": given.sm_scale,
+    }
+    reading = PREFILL_OP.read(arguments)
+    origin = Origin(op=PREFILL_OP.name, program="vllm", release="0.33.0", platform="sm_90")
+    call = call_of_reading(reading, origin, op=PREFILL_OP.op, layout=PREFILL_OP.layout)
+    assert (call.op, call.new_tokens) == (UNIFIED, "in the cache")
+    assert not diagnose_captured(call, case).is_wrong
+    call.output[0, 0] += 1
+    assert diagnose_captured(call, case).wrong_rows == 1
+
+
+def test_a_buffer_that_held_the_output_before_shows_no_unwritten_rows():
+    """A test that calls an op twice records a second buffer that the first call has filled; NaN that a
+    kernel computes looks like NaN that a test put there."""
+    case = hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))
+    for number in (7.0, float("nan")):
+        given = make_problem(case).call
+        given.output.fill_(number)
+        call = dataclasses.replace(given, before=given.output.clone())
+        names = [one.name for one in diagnose_captured(call, case).explanations]
+        assert "rows_never_written" not in names
+
+
+def test_the_page_of_an_fp8_call():
+    """Its tensors have a range, although torch has no minimum of FP8 numbers."""
+    assert contents(torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)) == "-2 to 1"
+
+
+def test_a_decode_may_have_a_table_with_a_third_dimension():
+    """vLLM's own test passes one of size 1."""
+    call = make_problem(hostile(op=DECODE_FWD, query_lens=(1, 1), ctx_lens=(20, 33))).call
+    arguments = {
+        "q": call.query,
+        "k_buffer": torch.zeros(8, 16, 3, 64),
+        "v_buffer": torch.zeros(8, 16, 3, 64),
+        "o": call.output,
+        "req_to_token": call.block_table[:, :, None],
+        "b_seq_len": call.seq_lens,
+        "page_size": 16,
+    }
+    found = OPS_OF[DECODE_FWD].read(arguments).fields["block_table"]
+    assert torch.equal(found, call.block_table)

@@ -1,0 +1,183 @@
+"""Shrinking a call: what remains fails in the same way and violates nothing new; its script reproduces it."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.clones import UNIFIED_FAULT, clone_of
+from helpers.commands import document, error_line
+from helpers.plugins import RIGHT
+from helpers.saved_calls import WRONG, call_of, flash_call, kernel_file
+from helpers.sources import of_release
+from helpers.upstream import script_outcome
+
+import attnlab
+from attnlab.case.errors import InvalidCall
+from attnlab.contracts.target import Target
+from attnlab.kernels.vllm.source import find_source
+from attnlab.replay.parts import (
+    KeptSequence,
+    with_head_size,
+    with_kv_heads,
+    with_query_head,
+    with_sequences,
+    without_tokens,
+)
+from attnlab.replay.public import one_backend
+from attnlab.replay.run_call import run_call
+from attnlab.reports.call_script import call_script, why_no_script
+
+LARGE = {"query_lens": (5, 1, 9), "ctx_lens": (40, 33, 70), "num_heads": 8}
+SIZES = {"sequences": 1, "rows": 2, "heads": 1, "KV heads": 1, "head_size": 16, "blocks": 1}
+
+
+def test_the_smallest_call_still_fails(tmp_path):
+    """A row that sees one key too many needs a next row, if that key is to be one of the sequence."""
+    wrong = kernel_file(tmp_path, WRONG, "wrong")
+    found = attnlab.shrink_call(call_of(**LARGE), backend=wrong)
+    assert (found.status, found.cause) == ("mismatch", "causal_plus_one")
+    assert {**found.after, **SIZES, "longest context": 0} == found.after
+    assert found.is_complete
+    assert attnlab.diagnose(found.call).is_wrong
+    (one,) = attnlab.replay_call(found.call, backends=[wrong]).replays
+    assert (one.status, one.from_recorded.other_bits) == ("mismatch", 0)
+    assert attnlab.replay_call(found.call).replays[0].status == "match"
+
+
+def test_the_recorded_output_is_cut_without_a_run(tmp_path):
+    wrong = one_backend(None, kernel_file(tmp_path, WRONG, "wrong"), None)
+    call = call_of(**LARGE)
+    call = dataclasses.replace(call, output=run_call(call, wrong, attnlab.Case()))
+    found = attnlab.shrink_call(call)
+    assert (found.after["rows"], found.after["heads"], found.backend) == (2, 1, "")
+    assert found.after["head_size"] == 32
+    assert attnlab.diagnose(found.call).is_wrong
+
+
+def test_no_violation_is_added():
+    """The row that is never written needs an int64 query_start_loc; a call without one violates nothing."""
+    call = call_of(
+        op="chunked_prefill_paged_decode", stage="int32_before_cumsum", platform="gfx942"
+    )
+    found = attnlab.shrink_call(call, backend="model")
+    assert found.is_failing
+    kinds = [{one.kind for one in attnlab.violations(one)} for one in (call, found.call)]
+    assert kinds[1] <= kinds[0]
+    assert found.call.query_start_loc.dtype == torch.int64
+
+
+def test_a_rejection_is_shrunk_to_the_same_rejection(tmp_path):
+    text = RIGHT.replace(
+        "    key_cache, value", "    assert len(call.query) < 4, 'too many'\n    key_cache, value"
+    )
+    found = attnlab.shrink_call(call_of(**LARGE), backend=kernel_file(tmp_path, text, "rejecting"))
+    assert (found.status, found.after["rows"]) == ("rejected", 4)
+    assert "too many" in found.reason
+
+
+def test_a_call_that_does_not_fail(capsys, tmp_path):
+    assert attnlab.shrink_call(call_of()).status == "match"
+    call_of().save(tmp_path / "call.safetensors")
+    command = ["shrink", str(tmp_path / "call.safetensors"), "--out", str(tmp_path / "out")]
+    assert document(capsys, command, 0)["files"] == []
+    assert not (tmp_path / "out").exists()
+    call = dataclasses.replace(flash_call(), causal=False)
+    with pytest.raises(InvalidCall, match="causal must be true"):
+        attnlab.shrink_call(call, backend="model")
+
+
+def test_the_time_limit(tmp_path):
+    wrong = kernel_file(tmp_path, WRONG, "wrong")
+    found = attnlab.shrink_call(call_of(**LARGE), backend=wrong, seconds=1e-9)
+    assert (found.is_complete, found.steps, found.tries) == (False, (), 1)
+    assert found.is_failing
+
+
+def test_the_command_writes_the_call(capsys, tmp_path):
+    wrong, path = kernel_file(tmp_path, WRONG, "wrong"), tmp_path / "call.safetensors"
+    call_of(**LARGE).save(path)
+    out = tmp_path / "small.safetensors"
+    command = ["shrink", str(path), "--backend", wrong, "--out", str(out)]
+    found = document(capsys, command, 1)
+    assert found["files"] == [str(out)]
+    assert "vLLM" in found["no_script"]
+    assert attnlab.read_call(out).query.shape == (2, 1, 16)
+    assert "out must" in error_line(capsys, [*command[:-1], "/no/such/folder/x"])
+
+
+def test_parts_keep_their_numbers(tmp_path):
+    """A correct kernel returns the same rows for a part; keys of dropped blocks change them."""
+    right = one_backend(None, kernel_file(tmp_path, RIGHT, "right"), None)
+    call, case = flash_call(), attnlab.Case()
+    output = run_call(call, right, case)
+
+    def rows(part):
+        return run_call(part, right, case)
+
+    alone = with_sequences(call, [KeptSequence(seq=0, first=1, last=3)])
+    assert (alone.seq_lens.tolist(), alone.max_seq_len, len(alone.block_table)) == ([43], 43, 1)
+    assert torch.allclose(rows(alone), output[1:3], atol=1e-3)
+    turned = with_sequences(
+        call, [KeptSequence(seq=s, first=0, last=n) for s, n in ((1, 1), (0, 5))]
+    )
+    assert torch.allclose(rows(turned), output[[5, 0, 1, 2, 3, 4]], atol=1e-3)
+    assert torch.allclose(rows(with_kv_heads(call, range(1, 2))), output[:, 2:], atol=1e-3)
+    assert torch.allclose(rows(with_query_head(call, 3)), output[:, 3:], atol=1e-3)
+    single = with_sequences(call, [KeptSequence(seq=1, first=0, last=1)])
+    shorter = without_tokens(single, 16)
+    blocks = with_sequences(single, [KeptSequence(seq=0, first=0, last=1, blocks=1)])
+    assert torch.equal(rows(shorter), rows(blocks))
+    assert not torch.allclose(rows(shorter), output[5:], atol=1e-2)
+    smaller = with_head_size(call, 16)
+    assert smaller.key_cache.shape[2] * smaller.key_cache.shape[4] == 16
+    assert attnlab.replay_call(smaller, backends=["model"]).exit_code == 0
+
+
+def test_calls_without_a_script():
+    assert why_no_script(call_of()) == ""
+    assert "Triton ops" in why_no_script(call_of(op="merge_attn_states"))
+    assert "causal" in why_no_script(dataclasses.replace(call_of(), causal=False))
+    assert "strides" in why_no_script(call_of(kv_layout="HND"))
+
+
+FAULTY = {"query_lens": (2,), "ctx_lens": (14,), "num_heads": 2}
+SOUND = {
+    "fp8": {
+        "op": "chunked_prefill_paged_decode",
+        "query_lens": (3, 1),
+        "ctx_lens": (17, 20),
+        "num_heads": 2,
+        "kv_cache_dtype": "fp8",
+        "k_scale": 0.25,
+        "v_scale": 2.0,
+        "sliding_window": 9,
+    },
+    "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1), "ctx_lens": (9, 20)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.releases
+def test_scripts_reproduce_calls(capsys, tmp_path):
+    """The script of a shrunk call fails on the clone, and scripts of sound calls do not."""
+    clone = clone_of(of_release("0.33.0"), tmp_path / "clone", *UNIFIED_FAULT)
+    path, files = tmp_path / "call.safetensors", []
+    for name, changes in SOUND.items():
+        call = call_of(**changes)
+        script = tmp_path / f"{name}.py"
+        target = Target.of(attnlab.Case(platform=call.origin.platform))
+        text = call_script(call, target, version="vLLM", device="cpu", evidence="it is wrong")
+        ast.parse(text)
+        assert "attnlab" not in text
+        script.write_text(text)
+        files.append(str(script))
+    call_of(**FAULTY).save(path)
+    small = tmp_path / "small.safetensors"
+    command = ["shrink", str(path), "--source", str(clone), "--device", "cpu", "--out", str(small)]
+    written = document(capsys, command, 1)["files"]
+    assert written == [str(small), str(small.with_suffix(".py"))]
+    for script, code in [*((file, 0) for file in files), (written[1], 1)]:
+        found, text = script_outcome(Path(script), find_source(clone))
+        assert found == code, text

@@ -1,0 +1,182 @@
+"""Verify what a diagnosis says about a kernel: run the kernel on fresh cases and compare.
+
+Fresh cases have other lengths, scales and numbers than those that the diagnosis used.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.checker.case_run import run_case
+from attnlab.defects import DEFECTS, Defect
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.pattern_check import compared
+from attnlab.diagnosis.rule_search import is_general, with_known_contents
+from attnlab.diagnosis.side_claim import common_claims, side_claims
+from attnlab.kernels.backend import Backend
+from attnlab.lab.lab import Lab
+from attnlab.weights.description import Description
+from attnlab.weights.predict import predict_case
+
+_LENGTHS = (
+    ((1, 5, 21), (77, 130, 9)),
+    ((1, 18), (290, 41)),
+    ((1, 1, 1), (19, 34, 523)),
+    ((1, 1, 3, 9), (0, 61, 0, 32)),
+)
+_SLACK = 3.0  # a wrong rule is off by hundreds of rounding bounds
+
+
+def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
+    """Yield cases with other lengths, scales and numbers, with the features of a case.
+
+    ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
+    """
+    for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
+        has_prefill = case.spec.prefill and not only_decodes
+        lengths = query_lens if has_prefill else (1,) * len(query_lens)
+        changes: dict[str, Any] = {"query_lens": lengths, "ctx_lens": ctx_lens, "seed": seed}
+        if case.sm_scale is not None:
+            changes["sm_scale"] = round(case.sm_scale * 0.81, 5)
+        if case.is_fp8:
+            changes |= {"k_scale": 0.37, "v_scale": 0.59}
+        sizes = dict.fromkeys(("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len"))
+        try:
+            yield case.replace(**changes, **sizes)
+        except InvalidCase:
+            continue
+
+
+def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the kind of a diagnosis, and whether fresh cases confirm it."""
+    names = [candidate.name for candidate in diagnosis.explanations]
+    base = {"status": diagnosis.status, "names": names, "said": diagnosis.sentences()}
+    if names:
+        right = [name for name in names if _predicts(lab, backend, case, DEFECTS[name])]
+        kind = "named" if diagnosis.status == "explained" else "shortlist"
+        return {**base, "right": right, "answer": _judged(kind, bool(right))}
+    if diagnosis.rule is not None:
+        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, everywhere=True)
+        return {**base, "answer": _judged("described by a rule", verified)}
+    found = diagnosis.xray
+    if found is not None and found.status == "described" and found.description is not None:
+        verified = _describes(lab, backend, case, found.description)
+        return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
+        verified = _side_outputs(lab, case, diagnosis)
+        return {**base, "answer": _judged("described by a pattern", verified)}
+    if diagnosis.claim is not None:
+        verified = _claims(lab, backend, case, diagnosis)
+        return {**base, "answer": _judged("described by a pattern", verified)}
+    if diagnosis.outside or diagnosis.wraps:
+        verified = _accesses(lab, backend, case, diagnosis)
+        return {**base, "answer": _judged("located by a bad access", verified)}
+    return {**base, "answer": "abstained"}
+
+
+def _judged(kind: str, verified: bool) -> str:
+    return f"{kind}, {'right' if verified else 'wrong'}"
+
+
+def _predicts(
+    lab: Lab, backend: Backend, case: Case, defect: Defect, everywhere: bool = False
+) -> bool:
+    """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong.
+
+    ``everywhere``: it must do so in all rows, or in all decodes or prefills, not in single sequences.
+    """
+    decisive = 0
+    for fresh in fresh_cases(case):
+        known = with_known_contents(fresh)
+        try:
+            output = run_case(lab, backend, known).output
+        except AttnLabError:
+            continue
+        is_wrong = diagnose(known, output, lab=lab, defects=(), propose=False).is_wrong
+        only = diagnose(known, output, lab=lab, defects=(defect,), propose=False)
+        found = [one for one in only.explanations if is_general(one) or not everywhere]
+        if is_wrong and not found:
+            return False
+        decisive += is_wrong
+    return decisive > 0
+
+
+def _describes(lab: Lab, backend: Backend, case: Case, description: Description) -> bool:
+    """Return whether the weights of a description give the kernel's outputs on fresh cases."""
+    decisive, only_decodes = 0, max(case.lengths.query_lens) == 1
+    for fresh in fresh_cases(case, only_decodes):
+        known = with_known_contents(fresh)
+        try:
+            output = run_case(lab, backend, known).output
+        except AttnLabError:
+            continue
+        found = examine(lab, known, output, ())
+        locations, problem = found.evidence.locations, found.problem
+        predicted = predict_case(description, known, lab)
+        rows, heads = torch.arange(len(output)), torch.arange(output.shape[1])
+        bound = problem.correct_rows(rows, heads).bound.amax(-1)
+        error = (output.double() - predicted).abs().nan_to_num(torch.inf, torch.inf).amax(-1)
+        scale = (predicted.abs().amax(-1) / lab.reference(known).abs().double().amax(-1)).clamp(
+            min=1
+        )
+        if bool((error > _SLACK * bound * scale).any()):
+            return False
+        decisive += bool(locations.is_wrong.any())
+    return decisive > 0
+
+
+def _claims(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether the stated pattern holds on fresh cases: the first rule of each place."""
+    claim, decisive = diagnosis.claim, 0
+    assert claim is not None
+    for fresh in fresh_cases(case, claim.only_decodes):
+        try:
+            output = run_case(lab, backend, fresh).output
+        except AttnLabError:
+            continue
+        left, is_wrong = compared(lab, fresh, output, claim)
+        if left is None or left.text != claim.text:
+            return False
+        decisive += is_wrong
+    return decisive > 0
+
+
+def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether what is said about side outputs holds on fresh cases."""
+    decisive = 0
+    for fresh in fresh_cases(case):
+        try:
+            again = side_claims(lab, fresh, lab.run(fresh))
+        except AttnLabError:
+            continue
+        left = common_claims(diagnosis.side_errors, again)
+        if again and [one.sentence for one in left] != [
+            one.sentence for one in diagnosis.side_errors
+        ]:
+            return False
+        decisive += bool(again)
+    return decisive > 0
+
+
+def _accesses(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether the source lines of bad accesses are the same wherever a fresh output is wrong."""
+    lines, decisive = _lines((*diagnosis.outside, *diagnosis.wraps)), 0
+    for fresh in fresh_cases(case):
+        try:
+            run = run_case(lab, backend, fresh)
+        except AttnLabError:
+            continue
+        is_wrong = diagnose(fresh, run.output, lab=lab, defects=(), propose=False).is_wrong
+        if is_wrong and not lines & _lines((*run.outside, *run.wraps)):
+            return False
+        decisive += is_wrong
+    return decisive > 0
+
+
+def _lines(texts: tuple[str, ...]) -> set[str]:
+    return {text.split()[0] for text in texts}
