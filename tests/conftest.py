@@ -13,6 +13,7 @@ from helpers.notebooks import NOTEBOOKS, SMALL
 from helpers.products import sharing_products
 from helpers.sources import RELEASES, downloads, of_release, refuse_downloads, sdist
 
+from attnlab.kernels import child_process
 from attnlab.kernels.vllm.source import Source
 
 # Files whose tests take the most time: they start first, so that the processes end together.
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Limit torch to one thread: on tensors this small, more threads are slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start workers as copies of this process: a new process needs seconds to import torch.
+
+    The tests of the engine in tests/tasks, and those that start commands, start them as users do.
+    """
+    if request.path.parent.name != "tasks":
+        monkeypatch.setattr(child_process, "START_METHOD", "fork")
 
 
 @pytest.hookimpl(wrapper=True)

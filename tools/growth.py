@@ -26,6 +26,7 @@ AXES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "sequences": ({"tokens": 128, "num_heads": 64}, tuple(4 << i for i in range(8))),
 }
 _MARGIN = 1.1  # by how much an exponent may exceed attention's: times are noisy
+_LEAST_POINTS = 4  # of an axis; the exponents are fitted over the last three
 _NOTABLE_S = 0.5  # shorter steps are not fitted
 
 
@@ -96,6 +97,8 @@ def measure(gib: float, note: str) -> dict[str, Any]:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             points[axis].append({"size": size, **json.loads(done.stdout)})
             print(axis, size, points[axis][-1], file=sys.stderr, flush=True)
+        if len(points[axis]) < _LEAST_POINTS:
+            sys.exit(f"--gib must leave {_LEAST_POINTS} sizes of {axis}, got {len(points[axis])}")
     exponents = {axis: fit(found) for axis, found in points.items()}
     faster = [
         f"{step} with {axis}"
@@ -148,23 +151,26 @@ def draw(document: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(AXES), sharex="col", sharey="row")
     for column, (axis, points) in enumerate(document["points"].items()):
-        sizes = [one["size"] for one in points]
+        sizes, exponents = [one["size"] for one in points], document["exponents"][axis]
         top, bottom = axes[0][column], axes[1][column]
         for step in STEPS:
-            top.loglog(sizes, [one["seconds"][step] for one in points], marker=".", label=step)
+            label = f"{step}: {exponents[step]:.2f}" if step in exponents else f"{step}: short"
+            top.loglog(sizes, [one["seconds"][step] for one in points], marker=".", label=label)
         last = points[-1]
         scale = max(last["seconds"].values()) / last["gflop"]
-        top.loglog(
-            sizes, [one["gflop"] * scale for one in points], "k:", label="attention's operations"
+        operations = [one["gflop"] * scale for one in points]
+        label = f"attention's operations: {exponents['attention']:.2f}"
+        top.loglog(sizes, operations, "k:", label=label)
+        top.legend(fontsize="x-small", title="exponent of growth", title_fontsize="x-small")
+        top.set_title(f"growth with {axis}")
+        label = f"peak memory: {exponents['peak memory']:.2f}"
+        bottom.loglog(
+            sizes, [one["peak_gib"] for one in points], marker=".", color="k", label=label
         )
-        bottom.loglog(sizes, [one["peak_gib"] for one in points], marker=".", color="k")
+        bottom.legend(fontsize="x-small")
         bottom.set_xlabel({"tokens": "new tokens of the sequence"}.get(axis, axis))
-        top.set_title(
-            f"{axis}: attention grows with exponent {document['exponents'][axis]['attention']}"
-        )
     axes[0][0].set_ylabel("seconds")
     axes[1][0].set_ylabel("peak memory, GiB")
-    axes[0][-1].legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
 

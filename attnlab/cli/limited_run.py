@@ -1,7 +1,6 @@
 """Run a Case in a child process, with a limit for the time that its kernels take."""
 
 import argparse
-import multiprocessing
 import pickle
 import signal
 import time
@@ -11,7 +10,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.cli.output import notice, print_json
-from attnlab.kernels.child_process import run_in_child
+from attnlab.kernels.child_process import run_in_child, start_context
 
 _POLL_S = 0.1
 _KERNELS = "kernels"  # the step of a Lab that has the limit
@@ -24,7 +23,7 @@ def run_limited(work: Work, args: argparse.Namespace, case: Case, seconds: float
     If the kernels take longer than ``seconds``, or end the process, the call counts as rejected: the
     exit code is 1. Raises the AttnLabError and OSError that ``work`` raises.
     """
-    context = multiprocessing.get_context("spawn")
+    context = start_context()
     receiver, sender = context.Pipe(duplex=False)
     job = pickle.dumps((_work, (work, args, case)))
     process = context.Process(target=run_in_child, args=(job, sender))

@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+# A forked child could not use a GPU that its parent uses, nor torch's threads.
+START_METHOD = "spawn"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _INTERVAL_S = 0.5
 
@@ -40,6 +42,11 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
+
+
+def start_context() -> Any:
+    """Return the multiprocessing context whose processes run :func:`run_in_child`."""
+    return multiprocessing.get_context(START_METHOD)
 
 
 def run_in_child(job: bytes, sender: Any) -> None:

@@ -1,7 +1,6 @@
 """Worker: a child process that keeps a job's state and runs one task at a time."""
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.errors import AttnLabError
-from attnlab.kernels.child_process import run_in_child
+from attnlab.kernels.child_process import run_in_child, start_context
 from attnlab.tasks.pool import READY, Slot
 from attnlab.tasks.task import (
     CRASH,
@@ -37,7 +36,8 @@ class Worker(Slot):
 
     def __init__(self, job: bytes, gpu: str | None = None) -> None:
         self.gpu = gpu
-        context = multiprocessing.get_context("spawn")
+        context = start_context()
+        self.connection: Connection
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
         self._process: BaseProcess = context.Process(target=run_in_child, args=(work, theirs))

@@ -65,6 +65,10 @@ def test_the_older_models_faults_are_found() -> None:
     assert result.errors.greatest_abs.value > 1e-2
 
 
+# Diagnoses of faults that nearly every case shows, so that the first ones suffice.
+IN_EVERY_CASE = ("scale_doubled", "rows_never_written", "kv_head_modulo")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "kind", "diagnosis"),
     [
@@ -91,7 +95,8 @@ def test_the_older_models_faults_are_found() -> None:
 def test_a_planted_fault_is_found(tmp_path: Path, old, new, kind, diagnosis) -> None:
     """Each fault has its kind; a change without effect has no finding."""
     assert old in RIGHT
-    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=12)
+    cases = 3 if diagnosis in IN_EVERY_CASE else 12
+    report = checked(planted(tmp_path, RIGHT.replace(old, new)), cases=cases)
     if kind is None:
         assert report.findings == []
         return

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from helpers.commands import error_line
-from helpers.plugins import faulty_plan
+from helpers.plugins import RIGHT, faulty_plan, planted
 from helpers.shards import sharded, without_times
 from helpers.sources import needs_triton, of_release
 
@@ -17,26 +17,32 @@ from attnlab.kernels import find_backend
 from attnlab.tasks.local import LocalEngine
 
 
-@pytest.fixture
-def plan(tmp_path):
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
     """Return the plan of a kernel with three faults."""
-    return faulty_plan(tmp_path)
+    return faulty_plan(tmp_path_factory.mktemp("faults"))
 
 
-def test_the_same_findings_everywhere(plan, tmp_path):
-    whole = check_library(plan)
+@pytest.fixture(scope="module")
+def whole(plan):
+    """Return the report of the whole check, run in this process."""
+    return check_library(plan)
+
+
+def test_the_same_findings_everywhere(plan, whole, tmp_path):
+    """In this process, and in three shards that two workers run."""
     assert len({finding.group for finding in whole.findings}) >= 3
     assert whole.cases == whole.cases_run == 14
     assert any(finding.seen > 1 for finding in whole.findings)
-    merged, parts = sharded(plan, tmp_path, 3)
+    with LocalEngine(2) as engine:
+        merged, parts = sharded(plan, tmp_path, 3, engine)
     assert without_times(merged) == without_times(whole)
     assert sum(part.cases_run for part in parts) == 14
     assert all(part.cases_run for part in parts)
 
 
-def test_an_interrupted_check_continues(plan, tmp_path):
+def test_an_interrupted_check_continues(plan, whole, tmp_path):
     """It is stopped twice, once among the cases and once while findings are shrunk."""
-    whole = check_library(plan)
     out, done = tmp_path / "s", 0
 
     def count(progress):
@@ -53,14 +59,9 @@ def test_an_interrupted_check_continues(plan, tmp_path):
     assert (out / "outcomes.jsonl").read_text().splitlines()[: len(lines)] == lines
 
 
-def test_workers_find_the_same(plan):
-    with LocalEngine(2) as engine:
-        assert without_times(check_library(plan, engine)) == without_times(check_library(plan))
-
-
-def test_a_change_of_the_kernel_needs_another_store(plan, tmp_path, capsys):
-    out = tmp_path / "s"
-    flags = ("check", plan.backend.spec, "--cases", "1", "--engine", "local:1", "--out", str(out))
+def test_a_change_of_the_kernel_needs_another_store(tmp_path, capsys):
+    out, backend = tmp_path / "s", planted(tmp_path, RIGHT)
+    flags = ("check", backend.spec, "--cases", "1", "--engine", "local:1", "--out", str(out))
     assert main([*flags, "--json"]) == 0
     capsys.readouterr()
     before = (out / "header.json").read_bytes(), (out / "outcomes.jsonl").read_bytes()
