@@ -41,7 +41,8 @@ from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.contained import contained, text_of
-from attnlab.kernels.triton.interpreter import LaunchPlan, interpreted_triton, launching
+from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.trace import Watched
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import strided

@@ -11,6 +11,7 @@ from attnlab.case.case import Case
 from attnlab.cli.bench.lab import SEED_CASE, shortest_time
 from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
@@ -46,10 +47,10 @@ def bench_interpreter(
     op = vllm_ops.load(source, case.machine, "cpu").function(OP)
     for name, processes in (("seconds", interpreter.cores()), ("one_process_seconds", 1)):
         on_step(f"decode kernel, {processes} processes")
-        plan = interpreter.LaunchPlan(
+        plan = LaunchPlan(
             needed=lambda kernel, args, at: needed(kernel, args, at, Subset()), processes=processes
         )
-        with interpreter.launching(plan):
+        with launching(plan):
             figures[name] = shortest_time(lambda: _run(op, call, case), repeat=1)
     rows = call.query_lens.repeat_interleave(call.query_lens) == 1
     expected = reference(case, batch)

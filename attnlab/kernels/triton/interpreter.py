@@ -28,8 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -38,50 +37,16 @@ import torch
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.child_process import end_with_parent
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan
 from attnlab.kernels.triton.memory import Accesses, Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import Launch, RunLog
-from attnlab.kernels.triton.trace import Trace, Watched
+from attnlab.kernels.triton.trace import Trace
 from attnlab.kernels.triton.versions import check_pair
 
 VARIABLE = "TRITON_INTERPRET"
 _ALONE_S = 0.3  # a longer launch is split over processes
-
-Program = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
-    """How to launch: which programs run, in how many processes, and what is recorded.
-
-    - ``needed(kernel, arguments, program)``: whether a program runs.
-    - ``processes``: number of processes per launch. More than 1 requires that every tensor that a kernel
-      writes is a :func:`shared_copy`.
-    - ``on_programs``: called with (done, total), both estimates, while a launch runs.
-    - ``observed``: the log that records the launch; it is mutated.
-    - ``watched``: the layout of a call whose cache reads are traced, or None for no trace.
-    """
-
-    needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
-    processes: int = 1
-    on_programs: Callable[[int, int], None] = lambda done, total: None
-    observed: RunLog = field(default_factory=RunLog)
-    watched: Watched | None = None
-
-
-_PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
-
-
-@contextmanager
-def launching(plan: LaunchPlan) -> Iterator[None]:
-    """Use ``plan`` for all launches inside the block."""
-    token = _PLAN.set(plan)
-    try:
-        yield
-    finally:
-        _PLAN.reset(token)
-
 
 _MOST_PROCESSES: list[int] = []
 
@@ -170,7 +135,7 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
-    plan = _PLAN.get() or LaunchPlan()
+    plan = current_plan() or LaunchPlan()
     plan.observed.launches.append(Launch(kernel=(name := kernel.__name__), grid=sizes))
     programs = [
         (x, y, z)

@@ -24,6 +24,7 @@ from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
@@ -199,14 +200,14 @@ def run(
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
-    plan = interpreter.LaunchPlan(
+    plan = LaunchPlan(
         needed=lambda kernel, args, program: needed(kernel, args, program, share),
         processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
     try:
-        with interpreter.launching(plan):
+        with launching(plan):
             loaded.function(call.op)(**arguments)
         OP_CALLS[call.op].finish(moved, arguments)
         lse = OP_CALLS[call.op].lse(arguments)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
 
@@ -93,16 +95,30 @@ def test_programs_are_shared_out(kernels, monkeypatch: pytest.MonkeyPatch) -> No
     """Three processes write the same as one, and skipped programs write nothing."""
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
     seen = []
-    plan = interpreter.LaunchPlan(
+    plan = LaunchPlan(
         needed=lambda kernel, args, program: program[1] != 3,
         processes=3,
         on_programs=lambda done, total: seen.append((done, total)),
     )
     out = interpreter.shared_copy(torch.zeros(5 * 4, dtype=torch.int32))
-    with interpreter.launching(plan):
+    with launching(plan):
         kernels["number"][(5, 4)](out, fail=False)
     assert out.view(5, 4).tolist() == [[4 * i + 1, 4 * i + 2, 4 * i + 3, 0] for i in range(5)]
     assert seen[-1] == (15, 15)
+
+
+def test_threads_take_turns(kernels) -> None:
+    """A panel computes in a thread of its own; its launches must not change those of the notebook."""
+
+    def launch(_: int) -> list[int]:
+        out = torch.zeros(5 * 4, dtype=torch.int32)
+        with launching(LaunchPlan()):
+            kernels["number"][(5, 4)](out, fail=False)
+        return out.tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(launch, range(128)))
+    assert all(numbers == list(range(1, 21)) for numbers in found), found
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -118,7 +134,7 @@ def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int)
     monkeypatch.setattr(interpreter, "_fork", record)
     out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
-        interpreter.launching(interpreter.LaunchPlan(processes=processes)),
+        launching(LaunchPlan(processes=processes)),
         pytest.raises(Exception, match="program 7"),
     ):
         kernels["number"][(5, 4)](out, fail=True)
@@ -231,7 +247,7 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
             raise Enough
 
     interpreter_fork = interpreter._fork
-    plan = interpreter.LaunchPlan(processes=2, on_programs=on_programs)
+    plan = LaunchPlan(processes=2, on_programs=on_programs)
     programs = [(i, 0, 0) for i in range(2000)]  # more than 100 s per process
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

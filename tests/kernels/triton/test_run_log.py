@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.run_log import RunLog
 
 pytestmark = pytest.mark.skipif(
@@ -76,16 +77,16 @@ def test_fp8_is_rounded_to_nearest_even_and_saturated(triton, dtype):
 def test_an_int32_product_that_wraps_is_told(triton):
     """An overflow of int32 × int32 is recorded with its line; a tl.int64 stride records none."""
     index, target = torch.tensor([70000], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    plan = interpreter.LaunchPlan()
-    with interpreter.launching(plan):
+    plan = LaunchPlan()
+    with launching(plan):
         kernels(triton)["product"][(1,)](index, 65536, target)
     (wrap,) = plan.observed.wraps.values()
     assert (wrap.left, wrap.right) == (70000, 65536)
     assert wrap.file == __file__
     assert "70000 × 65536 = 4587520000" in wrap.text()
     assert int(target) == 70000 * 65536 - 2**32
-    sound = interpreter.LaunchPlan()
-    with interpreter.launching(sound):
+    sound = LaunchPlan()
+    with launching(sound):
         kernels(triton)["wide"][(1,)](index, 65536, target)
         kernels(triton)["product"][(1,)](index, 3, target)
     assert not sound.observed.wraps
@@ -96,14 +97,14 @@ def test_a_read_outside_is_masked_and_told(triton):
     """A load past the end is recorded; lanes inside are read, lanes outside are 0."""
     memory = torch.arange(1.0, 9.0)
     target = torch.full((8,), -1.0)
-    plan = interpreter.LaunchPlan()
-    with interpreter.launching(plan):
+    plan = LaunchPlan()
+    with launching(plan):
         kernels(triton)["copy"][(1,)](memory[4:], target, 8, SIZE=8)
     (stray,) = plan.observed.outside.values()
     assert (stray.verb, stray.place) == ("reads", "0 bytes after the end of source")
     assert target.tolist() == [5.0, 6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 0.0]
-    masked = interpreter.LaunchPlan()
-    with interpreter.launching(masked):
+    masked = LaunchPlan()
+    with launching(masked):
         kernels(triton)["copy"][(1,)](memory[4:], target, 4, SIZE=8)
     assert not masked.observed.outside
 
@@ -111,8 +112,8 @@ def test_a_read_outside_is_masked_and_told(triton):
 def test_a_write_outside_is_masked_and_told(triton):
     """The 8th element of a tensor of 7 is not written."""
     target = torch.full((7,), -1.0)
-    plan = interpreter.LaunchPlan()
-    with interpreter.launching(plan):
+    plan = LaunchPlan()
+    with launching(plan):
         kernels(triton)["copy"][(1,)](torch.arange(8.0), target, 8, SIZE=8)
     (stray,) = plan.observed.outside.values()
     assert stray.verb == "writes"

@@ -24,7 +24,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import ROCM_DECODE, Target
-from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
@@ -111,7 +111,7 @@ def test_left_out_programs_write_nothing(source: Source) -> None:
         case = hostile(op=op, platform="sm_90", release=source.rules, num_heads=2)
         few, call = real(case, source), Lab().call(case)
         function = vllm_ops.load(source, case.machine, "cpu").function(op)
-        with interpreter.launching(interpreter.LaunchPlan()):
+        with launching(LaunchPlan()):
             function(**bind(function, call, Target.of(case)))
         assert same_bits(call.output, few.output)
 

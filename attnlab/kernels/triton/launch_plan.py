@@ -1,0 +1,56 @@
+"""The plan of a launch under Triton's interpreter: which programs run, where, and what is recorded."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.triton.trace import Watched
+
+Program = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """How to launch: which programs run, in how many processes, and what is recorded.
+
+    - ``needed(kernel, arguments, program)``: whether a program runs.
+    - ``processes``: number of processes per launch. More than 1 requires that every tensor that a kernel
+      writes is a :func:`shared_copy`.
+    - ``on_programs``: called with (done, total), both estimates, while a launch runs.
+    - ``observed``: the log that records the launch; it is mutated.
+    - ``watched``: the layout of a call whose cache reads are traced, or None for no trace.
+    """
+
+    needed: Callable[[str, dict[str, Any], Program], bool] = lambda kernel, arguments, program: True
+    processes: int = 1
+    on_programs: Callable[[int, int], None] = lambda done, total: None
+    observed: RunLog = field(default_factory=RunLog)
+    watched: Watched | None = None
+
+
+_PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
+_TURN = threading.RLock()
+
+
+@contextmanager
+def launching(plan: LaunchPlan) -> Iterator[None]:
+    """Use ``plan`` for all launches inside the block; other threads wait until it ends.
+
+    Triton's interpreter keeps the program's index in one global object. Two launches at a time would
+    read each other's index.
+    """
+    with _TURN:
+        token = _PLAN.set(plan)
+        try:
+            yield
+        finally:
+            _PLAN.reset(token)
+
+
+def current_plan() -> LaunchPlan | None:
+    """Return the plan of the block that this thread is in, or None."""
+    return _PLAN.get()
