@@ -3,6 +3,7 @@
 A test that needs a release of vLLM has the marker `releases`; other tests cannot download anything.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,10 @@ START_FIRST = (
     "vllm/test_agreement.py",
     "tasks/test_ray.py",  # the processes take no tests from the front, so one of them starts a cluster
 )
+
+
+# torch makes its thread pool anew in a forked child. If two threads of the child do that at once, it fails.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.hookimpl(trylast=True)
