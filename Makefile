@@ -12,6 +12,8 @@ READY := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 # Each process needs up to 5 GiB at the real test's size.
 TEST_PROCESSES ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+# ALSO="and not long" leaves out the longest tests, as CI does.
+ALSO ?=
 QUICK = not releases and not slow and not browser
 
 .PHONY: help setup investigate test test-releases lint lab docs html dist bench clean
@@ -52,7 +54,7 @@ test: lint
 # The extra docs is for the test that builds the documentation.
 test-releases:
 	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),docs
-	$(PYTEST) -m "not ($(QUICK))"
+	$(PYTEST) -m "not ($(QUICK)) $(ALSO)"
 
 lab: setup
 	$(BIN)/jupyter lab $(firstword $(wildcard notebooks/00-*.ipynb) notebooks)

@@ -26,13 +26,33 @@ START_FIRST = (
 )
 
 
+# Tests that need 20 s to three minutes each. They get the marker `long`, and CI leaves them out.
+LONG = (
+    "test_notebooks.py::test_every_verdict_is_as_expected[gfx1100, other lengths]",
+    "test_notebooks.py::test_every_verdict_is_as_expected[Triton decodes]",
+    "test_notebooks.py::test_every_verdict_is_as_expected_on_the_rocm_source[0.11.2]",
+    "test_notebooks.py::test_production_is_as_expected[decodes alone]",
+    "test_agreement.py::test_model_agrees_with_the_real_kernel[0.11.2]",
+    "test_further_ops.py::test_model_agrees_with_the_real_kernel[0.11.2]",
+    "test_far.py::test_its_script_needs_a_gpu_or_int64_strides",
+    "test_far.py::test_it_takes_little_memory[0.11.2]",
+    "test_library.py::test_a_release[0.11.2]",
+    "test_library.py::test_the_older_models_faults_are_found",
+    "test_bench_diagnosis.py::test_the_diagnosis_names_planted_defects",
+    "test_xray.py::test_two_faults_are_described_together",
+)
+
 # torch makes its thread pool anew in a forked child. If two threads of the child do that at once, it fails.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of START_FIRST to the front."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the tests of LONG, and, after all other plugins, move those of START_FIRST to the front."""
+    for item in items:
+        if item.nodeid.endswith(LONG):
+            item.add_marker("long")
+    yield
     last = len(START_FIRST)
     rank = {name: place for place, name in enumerate(START_FIRST)}
     items.sort(key=lambda item: rank.get("/".join(item.path.parts[-2:]), last))

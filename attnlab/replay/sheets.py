@@ -38,11 +38,12 @@ def replays(one: "Replays") -> Sheet:
 
 def _row(one: "Replay") -> Row:
     verdict = Words(one.status, _TONES[one.status])
+    kernels = "" if one.backend == one.target else one.backend  # a function's name is both
     if one.error is None:
-        return [one.target, one.backend, verdict, one.reason, "", ""]
+        return [one.target, kernels, verdict, one.reason, "", ""]
     error = one.error
     size = f"{error.largest:.3g}, {error.in_bounds:.3g} bounds"
-    return [one.target, one.backend, verdict, _beyond(error), size, _bits(one.from_recorded)]
+    return [one.target, kernels, verdict, _beyond(error), size, _bits(one.from_recorded)]
 
 
 def _beyond(error: "Difference") -> str:

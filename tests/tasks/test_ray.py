@@ -81,6 +81,29 @@ def outcomes(engine, tasks, job=None, **options):
     return found
 
 
+def test_an_interrupt_ends_the_actors_and_nothing_else(engine, remote, tmp_path):
+    """The cluster, which somebody else started, goes on. The first test: no other actors use its cores."""
+    started = tmp_path / "started"
+    (tmp_path / "loop.py").write_text(LOOP.format(started=str(started)))
+    before = descendants(engine._process.pid)
+    command = ("check", f"{tmp_path}/loop.py:my_attention", "--cases", "1", "--json")
+    argv = [sys.executable, "-m", "attnlab", *command, "--engine", "ray"]
+    with popen(argv, stdout=-1, stderr=-1) as process:
+        wait_for(started.exists)
+        new = descendants(process.pid) | (descendants(engine._process.pid) - before)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert survivors(new, 2.0 - (time.monotonic() - began)) == []
+    assert len(new) >= 3
+    assert process.returncode == 130
+    assert [entry["reason"] for entry in json.loads(stdout)["not_run"]] == [
+        "the check was interrupted"
+    ]
+    assert stderr.count(b"\n") == 1
+    assert outcomes(engine, toy_tasks(""))["task-0"].status == "done"
+
+
 def test_a_fault_costs_only_its_task(engine):
     """The outcomes are those of local; only that an actor is lost cannot happen there."""
     faults = ("", "segfault", "", "hang", "lost", "exhaust", "bug", "", "")
@@ -171,32 +194,6 @@ def test_the_same_findings_on_every_engine(engine, tmp_path):
     merged, _ = sharded(plan, tmp_path, 3)
     assert without_times(merged) == without_times(whole)
     assert without_times(check_library(plan, engine)) == without_times(whole)
-
-
-def test_an_interrupt_ends_the_actors_and_nothing_else(engine, remote, tmp_path):
-    """The cluster, which somebody else started, goes on."""
-    started = tmp_path / "started"
-    (tmp_path / "loop.py").write_text(LOOP.format(started=str(started)))
-    engine.run(
-        ToyJob(), [], print
-    )  # end the actors of the job before, so that the command has cores
-    before = descendants(engine._process.pid)
-    command = ("check", f"{tmp_path}/loop.py:my_attention", "--cases", "1", "--json")
-    argv = [sys.executable, "-m", "attnlab", *command, "--engine", "ray"]
-    with popen(argv, stdout=-1, stderr=-1) as process:
-        wait_for(started.exists)
-        new = descendants(process.pid) | (descendants(engine._process.pid) - before)
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    assert survivors(new, 2.0 - (time.monotonic() - began)) == []
-    assert len(new) >= 3
-    assert process.returncode == 130
-    assert [entry["reason"] for entry in json.loads(stdout)["not_run"]] == [
-        "the check was interrupted"
-    ]
-    assert stderr.count(b"\n") == 1
-    assert outcomes(engine, toy_tasks(""))["task-0"].status == "done"
 
 
 def test_a_cluster_that_is_not_reachable(capsys, tmp_path):

@@ -156,7 +156,7 @@ def expect(panel: Any, case: Case, status: str) -> bytes:
     verdict = result.verdict if status == "rejected" else f"{status}: {result.verdict}"
     line = panel.locator(".attnlab-verdict-line").filter(has_text=verdict)
     line.filter(has_text=f"on {case.platform},").wait_for()
-    panel.locator("[data-state=idle]").wait_for(state="attached")
+    panel.locator("[data-state=idle]").first.wait_for(state="attached")
     if status == "rejected":
         panel.locator(".attnlab-picture").first.wait_for(state="hidden")
         return b""
