@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.bounds import bound
 from helpers.cases import call_of, decode_rows, hostile, same_bits
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ def cases(draw) -> Case:
 
 
 @needs_op
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(case=cases())
 def test_the_op_agrees_with_float64(case: Case) -> None:
     """Errors are within the derived bound; finite numbers in unwritten slots change no bit."""

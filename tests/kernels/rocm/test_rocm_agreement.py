@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.bounds import bound
 from helpers.cases import call_of, decode_rows, hostile, same_bits
+from helpers.examples import examples
 from helpers.rocm import real
 from helpers.sources import sdist
 from hypothesis import HealthCheck, given, settings
@@ -116,7 +117,7 @@ def differences(case: Case, source: Source) -> str:
 
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

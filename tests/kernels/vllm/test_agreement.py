@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.agreement import agrees, bound, modelled, real
 from helpers.cases import hostile, same_bits
+from helpers.examples import examples
 from helpers.sources import RELEASES, needs_triton, release
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.agreement import agrees, bound, modelled, real
 from helpers.cases import hostile, same_bits
+from helpers.examples import examples
 from helpers.sources import needs_triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ def of_release(case: Case, source: Source) -> Case:
 
 
 @settings(
-    max_examples=80,
+    max_examples=examples(80),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
