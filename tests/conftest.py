@@ -47,7 +47,6 @@ LONG = (
     "test_xray.py::test_two_faults_are_described_together",
     "test_browser.py::test_the_main_parts_are_on_one_screen",
     "test_browser.py::test_a_panel_in_a_notebook",
-    "test_predictions.py::test_every_claim_is_predicted_as_it_is_found",
     "test_claims.py::test_the_engine_itself_decides",
     "test_upstream.py::test_a_script_fails_before_and_passes_after[unwritten slots]",
     "test_upstream.py::test_a_script_of_alibi_with_sinks[0.33.0]",
