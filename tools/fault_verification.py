@@ -147,7 +147,7 @@ def _claims(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> boo
 
 
 def _side_outputs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
-    """Return whether what is said about side outputs holds on fresh cases."""
+    """Return whether the statements about side outputs hold on fresh cases."""
     decisive = 0
     for fresh in fresh_cases(case):
         try:

@@ -307,7 +307,7 @@ def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
 
 
 def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
-    """Diagnose the wrong output of a case, and verify what is said on fresh cases."""
+    """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
     case = case.replace(backend=backend.name)

@@ -21,7 +21,7 @@ class PatternClaim:
       each head, None for all.
     - ``only_decodes``: no sequence had several new tokens.
     - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them. Of a wrong
-      softmax scale, the expressions of which each gives its number.
+      softmax scale, all expressions that give its number.
     """
 
     sequences: tuple[str, ...]

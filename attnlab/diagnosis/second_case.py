@@ -4,7 +4,7 @@ Degenerate numbers let a wrong defect explain an output: k_scale 0.5 squared is 
 heads) is half, and lengths may be multiples of every block and tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attnlab.case.case import Case
@@ -35,16 +35,9 @@ def _mixed_case(case: Case) -> Case | None:
     """Return a case whose sequences have contexts and different lengths, or None if other kernels run it."""
     if case.block_table is not None or case.seq_range is not None or case.first_block:
         return None
-    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len")
+    changes = {**_lengths(case, _MIXED), **_other_scales(case)}
     try:
-        changed = case.replace(
-            seed=case.seed + 7,
-            query_lens=tuple(query for query, _ in _MIXED),
-            ctx_lens=tuple(ctx for _, ctx in _MIXED),
-            freed="kept",
-            **_other_scales(case),
-            **{name: None for name in sizes if getattr(case, name) is not None},
-        )
+        changed = case.replace(seed=case.seed + 7, freed="kept", **changes)
     except InvalidCase:
         return None
     return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
@@ -76,6 +69,11 @@ def _other_lens(case: Case) -> dict[str, Any]:
             (query if query == 1 else query + _MORE_NEW, ctx + _MORE_CONTEXT * (ctx > 0))
             for query, ctx in pairs
         ]
+    return _lengths(case, pairs)
+
+
+def _lengths(case: Case, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the fields of a batch of pairs (query_len, ctx_len); sizes that were given follow from it."""
     sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len")
     return {
         "query_lens": tuple(query for query, _ in pairs),

@@ -11,7 +11,7 @@ _OF_BRANCH = 0.95
 
 
 def comparable_units(units: Sequence[Unit], right: torch.Tensor) -> list[Unit]:
-    """Return the units of kernels of which a unit has a wrong element; ``right``: [rows, heads] bool.
+    """Return the units of the kernels that have a unit with a wrong element; ``right``: [rows, heads] bool.
 
     Programs of another kernel execute other lines, which says nothing about the lines of this one.
     """

@@ -71,7 +71,7 @@ def wrong_lengths(step: Step, reads: ReadArguments) -> Iterator[tuple[int, Contr
 
 
 def wrong_maxima(fields: Mapping[str, Any], reads: ReadArguments) -> Iterator[Contradiction]:
-    """Yield the maxima that are smaller than the lengths of which they are the maximum."""
+    """Yield max_query_len and max_seq_len if a sequence is longer."""
     lens = {"max_seq_len": reads.seq_lens, "max_query_len": reads.query_lens}
     for argument, values in lens.items():
         given = fields.get(argument)

@@ -16,7 +16,7 @@ class KnownLayer:
 
     - ``name``: vLLM's. ``number``: the first number in it, or None. ``index``: counted from 0.
     - ``layer``, ``impl``: vLLM's objects. ``reads``: the name of the layer whose cache it reads.
-    - ``is_decoder``: False for encoders and cross attention, of which only values are checked.
+    - ``is_decoder``: False for encoders and cross attention; only their values are checked.
     """
 
     name: str

@@ -183,12 +183,12 @@ class SlotShadows:
         """Return the array of a layer, after the end of earlier steps: who did not write then, splits off."""
         shadow = self._of[layer]
         if shadow.step != step:
-            behind: dict[int, set[str]] = {}
+            late: dict[int, set[str]] = {}
             for name in shadow.layers:
                 count = shadow.counts.get(name, 0)
                 if count < len(shadow.journal):
-                    behind.setdefault(count, set()).add(name)
-            for count, names in behind.items():
+                    late.setdefault(count, set()).add(name)
+            for count, names in late.items():
                 own = self._split(shadow, names, count)
                 own.step, own.journal, own.counts = step, [], {}
             shadow.step, shadow.journal, shadow.counts = step, [], {}

@@ -6,15 +6,14 @@ started it ends (:mod:`attnlab.kernels.child_process`).
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
 from attnlab.case.errors import AttnLabError
-from attnlab.tasks.engine import OnOutcome, Stop, never
 from attnlab.tasks.memory import available_bytes
 from attnlab.tasks.pool import Pool
-from attnlab.tasks.task import OUT_OF_MEMORY, TIMEOUT, Job, Outcome, Task
+from attnlab.tasks.task import OUT_OF_MEMORY, TIMEOUT, Job, Outcome
 from attnlab.tasks.worker import Worker, ends_worker
 
 _POLL_S = 0.1
@@ -31,16 +30,8 @@ class LocalEngine(Pool[Worker]):
         self._processes = processes
         self._gpus: list[str | None] = [*visible_gpus()] if device == "cuda" else [None]
 
-    def run(
-        self,
-        job: Job,
-        tasks: Sequence[Task],
-        on_outcome: OnOutcome,
-        stop: Stop = never,
-        is_late: Stop = never,
-    ) -> None:
+    def _begin(self, job: Job) -> None:
         self._capacity = available_bytes() if job.device == "cpu" else None
-        super().run(job, tasks, on_outcome, stop, is_late)
 
     def _take(self, job: Job) -> None:
         super()._take(job)

@@ -76,6 +76,9 @@ class Pool(Engine, Generic[SlotT]):
     def _free(self, host: str) -> int:
         """Return how many bytes are free now on a host where no task runs."""
 
+    def _begin(self, job: Job) -> None:
+        """Prepare for a run, of the same job as before or of another."""
+
     def _take(self, job: Job) -> None:
         """Prepare for tasks of another job."""
         self._end_slots()
@@ -92,6 +95,7 @@ class Pool(Engine, Generic[SlotT]):
         stop: Stop = never,
         is_late: Stop = never,
     ) -> None:
+        self._begin(job)
         if job is not self._job:
             self._take(job)
             self._job = job

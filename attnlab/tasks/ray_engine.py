@@ -12,14 +12,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.extras import check_installed
 from attnlab.kernels.child_process import run_in_child
 from attnlab.tasks import ray_driver as driver
-from attnlab.tasks.engine import OnOutcome, Stop, never
+from attnlab.tasks.engine import Stop, never
 from attnlab.tasks.pool import Pool, Slot
 from attnlab.tasks.process_tree import end_tree
 from attnlab.tasks.ray_actor import PickledJob
@@ -110,16 +110,8 @@ class RayEngine(Pool[RaySlot]):
                 self.address, self._count = what
                 return
 
-    def run(
-        self,
-        job: Job,
-        tasks: Sequence[Task],
-        on_outcome: OnOutcome,
-        stop: Stop = never,
-        is_late: Stop = never,
-    ) -> None:
+    def _begin(self, job: Job) -> None:
         self._on_host = job.device == "cpu"
-        super().run(job, tasks, on_outcome, stop, is_late)
 
     def close(self) -> None:
         """End the actors, and the local cluster if there is one; wait until they have ended."""

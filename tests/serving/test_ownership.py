@@ -107,7 +107,7 @@ def test_a_window_hides_freed_blocks(batches):
 
 
 def test_a_block_that_another_request_overwrites_is_compared_again(batches):
-    """Blocks that were compared are left out only as long as nobody writes to them."""
+    """Blocks that were compared are left out only until something writes to them."""
     step = batches.step(a=(6, 7), b=(5, 6))
     slots = batches.slots(step)
     slots[1] = 3 * BLOCK + 1  # b's token over a's position 1

@@ -8,7 +8,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-ROLES = ("mask", "bounds", "address", "score", "update", "carried", "output")
 _DEPTH = 3  # assignments that are followed back from a use
 
 
