@@ -31,6 +31,7 @@ from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import output_numbers
 
 
 def diagnose(
@@ -114,7 +115,10 @@ def diagnose_call(
     if before is not None and _holds_output(before, output):
         before = None
     kernels = tuple(kernels)
-    problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
+    problem = Problem.of_call(call, target, kernels)
+    output = output_numbers(call, output)
+    before = None if before is None else output_numbers(call, before)
+    problem = dataclasses.replace(problem, before=before)
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
     evidence = collect_evidence(problem, output, locate(problem, output), violations)
     diagnosis = conclude(evidence, defects)

@@ -4,6 +4,7 @@ The output of the call and the test's expected tensor are both compared with att
 that the rounding bound of the kernel covers is no error.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.error_location import ErrorLocations, locate
 from attnlab.recorder.comparisons import Comparison
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_scaled_output, output_numbers
 
 SIDES = (
     "the kernel",
@@ -63,10 +65,11 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
         if not diagnosis.is_wrong:
             evidence += "; the test compared no output of a recorded call"
         return Judgement(side=side, evidence=evidence, diagnosis=diagnosis)
-    locations = _expected_errors(call, comparison)
+    numbers = _in_numbers(call, comparison)
+    locations = _expected_errors(call, numbers)
     rows = len(locations.wrong_rows)
     off = float(locations.error.max()) if locations.error.numel() else 0.0
-    beyond = _beyond_tolerance(call, comparison, locations)
+    beyond = _beyond_tolerance(call, numbers, locations)
     side, evidence = _decide(diagnosis, comparison, off, rows, beyond)
     return Judgement(
         side=side,
@@ -147,11 +150,43 @@ def _beyond_tolerance(call: KernelCall, comparison: Comparison, locations: Error
     return bool((locations.is_wrong & (locations.error.double() > allowed)).any())
 
 
+def _in_numbers(call: KernelCall, comparison: Comparison) -> Comparison:
+    """Return the comparison in the unit of the call's correct output."""
+    factor = factor_of(call, comparison.actual)
+    if factor in (None, 1.0):
+        return comparison
+    return dataclasses.replace(
+        comparison,
+        actual=comparison.actual.double() * factor,
+        expected=comparison.expected.double() * factor,
+        atol=comparison.atol * factor,
+    )
+
+
 def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
     """Answer whether a tensor has the numbers of the call's output, in any shape; NaN equals NaN."""
-    output = call.output
-    if tensor.numel() != output.numel() or tensor.dtype != output.dtype:
-        return False
-    return torch.equal(
-        tensor.cpu().reshape(output.shape).nan_to_num(1e9), output.cpu().nan_to_num(1e9)
-    )
+    return factor_of(call, tensor) is not None
+
+
+def factor_of(call: KernelCall, tensor: torch.Tensor) -> float | None:
+    """Return what a tensor is multiplied by to be the numbers of a call's output; None if it is another.
+
+    The output may have any shape. A scaled output may also have another dtype, and may have been multiplied
+    by its scale already.
+    """
+    output = call.output.cpu()
+    if tensor.numel() != output.numel():
+        return None
+    tensor = tensor.cpu().reshape(output.shape)
+    if not has_scaled_output(call):
+        same = tensor.dtype == output.dtype and torch.equal(*map(_comparable, (tensor, output)))
+        return 1.0 if same else None
+    scale = 1.0 if call.output_scale is None else call.output_scale
+    for factor, numbers in ((scale, output.double()), (1.0, output_numbers(call, output))):
+        if torch.equal(*map(_comparable, (tensor.double(), numbers.to(tensor.dtype).double()))):
+            return factor
+    return None
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(1e9)

@@ -6,7 +6,8 @@ import torch
 
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER
 from attnlab.recorder.argument_names import Reading
-from attnlab.recorder.recorded_op import RecordedOp
+from attnlab.recorder.cache_writes import write_ops
+from attnlab.recorder.recorded_op import RecordedOp, no_change
 
 FOLDERS = ("vllm.attention.ops", "vllm.v1.attention.ops")  # of 0.11.2, and of later releases
 _CUSTOM = "vllm._custom_ops"
@@ -64,7 +65,7 @@ def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 def vllm_ops() -> tuple[RecordedOp, ...]:
-    """Return the attention ops of vLLM that are recorded."""
+    """Return the attention ops and the cache writes of vLLM that are recorded."""
     adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, DECODE_FWD: _decode}
     found = [
         RecordedOp(
@@ -72,7 +73,7 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
             function=OPS[name].function,
             op=name,
             layout=OPS[name].cache_layout,
-            **({"adjust": adjusts[name]} if name in adjusts else {}),
+            adjust=adjusts.get(name, no_change),
         )
         for folder in FOLDERS
         for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
@@ -87,4 +88,4 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
         found.append(
             RecordedOp(module=_CUSTOM, function=function, op=op, layout=layout, adjust=adjust)
         )
-    return tuple(found)
+    return (*found, *write_ops(FOLDERS, _CUSTOM))

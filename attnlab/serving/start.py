@@ -32,7 +32,7 @@ def start(text: str) -> Session:
     ops = {
         op.name: op
         for op in recorded_ops(on_error=session.failed)
-        if not op.name.startswith("torch.")
+        if not (op.name.startswith("torch.") or op.writes_cache)
     }
     targets: dict[str, list[str]] = {
         **{module: ["GPUModelRunner"] for module in _RUNNERS},
