@@ -143,7 +143,10 @@ def _misplaced(found: _Found, left: torch.Tensor) -> _Rule:
         away = Counter(slot - int(right.slots[held[slot]]) for slot in slots)
         if len(away) == 1 and all(int(right.slots[held[slot]]) >= 0 for slot in slots):
             ((step, count),) = away.items()
-            return f"{count} tokens are {abs(step)} slots {'after' if step > 0 else 'before'} their own"
+            tokens = "1 token is" if count == 1 else f"{count} tokens are"
+            away_by = "1 slot" if abs(step) == 1 else f"{abs(step)} slots"
+            side = "after" if step > 0 else "before"
+            return f"{tokens} {away_by} {side} the slot in slot_mapping"
         some = "; ".join(
             f"{_slot(found.call, slot)} holds token {held[slot]}" for slot in slots[:_SHOWN]
         )

@@ -17,6 +17,7 @@ from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.error_location import ErrorLocations, locate
 from attnlab.recorder.comparisons import Comparison
+from attnlab.recorder.written_side import errors_of_write, half_of
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_scaled_output, output_numbers
 
@@ -65,12 +66,9 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
         if not diagnosis.is_wrong:
             evidence += "; the test compared no output of a recorded call"
         return Judgement(side=side, evidence=evidence, diagnosis=diagnosis)
-    numbers = _in_numbers(call, comparison)
-    locations = _expected_errors(call, numbers)
-    rows = len(locations.wrong_rows)
-    off = float(locations.error.max()) if locations.error.numel() else 0.0
-    beyond = _beyond_tolerance(call, numbers, locations)
-    side, evidence = _decide(diagnosis, comparison, off, rows, beyond)
+    off, rows, beyond = _errors_of_expected(call, comparison)
+    noun = "slots" if call.spec.writes_cache else "rows"
+    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond)
     return Judgement(
         side=side,
         evidence=evidence,
@@ -81,12 +79,12 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
 
 
 def _decide(
-    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: int, beyond: bool
+    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: str, beyond: bool
 ) -> tuple[str, str]:
     """Return the side and the evidence.
 
-    ``off``: the largest error of the expected value, in ``rows`` rows above the rounding bound; ``beyond``:
-    whether it exceeds the tolerance somewhere.
+    ``off``: the largest error of the expected value; ``rows``: how many rows or slots are above the bound, in
+    words; ``beyond``: whether it exceeds the tolerance somewhere.
     """
     allowed = f"atol {comparison.atol:g}, rtol {comparison.rtol:g}"
     if diagnosis.status == "rejected":
@@ -94,7 +92,7 @@ def _decide(
     if diagnosis.is_wrong and beyond:
         return (
             "the kernel and the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows} rows",
+            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
         )
     if diagnosis.is_wrong:
         return (
@@ -104,7 +102,7 @@ def _decide(
     if beyond:
         return (
             "the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows} rows",
+            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
         )
     if comparison.passed:
         return "neither", f"output and expected value agree within {allowed}"
@@ -120,7 +118,8 @@ def _of_output(diagnosis: Diagnosis) -> str:
         return "the output is exact up to rounding"
     if diagnosis.status == "rejected":
         return f"the op raised: {diagnosis.rejection}"
-    return f"the output is off by up to {diagnosis.largest:.3g} in {diagnosis.wrong_rows} rows"
+    noun = "slots" if diagnosis.pattern.of("slots") else "rows"
+    return f"the output is off by up to {diagnosis.largest:.3g} in {diagnosis.wrong_rows} {noun}"
 
 
 def _side_of_output(diagnosis: Diagnosis) -> str:
@@ -130,6 +129,17 @@ def _side_of_output(diagnosis: Diagnosis) -> str:
     if violated or name in _IN_CACHE:
         return "the arguments of the call"
     return "the kernel"
+
+
+def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float, int, bool]:
+    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance."""
+    if call.spec.writes_cache:
+        target = Target.of(where_it_ran(call, Case()).case)
+        return errors_of_write(call, target, comparison)
+    numbers = _in_numbers(call, comparison)
+    locations = _expected_errors(call, numbers)
+    off = float(locations.error.max()) if locations.error.numel() else 0.0
+    return off, len(locations.wrong_rows), _beyond_tolerance(call, numbers, locations)
 
 
 def _expected_errors(call: KernelCall, comparison: Comparison) -> ErrorLocations:
@@ -165,6 +175,8 @@ def _in_numbers(call: KernelCall, comparison: Comparison) -> Comparison:
 
 def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
     """Answer whether a tensor has the numbers of the call's output, in any shape; NaN equals NaN."""
+    if call.spec.writes_cache:
+        return half_of(call, tensor) is not None
     return factor_of(call, tensor) is not None
 
 
