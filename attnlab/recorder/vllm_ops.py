@@ -23,7 +23,7 @@ def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 def _decode(arguments: dict[str, Any], reading: Reading) -> None:
-    """Give each block a dimension of its own, and drop scratch memory that is called lse."""
+    """Give each block a dimension of its own. With ``is_mla``, values are the first part of the keys."""
     page_size = arguments.get("page_size", 1)
     for name in ("key_cache", "value_cache", "key", "value"):
         tensor = reading.fields.pop(name, None)
@@ -37,6 +37,8 @@ def _decode(arguments: dict[str, Any], reading: Reading) -> None:
     lens = reading.fields.get("seq_lens")
     if isinstance(query, torch.Tensor) and isinstance(lens, torch.Tensor):
         reading.fields["seq_lens"] = lens[: len(query)]
+    if arguments.get("is_mla") and "k_scale" in reading.fields:
+        reading.fields["v_scale"] = reading.fields["k_scale"]
 
 
 def _paged_v1(arguments: dict[str, Any], reading: Reading) -> None:

@@ -70,7 +70,8 @@ def _in_layout(call: KernelCall, index: torch.Tensor, is_key: bool) -> torch.Ten
         paged = by_head.unflatten(2, (-1, x)).transpose(3, 4) if is_key else by_head
     elif call.layout == "HND":
         paged = paged.transpose(1, 2)
-    return paged.flatten()
+    flat: torch.Tensor = paged.flatten()
+    return flat
 
 
 def errors_of_write(

@@ -16,7 +16,11 @@ from attnlab.serving.settings import CaptureSettings
 
 _log = logging.getLogger("attnlab.serving")
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-_LAYERS = ("vllm.model_executor.layers.attention.attention", "vllm.attention.layer")
+_LAYERS = {
+    "vllm.model_executor.layers.attention.attention": ["Attention"],
+    "vllm.model_executor.layers.attention.mla_attention": ["MLAAttention"],
+    "vllm.attention.layer": ["Attention", "MLAAttention"],  # 0.11.2
+}
 _started: list[tuple[Session, Patches]] = []
 
 
@@ -36,7 +40,7 @@ def start(text: str) -> Session:
     }
     targets: dict[str, list[str]] = {
         **{module: ["GPUModelRunner"] for module in _RUNNERS},
-        **{module: ["Attention"] for module in _LAYERS},
+        **{module: list(names) for module, names in _LAYERS.items()},
     }
     for name in (*ops, *WRITE_OPS):
         module, _, function = name.rpartition(".")
@@ -54,7 +58,7 @@ def _wrapper(
     try:
         if name == "GPUModelRunner":
             hook_runner(session, original)
-        elif name == "Attention":
+        elif module in _LAYERS:
             hook_layer(session, original)
         elif f"{module}.{name}" in WRITE_OPS:
             return write_wrapper(session, original)
