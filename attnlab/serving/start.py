@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,22 @@ def start(text: str) -> Session:
         for op in recorded_ops(on_error=session.failed)
         if not (op.name.startswith("torch.") or op.writes_cache)
     }
-    targets: dict[str, list[str]] = {
-        **{module: ["GPUModelRunner"] for module in _RUNNERS},
-        **{module: list(names) for module, names in _LAYERS.items()},
-    }
-    for name in (*ops, *WRITE_OPS):
-        module, _, function = name.rpartition(".")
-        targets.setdefault(module, []).append(function)
-    patches = Patches(targets, functools.partial(_wrapper, session, ops))
+    patches = Patches(hooked_names(ops), functools.partial(_wrapper, session, ops))
     _started.append((session, patches))
     patches.install()
     return session
+
+
+def hooked_names(ops: Iterable[str]) -> dict[str, list[str]]:
+    """Return what a capture hooks, by module: model runners, layers, attention ops and cache writes."""
+    found: dict[str, list[str]] = {
+        **{module: ["GPUModelRunner"] for module in _RUNNERS},
+        **{module: list(names) for module, names in _LAYERS.items()},
+    }
+    for name in (*ops, *sorted(WRITE_OPS)):
+        module, _, function = name.rpartition(".")
+        found.setdefault(module, []).append(function)
+    return found
 
 
 def _wrapper(
