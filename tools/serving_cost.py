@@ -104,7 +104,8 @@ def main() -> int:
     starts, rates = start_seconds(), dict[str, dict[str, list[float]]]()
     print("inactive", json.dumps(summary(rates, starts)["inactive"]), flush=True)
     if args.inactive:
-        rates = json.loads(FILE.read_text())["rates"]
+        before = json.loads(FILE.read_text())["rates"]
+        rates = {mode: before[mode] for mode in MODES}
     for mode in () if args.inactive else MODES:
         with tempfile.TemporaryDirectory(prefix="attnlab-cost-") as folder:
             rates[mode] = measure(mode, Path(folder))
