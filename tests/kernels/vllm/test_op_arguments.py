@@ -60,7 +60,7 @@ def test_release_agrees_with_the_reference(backend):
     """The faults are those of 0.33.0; `attnlab check` runs the cases of the other ops."""
     lab, found = Lab(source=backend.path, device="cpu"), set()
     for case in cases(backend, "unified_attention"):
-        if any(one.is_fault for one in check_case(lab, backend, case)):
+        if not case.num_splits and any(one.is_fault for one in check_case(lab, backend, case)):
             found.add(case.op_argument)
     assert found == KNOWN
 
