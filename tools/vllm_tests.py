@@ -7,7 +7,8 @@ The test files come from the sdist and vLLM's Python files from the wheel; both 
 folder. tools/vllm_tests_plugin.py replaces vLLM's top conftest.py and its compiled extension. The parts:
 
 - sound: the tests on vLLM's kernels as released.
-- overhead: each test alternately without and with the plugin, in one process, after a first run of it.
+- overhead: each test alternately without and with the plugin, in one process, after a first run of it
+  in both ways.
 - power: which defects the passing tests would not notice (--attnlab-power).
 - faults: one expression of a kernel is changed (tools/source_mutation.py) in a copy of its file. The tests of
   that file run without the plugin, then up to three failing ones with it. Each report is judged:
@@ -17,6 +18,7 @@ folder. tools/vllm_tests_plugin.py replaces vLLM's top conftest.py and its compi
   - described: no name, but rules that reproduce the output; rightly if rules of the same kinds result with
     other data.
   - abstained: neither. wrong: a name or a shortlist that does not hold, or a side that is not the kernel's.
+  - no known op: the test called no op that is recorded, such as a kernel itself, so there is no report.
 """
 
 import argparse
@@ -42,6 +44,7 @@ from typing import Any
 
 import real_faults
 import source_mutation
+from vllm_tests_plugin import LOST
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
@@ -84,6 +87,7 @@ class Setup:
     per_test: int
     seed: int
     processes: int
+    failures: Path
 
     def file(self, name: str) -> str:
         """Return the path of a test file from the folder."""
@@ -161,6 +165,7 @@ def main() -> int:
         "--sound", type=Path, help="a file with the part sound: tests that fail there say nothing"
     )
     parser.add_argument("--logs", type=Path, help="write pytest's output of all runs to this file")
+    parser.add_argument("--failures", type=Path, help="keep saved calls and pages in this folder")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the tables of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -212,6 +217,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Setup:
         per_test=args.per_test,
         seed=args.seed,
         processes=args.processes,
+        failures=(args.failures or folder / "failures").absolute(),
     )
 
 
@@ -279,7 +285,7 @@ def run_overhead(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     records = setup.pytest("overhead", TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S)
     by_id: dict[str, list[dict[str, Any]]] = {}
     for one in records:
-        if one["execution"] > 0 and one["outcome"] == "passed":
+        if one["is_timed"] and one["outcome"] == "passed":
             by_id.setdefault(one["id"], []).append(one)
     tests = [paired(name, ones) for name, ones in by_id.items()]
     tests = [one for one in tests if one]
@@ -446,25 +452,46 @@ def reports_of(
     setup: Setup, number: int, fault: Fault, root: Path, folder: Path, ids: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Run failing tests with the plugin, on their own data and on other, and judge what it reports."""
-    chosen = setup.folder / f"fault{number}.ids"
-    chosen.write_text("\n".join(ids))
-    words = ("--attnlab", f"--ids={chosen}", f"--ops-folder={folder}")
-    seeds = f"--data-seeds=0,{OTHER_DATA}"
-    directory = f"--attnlab-dir={setup.folder / f'failures{number}'}"
-    records = setup.pytest(
-        f"report{number}", [fault.tests], *words, seeds, directory, limit_s=RUN_LIMIT_S
-    )
-    own = [one for one in records if one["data_seed"] == 0]
-    other = {one["id"]: one for one in records if one["data_seed"] != 0}
-    found = [judged(one, other.get(one["id"])) for one in own if one["outcome"] == "failed"]
-    lost = [one for one in ids if one not in [report["id"] for report in found]]
-    found += [{"id": one, "answer": "no report", "why": "not run or passed"} for one in lost]
+    words = (f"--ops-folder={folder}", f"--data-seeds=0,{OTHER_DATA}")
+    own, other = {}, {}
+    for i, group in enumerate([ids, *([one] for one in ids)]):
+        left = [one for one in group if one not in own or is_lost(own[one])]
+        if not left:
+            continue
+        again = ("--attnlab-host",) if i else ()  # a fault had broken the GPU's context
+        for one in reported_run(setup, f"{number}-{i}", fault, left, (*words, *again)):
+            if one["outcome"] == "failed":
+                (own if one["data_seed"] == 0 else other)[one["id"]] = one
+    found = [judged(own[one], other.get(one)) for one in ids if one in own]
+    found += [
+        {"id": one, "answer": "no report", "why": "not run or passed"}
+        for one in ids
+        if one not in own
+    ]
     return verified(setup, number, root, found)
+
+
+def is_lost(record: dict[str, Any]) -> bool:
+    """Answer whether a test has broken the GPU's context."""
+    return any(word in record["error"] for word in LOST)
+
+
+def reported_run(
+    setup: Setup, name: str, fault: Fault, ids: Sequence[str], words: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run tests with the plugin; return their records."""
+    chosen = setup.folder / f"fault{name}.ids"
+    chosen.write_text("\n".join(ids))
+    directory = f"--attnlab-dir={setup.failures / f'fault{name}'}"
+    words = ("--attnlab", f"--ids={chosen}", directory, *words)
+    return setup.pytest(f"report{name}", [fault.tests], *words, limit_s=RUN_LIMIT_S)
 
 
 def judged(own: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     """Return a report with what other data say about it; names are not yet verified on fresh cases."""
     report = {"id": own["id"], "properties": own["properties"], "error": own["error"][:200]}
+    if not own["judgements"] and not own["calls"]:
+        return {**report, "answer": "no known op", "why": "the test called no recorded op"}
     if not own["judgements"]:
         why = own["properties"].get("attnlab_diagnosis", "no call was recorded")
         return {**report, "answer": "no report" if not reported(own) else "abstained", "why": why}

@@ -70,6 +70,31 @@ def report_failure(
     ``recorded`` must not be empty. A call that cannot be read or written is reported in one line.
     """
     report = FailureReport()
+    try:
+        _fill(report, node_id, recorded, comparisons, folder)
+    except RuntimeError as error:  # torch's, after a kernel has broken the GPU's context
+        lost = FailureReport()
+        lost.add("op", f"{recorded[-1].origin.op}, the last of {len(recorded)} calls")
+        lost.add("diagnosis", f"none: {_first_line(error)}")
+        lost.add(
+            "advice", "--attnlab-host keeps calls in CPU memory, which a GPU error leaves alone"
+        )
+        return lost
+    return report
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _fill(
+    report: FailureReport,
+    node_id: str,
+    recorded: Sequence[Recorded],
+    comparisons: Sequence[Comparison],
+    folder: Path,
+) -> None:
+    """Add all facts to a report, and write its files."""
     one, comparison = _call_and_comparison(recorded, comparisons)
     number = list(recorded).index(one) + 1
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
@@ -80,7 +105,6 @@ def report_failure(
     except AttnLabError as error:
         report.add("diagnosis", f"none: {error}")
     _write(report, node_id, one, judgement, folder)
-    return report
 
 
 def _call_and_comparison(

@@ -37,8 +37,11 @@ class Session:
             config, "workerinput"
         )
         keep = config.getoption("attnlab_keep")
-        self._capture = Capture(keep=keep, ops=config.getini("attnlab_ops"))
-        self._comparisons = Comparisons(keep=keep, sizes=self._sizes, on_error=self._failed)
+        host = bool(config.getoption("attnlab_host"))
+        self._capture = Capture(keep=keep, ops=config.getini("attnlab_ops"), host=host)
+        self._comparisons = Comparisons(
+            keep=keep, sizes=self._sizes, on_error=self._failed, host=host
+        )
         self._logged = False
 
     @classmethod

@@ -8,6 +8,7 @@ import torch
 
 from attnlab.recorder.argument_names import Reading
 from attnlab.recorder.reading import call_of_reading
+from attnlab.recorder.snapshot import each_block_once
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
 
@@ -39,6 +40,7 @@ class Recorded:
     def call(self) -> KernelCall:
         """Return the KernelCall; raise InvalidCall if the arguments contradict each other."""
         if self._call is None:
+            self.reading.fields = each_block_once(self.reading.fields)
             call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
