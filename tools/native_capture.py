@@ -125,6 +125,7 @@ def serve(session: Session, engine: Any, call: KernelCall) -> float:
     engine.input_batch.req_ids = names
     engine.input_ids = torch.zeros(len(positions), dtype=torch.int32)
     engine.positions = torch.tensor(positions)
+    engine.builder.kv_cache_spec = SimpleNamespace(block_size=call.block_size)
     session.batch_of_runner(engine)
     common = SimpleNamespace(
         block_table_tensor=call.block_table, seq_lens=call.seq_lens, causal=True, slot_mapping=None
