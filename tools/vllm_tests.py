@@ -44,10 +44,12 @@ from typing import Any
 
 import real_faults
 import source_mutation
+from fault_verification import fresh_cases
 from vllm_tests_plugin import LOST
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
@@ -282,6 +284,10 @@ def reported(record: dict[str, Any]) -> bool:
 def run_overhead(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     """Run each test alternately without and with the plugin, in one process."""
     words = ("--attnlab", f"--rounds={args.rounds}", *setup.drawn)
+    if args.sound is not None:
+        left_out = setup.folder / "failing.ids"
+        left_out.write_text("\n".join(failing_when_sound(setup, args.sound)))
+        words = (*words, f"--except-ids={left_out}")
     records = setup.pytest("overhead", TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S)
     by_id: dict[str, list[dict[str, Any]]] = {}
     for one in records:
@@ -453,7 +459,8 @@ def reports_of(
 ) -> list[dict[str, Any]]:
     """Run failing tests with the plugin, on their own data and on other, and judge what it reports."""
     words = (f"--ops-folder={folder}", f"--data-seeds=0,{OTHER_DATA}")
-    own, other = {}, {}
+    own: dict[str, dict[str, Any]] = {}
+    other: dict[str, dict[str, Any]] = {}
     for i, group in enumerate([ids, *([one] for one in ids)]):
         left = [one for one in group if one not in own or is_lost(own[one])]
         if not left:
@@ -558,7 +565,7 @@ def judge_names(order: dict[str, Any]) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = find_backend("vllm", Path(order["root"]), device)
     lab = Lab(source=Path(order["root"]), device="cpu")
-    verdicts = []
+    verdicts: list[dict[str, Any]] = []
     for report in order["reports"]:
         try:
             case = Case.from_test_id(report["id"], backend="vllm", platform="sm_90")
@@ -571,9 +578,9 @@ def judge_names(order: dict[str, Any]) -> list[dict[str, Any]]:
 def votes(lab: Lab, backend: Any, case: Case, name: str) -> dict[str, int]:
     """Return on how many fresh cases with a wrong output the defect explains it, and on how many not."""
     found = {"for": 0, "against": 0}
-    for fresh in real_faults.fresh_cases(backend, case):
+    for fresh in fresh_cases(case):
         try:
-            output = real_faults.run_case(lab, backend, fresh).output
+            output = run_case(lab, backend, fresh).output
         except AttnLabError:
             continue
         if not diagnose(fresh, output, lab=lab, defects=(), propose=False).is_wrong:

@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--per-test", type=int, help="draw so many ids of each test function")
     group.addoption("--draw", type=int, default=0, help="seed of the draw")
     group.addoption("--ids", help="run only the ids in this file, one a line")
+    group.addoption("--except-ids", help="leave out the ids in this file, one a line")
     group.addoption("--data-seeds", default="0", help="add each of these to the seeds of the tests")
     group.addoption("--ops-folder", help="a folder with changed copies of vllm/v1/attention/ops")
     group.addoption(
@@ -78,6 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if count := config.getoption("per_test"):
         required = [item for item in items if not item.get_closest_marker("optional")]
         kept = sample(required, count, config.getoption("draw"))
+    if ids := config.getoption("except_ids"):
+        wanted = Path(ids).read_text().splitlines()
+        kept = [item for item in kept if item.nodeid not in wanted]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     rounds = config.getoption("rounds")

@@ -116,12 +116,11 @@ def _call_and_comparison(
     If none was compared, return the last call that is not the test's own reference.
     """
     ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
-    for comparison in ordered:
-        for one in recorded:
-            if _is_output(one, comparison.actual):
-                return one, comparison
-            if _is_output(one, comparison.expected) and not _is_torch(one):
-                return one, _exchanged(comparison)
+    for one, shaped in ((r, s) for c in ordered for r in recorded for s in r.shaped(c)):
+        if _is_output(one, shaped.actual):
+            return one, shaped
+        if _is_output(one, shaped.expected) and not _is_torch(one):
+            return one, _exchanged(shaped)
     own = [one for one in recorded if not _is_torch(one)]
     return (own or list(recorded))[-1], None
 

@@ -74,11 +74,15 @@ class Session:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add the section and the properties to the report of a test."""
         report = yield
+        is_reported = self._reports and report.failed and self._capture.calls.recorded
+        is_scored = self._scores and report.passed and report.when == "call"
+        if not is_reported and not is_scored:
+            return report
         try:
             with torch.device("cpu"):  # whatever default device the test has set
-                if self._reports and report.failed and self._capture.calls.recorded:
+                if is_reported:
                     self._add_section(item, report)
-                if self._scores and report.passed and report.when == "call":
+                else:
                     self._add_powers(item, report)
         except Exception as error:
             self._failed(item.nodeid, error)

@@ -1,12 +1,14 @@
 """Recorded: one call as it was recorded, before it is converted to a KernelCall."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attnlab.recorder.argument_names import Reading
+from attnlab.recorder.comparisons import Comparison
 from attnlab.recorder.reading import call_of_reading
 from attnlab.recorder.snapshot import each_block_once
 from attnlab.tensors.call import KernelCall
@@ -35,6 +37,15 @@ class Recorded:
         """Return the copied output."""
         found: torch.Tensor | None = self.reading.fields.get("output")
         return found
+
+    def shaped(self, comparison: Comparison) -> Iterator[Comparison]:
+        """Yield a comparison as it is, and as one in the output's shape if the op returned another shape."""
+        yield comparison
+        result, output = self.reading.result, self.output
+        if result is None or output is None or comparison.actual.numel() != output.numel():
+            return
+        actual, expected = (result(one)[0] for one in (comparison.actual, comparison.expected))
+        yield dataclasses.replace(comparison, actual=actual, expected=expected)
 
     @property
     def call(self) -> KernelCall:

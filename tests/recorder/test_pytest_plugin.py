@@ -94,6 +94,17 @@ def test_broken_table():
     paged(**{{**batch(), "block_table": torch.full((2, 4), 99, dtype=torch.int32)}})
 
 
+def sdpa():
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, 6, 16)
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def test_sdpa():
+    output = sdpa()
+    torch.testing.assert_close(output, output + 1e-3 * torch.eye(6, 16), atol=1e-4, rtol=0)
+
+
 def test_no_op():
     assert 1 == 2
 
@@ -109,6 +120,7 @@ SIDES = {
     "test_tolerance": "the tolerance",
     "test_plain_assert": "the kernel",
     "test_raises": "the kernel",
+    "test_sdpa": "the expected value",
 }
 FAILING = {*SIDES, "test_broken_table", "test_no_op"}
 
