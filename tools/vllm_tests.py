@@ -158,7 +158,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="even: of the overhead")
     parser.add_argument("--count", type=int, default=60, help="planted faults at most")
     parser.add_argument(
-        "--first", type=int, default=0, help="leave out the first faults of the draw"
+        "--number",
+        type=int,
+        action="append",
+        help="plant the fault with this number of the draw; repeatable; default: all",
+    )
+    parser.add_argument(
+        "--file", action="append", choices=TEST_FILES, help="measure the overhead on this file only"
     )
     parser.add_argument("--limit-s", type=float, default=3600.0, help="start no fault after this")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
@@ -288,7 +294,9 @@ def run_overhead(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
         left_out = setup.folder / "failing.ids"
         left_out.write_text("\n".join(failing_when_sound(setup, args.sound)))
         words = (*words, f"--except-ids={left_out}")
-    records = setup.pytest("overhead", TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S)
+    records = setup.pytest(
+        "overhead", args.file or TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S
+    )
     by_id: dict[str, list[dict[str, Any]]] = {}
     for one in records:
         if one["is_timed"] and one["outcome"] == "passed":
@@ -347,22 +355,23 @@ def run_power(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
 def run_faults(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     """Plant one fault after the other, several at a time, until the time is over."""
     began = time.perf_counter()
-    drawn = draw(setup.source, args.count, setup.seed)[args.first :]
+    drawn = draw(setup.source, args.count, setup.seed)
+    chosen = [(number, drawn[number]) for number in args.number or range(len(drawn))]
     known = failing_when_sound(setup, args.sound)
 
     def one(numbered: tuple[int, Fault]) -> dict[str, Any] | None:
         if time.perf_counter() - began > args.limit_s:
             return None
         number, fault = numbered
-        result = try_fault(setup, fault, args.first + number, known)
+        result = try_fault(setup, fault, number, known)
         print(f"{number} {result['class']:12} {result['text']}", file=sys.stderr, flush=True)
         with args.out.with_suffix(".jsonl").open("a") as lines:  # survives the end of a time limit
             lines.write(json.dumps(result) + "\n")
         return result
 
     with ThreadPoolExecutor(setup.processes) as threads:
-        done = [result for result in threads.map(one, enumerate(drawn)) if result]
-    return {"drawn": len(drawn), "faults": done}
+        done = [result for result in threads.map(one, chosen) if result]
+    return {"drawn": len(chosen), "faults": done}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,7 +500,7 @@ def reported_run(
     chosen.write_text("\n".join(ids))
     directory = f"--attnlab-dir={setup.failures / f'fault{name}'}"
     words = ("--attnlab", f"--ids={chosen}", directory, *words)
-    return setup.pytest(f"report{name}", [fault.tests], *words, limit_s=RUN_LIMIT_S)
+    return setup.pytest(f"report{name}", [fault.tests], *words, limit_s=RUN_LIMIT_S, threads=2)
 
 
 def judged(own: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
