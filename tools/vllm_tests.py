@@ -511,8 +511,8 @@ def judged(own: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     if not own["judgements"]:
         why = own["properties"].get("attnlab_diagnosis", "no call was recorded")
         return {**report, "answer": "no report" if not reported(own) else "abstained", "why": why}
-    first = own["judgements"][0]
-    second = other["judgements"][0] if other and other["judgements"] else None
+    first = own["judgements"][-1]  # of the call that is reported
+    second = other["judgements"][-1] if other and other["judgements"] else None
     report |= {"judgement": first, "other_data": second}
     if first["status"] in ("explained", "ambiguous"):
         confirmed = [n for n in first["names"] if second and n in second["names"]]

@@ -223,9 +223,9 @@ class Records:
 
         judge = failure_report.judge
 
-        def kept(call: Any, comparison: Any) -> Any:
+        def kept(call: Any, comparison: Any, **more: Any) -> Any:
             began = time.perf_counter()
-            judgement = judge(call, comparison)
+            judgement = judge(call, comparison, **more)
             self._judgements.append(facts_of(judgement, time.perf_counter() - began))
             return judgement
 

@@ -183,7 +183,8 @@ class Capture:
                     if "CUDA error" not in str(error) and "HIP error" not in str(error):
                         raise
                     # The op has returned, and one of its kernels has failed since.
-                    rejection = rejection or f"{type(error).__name__}: {error}"
+                    first = next(iter(str(error).splitlines()))  # advice of torch follows
+                    rejection = rejection or f"{type(error).__name__}: {first}"
                 one.writes, one.rejection = {}, " ".join(rejection.split())
                 self.calls.add(one)
         except Exception as error:
