@@ -84,7 +84,7 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     rows = case.query_rows or range(case.lengths.num_tokens)
     heads = case.query_heads or range(case.num_heads)
     slots = case.total_blocks * case.block_size
-    check_numbers(len(rows), len(heads), slots, slots // case.head_size)
+    check_numbers(len(rows), len(heads), slots)
     call, provenance = lab.call(case), lab.cache(case).provenance
     options = RunOptions.of(case)
     if lab.on_step is not None:

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, TwoSlopeNorm
+from matplotlib.figure import Figure
 
 from attnlab.show.plots.artists import hatch_cells
 
@@ -114,3 +115,16 @@ def plot_law(points: "LawPoints", *, title: str = "", ax: Axes | None = None) ->
     )
     ax.legend(loc="upper left", fontsize="small")
     return ax
+
+
+def plot_xray(
+    columns: "KeyColumns", points: "LawPoints", *, figure: Figure | None = None
+) -> Figure:
+    """Draw an X-ray: measured weights, expected weights, their difference, and the log weights."""
+    figure = figure or plt.figure(figsize=(12, 7), layout="constrained")
+    (measured, expected), (difference, law) = figure.subplots(2, 2)
+    plot_weights(columns, which="measured", ax=measured)
+    plot_weights(columns, which="expected", ax=expected)
+    plot_weights(columns, which="difference", ax=difference)
+    plot_law(points, ax=law)
+    return figure
