@@ -5,6 +5,7 @@ Nothing of vLLM is part of attnlab: the text is read from an installed vLLM, a w
 
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from matplotlib.figure import Figure
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable, Unsupported
+from attnlab.case.ops import RELEASES
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 from attnlab.weights.columns import key_columns, law_points
 from attnlab.weights.predict import predict_case, slot_values
+from attnlab.weights.public import xray
 from attnlab.weights.xray import XRay
 
 
@@ -82,6 +85,39 @@ def plant(source: Source, name: str, folder: Path) -> Path:
         raise Unavailable(f"vLLM {source.version} has no text for the fault {name!r} to change")
     file.write_text(text.replace(fault.before, fault.after))
     return root
+
+
+def rule_of(name: str) -> str | None:
+    """Return the rule that an X-ray finds for a fault in the installed vLLM, on one head of one sequence.
+
+    None if it finds none; raises Unavailable without a vLLM.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = vllm_source(None)
+        case = Case(
+            op="context_attention_fwd",
+            num_heads=1,
+            head_size=64,
+            query_lens=(3,),
+            ctx_lens=(70,),
+            distribution="normal",
+            stage="sound",
+            platform="sm_90",
+            backend="vllm",
+            release=source.rules or RELEASES[-1],
+        )
+        lab = Lab(source=plant(source, name, Path(folder)), device="cpu")
+        found = xray(case, lab=lab, confirm=False).description
+    return None if found is None else found.text
+
+
+def is_available() -> bool:
+    """Answer whether a vLLM is installed whose text the faults change."""
+    try:
+        vllm_source(None)
+    except (Unavailable, Unsupported):
+        return False
+    return True
 
 
 def named_by_catalogue(lab: Lab, case: Case) -> str:

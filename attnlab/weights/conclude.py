@@ -23,16 +23,17 @@ from attnlab.weights.slot_owner import SlotOwners
 from attnlab.weights.values import ValueFaults, reordered, value_faults
 from attnlab.weights.xray import XRay
 
-Other = Callable[[], Subject | None]
+Other = Callable[[tuple[int, ...] | None], Subject | None]
 _NOTHING = Found(descriptions=(), tried=0)
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
 
-def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 20.0) -> XRay:
+def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0) -> XRay:
     """Measure a subject and conclude.
 
-    ``other`` returns another subject on the same backend, on which a description must hold, too, or None.
+    ``other`` returns another subject on the same backend, on which a description of some query heads (None:
+    of all) must hold, too, or None.
     ``limit_s`` bounds the search for a description. Raises what the backend raises, InvalidCase for an op
     without values, InvalidCall for a call that is too large.
     """
@@ -168,7 +169,7 @@ def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
 
 def _confirmed(search: Found, other: Other | None) -> tuple[Found, bool | None]:
     """Return the descriptions that predict another subject's weights, and whether there was one."""
-    subject = None if other is None else other()
+    subject = None if other is None else other(search.descriptions[0].scope.heads)
     if subject is None:
         return search, None
     try:

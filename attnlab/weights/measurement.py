@@ -76,8 +76,9 @@ def measure(
 
     - ``expected``: the right weights, [R, H, N]. ``shared``: lanes with several slots each, which are
       measured first: if their sums are right, so are the weights.
-    - ``resolve``: measure the slots one by one if they are not. If that takes more than MOST_RUNS runs,
-      random signed codes find the slots of other sequences that have a weight.
+    - ``resolve``: if they are not, and the run with random codes shows that slots outside the row's sequence
+      have a weight, measure the slots one by one, or, if that takes more than MOST_RUNS runs, find those
+      with a weight with random signed codes.
     """
     call, reader = setup.call, _Reader(setup, run)
     single = single_lanes(call, num_slots(call))
@@ -90,8 +91,12 @@ def measure(
         return reader.finish(single, reader.lanes(single))
     read = reader.lanes(shared)
     folded = read[..., : shared.count]
-    if not resolve or _agrees(setup, folded, shared.fold(expected)):
+    expected = shared.fold(expected)
+    if not resolve or _agrees(setup, folded, expected):
         return reader.finish(shared, read)
+    found = reader.finish(shared, read)
+    if _is_own(setup, found, folded - expected):
+        return found
     if all_runs <= MOST_RUNS:
         return reader.finish(single, reader.lanes(single))
     sketch = Sketch(codes=reader.sketch_codes(), outputs=reader.sketch())
@@ -103,6 +108,33 @@ def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor)
     """Answer whether the lanes of all finite rows have the right sums."""
     finite = folded.isfinite().flatten(1).all(1)
     return bool(compare(setup, folded, expected, 1.0).explained[finite].all())
+
+
+def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.0) -> torch.Tensor:
+    """Return how far the output with random codes may be from what the weights give, [R, H, head_size].
+
+    ``coarse``: a relative rounding error to allow in addition.
+    """
+    count = (found.weights != 0).sum(-1, keepdim=True)
+    bound = (3 * setup.relative[:, None, None] + coarse) * found.magnitude
+    return bound + 8 * setup.fixed[:, None, None] * (1 + count)
+
+
+def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> bool:
+    """Answer whether wrong sums of lanes, ``off`` [R, H, lanes], belong to the row's own sequence.
+
+    The output with random codes must be what the weights give, and the deviations of each kernel must be so
+    large that it would not be if they belonged to other slots.
+    """
+    bound = residual_bound(setup, found)
+    if not bool((found.residual.abs() <= bound)[found.finite].all()):
+        return False
+    largest, limit = off.abs().amax((1, 2)), bound.amax((1, 2))
+    kernels = torch.tensor([sorted(set(setup.kernels)).index(one) for one in setup.kernels])
+    wrong = ~compare(setup, found.folded, found.folded - off, 1.0).explained.all(1) & found.finite
+    return all(
+        bool((largest > limit)[wrong & (kernels == one)].any()) for one in kernels[wrong].unique()
+    )
 
 
 class _Reader:

@@ -15,8 +15,10 @@ from attnlab.weights.codes import num_slots
 from attnlab.weights.lanes import Lanes
 
 _NUMBERS = 1024  # M, about
-_ROUNDS = 8  # of slots that are added
-_CHANCE = 6.0  # a correlation of so many standard deviations is none of chance
+_ROUNDS = 24  # of slots that are added
+_AT_ONCE = 32  # slots that a round adds at most
+_ERRORS = 10.0
+_CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,8 +54,8 @@ def solve(
     - ``folded``: [R, H, lanes], the measured sums. ``own``: [R, lanes], the slot of each lane that the row's
       sequence has, -1 for none. ``seq``: [R].
 
-    The error is three standard deviations, from what the weights leave unexplained. Rows that are not
-    finite stay NaN.
+    The error is ten standard deviations of what the weights leave unexplained: it holds for the largest of
+    many weights, whose errors are not independent. Rows that are not finite stay NaN.
     """
     weights = folded.new_full((*folded.shape[:2], len(lanes.of)), torch.nan)
     folded = folded.float()
@@ -69,7 +71,7 @@ def solve(
             own[rows[0]],
         )
         weights[rows] = part.view(len(rows), -1, part.shape[1]).double()
-        error = max(error, 3 * deviation)
+        error = max(error, _ERRORS * deviation)
     return weights, error
 
 
@@ -87,20 +89,34 @@ def _solve(
     target = outputs - folded @ with_dummy[own]
     is_own = torch.zeros(len(codes) + 1, dtype=torch.bool).index_fill(0, own, True)[:-1]
     size, used = moved.square().sum(1).sqrt().clamp(min=1e-12), torch.zeros_like(is_own)
-    foreign, rest = outputs.new_zeros(len(outputs), len(codes)), target
+    foreign, rest = _fit(moved, target, used)
     for _ in range(_ROUNDS):
         spread = rest.square().mean(1, keepdim=True).sqrt().clamp(min=1e-12)
         scores = ((rest / spread) @ moved.T / size).abs().amax(0)
         new = (scores > _CHANCE) & ~used & ~is_own
-        if not bool(new.any()) or int((new | used).sum()) > codes.shape[1] // 2:
+        # slots of one lane correlate with each other: the best come first
+        best = scores.masked_fill(~new, 0.0).topk(min(_AT_ONCE, int(new.sum())))
+        if not len(best.indices) or int(used.sum()) + len(best.indices) > codes.shape[1] // 2:
             break
-        used |= new & (scores > float(scores[new].max()) / 4)
-        slots = torch.nonzero(used).flatten()
-        solution = torch.linalg.lstsq(moved[slots].T, target.T).solution.T
-        foreign = torch.zeros_like(foreign).index_copy(1, slots, solution)
-        rest = target - solution @ moved[slots]
+        used[best.indices[best.values >= best.values[0] / 2]] = True
+        foreign, rest = _fit(moved, target, used)
+    # what was added by chance has the weight 0 up to the error
+    error = float(rest.square().mean(1).sqrt().max() / size.median())
+    foreign, rest = _fit(moved, target, used & (foreign.abs().amax(0) > _CHANCE * error))
     weights = torch.cat([foreign, foreign.new_zeros(len(foreign), 1)], 1)
     lane_own = folded.new_zeros(folded.shape).index_add(1, lanes.of, foreign)
     weights[:, own] += folded - lane_own
     deviation = float(rest.square().mean(1).sqrt().max() / size.median())
     return weights[:, :-1], deviation
+
+
+def _fit(
+    codes: torch.Tensor, target: torch.Tensor, used: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights [n, N] of the used slots that fit the target [n, M] best, and what is left."""
+    slots = torch.nonzero(used).flatten()
+    weights = target.new_zeros(len(target), len(codes))
+    if not len(slots):
+        return weights, target
+    solution = torch.linalg.lstsq(codes[slots].T, target.T).solution.T
+    return weights.index_copy(1, slots, solution), target - solution @ codes[slots]

@@ -59,7 +59,8 @@ def plot_weights(
 def _colours(values: Any, which: str) -> dict[str, Any]:
     """Return the colour map and the norm of an image."""
     if which == "difference":
-        largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-6)
+        # rounding must not look like a fault: the scale is at least 1 % of a weight of 1
+        largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 0.01)
         colours = plt.get_cmap("RdBu_r").with_extremes(bad=_NAN)
         return {"cmap": colours, "norm": TwoSlopeNorm(0.0, -largest, largest)}
     colours = plt.get_cmap("viridis").with_extremes(under="#80808030", bad=_NAN)
