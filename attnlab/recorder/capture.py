@@ -14,6 +14,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS
+from attnlab.recorder.cache_writes import copy_write, copy_written
 from attnlab.recorder.catalogue import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.recorded import Recorded
@@ -148,18 +149,21 @@ class Capture:
                 reading = op.read(bind(args, kwargs))
                 if reading is None:
                     return None
+                names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
                 writes: dict[str, Any] = {
-                    n: reading.fields[n] for n in ("output", "lse") if n in reading.fields
+                    name: reading.fields[name] for name in names if name in reading.fields
                 }
                 reading.fields.pop("lse", None)  # what it holds before the call is not used
-                reading.fields = self._kept(copy_fields(reading.fields))
+                copy = copy_write if op.writes_cache else copy_fields
+                reading.fields = self._kept(copy(reading.fields))
                 if "output" in writes:
                     reading.fields["before"] = reading.fields["output"]
                 return Recorded(
                     reading=reading,
+                    is_write=op.writes_cache,
                     op=op.op,
                     layout=op.layout,
-                    origin=_origin(self.origin, op, reading.fields["query"].device),
+                    origin=_origin(self.origin, op, reading.fields["key_cache"].device),
                     writes=writes,
                 )
         except Exception as error:
@@ -178,7 +182,7 @@ class Capture:
                         {"output": output} if lse is None else {"output": output, "lse": lse}
                     )
                 try:
-                    one.reading.fields |= self._kept({n: copied(t) for n, t in one.writes.items()})
+                    one.reading.fields |= self._kept(_written(one))
                 except RuntimeError as error:
                     if "CUDA error" not in str(error) and "HIP error" not in str(error):
                         raise
@@ -196,6 +200,13 @@ class Capture:
             return fields
         tensors = {name: one for name, one in fields.items() if isinstance(one, torch.Tensor)}
         return {**fields, **moved(tensors, "cpu")}
+
+
+def _written(one: Recorded) -> dict[str, Any]:
+    """Return copies of what a call wrote."""
+    if one.is_write:
+        return copy_written(one.reading.fields, one.writes)
+    return {name: copied(tensor) for name, tensor in one.writes.items()}
 
 
 @contextlib.contextmanager

@@ -32,6 +32,11 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(flat, tensor.shape, tensor.stride(), 0)
 
 
+def is_large(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Answer whether only the blocks of a cache that a call names are copied."""
+    return key_cache.nbytes + value_cache.nbytes > _LARGE_CACHE
+
+
 def copy_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Reading with copies of their tensors.
 
@@ -55,10 +60,9 @@ def _blocks_of_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     assert key is not None
     assert value is not None
     assert table is not None
-    whole = key.nbytes + value.nbytes
-    if whole <= _LARGE_CACHE:
+    if not is_large(key, value):
         return {}
-    num_blocks = key.shape[0]
+    whole, num_blocks = key.nbytes + value.nbytes, key.shape[0]
     if table.numel() * (whole // num_blocks) <= min(whole, _MOST_REPEATED):
         ids = table.detach().flatten().clamp(0, num_blocks - 1).long()
     else:

@@ -24,6 +24,7 @@ from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.coverage import is_measuring
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
@@ -31,7 +32,8 @@ from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.failures import explained
 from attnlab.kernels.vllm.loader import Loader
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
+from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
+from attnlab.kernels.vllm.op_calls import OP_CALLS, bind, parameters_of
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
@@ -151,6 +153,7 @@ class VllmBackend(Backend):
             lambda done, total: options.on_step("kernels", done, total),
             self.device,
             options.trace_reads,
+            options.argument_of,
         )
         return RunOutput(log=log, is_traced=options.trace_reads)
 
@@ -179,38 +182,46 @@ def run(
     on_programs: Callable[[int, int], None] = lambda done, total: None,
     where: str = "cpu",
     watch: bool = False,
+    argument_of: Case | None = None,
 ) -> RunLog:
     """Run the real op, or some heads or sequences of it, into ``call.output``.
 
     ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots of the
-    cache the programs load. Returns what was recorded; on a GPU that is only the LSE and padded rows.
+    cache the programs load. ``argument_of``: a Case whose op argument is passed. Returns what was recorded;
+    on a GPU that is only the LSE and padded rows.
 
     Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
     check_runs(call.query.dtype, where, share, watch)
-    loaded = load(source, target.platform, where)
+    loaded = load(source, target.platform, where, is_measuring())
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, target, where), "output": output}
     moved = presented(dataclasses.replace(call, **tensors))
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
-    arguments = bind(loaded.function(call.op), moved, target)
+    function = loaded.function(call.op)
+    passed = Passed(arguments=bind(function, moved, target))
+    if argument_of is not None:
+        passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
     plan = LaunchPlan(
-        needed=lambda kernel, args, program: needed(kernel, args, program, share),
-        processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
+        needed=lambda kernel, args, program: is_measuring() or needed(kernel, args, program, share),
+        processes=interpreter.cores() if call.op in _ONE_OUTPUT and argument_of is None else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
     try:
         with launching(plan):
-            loaded.function(call.op)(**arguments)
-        OP_CALLS[call.op].finish(moved, arguments)
-        lse = OP_CALLS[call.op].lse(arguments)
+            function(**passed.arguments)
+        if passed.finish is None:
+            OP_CALLS[call.op].finish(moved, passed.arguments)
+        else:
+            passed.finish(moved.output)
+        lse = OP_CALLS[call.op].lse(passed.arguments)
         plan.observed.lse = None if lse is None else lse.cpu()
     except AttnLabError:
         raise
@@ -240,15 +251,21 @@ def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> No
         )
 
 
+def load(source: Source, platform: Platform, device_type: str, is_marked: bool = False) -> Loaded:
+    """Return the ops of a source, loaded for a platform; they read its facts when they load.
+
+    The same arguments give the same modules. ``is_marked``: their functions record what runs.
+    """
+    return _load(source, platform, device_type, is_marked)
+
+
 @lru_cache(maxsize=16)
-def load(source: Source, platform: Platform, device_type: str) -> Loaded:
-    """Return the ops of a source, loaded for a platform; they read its facts when they load."""
+def _load(source: Source, platform: Platform, device_type: str, is_marked: bool) -> Loaded:
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()
-    return Loaded(
-        loader=Loader(source, make_stubs(platform, triton, dispatch, interpret)), dispatch=dispatch
-    )
+    stubs = make_stubs(platform, triton, dispatch, interpret)
+    return Loaded(loader=Loader(source, stubs, is_marked), dispatch=dispatch)
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:
