@@ -25,6 +25,7 @@ NOUNS = {
     "value_cache": "cached values",
     "block_table": "entries of the block table",
     "output": "the output",
+    "lse": "the log-sum-exp",
     "prefix_output": "outputs of the prefix",
     "suffix_output": "outputs of the suffix",
     "prefix_lse": "log-sum-exps of the prefix",
@@ -69,7 +70,7 @@ class AddressRule:
 
     def text(self, terms: tuple[Term, ...]) -> str:
         """Return the rule as a clause."""
-        verb = "is written to" if self.tensor == "output" else "are read at"
+        verb = "is written to" if self.tensor in ("output", "lse") else "are read at"
         what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
         if self.index is None:
             return f"{what}: always that of the first element"

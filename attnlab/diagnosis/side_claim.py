@@ -1,5 +1,6 @@
 """SideClaim: what is wrong with the log-sum-exp and with rows of padding, as far as further cases confirm."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,11 +8,17 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.case.ops import MERGE
 from attnlab.defects.problem import Problem
+from attnlab.diagnosis.address_memory import ROW_TERMS, TensorMemory
+from attnlab.diagnosis.address_memory import sizes_of as sizes
+from attnlab.diagnosis.address_rules import OWN, rules_of
 from attnlab.diagnosis.describe import sizes_of
+from attnlab.diagnosis.output_rules import features_of_rows
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.second_case import second_cases
+from attnlab.kernels.model.merge import partials
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.lab.side_outputs import LSE
@@ -140,15 +147,62 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[str, PatternClaim | N
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
-    return _law(values[wrong], expected[wrong]), places
+    what = _law(values[wrong], expected[wrong], _highest(problem)[wrong])
+    if not what:
+        what = _misplaced(problem, values, expected, bound)
+    return what, places
+
+
+def _highest(problem: Problem) -> torch.Tensor:
+    """Return the highest log-sum-exp of the parts of a merge, [rows, heads]; NaN for other ops."""
+    if problem.call.op != MERGE:
+        return torch.full(problem.call.query.shape[:2], math.nan, dtype=torch.float64)
+    parts = partials(problem.call, problem.target)
+    return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
+
+
+def _misplaced(
+    problem: Problem, values: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+) -> str:
+    """Return the rule of the wrong addresses to which the log-sum-exps are stored, or ""."""
+    rows, heads = expected.shape
+    is_merge = (
+        problem.call.op == MERGE
+    )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
+    strides = (1, rows) if is_merge else (heads, 1)
+    memory = TensorMemory(
+        flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
+        base=0,
+        terms=ROW_TERMS[:2],
+        strides={"stride 0": strides[0], "stride 1": strides[1]},
+    )
+    features = {name: one[..., 0] if one.ndim else one for name, one in _features(problem).items()}
+    factors = dict(memory.strides) | sizes(problem.call)
+    own = OWN.address(memory.terms, features, factors).expand(expected.shape)
+    for rule in rules_of("lse", memory, factors):
+        to = rule.address(memory.terms, features, factors).expand(expected.shape)
+        inside = (to >= 0) & (to < rows * heads)
+        flat, allowed = memory.flat.clone(), memory.flat.clone()
+        flat[to[inside]], allowed[to[inside]] = expected[inside], bound[inside]
+        is_same = (values - flat[own]).abs() <= allowed[own]
+        if bool((is_same | (values.isnan() & flat[own].isnan())).all()):
+            return rule.text(memory.terms)
+    return ""
+
+
+def _features(problem: Problem) -> dict[str, torch.Tensor]:
+    """Return the features of rows and heads, which broadcast to [rows, heads, 1]."""
+    found = dict(features_of_rows(problem))
+    found["d"] = torch.tensor(0)
+    return found
 
 
 def _slice(span: range | None) -> slice:
     return slice(None) if span is None else slice(span.start, span.stop)
 
 
-def _law(values: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return what wrong numbers have in common, or ""."""
+def _law(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> str:
+    """Return what wrong numbers have in common, or ""; ``highest``: the maximum that was subtracted."""
     words = {_word(value) for value in values.tolist()}
     if len(words) == 1 and (word := words.pop()) != "a number":
         return word
@@ -160,6 +214,18 @@ def _law(values: torch.Tensor, expected: torch.Tensor) -> str:
             return f"{name} times the right one"
     if float(difference.max() - difference.min()) <= _CLOSE:
         return f"the right one {float(difference.mean()):+.3f}"
+    sums = (expected - highest).exp()
+    laws = {
+        "the logarithm of the sum minus the maximum": sums.log() - highest,
+        "the logarithm of the sum without the maximum": sums.log(),
+        "the maximum without the logarithm of the sum": highest,
+        "the maximum plus the logarithm of the sum to base 2": highest + sums.log2(),
+        "the maximum plus the sum without its logarithm": highest + sums,
+        "the maximum minus the logarithm of the sum": highest - sums.log(),
+    }
+    for name, law in laws.items():
+        if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):
+            return name
     return ""
 
 
