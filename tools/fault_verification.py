@@ -163,7 +163,7 @@ def _accesses(lab: Lab, backend: Backend, case: Case, lines: set[str]) -> bool:
         except AttnLabError:
             continue
         is_wrong = diagnose(fresh, run.output, lab=lab, defects=(), propose=False).is_wrong
-        if is_wrong and not lines <= lines_of((*run.outside, *run.wraps)):
+        if is_wrong and not lines & lines_of((*run.outside, *run.wraps)):
             return False
         decisive += is_wrong
     return decisive > 0

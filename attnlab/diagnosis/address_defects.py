@@ -61,7 +61,7 @@ def _is_modelled(call: KernelCall) -> bool:
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
-    """Return the strides of a tensor, then those of its counterpart, then other sizes, by name."""
+    """Return the strides of a tensor, other sizes, and those of other tensors that differ, by name."""
     memory = memory_of(call)
     other = {
         "key_cache": "value_cache",
@@ -70,9 +70,12 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
         "value": "key",
     }.get(tensor, "")
     strides = dict(memory[tensor].strides)
-    if other in memory:
-        strides |= {f"{other} {name}": size for name, size in memory[other].strides.items()}
-    return strides | sizes_of(call)
+    found = strides | sizes_of(call)
+    rest = [name for name in memory if name not in (tensor, other)]
+    for name in [other] * (other in memory) + rest:
+        own = {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
+        found |= {text: size for text, size in own.items() if size not in found.values()}
+    return found
 
 
 def _change(rule: Rule) -> ChangeInputs:

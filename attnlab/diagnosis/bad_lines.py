@@ -8,7 +8,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 
@@ -25,7 +25,7 @@ def with_bad_lines(
     if diagnosis.explanations or diagnosis.rule is not None or not diagnosis.wrong_rows:
         return diagnosis
     left, cases = lines_of((*diagnosis.outside, *diagnosis.wraps)), 0
-    for other in second_cases(case) if left else ():
+    for other in further_cases(case) if left else ():
         try:
             ran = run(other)
             if ran.status == "rejected":

@@ -198,8 +198,8 @@ class Diagnosis(Shown):
             return f"described by the X-ray: {self.weights.text}"
         claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
         if self.status == "described" and self.bad_lines:
-            lines = ", ".join(self.bad_lines)
-            return f"described: wherever a further output is wrong, {lines} repeats its bad access{claim}"
+            lines = " or ".join(self.bad_lines)
+            return f"described: wherever a further output is wrong, {lines} has a bad access, too{claim}"
         if self.status == "described" and self.claim is not None:
             return f"described: no candidate explains the output{claim}"
         if self.status == "described":

@@ -1,7 +1,7 @@
 """Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -149,7 +149,7 @@ MERGE_LAWS: dict[str, Scales] = {
 }
 
 
-class WholeRule(Protocol):
+class WholeRule(Hashable, Protocol):
     """A rule that predicts a whole output."""
 
     def predict(self, problem: Problem) -> Predicted:

@@ -8,28 +8,27 @@ from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.examination import Examination, examine
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
 
 
 def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> PatternClaim | None:
     """Return what the pattern of an output says and further cases confirm, or None.
 
-    A claim from decodes alone is confirmed on decodes. If batches with prefills have it too, it is general.
+    A claim from decodes alone is confirmed on decodes, and says so.
     """
     claim, cases = claim_of_examination(first, case), 0
-    for other in second_cases(case):
+    for other in further_cases(case):
         if claim is None or not claim.is_rule:
             return None
+        if claim.only_decodes and max(other.lengths.query_lens) > 1:
+            continue
         try:
             output = rerun(_as(other, case))
         except AttnLabError:
             continue
-        left, is_decisive = compared(lab, _as(other, case), output, claim)
-        if claim.only_decodes and max(other.lengths.query_lens) > 1:
-            claim = left if left is not None and left.is_same_but_general(claim) else claim
-            continue
-        claim, cases = left, cases + is_decisive
+        claim, is_decisive = compared(lab, _as(other, case), output, claim)
+        cases += is_decisive
     return claim if claim is not None and claim.is_rule and cases else None
 
 

@@ -1,6 +1,5 @@
 """PatternClaim: what a pattern says about other cases, so that running one can contradict it."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,10 +55,6 @@ class PatternClaim:
             values=self._common_values(other.values),
             only_decodes=self.only_decodes and other.only_decodes,
         )
-
-    def is_same_but_general(self, other: "PatternClaim") -> bool:
-        """Answer whether this claim says what another one says of decodes alone, of all sequences."""
-        return dataclasses.replace(self, only_decodes=True).text == other.text
 
     def _common_values(self, others: frozenset[str]) -> frozenset[str]:
         is_scale = any(text.startswith(_SCALE) for text in self.values)

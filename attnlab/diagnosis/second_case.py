@@ -18,7 +18,12 @@ _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
 _DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
-_MIXED = ((1, 37), (5, 21), (1, 90), (18, 64), (2, 7))  # no sequence is short, and lengths differ
+_FURTHER = (
+    ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
+    ((2, 5), (35, 16), (1, 0), (1, 700)),
+    ((1, 44), (2, 18)),
+)
+_MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
 
 def second_cases(case: Case) -> Iterator[Case]:
@@ -31,6 +36,20 @@ def second_cases(case: Case) -> Iterator[Case]:
     if only_decodes and mixed is not None:
         found.append(_longer_case(case, _DECODES, 11))
     yield from (other for other in found if other is not None)
+
+
+def further_cases(case: Case) -> Iterator[Case]:
+    """Yield the cases in which a description must hold again: those of an explanation, and more.
+
+    A description says less than an explanation, so more lengths can refute it.
+    """
+    yield from second_cases(case)
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    for seed, pairs in enumerate(_FURTHER, 13):
+        chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
+        other = _longer_case(case, chosen, seed)
+        if other is not None:
+            yield other
 
 
 def with_known_contents(case: Case) -> Case:

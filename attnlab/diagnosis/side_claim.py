@@ -1,7 +1,7 @@
 """SideClaim: what is wrong with the log-sum-exp and with rows of padding, as far as further cases confirm."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.output_rules import features_of_rows
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.kernels.model.merge import partials
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -31,6 +31,7 @@ _FACTORS = {
     "1/2": 0.5,
 }
 _CLOSE = 1e-3
+_MISPLACED = "written to a wrong address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +39,22 @@ class SideClaim:
     """One wrong side output.
 
     - ``subject``, ``quantity``: as in :class:`attnlab.lab.side_outputs.SideError`.
-    - ``what``: what all wrong places hold, such as "NaN" or "the right one + ln(2)"; "" for no simple rule.
+    - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit; the
+      first says most.
     - ``places``: where a log-sum-exp is wrong; None for rows of padding.
     - ``text``: the first error in words.
     """
 
     subject: str
     quantity: str
-    what: str
+    laws: tuple[str, ...]
     places: PatternClaim | None
     text: str
+
+    @property
+    def what(self) -> str:
+        """Return the first of the laws, or ""."""
+        return self.laws[0] if self.laws else ""
 
     @property
     def is_rule(self) -> bool:
@@ -66,14 +73,16 @@ class SideClaim:
     def common(self, other: "SideClaim") -> "SideClaim | None":
         """Return what two cases support, or None if they differ."""
         same = (self.subject, self.quantity) == (other.subject, other.quantity)
-        if not same or (self.subject != LSE and self.what != other.what):
+        laws = tuple(law for law in self.laws if law in other.laws)
+        if not same or (self.subject != LSE and not laws):
             return None
         places = None
         if self.places is not None and other.places is not None:
             places = self.places.common(other.places)
-        what = self.what if self.what == other.what else ""
+        if laws and laws[0].startswith(_MISPLACED):
+            places = None  # they follow from the addresses
         return SideClaim(
-            subject=self.subject, quantity=self.quantity, what=what, places=places, text=self.text
+            subject=self.subject, quantity=self.quantity, laws=laws, places=places, text=self.text
         )
 
 
@@ -83,15 +92,15 @@ def side_claims(lab: Lab, case: Case, ran: Result) -> tuple[SideClaim, ...]:
     padded = None if ran.padded is None else ran.padded.cpu()
     found = []
     for error in lab.side_errors(case, lse, padded):
-        what, places = _word(error.value), None
+        laws, places = (_word(error.value),), None
         if error.subject == LSE:
             assert lse is not None
-            what, places = _lse(lab, case, lse)
+            laws, places = _lse(lab, case, lse)
         found.append(
             SideClaim(
                 subject=error.subject,
                 quantity=error.quantity,
-                what=what,
+                laws=laws,
                 places=places,
                 text=error.text(),
             )
@@ -107,7 +116,7 @@ def confirmed_side_claims(
     ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
     """
     cases = 0
-    for other in second_cases(case):
+    for other in further_cases(case):
         try:
             again = side_claims(lab, other, run(other))
         except AttnLabError:
@@ -132,7 +141,7 @@ def common_claims(
     return left if len(left) == len(claims) else ()
 
 
-def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[str, PatternClaim | None]:
+def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], PatternClaim | None]:
     """Return what the wrong log-sum-exps hold, and where they are."""
     expected, bound = lab.expected_lse(case)
     expected, bound = expected.cpu().double(), bound.cpu().double()
@@ -143,14 +152,12 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[str, PatternClaim | N
     ran[_slice(rows), _slice(heads)] = True
     wrong &= ran
     if not bool(wrong.any()):
-        return "", None
+        return (), None
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
-    what = _law(values[wrong], expected[wrong], _highest(problem)[wrong])
-    if not what:
-        what = _misplaced(problem, values, expected, bound)
-    return what, places
+    laws = _laws(values[wrong], expected[wrong], _highest(problem)[wrong])
+    return (*_misplaced(problem, values, expected, bound), *laws), places
 
 
 def _highest(problem: Problem) -> torch.Tensor:
@@ -163,8 +170,8 @@ def _highest(problem: Problem) -> torch.Tensor:
 
 def _misplaced(
     problem: Problem, values: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
-) -> str:
-    """Return the rule of the wrong addresses to which the log-sum-exps are stored, or ""."""
+) -> Iterator[str]:
+    """Yield the rules of wrong addresses to which the log-sum-exps may be stored."""
     rows, heads = expected.shape
     is_merge = (
         problem.call.op == MERGE
@@ -186,8 +193,7 @@ def _misplaced(
         flat[to[inside]], allowed[to[inside]] = expected[inside], bound[inside]
         is_same = (values - flat[own]).abs() <= allowed[own]
         if bool((is_same | (values.isnan() & flat[own].isnan())).all()):
-            return rule.text(memory.terms)
-    return ""
+            yield rule.text(memory.terms).removeprefix("the log-sum-exp is ")
 
 
 def _features(problem: Problem) -> dict[str, torch.Tensor]:
@@ -201,19 +207,19 @@ def _slice(span: range | None) -> slice:
     return slice(None) if span is None else slice(span.start, span.stop)
 
 
-def _law(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> str:
-    """Return what wrong numbers have in common, or ""; ``highest``: the maximum that was subtracted."""
+def _laws(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> Iterator[str]:
+    """Yield what wrong numbers have in common; ``highest``: the maximum that was subtracted."""
     words = {_word(value) for value in values.tolist()}
     if len(words) == 1 and (word := words.pop()) != "a number":
-        return word
+        yield word
     if not bool(values.isfinite().all()):
-        return ""
+        return
     difference, ratio = values - expected, values / expected
     for name, factor in _FACTORS.items():
         if bool(((ratio - factor).abs() <= _CLOSE).all()):
-            return f"{name} times the right one"
+            yield f"{name} times the right one"
     if float(difference.max() - difference.min()) <= _CLOSE:
-        return f"the right one {float(difference.mean()):+.3f}"
+        yield f"the right one {float(difference.mean()):+.3f}"
     sums = (expected - highest).exp()
     laws = {
         "the logarithm of the sum minus the maximum": sums.log() - highest,
@@ -225,8 +231,7 @@ def _law(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) ->
     }
     for name, law in laws.items():
         if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):
-            return name
-    return ""
+            yield name
 
 
 def _word(value: float) -> str:

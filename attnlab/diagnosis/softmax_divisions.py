@@ -67,7 +67,7 @@ def _loops(size: int) -> Callable[[Problem, int], Parts]:
 
     def parts(problem: Problem, seq: int) -> Parts:
         cached, length = problem.cached_len(seq), problem.seq_len(seq)
-        loops = ((0, cached, 0), (cached, length, int(cached > 0)))
+        loops = ((0, cached, 0), (cached, length, 1))
         return [[tile for start, stop, loop in loops for tile in _tiles(start, stop, size, loop)]]
 
     return parts

@@ -10,7 +10,7 @@ from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.examination import Examination, examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import second_cases, with_known_contents
+from attnlab.diagnosis.second_case import further_cases, with_known_contents
 from attnlab.lab.lab import Lab
 from attnlab.weights.description import Description
 from attnlab.weights.predict import predict_case
@@ -28,13 +28,14 @@ def confirmed_weights(
     """
     outputs = _further_outputs(lab, case, rerun)
     for description in descriptions[:_MOST]:
-        cases, only_decodes, is_right = 0, False, True
+        cases, is_right = 0, True
+        only_decodes = max(case.lengths.query_lens) == 1
         for other, output, found in outputs:
             if follows_from(description, lab, other, output, found):
-                cases += bool(len(found.evidence.locations.wrong_rows))
-            elif max(case.lengths.query_lens) == 1 < max(other.lengths.query_lens):
-                only_decodes = True
-            else:
+                is_wrong = bool(len(found.evidence.locations.wrong_rows))
+                cases += is_wrong
+                only_decodes &= not (is_wrong and max(other.lengths.query_lens) > 1)
+            elif not only_decodes or max(other.lengths.query_lens) == 1:
                 is_right = False
                 break
         if is_right and cases:
@@ -47,7 +48,7 @@ def _further_outputs(
 ) -> list[tuple[Case, torch.Tensor, Examination]]:
     """Return further cases that run, with finite numbers in empty slots, and their outputs."""
     found = []
-    for other in second_cases(case):
+    for other in further_cases(case):
         known = with_known_contents(other)
         try:
             output = rerun(known)
