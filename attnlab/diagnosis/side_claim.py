@@ -39,8 +39,8 @@ class SideClaim:
     """One wrong side output.
 
     - ``subject``, ``quantity``: as in :class:`attnlab.lab.side_outputs.SideError`.
-    - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit; the
-      first says most.
+    - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit;
+      the first says most.
     - ``places``: where a log-sum-exp is wrong; None for rows of padding.
     - ``text``: the first error in words.
     """
