@@ -8,11 +8,13 @@ from attnlab.case.errors import AttnLabError, DeviceLost, OutOfMemory, Unsupport
 from attnlab.case.json import json_value
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, lab_of, release_memory
+from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import Finding
 from attnlab.checker.shrinking import shrink
 from attnlab.checker.slot_reads import allowed_reads, read_counts
 from attnlab.checker.sources import source_digest, versions
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.triton.coverage import measuring
 from attnlab.lab.lab import Lab
 from attnlab.tasks.task import Job
 
@@ -24,11 +26,12 @@ class CheckJob(Job):
     """Checks cases of one or more libraries.
 
     ``libraries``: the backends by name. A payload has the name of its ``library``, and either a ``case``
-    or a ``finding`` to shrink.
+    or a ``finding`` to shrink. ``coverage``: record which points of the kernels a case reaches.
     """
 
     libraries: dict[str, Backend]
     device: str = "cpu"
+    coverage: bool = False
 
     def open(self) -> "_State":
         """Return the state of a worker. Raises Unavailable if the kernels cannot be loaded."""
@@ -46,6 +49,10 @@ class CheckJob(Job):
         if "finding" in payload:
             small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
             verdict = {"finding": small.to_verdict()}
+        elif self.coverage:
+            with measuring() as points:
+                verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
+            verdict["points"] = relative_points(backend, points)
         else:
             verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
         found: Verdict = json_value(verdict)

@@ -3,10 +3,12 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.checker.case_job import CheckJob
 from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
+from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import Finding
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.locations import op_locations
@@ -35,6 +37,7 @@ class Plan:
 
     - ``library``: a name that distinguishes it from others in the same run; "" for a single one.
     - ``cases``: for each op; ``case_limit_s``: how long a case may take in a process of its own.
+    - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
     """
 
@@ -45,6 +48,7 @@ class Plan:
     seed: int = 0
     case_limit_s: float = 60.0
     library: str = ""
+    coverage: bool = False
     costs: Costs = field(default_factory=packaged_costs, repr=False)
 
     def tasks(self) -> list[Task]:
@@ -92,7 +96,11 @@ class Plan:
 
     def job(self) -> CheckJob:
         """Return the job that runs the tasks of this plan alone."""
-        return CheckJob(libraries={self.library: self.backend}, device=self.backend.device)
+        return CheckJob(
+            libraries={self.library: self.backend},
+            device=self.backend.device,
+            coverage=self.coverage,
+        )
 
     def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
         """Return the header of a store of this plan: everything that its verdicts depend on.
@@ -124,7 +132,13 @@ class Plan:
             "shard": str(shard),
             "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
             "cases": [{"key": task.key, "payload": task.payload} for task in tasks],
+            "functions": self._functions(),
         }
+
+    def _functions(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the functions of each op whose coverage is measured; empty without ``coverage``."""
+        ops = self.ops if self.coverage else ()
+        return {op: functions_of(self.backend, op) for op in ops}
 
 
 def digest_of(case: Case) -> str:

@@ -42,6 +42,7 @@ def check(
     out: Path | str | None = None,
     known: Path | str | None = None,
     times: Path | str | None = None,
+    coverage: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> "Report":
     """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
@@ -62,6 +63,7 @@ def check(
     - ``out``: a folder that keeps each verdict as it arrives; the same call continues there.
     - ``known``: a file of expected findings (:mod:`attnlab.checker.known`).
     - ``times``: the store of an earlier check, whose times divide the shards.
+    - ``coverage``: measure which lines and branches of the kernels the cases reach (device "cpu").
     - ``stop``: called often; when it returns True, the check ends with a report of what ran.
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
@@ -73,6 +75,7 @@ def check(
     from attnlab.tasks.shard import Shard
 
     backend = backend_of(kernel, source=source, installed=installed, release=release, device=device)
+    check_measurable(backend, coverage)
     field_type("platform").check("platform", platform)
     if seconds is not None:
         seconds = Number().check("seconds", seconds)
@@ -89,6 +92,7 @@ def check(
         cases=Int(1).check("cases", cases),
         seed=Int(0).check("seed", seed),
         case_limit_s=limit_s,
+        coverage=coverage,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
     expected = () if known is None else read_known(Path(known))
@@ -181,3 +185,19 @@ def backend_of(
         refuse("device", "cpu without a vLLM", device)
     field_type("release").check("release", release)
     return ModelBackend(rules=release)
+
+
+def check_measurable(backend: "Backend", coverage: bool) -> None:
+    """Raise InvalidCase if the coverage of these kernels shall be measured and cannot be.
+
+    The models are no Triton kernels, and natively no Python line of a kernel runs.
+    """
+    if coverage and backend.name == "model":
+        raise InvalidCase(
+            "coverage must be given with Triton kernels: --source PATH, --installed or your own",
+            field="coverage",
+        )
+    if coverage and backend.device != "cpu":
+        raise InvalidCase(
+            "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
+        )

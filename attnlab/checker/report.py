@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
+from attnlab.checker.coverage import OpCoverage, op_coverage
 from attnlab.checker.finding import Finding
 from attnlab.checker.known import KnownFinding, split_known
 from attnlab.checker.locations import Location, location_of
@@ -50,6 +51,7 @@ class Report(Shown):
       (:mod:`attnlab.lab.reads`); only ops whose reads were traced.
     - ``reads_allowed``: per op, the kinds that the contracts of its kernels allow.
     - ``reports``: the paths of the files written for the findings.
+    - ``coverage``: per op, the lines and branches that the cases reached, if that was measured.
     - ``not_run``: the cases that did not run although the kernel may support them, and why.
     - ``left_out``: what a check does not cover, and limits that kernels state.
     """
@@ -68,6 +70,7 @@ class Report(Shown):
     reads: dict[str, dict[str, int]] = field(default_factory=dict)
     reads_allowed: dict[str, list[str]] = field(default_factory=dict)
     reports: list[str] = field(default_factory=list)
+    coverage: dict[str, OpCoverage] = field(default_factory=dict)
     not_run: list[NotRun] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -114,6 +117,7 @@ class Report(Shown):
             "known": [entry.to_dict() for entry in self.known],
             "missing": [entry.to_dict() for entry in self.missing],
             "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
+            "coverage": {op: found.to_dict() for op, found in self.coverage.items()},
         }
 
 
@@ -158,6 +162,7 @@ def build_report(
         missing=missing,
         reads={op: counts for op, (counts, _) in reads.items()},
         reads_allowed={op: sorted(allowed) for op, (_, allowed) in reads.items()},
+        coverage=_coverage(header, tasks, outcomes),
         not_run=not_run,
         left_out=[
             *_limits(tasks, outcomes, header["options"]["ops"], reads),
@@ -211,6 +216,16 @@ def _reads(tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, tuple[dict[st
                 counts[state] = counts.get(state, 0) + count
             allowed |= set(verdict["allowed"])
     return found
+
+
+def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, OpCoverage]:
+    """Return the coverage of each op that has functions to measure."""
+    verdicts = [*_verdicts(tasks, outcomes)]
+    return {
+        op: op_coverage(functions, [v["points"] for v, of in verdicts if of == op])
+        for op, functions in header.get("functions", {}).items()
+        if functions
+    }
 
 
 def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mapping[str, Any], str]]:

@@ -27,6 +27,7 @@ from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.library import Progress, Report
+    from attnlab.kernels.backend import Backend
 
 _DOCUMENT = """\
 --json prints one object:
@@ -40,6 +41,8 @@ _DOCUMENT = """\
   reads: {op: {slot state: number of slots read}}, for the ops whose reads were traced
   reads_allowed: {op: [slot state]}, which reads the contracts allow
   reports: the files of --report
+  coverage: with --coverage, {op: {lines, branches: {total, reached, excused, percent,
+    percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason}}}
   left_out: limits that kernels state, and what no check covers
   pictures: the page of --pictures"""
 
@@ -126,6 +129,18 @@ def _add_files(group: Any) -> None:
         help="a picture of the error of each finding, and a page with all of them",
     )
     group.add_argument(
+        "--coverage",
+        action="store_true",
+        help="list the lines and branches of the Triton kernels, and of the functions that launch them, that "
+        "no case reached (device cpu)",
+    )
+    group.add_argument(
+        "--coverage-html",
+        type=Path,
+        metavar="FOLDER",
+        help="as --coverage, and the annotated source of each op as a page in this folder",
+    )
+    group.add_argument(
         "--report",
         type=Path,
         metavar="FOLDER",
@@ -151,9 +166,9 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
-    """Check the library of the flags, and write the reports."""
-    from attnlab.checker.public import backend_of, check
+def _backend(args: argparse.Namespace) -> "Backend":
+    """Return what is checked; raise for a flag that cannot work, before minutes are spent."""
+    from attnlab.checker.public import backend_of, check_measurable
 
     check_ci_files(args)
     backend = backend_of(**_library(args))
@@ -164,13 +179,26 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     if args.pictures is not None:
         from attnlab.reports.findings_page import check_drawable
 
-        check_drawable(args.pictures)  # before minutes are spent
+        check_drawable(args.pictures)
+    check_measurable(backend, _is_measured(args))
+    if args.coverage_html is not None:
+        from attnlab.reports.coverage_pages import check_writable
+
+        check_writable(args.coverage_html)
     if args.report is not None and backend.name != "vllm":
         raise InvalidCase(
             "report must be given with a vLLM: --source PATH or --installed", field="report"
         )
     if args.report is not None:
         make_output_folder(args.report, "report")
+    return backend
+
+
+def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
+    """Check the library of the flags, and write the reports."""
+    from attnlab.checker.public import check
+
+    backend = _backend(args)
     title = f"checking {backend.version}"
     with progress(title) as on_step:
         report = check(
@@ -186,11 +214,16 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
             out=args.out,
             known=args.known,
             times=args.times,
+            coverage=_is_measured(args),
             on_progress=lambda progress: on_step(
                 step_text(title, progress), progress.done, progress.total
             ),
             stop=stop,
         )
+    if args.coverage_html is not None:
+        from attnlab.reports.coverage_pages import write_coverage
+
+        write_coverage(report, args.coverage_html, shlex.join(["attnlab", *sys.argv[1:]]))
     if args.locate and not stop():
         from attnlab.checker.source_lines import with_source_lines
 
@@ -202,6 +235,10 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
 
     written = write_reports(report.findings, args.report, report.version, backend.device)
     return dataclasses.replace(report, reports=[str(path) for path in written])
+
+
+def _is_measured(args: argparse.Namespace) -> bool:
+    return args.coverage or args.coverage_html is not None
 
 
 def step_text(title: str, progress: "Progress") -> str:

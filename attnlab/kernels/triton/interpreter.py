@@ -37,6 +37,7 @@ import torch
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.child_process import end_with_parent
+from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan
 from attnlab.kernels.triton.memory import Accesses, Memory
 from attnlab.kernels.triton.patches import language
@@ -86,7 +87,10 @@ def interpreted_triton() -> ModuleType:
                 launch(self, args, kwargs, grid)
 
         def rewrite(self) -> Any:
-            probe, found = current_probe(), super().rewrite()
+            probe = current_probe()
+            if probe is None and is_measuring():
+                return marked_kernel(self)
+            found = super().rewrite()
             return found if probe is None else probe.rewritten(self.fn, found)
 
     def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -23,8 +23,13 @@ def compile_text(function: Any, text: str) -> Any:
 
     Raises SyntaxError for a text that is no Python.
     """
+    return compile_tree(function, ast.parse(text))
+
+
+def compile_tree(function: Any, tree: ast.Module) -> Any:
+    """Return the interpreted form of a function of Triton with another syntax tree; mutates the tree."""
     rewriter = function.rewriter
-    tree = rewriter.ast_transformer.visit(ast.parse(text))
+    tree = rewriter.ast_transformer.visit(tree)
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, rewriter.def_file_lineno - 1)
     return rewriter._compile_and_exec(tree)

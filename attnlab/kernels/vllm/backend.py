@@ -24,6 +24,7 @@ from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
+from attnlab.kernels.triton.coverage import is_measuring
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
@@ -188,7 +189,7 @@ def run(
     Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
     check_runs(call.query.dtype, where, share, watch)
-    loaded = load(source, target.platform, where)
+    loaded = load(source, target.platform, where, is_measuring())
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
     tensors: dict[str, Any] = {**_on_device(call, target, where), "output": output}
@@ -241,14 +242,16 @@ def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> No
 
 
 @lru_cache(maxsize=16)
-def load(source: Source, platform: Platform, device_type: str) -> Loaded:
-    """Return the ops of a source, loaded for a platform; they read its facts when they load."""
+def load(source: Source, platform: Platform, device_type: str, is_marked: bool = False) -> Loaded:
+    """Return the ops of a source, loaded for a platform; they read its facts when they load.
+
+    ``is_marked``: their functions record what runs.
+    """
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()
-    return Loaded(
-        loader=Loader(source, make_stubs(platform, triton, dispatch, interpret)), dispatch=dispatch
-    )
+    stubs = make_stubs(platform, triton, dispatch, interpret)
+    return Loaded(loader=Loader(source, stubs, is_marked), dispatch=dispatch)
 
 
 def load_stock(source: Source, platform: Platform) -> Loaded:

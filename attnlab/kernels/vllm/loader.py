@@ -6,6 +6,7 @@ same source and stubs. So sys.modules and an installed vLLM stay unchanged, seve
 in one process, and a module that fails to load leaves nothing in sys.modules.
 """
 
+import ast
 import builtins
 import importlib.util
 import linecache
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.coverage import mark_functions, marks
 from attnlab.kernels.vllm.source import Source
 
 
@@ -42,10 +44,16 @@ class Absent:
 
 
 class Loader:
-    """Load op modules of a Source; ``stubs`` replace other modules of vLLM, by dotted name."""
+    """Load op modules of a Source.
 
-    def __init__(self, source: Source, stubs: Mapping[str, ModuleType]) -> None:
-        self._source = source
+    - ``stubs``: replace other modules of vLLM, by dotted name.
+    - ``is_marked``: whether the functions record what runs (:mod:`attnlab.kernels.triton.coverage`).
+    """
+
+    def __init__(
+        self, source: Source, stubs: Mapping[str, ModuleType], is_marked: bool = False
+    ) -> None:
+        self._source, self._is_marked = source, is_marked
         self._modules: dict[str, ModuleType] = dict(stubs)
 
     def load(self, op: str) -> ModuleType:
@@ -78,7 +86,11 @@ class Loader:
         module.__package__ = name.rpartition(".")[0]
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._importer}
         linecache.checkcache(module.__file__)  # Triton reads the source from there
-        code = compile(file.read_bytes(), module.__file__, "exec", dont_inherit=True)
+        tree = ast.parse(file.read_bytes())
+        if self._is_marked:
+            mark_functions(tree)
+            module.__dict__.update(marks(module.__file__))
+        code = compile(tree, module.__file__, "exec", dont_inherit=True)
         self._modules[name] = module
         try:
             exec(code, module.__dict__)

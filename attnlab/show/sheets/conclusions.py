@@ -147,6 +147,7 @@ def report(one: "Report") -> Sheet:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
         parts.append(_reads_grid(one))
+    parts += _coverage_parts(one)
     if one.reports:
         parts.append(Lines([f"written: {path}" for path in one.reports]))
     if one.left_out:
@@ -157,6 +158,25 @@ def report(one: "Report") -> Sheet:
         head=Words(summary, _EXIT_CODE[one.exit_code]),
         parts=parts,
     )
+
+
+def _coverage_parts(one: "Report") -> list[Part]:
+    """Return the coverage of each op, and the lines and outcomes that no case reached."""
+    if not one.coverage:
+        return []
+    rows: list[Row] = []
+    gaps: list[Row] = []
+    for op, found in one.coverage.items():
+        counts = (found.lines, found.branches)
+        reached = [f"{n.reached} of {n.total} ({n.percent:.1f} %)" for n in counts]
+        rows.append([op, *reached, *(f"{n.percent_of_reachable:.1f} %" for n in counts)])
+        for what, several in (("", found.missing), ("listed as unreachable: ", found.outdated)):
+            gaps += [[op, f"{gap.file}:{gap.line}", what + gap.what, gap.text] for gap in several]
+    columns = ["op", "lines", "branches", "reachable lines", "reachable branches"]
+    parts: list[Part] = [Grid(columns, rows, "coverage", most=len(rows))]
+    if gaps:
+        parts.append(Grid(["op", "place", "never", "text"], gaps, "not reached", most=20))
+    return parts
 
 
 def _known_parts(one: "Report") -> list[Part]:

@@ -1,0 +1,201 @@
+"""Coverage: which lines and branches of the kernels no case of a check reached.
+
+It is built from the header of a check, which has the functions of each op, and from the verdicts, which
+have the points that each case reached (:mod:`attnlab.kernels.triton.coverage`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnlab.checker.unreachable import UNREACHABLE, Unreachable
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.triton.coverage import Points
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.op_functions import Function, file_kernels, op_functions
+
+_OUTCOMES = {"for": {True: "entered", False: "not entered"}}
+_TRUTH = {True: "true", False: "false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A line, or an outcome of a branch, that no case reached.
+
+    - ``what``: "line", or the outcome: "true", "false", "entered" or "not entered".
+    - ``text``: the line, or the condition. ``reason``: why no case can reach it, or "".
+    """
+
+    file: str
+    line: int
+    function: str
+    what: str
+    text: str
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Count:
+    """How many lines or outcomes there are, how many were reached, and how many of the others have a
+    reason."""
+
+    total: int = 0
+    reached: int = 0
+    excused: int = 0
+
+    @property
+    def percent(self) -> float:
+        """Return the part that was reached, of all."""
+        return 100.0 * self.reached / self.total if self.total else 100.0
+
+    @property
+    def percent_of_reachable(self) -> float:
+        """Return the part that was reached, of those without a reason."""
+        reachable = self.total - self.excused
+        return 100.0 * self.reached / reachable if reachable else 100.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the numbers as JSON-able values."""
+        percents = {name: getattr(self, name) for name in ("percent", "percent_of_reachable")}
+        return {**asdict(self), **{name: round(value, 1) for name, value in percents.items()}}
+
+
+@dataclass(slots=True, kw_only=True)
+class OpCoverage:
+    """The coverage of an op.
+
+    - ``missing``: gaps without a reason; ``excused``: those with one.
+    - ``outdated``: entries of :mod:`attnlab.checker.unreachable` that a case reached.
+    - ``functions``, ``points``: what it was computed from; the points by file.
+    """
+
+    lines: Count = field(default_factory=Count)
+    branches: Count = field(default_factory=Count)
+    missing: list[Gap] = field(default_factory=list)
+    excused: list[Gap] = field(default_factory=list)
+    outdated: list[Gap] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list, repr=False)
+    points: dict[str, Points] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers and the gaps as JSON-able values."""
+        gaps = {name: getattr(self, name) for name in ("missing", "excused", "outdated")}
+        return {
+            "lines": self.lines.to_dict(),
+            "branches": self.branches.to_dict(),
+            **{name: [asdict(gap) for gap in found] for name, found in gaps.items()},
+        }
+
+
+def functions_of(backend: Backend, op: str) -> list[dict[str, Any]]:
+    """Return the functions whose coverage is measured, as JSON-able values; none for the models."""
+    if isinstance(backend, VllmBackend):
+        return [one.to_dict(backend.source.root) for one in op_functions(backend.source, op)]
+    if isinstance(backend, PluginBackend) and backend.file is not None:
+        return [one.to_dict(_root(backend)) for one in file_kernels(Path(backend.file).resolve())]
+    return []
+
+
+def relative_points(backend: Backend, points: Mapping[str, Points]) -> dict[str, list[str]]:
+    """Return the points of each file, sorted, with names of files as in :func:`functions_of`."""
+    root, found = _root(backend), {}
+    for name, seen in points.items():
+        file = Path(name).resolve()
+        short = file.relative_to(root) if file.is_relative_to(root) else file
+        found[short.as_posix()] = sorted(seen)
+    return found
+
+
+def _root(backend: Backend) -> Path:
+    return backend.source.root if isinstance(backend, VllmBackend) else Path.cwd()
+
+
+def op_coverage(
+    functions: Iterable[Mapping[str, Any]], measured: Iterable[Mapping[str, Sequence[str]]]
+) -> OpCoverage:
+    """Return the coverage of an op: of functions as :func:`functions_of` returns them, by the points of
+    some cases as :func:`relative_points` returns them."""
+    found = OpCoverage(functions=[Function.of_dict(one) for one in functions])
+    for points in measured:
+        for file, seen in points.items():
+            found.points.setdefault(file, set()).update(seen)
+    for function in found.functions:
+        _add(found, function, found.points.get(function.file.as_posix(), set()))
+    return found
+
+
+def _add(found: OpCoverage, function: Function, seen: Points) -> None:
+    """Add a function's numbers and gaps."""
+    excuses = dict(_excuses(function))
+    for point, gap in _points(function):
+        count = found.lines if gap.what == "line" else found.branches
+        count.total += 1
+        excuse = excuses.get(point)
+        if point in seen:
+            count.reached += 1
+            if excuse is not None and excuse[1]:
+                found.outdated.append(_with_reason(gap, excuse[0]))
+        elif excuse is None:
+            found.missing.append(gap)
+        else:
+            count.excused += 1
+            found.excused.append(_with_reason(gap, excuse[0]))
+
+
+def _points(function: Function) -> Iterator[tuple[str, Gap]]:
+    """Yield each point of a function and the gap that it is if no case reaches it, by line."""
+    found = []
+    for line in function.statements:
+        text = function.text[line - function.line].strip()
+        found.append((str(line), _gap(function, line, "line", text)))
+    for name, branch in function.branches.items():
+        words = _OUTCOMES.get(branch.kind, _TRUTH)
+        for outcome in (True, False):
+            gap = _gap(function, branch.line, words[outcome], f"{branch.kind} {branch.text}")
+            found.append((f"{name}{_sign(outcome)}", gap))
+    yield from sorted(found, key=lambda one: one[1].line)
+
+
+def _excuses(function: Function) -> Iterator[tuple[str, tuple[Unreachable, bool]]]:
+    """Yield the points that need not be reached, each with its entry, and whether it is the entry's own.
+
+    Inside an excused block every point is.
+    """
+    for entry in UNREACHABLE:
+        if entry.function != function.name:
+            continue
+        for name, branch in function.branches.items():
+            if entry.outcome is not None and branch.text == entry.text:
+                yield from _inside(
+                    function, branch.then if entry.outcome else branch.otherwise, entry
+                )
+                yield f"{name}{_sign(entry.outcome)}", (entry, True)
+        for line in function.statements:
+            text = function.text[line - function.line].strip()
+            if entry.outcome is None and text == entry.text:
+                yield str(line), (entry, True)
+
+
+def _inside(
+    function: Function, block: tuple[int, int], entry: Unreachable
+) -> Iterator[tuple[str, tuple[Unreachable, bool]]]:
+    first, last = block
+    yield from ((str(n), (entry, False)) for n in function.statements if first <= n <= last)
+    for name, branch in function.branches.items():
+        if first <= branch.line <= last:
+            yield from ((f"{name}{sign}", (entry, False)) for sign in "+-")
+
+
+def _gap(function: Function, line: int, what: str, text: str) -> Gap:
+    name = function.file.as_posix()
+    return Gap(file=name, line=line, function=function.name, what=what, text=text)
+
+
+def _with_reason(gap: Gap, entry: Unreachable) -> Gap:
+    return Gap(**{**asdict(gap), "reason": entry.reason})
+
+
+def _sign(outcome: bool) -> str:
+    return "+" if outcome else "-"
