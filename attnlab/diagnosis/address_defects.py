@@ -36,7 +36,9 @@ def address_defects(problem: Problem) -> list[Defect]:
     found = [
         _defect(rule.name, rule.text(one.terms), rule)
         for tensor, one in memory.items()
-        for rule in rules_of(tensor, one, _sizes(problem.call, tensor))
+        for rule in rules_of(
+            tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
+        )
     ]
     return found + [_defect(one.name, one.text, one) for one in shared_rules(memory)]
 
@@ -76,6 +78,11 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
         own = {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
         found |= {text: size for text, size in own.items() if size not in found.values()}
     return found
+
+
+def _of_others(call: KernelCall, tensor: str) -> list[str]:
+    """Return the names of the strides of other tensors."""
+    return [name for name in _sizes(call, tensor) if " stride" in name]
 
 
 def _change(rule: Rule) -> ChangeInputs:

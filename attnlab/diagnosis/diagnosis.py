@@ -180,6 +180,8 @@ class Diagnosis(Shown):
         """Return the conclusion of the X-ray, if it has one about the weights."""
         if self.xray is None or self.xray.status not in ("right", "precision", "described"):
             return []
+        if self.xray.status == "precision" and not self.pattern.of("precision"):
+            return []  # the output is wrong by more than precision explains
         count = _XRAY_SENTENCES if self.cause is None else 1
         is_rule = self.xray.status != "described" or self.weights is not None or self.explanations
         subject = "X-ray of the kernel" if is_rule else "X-ray of the kernel, for this call alone"

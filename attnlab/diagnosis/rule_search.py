@@ -60,18 +60,21 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
 
 def is_general(candidate: Candidate) -> bool:
     """Answer whether a candidate explains an output in all rows, or in all decodes or prefills."""
-    scope = candidate.scope
-    return candidate.verdict == "explains" and scope is not None and scope.rows != "sequences"
+    return candidate.verdict == "explains" and _has_general_scope(candidate)
+
+
+def _has_general_scope(candidate: Candidate) -> bool:
+    return candidate.scope is not None and candidate.scope.rows != "sequences"
 
 
 def _confirmed(
     lab: Lab, case: Case, output: torch.Tensor, candidates: list[Candidate]
 ) -> tuple[list[Candidate], bool]:
     """Return the candidates that explain another output, and whether that output is wrong at all."""
-    kept, is_wrong = [], False
-    for one in candidates:
-        found = examine(lab, case, output, (one.defect,), Pattern()).diagnosis
-        is_wrong = found.is_wrong
-        if any(is_general(again) for again in found.explanations):
-            kept.append(one)
-    return kept, is_wrong
+    found = examine(lab, case, output, [one.defect for one in candidates], Pattern()).diagnosis
+    again = {
+        one.name
+        for one in found.candidates
+        if one.verdict in ("explains", "less likely") and _has_general_scope(one)
+    }
+    return [one for one in candidates if one.name in again], found.is_wrong

@@ -22,6 +22,7 @@ from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
 from attnlab.diagnosis.output_rules import MOST_ELEMENTS, computed, features_of_rows, right_output
 from attnlab.diagnosis.softmax_divisions import Division, divisions
 
+_MOST_DIVISIONS = 2  # segments of tiles of 16 and 32, as the kernels of vLLM use
 _SCALAR_TERMS: tuple[Term, ...] = (("row", "stride 0"), ("head", "stride 1"), ("part", "stride 2"))
 _TERMS: tuple[Term, ...] = (*_SCALAR_TERMS, ("d", "stride 3"))
 _OUTPUTS, _MAXIMA, _SUMS, _LOGS = (
@@ -107,6 +108,8 @@ def _rules(problem: Problem) -> Iterator[tuple[ScratchRule, str]]:
         parts = [_ends(division, problem, seq) for seq in problem.computed_seqs()]
         if not division.merge or str(parts) in seen or max(map(len, parts)) < 2:
             continue
+        if len(seen) == _MOST_DIVISIONS:
+            return
         seen.add(str(parts))
         slots = max(division.slots, *map(len, parts))
         for name, memory in _memory(problem, slots, problem.call.op).items():
