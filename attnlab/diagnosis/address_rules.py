@@ -94,7 +94,7 @@ def rules_of(
 ) -> Iterator[AddressRule]:
     """Yield the rules of a tensor that differ by their numbers.
 
-    ``sizes`` also has the strides; ``of_others`` are those of other tensors, which are tried for strides only.
+    ``sizes`` also has the strides; ``of_others`` are those of other tensors, which replace strides only.
     """
     others = set(of_others)
     yield AddressRule(tensor, None)

@@ -87,6 +87,8 @@ def scratch_defects(problem: Problem) -> list[Defect]:
     call = problem.call
     if call.op not in (UNIFIED, DECODE_FWD) or call.output.numel() > MOST_ELEMENTS:
         return []
+    if max(map(problem.query_len, problem.computed_seqs())) > 1:
+        return []  # unified_attention has segments in batches of decodes only
     return [
         Defect(
             name=f"{rule.rule.name} {rule.stored} {rule.division.text}",
