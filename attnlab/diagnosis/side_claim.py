@@ -92,7 +92,8 @@ def side_claims(lab: Lab, case: Case, ran: Result) -> tuple[SideClaim, ...]:
     padded = None if ran.padded is None else ran.padded.cpu()
     found = []
     for error in lab.side_errors(case, lse, padded):
-        laws, places = (_word(error.value),), None
+        laws: tuple[str, ...] = (_word(error.value),)
+        places = None
         if error.subject == LSE:
             assert lse is not None
             laws, places = _lse(lab, case, lse)
