@@ -32,6 +32,7 @@ from attnlab.tensors.cache import make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
+from attnlab.tensors.quantised import Formats, in_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +45,7 @@ class Problem:
       and scale to bytes.
     - ``seqs``: the sequences that ran, or None for all.
     - ``before``: contents of the output buffer before the call, or None if unknown.
+    - ``formats``: how a recorded call stores its query and output; ``call`` has their numbers.
     - ``rounds_like_kernel``: predict outputs as a kernel rounds them (sums in float32; weights and output
       in the query's dtype) instead of in float64. Fault injection uses this.
     """
@@ -57,6 +59,7 @@ class Problem:
     seqs: range | None = None
     batch: Batch | None = None
     before: torch.Tensor | None = None
+    formats: Formats | None = None
     rounds_like_kernel: bool = False
 
     @classmethod
@@ -81,14 +84,13 @@ class Problem:
         """Return the problem of a call without a Case, such as a captured one."""
         written = read_format(call.kv_cache_dtype, call.query.dtype, target.platform.fp8_e4m3)
         return cls(
-            call=call,
+            call=in_numbers(call),
+            formats=Formats.of(call, target.platform.fp8_e4m3),
             target=target,
             kernels=tuple(kernels),
             written=written,
             encode=written.encode,
         )
-
-    # Sizes, and which kernel serves which sequence.
 
     @property
     def num_seqs(self) -> int:
@@ -139,9 +141,9 @@ class Problem:
     def rounding(self, seq: int) -> Rounding:
         """Return what the kernel that serves a sequence rounds."""
         if not self.is_decode(seq) and PREFILL in self.kernels:
-            return Rounding.of(self.call, self.target, (PREFILL,))
+            return Rounding.of(self.call, self.target, (PREFILL,), self.formats)
         others = tuple(name for name in self.kernels if name != PREFILL)
-        return Rounding.of(self.call, self.target, others)
+        return Rounding.of(self.call, self.target, others, self.formats)
 
     # Inputs of a row.
 
@@ -247,11 +249,14 @@ class Problem:
         stored = self.written.decode(self.encode(tokens[:cached], scale)).double() * scale
         return torch.cat([stored.to(dtype), tokens[cached:].to(dtype)])
 
-    # Outputs.
-
     def predict(self, inputs: AttentionInputs) -> Predicted:
         """Compute the output of rows with these inputs, and the largest rounding error of a kernel."""
-        return attention(inputs, self.call.query.dtype if self.rounds_like_kernel else None)
+        found = attention(inputs, self.call.query.dtype if self.rounds_like_kernel else None)
+        return dataclasses.replace(found, output=self.clamped(found.output))
+
+    def clamped(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output with the largest number that the call can store as its limit."""
+        return output if self.formats is None else self.formats.clamped(output)
 
     def correct(self, row_slice: RowSlice) -> Predicted:
         """Compute the correct output of some rows."""

@@ -1,5 +1,6 @@
 """Diagnose a call without a Case: where it ran, which kernels served it, and what stays unknown."""
 
+import dataclasses
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.write_diagnosis import diagnose_write
 from attnlab.tensors.call import KernelCall
 
 _FP8_PLATFORM = "FP8 format and choice of kernel"
@@ -41,7 +43,7 @@ def diagnose_captured(
 
     Raises InvalidCall for a call that is no attention or has arguments without a reference.
     """
-    check_diagnosable(call)
+    check_diagnosable(call, writes=True)
     ran = where_it_ran(call, case, given)
     if call.rejection and output is None:
         return Diagnosis(
@@ -49,6 +51,9 @@ def diagnose_captured(
             rejection=call.rejection,
             violations=violations_of_captured(call, case, given=given),
         )
+    if call.spec.writes_cache:
+        found = diagnose_write(call, Target.of(ran.case), output=output)
+        return dataclasses.replace(found, unknown=[*found.unknown, *ran.assumed])
     return diagnose_call(
         call,
         Target.of(ran.case),
@@ -61,16 +66,19 @@ def diagnose_captured(
 def violations_of_captured(
     call: KernelCall, case: Case, *, given: Collection[str] = ()
 ) -> Violations:
-    """Return where a call that ran somewhere else violates contracts; none of an op without a record."""
-    if call.is_foreign:
+    """Return where a call that ran somewhere else violates contracts.
+
+    There are none of an op without a record and of a cache write.
+    """
+    if call.is_foreign or call.spec.writes_cache:
         return Violations()
     ran = where_it_ran(call, case, given)
     return find_violations(call.cpu(), Target.of(ran.case), kernels_of(ran.case, call))
 
 
-def check_diagnosable(call: KernelCall) -> None:
-    """Raise InvalidCall for a call that has no reference here."""
-    if call.spec.writes_cache or call.op == MERGE:
+def check_diagnosable(call: KernelCall, *, writes: bool = False) -> None:
+    """Raise InvalidCall for a call that has no reference here; ``writes``: a cache write has one."""
+    if (call.spec.writes_cache and not writes) or call.op == MERGE:
         raise InvalidCall(f"op must be an attention op to be diagnosed, got {call.op}", field="op")
     if call.unmodelled:
         text = ", ".join(call.unmodelled)

@@ -28,10 +28,11 @@ from attnlab.diagnosis.kernel_trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
-from attnlab.diagnosis.withdrawal import with_run_faults
+from attnlab.diagnosis.withdrawal import with_coarse_formats, with_run_faults
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output, output_numbers
 
 
 def diagnose(
@@ -116,10 +117,15 @@ def diagnose_call(
     if before is not None and _holds_output(before, output):
         before = None
     kernels = tuple(kernels)
-    problem = dataclasses.replace(Problem.of_call(call, target, kernels), before=before)
+    problem = Problem.of_call(call, target, kernels)
+    output = output_numbers(call, output)
+    before = None if before is None else output_numbers(call, before)
+    problem = dataclasses.replace(problem, before=before)
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
     evidence = collect_evidence(problem, output, locate(problem, output), violations)
     diagnosis = conclude(evidence, defects)
+    if has_fp8_query(call) or has_scaled_output(call):
+        diagnosis = with_coarse_formats(diagnosis)
     seconds = time.perf_counter() - began
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 

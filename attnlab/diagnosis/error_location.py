@@ -134,7 +134,7 @@ def correct_and_bound(
     relative = rounding.relative(length, score_error)
     relative += length * 2.0**-23 * (correct.dtype == torch.float32)  # sums of the reference itself
     fixed = rounding.fixed(length, float(value.abs().max()))
-    return correct, magnitude.mul_(relative).add_(fixed)
+    return problem.clamped(correct), magnitude.mul_(relative).add_(fixed)
 
 
 def _without_mask(

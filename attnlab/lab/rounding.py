@@ -36,19 +36,40 @@ The likely bound is the sum of:
 - sums in float32: LIKELY·√n·2⁻²³·A, and 2e-6·A as above; subnormal weights: LIKELY·√n·t·max|v|.
 
 The smaller of the two bounds applies.
+
+Queries in FP8 (unified_attention 0.33.0, FlashAttention 3). u and t are those of FP8 for weights. Keys and
+values are multiplied as they are stored, and all scales after the sum, so neither is rounded. Weights are
+multiplied by a power of two before they are rounded, 256 in e4m3fn and 128 in e4m3fnuz, so t is that much
+smaller. The matrix units of NVIDIA GPUs add FP8 products with 14 bits (DeepSeek-V3 Technical Report, section
+3.3.2, about compute capability 9.0; assumed of the others). There a sum of n products is off by n·2⁻¹³ times
+the sum of magnitudes, likely by (LIKELY·√n + n/32)·2⁻¹³ times it, because it truncates once per 32 products.
+Kernels that read no scale of the query round keys and values to FP8, too.
+
+Outputs of another dtype, or divided by output_scale. u and t of the output are those of its dtype, t times
+the scale. The op clamps to the finite range of FP8 before it rounds; clamping both sides makes no error
+larger. With FP8, both bounds are multiplied by (1 + u) of the weights and of the output, for products of two
+errors.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE, UNIFIED
 from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import Formats
 
 LIKELY = math.sqrt(2 * math.log(2e18))
+# By what unified_attention and FlashAttention 3 multiply a weight before they round it to FP8.
+_WEIGHT_FACTOR = {
+    torch.float8_e4m3fn: 256.0,
+    torch.float8_e4m3fnuz: 128.0,
+    torch.float8_e5m2: 128.0,
+}
 WARP = 64  # tokens that ROCm's kernel sums before it rounds the sum
 
 
@@ -62,6 +83,9 @@ class Rounding:
     - ``parts``: roundings of partial outputs.
     - ``keys``: whether keys are rounded after they were decoded from FP8.
     - ``products``: roundings of the products of query and key.
+    - ``output_unit``, ``output_step``: unit and step of the output's dtype.
+    - ``sums``: the rounding of a sum, for each product in it; ``chunk``: how many products are added before
+      one truncation, or None where sums round to nearest.
     """
 
     unit: float
@@ -70,21 +94,31 @@ class Rounding:
     parts: int
     keys: bool
     products: int = 0
-
-    @property
-    def times(self) -> int:
-        """Return how often a value is rounded on its way to the output, the output included."""
-        return 1 + self.terms + self.parts
+    output_unit: float
+    output_step: float
+    sums: float = 2.0**-23
+    chunk: int | None = None
 
     @classmethod
-    def of(cls, call: KernelCall, target: Target, kernels: Sequence[str]) -> "Rounding":
-        """Return what ``kernels`` round in a call: for each field the most of any of them."""
-        info = torch.finfo(call.query.dtype)
+    def of(
+        cls,
+        call: KernelCall,
+        target: Target,
+        kernels: Sequence[str],
+        formats: Formats | None = None,
+    ) -> "Rounding":
+        """Return what ``kernels`` round in a call: for each field the most of any of them.
+
+        ``formats``: of the call as it was recorded, if its tensors were converted.
+        """
+        formats = formats or Formats.of(call, target.platform.fp8_e4m3)
+        info = torch.finfo(formats.query)
+        output = torch.finfo(formats.output)
         is_fp8 = call.kv_cache_dtype != "auto"
         parts, terms = 0, 1 + int(is_fp8)
         if ROCM_DECODE in kernels:  # it multiplies by v_scale after the sum, in float32
             by_warp = target.platform.family == "cdna" and call.num_queries_per_kv <= 4
-            warps = 7 if call.query.dtype == torch.bfloat16 else 4
+            warps = 7 if formats.query == torch.bfloat16 else 4
             parts = warps if by_warp else 1
             terms = 1 if len(kernels) == 1 else terms
         if MERGE in kernels:
@@ -93,9 +127,36 @@ class Rounding:
             terms = 0  # weights and values stay float32
         by_hand = DECODE_FWD in kernels and call.num_queries_per_kv == 1
         products = 1 + (call.query.shape[2] - 1).bit_length() if by_hand else 0
-        step = float(info.smallest_normal * info.eps)
-        unit = float(info.eps) / 2
-        return cls(unit=unit, step=step, terms=terms, parts=parts, keys=is_fp8, products=products)
+        rounding = cls(
+            unit=float(info.eps) / 2,
+            step=float(info.smallest_normal * info.eps),
+            terms=terms,
+            parts=parts,
+            keys=is_fp8,
+            products=products,
+            output_unit=float(output.eps) / 2,
+            output_step=float(output.smallest_normal * output.eps) * formats.output_scale,
+        )
+        return rounding._of_fp8_query(target, kernels, formats)
+
+    def _of_fp8_query(self, target: Target, kernels: Sequence[str], formats: Formats) -> "Rounding":
+        """Return the rounding of a call with its query in FP8; itself for another query."""
+        if not formats.has_fp8_query:
+            return self
+        found = self
+        if tuple(kernels) == (UNIFIED,):
+            found = dataclasses.replace(
+                self, terms=1, keys=False, step=self.step / _WEIGHT_FACTOR[formats.query]
+            )
+        if target.platform.family == "cuda":
+            found = dataclasses.replace(found, sums=2.0**-13, chunk=32)
+        return found
+
+    @property
+    def growth(self) -> float:
+        """Return by what factor products of two roundings enlarge the bound; below 1 % in 16 bits."""
+        is_coarse = max(self.unit, self.output_unit) > 2.0**-8
+        return (1 + self.unit) * (1 + self.output_unit) if is_coarse else 1.0
 
     def score_error(
         self,
@@ -112,7 +173,7 @@ class Rounding:
         ``softcap`` the cap, 0 for none.
         """
         size = query * key * abs(scale)
-        error = (head_size + 4) * 2.0**-24 * (size + bias) + 2.0**-20 * softcap
+        error = (head_size + 4) * self.sums / 2 * (size + bias) + 2.0**-20 * softcap
         return error + self.unit * size * (self.keys + self.products)
 
     def relative(self, length: int, score_error: float) -> float:
@@ -122,11 +183,13 @@ class Rounding:
         """
         if score_error > 20.0:
             return math.inf
-        return self.times * self.unit + length * 2.0**-23 + 2e-6 + math.expm1(2 * score_error)
+        rounded = (self.terms + self.parts) * self.unit + self.output_unit
+        first = rounded + length * self.sums + 2e-6 + math.expm1(2 * score_error)
+        return first * self.growth
 
     def fixed(self, length: int, largest: float) -> float:
         """Return the absolute part of the bound: subnormal weights and outputs."""
-        return self.step * (1 + length * largest)
+        return self.output_step + self.step * length * largest
 
     def bound(
         self, weights: torch.Tensor, value: torch.Tensor, output: torch.Tensor, score_error: float
@@ -146,12 +209,13 @@ class Rounding:
         squares = weights.square()
         spread = (squares @ value.square()).sqrt()
         spread = spread + squares.sum(-1, keepdim=True).sqrt() * output.abs()
-        likely = LIKELY * each * spread + self.unit * output.abs() + self.step
-        likely += (LIKELY * length**0.5 * 2.0**-23 + 2e-6) * magnitude
+        likely = LIKELY * each * spread + self.output_unit * output.abs() + self.output_step
+        biased = 0.0 if self.chunk is None else length / self.chunk
+        likely += ((LIKELY * length**0.5 + biased) * self.sums + 2e-6) * magnitude
         likely += LIKELY * length**0.5 * self.step * largest
         if self.parts:
             likely += self.parts * self.unit * _by_warp(weights, value)
-        return torch.minimum(worst, likely)
+        return torch.minimum(worst, likely * self.growth)
 
 
 def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,12 @@ def rounding_bound(
             stored_tokens(case, batch.value[own], cached, case.v_scale),
         )
         bound = bounds[here]
+        if i in sharp_seqs:  # the smaller of both cases, of every row
+            bound.copy_(sequence.likely_case(torch.arange(query_len)))
+            continue
         sequence.worst_case(bound)
-        sharp = torch.arange(query_len)
-        if i not in sharp_seqs:
-            sharp = torch.linspace(0, query_len - 1, min(_SHARP_ROWS, query_len)).long().unique()
-        bound[sharp] = torch.minimum(bound[sharp], sequence.likely_case(sharp).to(bound))
+        some = torch.linspace(0, query_len - 1, min(_SHARP_ROWS, query_len)).long().unique()
+        bound[some] = torch.minimum(bound[some], sequence.likely_case(some).to(bound))
     return bounds.float()
 
 

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "sinks": ("sinks", "s_aux"),
     "sliding_window": ("sliding_window",),
     "kv_cache_dtype": ("kv_cache_dtype",),
+    "q_scale": ("q_scale", "q_descale"),
     "output_scale": ("output_scale", "fp8_out_scale"),
     "causal": ("causal",),
     "lse": ("lse", "softmax_lse"),
@@ -42,13 +43,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "layout": ("layout",),
 }
 REQUIRED = ("query", "key_cache", "value_cache", "block_table", "seq_lens")
+REQUIRED_OF_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 # Arguments that change the result and that attnlab has no reference for, and the values that change nothing.
 _UNMODELLED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("qq_bias", "mm_prefix_range", "rswa_prefix_lens", "rswa_window"), (None,)),
-    **dict.fromkeys(("q_descale", "k_scale_cache", "v_scale_cache", "q_v", "mask_mod"), (None,)),
-    **dict.fromkeys(("output_scale", "fp8_out_scale", "block_sparse_tensors"), (None,)),
+    **dict.fromkeys(("k_scale_cache", "v_scale_cache", "q_v", "mask_mod"), (None,)),
     **dict.fromkeys(("attn_mask", "gather_kv_indices", "dynamic_causal", "mask"), (None,)),
+    "block_sparse_tensors": (None,),
     **dict.fromkeys(("use_alibi_sqrt", "skip_decode", "use_interleaved_v_cache"), (False,)),
+    "interleaved_v": (False,),
     "chunk_lookback": (-1, None),
     "interleaved_v_pack_factor": (0,),
     "blocksparse_vert_stride": (0,),
@@ -88,20 +91,20 @@ def read_arguments(arguments: Arguments) -> Reading:
         for name, neutral in _UNMODELLED.items()
         if name in arguments and not _is_one_of(arguments[name], neutral)
     ]
-    for name in ("output_scale", "causal"):
-        if name in fields and not isinstance(fields[name], (bool, int, float)):
-            fields.pop(name)
+    if not isinstance(fields.get("causal", True), (bool, int, float)):
+        fields.pop("causal")
     return Reading(fields=fields, unmodelled=unmodelled)
 
 
-def missing(fields: Mapping[str, Any]) -> list[str]:
-    """Return the required fields that are not there."""
-    return [name for name in REQUIRED if name not in fields]
+def missing(fields: Mapping[str, Any], *, writes_cache: bool = False) -> list[str]:
+    """Return the required fields of an attention op, or of a cache write, that are not there."""
+    required = REQUIRED_OF_WRITE if writes_cache else REQUIRED
+    return [name for name in required if name not in fields]
 
 
-def check_complete(reading: Reading) -> None:
+def check_complete(reading: Reading, *, writes_cache: bool = False) -> None:
     """Raise InvalidCall unless every required field was read."""
-    for name in missing(reading.fields):
+    for name in missing(reading.fields, writes_cache=writes_cache):
         names = " or ".join(NAMES[name])
         raise InvalidCall(f"{name} must be among the arguments, as {names}, got none", field=name)
 

@@ -15,6 +15,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS
+from attnlab.recorder.cache_writes import copy_write, copy_written
 from attnlab.recorder.catalogue import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.recorded import Recorded
@@ -145,17 +146,20 @@ class Capture:
                 reading = op.read(bound(signature, args, kwargs))
                 if reading is None:
                     return None
+                names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
                 writes: dict[str, Any] = {
-                    n: reading.fields[n] for n in ("output", "lse") if n in reading.fields
+                    name: reading.fields[name] for name in names if name in reading.fields
                 }
-                reading.fields = copy_fields(reading.fields)
+                copy = copy_write if op.writes_cache else copy_fields
+                reading.fields = copy(reading.fields)
                 if "output" in writes:
                     reading.fields["before"] = reading.fields["output"]
                 return Recorded(
                     reading=reading,
+                    is_write=op.writes_cache,
                     op=op.op,
                     layout=op.layout,
-                    origin=self._origin(op, reading.fields["query"]),
+                    origin=self._origin(op, reading.fields["key_cache"]),
                     writes=writes,
                 )
         except Exception as error:
@@ -173,20 +177,23 @@ class Capture:
                     one.writes = (
                         {"output": output} if lse is None else {"output": output, "lse": lse}
                     )
-                one.reading.fields |= {name: copied(one_) for name, one_ in one.writes.items()}
+                if one.is_write:
+                    one.reading.fields |= copy_written(one.reading.fields, one.writes)
+                else:
+                    one.reading.fields |= {name: copied(one_) for name, one_ in one.writes.items()}
                 one.writes, one.rejection = {}, " ".join(rejection.split())
                 self.calls.add(one)
         except Exception as error:
             self._failed(one.origin.op or "a call", error)
 
-    def _origin(self, op: RecordedOp, query: torch.Tensor) -> Origin:
+    def _origin(self, op: RecordedOp, cache: torch.Tensor) -> Origin:
         program = op.module.partition(".")[0]
         known = {**self.origin.to_dict(), "op": op.name}
         known.setdefault("program", program)
         release = _release(program)
         if release is not None:
             known.setdefault("release", release)
-        platform = platform_of(query.device)
+        platform = platform_of(cache.device)
         if platform is not None:
             known.setdefault("platform", platform)
         return Origin(**known)

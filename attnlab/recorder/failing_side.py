@@ -4,6 +4,7 @@ The output of the call and the test's expected tensor are both compared with att
 that the rounding bound of the kernel covers is no error.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,9 @@ from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.error_location import ErrorLocations, locate
 from attnlab.recorder.comparisons import Comparison
+from attnlab.recorder.written_side import errors_of_write, half_of
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_scaled_output, output_numbers
 
 SIDES = (
     "the kernel",
@@ -63,11 +66,9 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
         if not diagnosis.is_wrong:
             evidence += "; the test compared no output of a recorded call"
         return Judgement(side=side, evidence=evidence, diagnosis=diagnosis)
-    locations = _expected_errors(call, comparison)
-    rows = len(locations.wrong_rows)
-    off = float(locations.error.max()) if locations.error.numel() else 0.0
-    beyond = _beyond_tolerance(call, comparison, locations)
-    side, evidence = _decide(diagnosis, comparison, off, rows, beyond)
+    off, rows, beyond = _errors_of_expected(call, comparison)
+    noun = "slots" if call.spec.writes_cache else "rows"
+    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond)
     return Judgement(
         side=side,
         evidence=evidence,
@@ -78,12 +79,12 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
 
 
 def _decide(
-    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: int, beyond: bool
+    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: str, beyond: bool
 ) -> tuple[str, str]:
     """Return the side and the evidence.
 
-    ``off``: the largest error of the expected value, in ``rows`` rows above the rounding bound; ``beyond``:
-    whether it exceeds the tolerance somewhere.
+    ``off``: the largest error of the expected value; ``rows``: how many rows or slots are above the bound, in
+    words; ``beyond``: whether it exceeds the tolerance somewhere.
     """
     allowed = f"atol {comparison.atol:g}, rtol {comparison.rtol:g}"
     if diagnosis.status == "rejected":
@@ -91,7 +92,7 @@ def _decide(
     if diagnosis.is_wrong and beyond:
         return (
             "the kernel and the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows} rows",
+            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
         )
     if diagnosis.is_wrong:
         return (
@@ -101,7 +102,7 @@ def _decide(
     if beyond:
         return (
             "the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows} rows",
+            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
         )
     if comparison.passed:
         return "neither", f"output and expected value agree within {allowed}"
@@ -117,7 +118,8 @@ def _of_output(diagnosis: Diagnosis) -> str:
         return "the output is exact up to rounding"
     if diagnosis.status == "rejected":
         return f"the op raised: {diagnosis.rejection}"
-    return f"the output is off by up to {diagnosis.largest:.3g} in {diagnosis.wrong_rows} rows"
+    noun = "slots" if diagnosis.pattern.of("slots") else "rows"
+    return f"the output is off by up to {diagnosis.largest:.3g} in {diagnosis.wrong_rows} {noun}"
 
 
 def _side_of_output(diagnosis: Diagnosis) -> str:
@@ -127,6 +129,17 @@ def _side_of_output(diagnosis: Diagnosis) -> str:
     if violated or name in _IN_CACHE:
         return "the arguments of the call"
     return "the kernel"
+
+
+def _errors_of_expected(call: KernelCall, comparison: Comparison) -> tuple[float, int, bool]:
+    """Return the expected value's largest error, its wrong rows, and whether it exceeds the tolerance."""
+    if call.spec.writes_cache:
+        target = Target.of(where_it_ran(call, Case()).case)
+        return errors_of_write(call, target, comparison)
+    numbers = _in_numbers(call, comparison)
+    locations = _expected_errors(call, numbers)
+    off = float(locations.error.max()) if locations.error.numel() else 0.0
+    return off, len(locations.wrong_rows), _beyond_tolerance(call, numbers, locations)
 
 
 def _expected_errors(call: KernelCall, comparison: Comparison) -> ErrorLocations:
@@ -147,11 +160,45 @@ def _beyond_tolerance(call: KernelCall, comparison: Comparison, locations: Error
     return bool((locations.is_wrong & (locations.error.double() > allowed)).any())
 
 
+def _in_numbers(call: KernelCall, comparison: Comparison) -> Comparison:
+    """Return the comparison in the unit of the call's correct output."""
+    factor = factor_of(call, comparison.actual)
+    if factor in (None, 1.0):
+        return comparison
+    return dataclasses.replace(
+        comparison,
+        actual=comparison.actual.double() * factor,
+        expected=comparison.expected.double() * factor,
+        atol=comparison.atol * factor,
+    )
+
+
 def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
     """Answer whether a tensor has the numbers of the call's output, in any shape; NaN equals NaN."""
-    output = call.output
-    if tensor.numel() != output.numel() or tensor.dtype != output.dtype:
-        return False
-    return torch.equal(
-        tensor.cpu().reshape(output.shape).nan_to_num(1e9), output.cpu().nan_to_num(1e9)
-    )
+    if call.spec.writes_cache:
+        return half_of(call, tensor) is not None
+    return factor_of(call, tensor) is not None
+
+
+def factor_of(call: KernelCall, tensor: torch.Tensor) -> float | None:
+    """Return what a tensor is multiplied by to be the numbers of a call's output; None if it is another.
+
+    The output may have any shape. A scaled output may also have another dtype, and may have been multiplied
+    by its scale already.
+    """
+    output = call.output.cpu()
+    if tensor.numel() != output.numel():
+        return None
+    tensor = tensor.cpu().reshape(output.shape)
+    if not has_scaled_output(call):
+        same = tensor.dtype == output.dtype and torch.equal(*map(_comparable, (tensor, output)))
+        return 1.0 if same else None
+    scale = 1.0 if call.output_scale is None else call.output_scale
+    for factor, numbers in ((scale, output.double()), (1.0, output_numbers(call, output))):
+        if torch.equal(*map(_comparable, (tensor.double(), numbers.to(tensor.dtype).double()))):
+            return factor
+    return None
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(1e9)

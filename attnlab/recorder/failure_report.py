@@ -89,7 +89,7 @@ def _call_and_comparison(
     """Return the call whose output was compared last, failed comparisons first, and its comparison.
 
     Of several calls with this output, the first is returned: only its buffer did not hold the output before.
-    If none was compared, return the last call that is not the test's own reference.
+    If none was compared, return the last attention call that is not the test's own reference.
     """
     ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
     for comparison in ordered:
@@ -99,7 +99,8 @@ def _call_and_comparison(
             if _is_output(one, comparison.expected) and not _is_torch(one):
                 return one, _exchanged(comparison)
     own = [one for one in recorded if not _is_torch(one)]
-    return (own or list(recorded))[-1], None
+    attention = [one for one in own if not one.is_write]
+    return (attention or own or list(recorded))[-1], None
 
 
 def _is_torch(one: Recorded) -> bool:

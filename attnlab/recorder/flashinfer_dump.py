@@ -177,6 +177,8 @@ def _wrapper_reading(run: Dump) -> Reading:
     for name, value in neutral.items():
         if given.get(name, value) is not value and given.get(name) != value:
             reading.unmodelled.append(name)
+    if query.dtype.itemsize == 1:
+        reading.unmodelled.append("query in FP8")  # how weights are rounded is not documented
     if not is_fp8 and given.get("v_scale") not in (None, 1, 1.0):
         reading.unmodelled.append("v_scale")
     return reading

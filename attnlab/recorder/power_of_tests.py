@@ -22,7 +22,7 @@ from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.score import sample_correct, score
 from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import output_matches
+from attnlab.recorder.failing_side import factor_of, output_matches
 from attnlab.recorder.recorded import Recorded
 from attnlab.tensors.call import KernelCall
 
@@ -97,7 +97,8 @@ def _power(node_id: str, call: KernelCall, comparison: Comparison) -> TestPower:
     ran = where_it_ran(call, Case())
     problem = Problem.of_call(call, Target.of(ran.case), kernels_of(ran.case, call))
     sample = sample_correct(problem)
-    tolerances = Case().replace(atol=comparison.atol, rtol=comparison.rtol)
+    factor = factor_of(call, comparison.actual) or 1.0
+    tolerances = Case().replace(atol=comparison.atol * factor, rtol=comparison.rtol)
     outcomes = {
         mutant.name: score(problem, sample, mutant, tolerances).is_killed
         for mutant in MUTANTS

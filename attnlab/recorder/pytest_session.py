@@ -126,8 +126,8 @@ class Session:
 
     def _sizes(self) -> set[int]:
         """Return the numbers of elements of the recorded outputs."""
-        outputs = [one.output for one in self._capture.calls.recorded]
-        return {output.numel() for output in outputs if output is not None}
+        recorded = self._capture.calls.recorded
+        return {output.numel() for one in recorded for output in one.outputs}
 
     def _failed(self, what: str, error: Exception) -> None:
         if not self._logged:

@@ -10,6 +10,7 @@ from attnlab.case.ops import KV_CACHE_DTYPES
 from attnlab.recorder.argument_names import Reading, check_complete
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
+from attnlab.tensors.quantised import FP8_DTYPES
 
 _FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
 
@@ -24,9 +25,11 @@ def call_of_reading(
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
     for name, value in fields.items():
-        if name in _NUMBERS and name not in ("k_scale", "v_scale"):
-            fields[name] = _number(name, value)
-    for name in ("k_scale", "v_scale"):
+        if name in _NUMBERS and name not in _SCALES:
+            fields[name] = number_of(name, value)
+    if getattr(fields["query"], "dtype", None) not in FP8_DTYPES:
+        fields.pop("q_scale", None)  # ops read it with a query in FP8 only
+    for name in _SCALES:
         if name in fields:
             fields[name] = _scale(name, fields[name], fields)
     if not fields.get("softcap"):
@@ -42,14 +45,16 @@ def call_of_reading(
     return KernelCall.from_tensors(**fields, origin=origin, unmodelled=unmodelled)
 
 
+_SCALES = ("k_scale", "v_scale", "q_scale")
 _NUMBERS = {
-    **dict.fromkeys(("sm_scale", "softcap", "k_scale", "v_scale"), float),
+    **dict.fromkeys(("sm_scale", "softcap", "output_scale", *_SCALES), float),
     **dict.fromkeys(("max_query_len", "max_seq_len", "sliding_window"), int),
     "causal": bool,
 }
 
 
-def _number(name: str, value: Any) -> Any:
+def number_of(name: str, value: Any) -> Any:
+    """Return a field that is a number, of a tensor with one element, too; raise InvalidCall."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -62,7 +67,7 @@ def _number(name: str, value: Any) -> Any:
 def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
     """Return a number for a tensor of one element; a scale per KV head as one per sequence and head."""
     if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
-        return float(_number(name, scale))
+        return float(number_of(name, scale))
     if scale.dim() == 1:
         return scale.expand(len(fields["seq_lens"]), -1)
     return scale
@@ -81,3 +86,18 @@ def _drop_new_tokens(fields: dict[str, Any]) -> None:
     if ("key" in fields) != ("value" in fields):
         fields.pop("key", None)
         fields.pop("value", None)
+
+
+def plain_kv_cache_dtype(given: Any, key_cache: torch.Tensor, model: torch.dtype) -> str:
+    """Return the kv_cache_dtype of a cache; ``model``: the dtype of the tokens. Raises InvalidCall."""
+    if key_cache.dtype in FP8_DTYPES:
+        return "fp8_e5m2" if key_cache.dtype == torch.float8_e5m2 else "fp8"
+    if key_cache.dtype == torch.uint8:
+        if given in KV_CACHE_DTYPES[1:]:
+            return str(given)
+        text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
+        raise InvalidCall(f"{text}, got {given!r:.40}", field="kv_cache_dtype")
+    if key_cache.dtype != model:
+        text = f"key_cache must be {model} like key, uint8 or FP8, got {key_cache.dtype}"
+        raise InvalidCall(text, field="key_cache")
+    return "auto"

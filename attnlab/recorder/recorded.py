@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attnlab.recorder.argument_names import Reading
+from attnlab.recorder.cache_writes import write_of_reading
 from attnlab.recorder.reading import call_of_reading
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
@@ -17,6 +18,7 @@ class Recorded:
     """A recorded call.
 
     - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
+    - ``is_write``: whether it is a cache write.
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
     """
@@ -27,18 +29,23 @@ class Recorded:
     origin: Origin
     writes: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""
+    is_write: bool = False
     _call: KernelCall | None = None
 
     @property
-    def output(self) -> torch.Tensor | None:
-        """Return the copied output."""
-        found: torch.Tensor | None = self.reading.fields.get("output")
-        return found
+    def outputs(self) -> list[torch.Tensor]:
+        """Return the copies of what the call wrote: its output, or both caches."""
+        names = ("key_after", "value_after") if self.is_write else ("output",)
+        found = [self.reading.fields.get(name) for name in names]
+        return [one for one in found if one is not None]
 
     @property
     def call(self) -> KernelCall:
         """Return the KernelCall; raise InvalidCall if the arguments contradict each other."""
         if self._call is None:
-            call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
+            if self.is_write:
+                call = write_of_reading(self.reading, self.origin)
+            else:
+                call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call

@@ -11,7 +11,7 @@ from attnlab.recorder.argument_names import Reading, missing, read_arguments
 Adjust = Callable[[dict[str, Any], Reading], None]
 
 
-def _no_change(arguments: dict[str, Any], reading: Reading) -> None:
+def no_change(arguments: dict[str, Any], reading: Reading) -> None:
     """Change nothing."""
 
 
@@ -22,6 +22,7 @@ class RecordedOp:
     - ``module``, ``function``: where it is defined.
     - ``op``: the op of :data:`attnlab.case.ops.OPS` that describes its arguments; None chooses by the
       layout of the cache. ``layout``: that of its cache, None to find it by the shapes.
+    - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
     - ``adjust``: completes what :func:`attnlab.recorder.argument_names.read_arguments` found by the names of
       the arguments. It changes the Reading and computes nothing that waits for a GPU.
     """
@@ -30,7 +31,8 @@ class RecordedOp:
     function: str
     op: str | None = None
     layout: str | None = None
-    adjust: Adjust = _no_change
+    adjust: Adjust = no_change
+    writes_cache: bool = False
 
     @property
     def name(self) -> str:
@@ -38,10 +40,11 @@ class RecordedOp:
         return f"{self.module}.{self.function}"
 
     def read(self, arguments: dict[str, Any]) -> Reading | None:
-        """Return what the arguments hold, or None if they are no paged attention."""
+        """Return what the arguments hold, or None if they are no paged attention and no cache write."""
         reading = read_arguments(arguments)
         self.adjust(arguments, reading)
-        return None if missing(reading.fields) else reading
+        is_other = missing(reading.fields, writes_cache=self.writes_cache)
+        return None if is_other else reading
 
 
 def bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -25,6 +25,11 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(flat, tensor.shape, tensor.stride(), 0)
 
 
+def is_large(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Answer whether only the blocks of a cache that a call names are copied."""
+    return key_cache.nbytes + value_cache.nbytes > _LARGE_CACHE
+
+
 def copy_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Reading with copies of their tensors.
 
@@ -48,7 +53,7 @@ def _named_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
     assert key is not None
     assert value is not None
     assert table is not None
-    if key.nbytes + value.nbytes <= _LARGE_CACHE:
+    if not is_large(key, value):
         return {}
     blocks = copy_blocks((key.detach(), value.detach()), named_by(table, key.shape[0]))
     scales = {

@@ -6,7 +6,8 @@ import torch
 
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER
 from attnlab.recorder.argument_names import Reading
-from attnlab.recorder.recorded_op import RecordedOp
+from attnlab.recorder.cache_writes import write_ops
+from attnlab.recorder.recorded_op import RecordedOp, no_change
 
 FOLDERS = ("vllm.attention.ops", "vllm.v1.attention.ops")  # of 0.11.2, and of later releases
 _CUSTOM = "vllm._custom_ops"
@@ -22,7 +23,7 @@ def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 def _decode(arguments: dict[str, Any], reading: Reading) -> None:
-    """Give each block a dimension of its own, and drop scratch memory that is called lse."""
+    """Give each block a dimension of its own. With ``is_mla``, values are the first part of the keys."""
     page_size = arguments.get("page_size", 1)
     for name in ("key_cache", "value_cache", "key", "value"):
         tensor = reading.fields.pop(name, None)
@@ -36,6 +37,8 @@ def _decode(arguments: dict[str, Any], reading: Reading) -> None:
     lens = reading.fields.get("seq_lens")
     if isinstance(query, torch.Tensor) and isinstance(lens, torch.Tensor):
         reading.fields["seq_lens"] = lens[: len(query)]
+    if arguments.get("is_mla") and "k_scale" in reading.fields:
+        reading.fields["v_scale"] = reading.fields["k_scale"]
 
 
 def _paged_v1(arguments: dict[str, Any], reading: Reading) -> None:
@@ -64,7 +67,7 @@ def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 def vllm_ops() -> tuple[RecordedOp, ...]:
-    """Return the attention ops of vLLM that are recorded."""
+    """Return the attention ops and the cache writes of vLLM that are recorded."""
     adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, DECODE_FWD: _decode}
     found = [
         RecordedOp(
@@ -72,7 +75,7 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
             function=OPS[name].function,
             op=name,
             layout=OPS[name].cache_layout,
-            **({"adjust": adjusts[name]} if name in adjusts else {}),
+            adjust=adjusts.get(name, no_change),
         )
         for folder in FOLDERS
         for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
@@ -87,4 +90,4 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
         found.append(
             RecordedOp(module=_CUSTOM, function=function, op=op, layout=layout, adjust=adjust)
         )
-    return tuple(found)
+    return (*found, *write_ops(FOLDERS, _CUSTOM))

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.error_location import correct_and_bound
+from attnlab.lab.expected_write import expected_write
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import Formats
 
 _SHARP_WORK = 1 << 26  # products of a weight and a value, up to which every row has the sharp bound
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the correct one is computed in float64
@@ -20,11 +24,20 @@ class Expected:
 
     - ``bound``: how far rounding may move each element.
     - ``rows``: [num_tokens] bool, the rows of sequences; padding rows are not compared.
+    - ``formats``: how the call stores its output, or None if plainly.
     """
 
     output: torch.Tensor
     bound: torch.Tensor
     rows: torch.Tensor
+    formats: Formats | None = None
+
+    @classmethod
+    def of_write(cls, call: KernelCall, target: Target) -> "Expected":
+        """Return what a cache must hold after a write; its rows are slots."""
+        right = expected_write(call.cpu(), target)
+        rows = torch.ones(len(right.numbers), dtype=torch.bool)
+        return cls(output=right.numbers, bound=right.bound, rows=rows)
 
     @classmethod
     def of(cls, problem: Problem) -> "Expected":
@@ -45,7 +58,7 @@ class Expected:
                 output[own], bound[own] = _sharp(problem, seq)
             else:
                 output[own], bound[own] = correct_and_bound(problem, seq, slice(None), dtype, None)
-        return cls(output=output, bound=bound, rows=rows)
+        return cls(output=output, bound=bound, rows=rows, formats=problem.formats)
 
     def ratio(self, output: torch.Tensor) -> torch.Tensor:
         """Return each element's error in units of its bound; above 1 it is wrong.
@@ -54,9 +67,15 @@ class Expected:
         """
         return self.in_bounds(self.error(output))
 
+    def numbers(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of an output that the op stored, in the dtype of the correct output."""
+        scale = 1.0 if self.formats is None else self.formats.output_scale
+        wide = output.to(self.output.dtype)
+        return wide if scale == 1.0 else wide * scale
+
     def error(self, output: torch.Tensor) -> torch.Tensor:
         """Return each element's absolute error; infinite where only one of both is finite."""
-        return distance(output.to(self.output.dtype), self.output)
+        return distance(self.numbers(output), self.output)
 
     def in_bounds(self, difference: torch.Tensor) -> torch.Tensor:
         """Return an absolute difference per element in units of the bound; 0 in padding rows."""

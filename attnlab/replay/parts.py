@@ -59,7 +59,7 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
     changes: dict[str, Any] = {
         name: tensor[index] for name in _BY_TOKEN if (tensor := getattr(call, name)) is not None
     }
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "q_scale"):
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor) and scale.dim() == 2:
             changes[name] = scale[seqs]
@@ -104,7 +104,7 @@ def _with_heads(call: KernelCall, heads: torch.Tensor, kv_heads: torch.Tensor) -
         for name, dim in fields:
             if (tensor := getattr(call, name)) is not None:
                 changes[name] = _indexed(tensor, dim, index)
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "q_scale"):
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor):
             changes[name] = scale.index_select(-1, kv_heads)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall, Unsupported
+from attnlab.case.errors import Unsupported
 from attnlab.case.fields import refuse
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
@@ -15,15 +15,14 @@ from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.steps import OnStep, ignore_step
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 
-_UNREAD = ("lse", "slot_mapping", "block_ids")  # tensors that no op reads
+_UNREAD = ("lse", "block_ids")  # tensors that no op reads
 
 
 def check_replayable(call: KernelCall) -> None:
-    """Raise InvalidCall for a call without a reference, or with an FP8 output."""
-    check_diagnosable(call)
-    if call.output_scale is not None:
-        raise InvalidCall("output_scale must be None to replay a call, got an FP8 output")
+    """Raise InvalidCall for a call without a reference."""
+    check_diagnosable(call, writes=True)
 
 
 def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
@@ -47,7 +46,8 @@ def run_call(
     _check_runs(call, backend)
     fresh = call.output.new_full(call.output.shape, float("nan"))
     output = fresh if call.before is None else call.before.clone()
-    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=None)
+    slots = call.slot_mapping if call.spec.writes_cache else None
+    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
     moved = on_device(given, backend.device)
     options = RunOptions(on_step=on_step)
     backend.run(moved, Target.of(ran), kernels_of(ran, call), options)
@@ -65,6 +65,8 @@ def _check_runs(call: KernelCall, backend: Backend) -> None:
         return
     if not call.causal:
         raise Unsupported(f"causal must be true: the lab calls {call.op} for causal attention")
+    if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
+        raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
     for name in ("k_scale", "v_scale"):
         call.number(name)
 

@@ -15,12 +15,11 @@ from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
-from attnlab.diagnosis.captured import violations_of_captured, where_it_ran
+from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured, where_it_ran
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend
 from attnlab.replay.replay_call import Ran, expected_of, run_on
 from attnlab.replay.replays import MISMATCH, REJECTED
-from attnlab.replay.run_call import check_replayable
 from attnlab.replay.steps import smaller_calls
 from attnlab.tensors.call import KernelCall
 
@@ -177,7 +176,7 @@ def shrink(
 
     Raises InvalidCall for a call without a reference.
     """
-    check_replayable(call)
+    check_diagnosable(call)
     began = time.monotonic()
     start = call = call.cpu()
     if judge.backend is None and call.rejection:

@@ -15,6 +15,7 @@ from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.reports.upstream import expression, render
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.tensors.storage import stored_tensors
 
 _MOST_BYTES = 4 << 20  # of the tensors of a call, compressed
@@ -28,6 +29,8 @@ def why_no_script(call: KernelCall) -> str:
         return "the reference of a script is causal"
     if call.interleave_v or call.padding or call.strides != "contiguous":
         return "a script has no interleaved values, padding or strides of the lab"
+    if has_fp8_query(call) or has_scaled_output(call):
+        return "the reference of a script has no FP8 query and no scaled output"
     if call.query.shape[2] != call.value_cache.shape[2]:
         return "the reference of a script has keys and values of one width"
     if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):

@@ -111,6 +111,12 @@ class OpCheck:
         if first is None:
             state.tally.unchecked[f"slots and lengths of {begun.op.function}: unknown rows"] += 1
             return
+        if _has_row_per_token(fields, step, first):
+            what = f"lengths of {begun.op.function} with several new tokens of a request"
+            state.tally.unchecked[what] += 1
+            with self._slots.guarded():
+                self._slots.read_by_metadata(known, step)
+            return
         begun.first_token = int(step.starts[first])
         reads = read_arguments_of(fields, begun.op.layout, self._slots.host, first)
         found = [
@@ -233,6 +239,12 @@ class OpCheck:
         file = self._kept.keep(made, why=why, name=name, layer=known.name, step=step.number)
         for one in wrong:
             one.facts["call"] = file
+
+
+def _has_row_per_token(fields: Mapping[str, Any], step: Step, first: int) -> bool:
+    """Answer whether an op without query_start_loc has a row of lengths for each token, as in MLA."""
+    own = step.query_lens[first : first + len(fields["seq_lens"])]
+    return "query_start_loc" not in fields and len(own) > 0 and int(own.max()) > 1
 
 
 def _affected(step: Step, one: Contradiction) -> list[str]:

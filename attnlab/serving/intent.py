@@ -169,7 +169,7 @@ def _is_close(intended: float, given: float) -> bool:
 def intent_of_layer(
     layer: Any, asked: Mapping[str, Any] | None, *, causal: bool | None, block_size: int | None
 ) -> Intent:
-    """Return the intent of a vLLM ``Attention`` layer.
+    """Return the intent of a vLLM ``Attention`` or ``MLAAttention`` layer.
 
     ``asked``: the arguments of its constructor, None if unknown. ``causal``: as the batch's metadata says.
     ``block_size``: of the layer's KV-cache group.
@@ -178,6 +178,7 @@ def intent_of_layer(
     window = getattr(layer, "sliding_window", None)
     dtype = getattr(layer, "kv_cache_torch_dtype", None)
     has_arguments = bool(asked)
+    is_mla = hasattr(layer, "kv_lora_rank")  # its values are a part of its keys
     is_decoder = str(getattr(layer, "attn_type", "decoder")).endswith("decoder")
     return Intent(
         sm_scale=asked.get("scale"),
@@ -189,7 +190,7 @@ def intent_of_layer(
         kv_cache_dtype=getattr(layer, "kv_cache_dtype", None),
         element_bytes=dtype.itemsize if isinstance(dtype, torch.dtype) else None,
         k_scale=_number(getattr(layer, "_k_scale_float", None)),
-        v_scale=_number(getattr(layer, "_v_scale_float", None)),
+        v_scale=None if is_mla else _number(getattr(layer, "_v_scale_float", None)),
         block_size=block_size,
     )
 

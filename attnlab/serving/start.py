@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,11 @@ from attnlab.serving.settings import CaptureSettings
 
 _log = logging.getLogger("attnlab.serving")
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-_LAYERS = ("vllm.model_executor.layers.attention.attention", "vllm.attention.layer")
+_LAYERS = {
+    "vllm.model_executor.layers.attention.attention": ["Attention"],
+    "vllm.model_executor.layers.attention.mla_attention": ["MLAAttention"],
+    "vllm.attention.layer": ["Attention", "MLAAttention"],  # 0.11.2
+}
 _started: list[tuple[Session, Patches]] = []
 
 
@@ -32,19 +36,24 @@ def start(text: str) -> Session:
     ops = {
         op.name: op
         for op in recorded_ops(on_error=session.failed)
-        if not op.name.startswith("torch.")
+        if not (op.name.startswith("torch.") or op.writes_cache)
     }
-    targets: dict[str, list[str]] = {
-        **{module: ["GPUModelRunner"] for module in _RUNNERS},
-        **{module: ["Attention"] for module in _LAYERS},
-    }
-    for name in (*ops, *WRITE_OPS):
-        module, _, function = name.rpartition(".")
-        targets.setdefault(module, []).append(function)
-    patches = Patches(targets, functools.partial(_wrapper, session, ops))
+    patches = Patches(hooked_names(ops), functools.partial(_wrapper, session, ops))
     _started.append((session, patches))
     patches.install()
     return session
+
+
+def hooked_names(ops: Iterable[str]) -> dict[str, list[str]]:
+    """Return what a capture hooks, by module: model runners, layers, attention ops and cache writes."""
+    found: dict[str, list[str]] = {
+        **{module: ["GPUModelRunner"] for module in _RUNNERS},
+        **{module: list(names) for module, names in _LAYERS.items()},
+    }
+    for name in (*ops, *sorted(WRITE_OPS)):
+        module, _, function = name.rpartition(".")
+        found.setdefault(module, []).append(function)
+    return found
 
 
 def _wrapper(
@@ -54,7 +63,7 @@ def _wrapper(
     try:
         if name == "GPUModelRunner":
             hook_runner(session, original)
-        elif name == "Attention":
+        elif module in _LAYERS:
             hook_layer(session, original)
         elif f"{module}.{name}" in WRITE_OPS:
             return write_wrapper(session, original)

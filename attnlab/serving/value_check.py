@@ -15,6 +15,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import where_it_ran
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_scaled_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +142,12 @@ def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Comp
     ran = where_it_ran(part, _any_case())
     problem = Problem.of_call(part, Target.of(ran.case), kernels_of(ran.case, part))
     right = problem.correct_rows(rows, heads)
-    output = part.output[rows][:, heads].double()
+    output = problem.call.output[rows][:, heads].double()
     finite = right.output.isfinite().flatten(1).all(1)
-    finite &= part.query[rows].double().isfinite().flatten(1).all(1)
+    finite &= problem.call.query[rows].double().isfinite().flatten(1).all(1)
     error = (output - right.output).abs()
-    # Where the inputs are not finite, neither need the output be.
-    excused = ~right.output.isfinite() & ~output.isfinite()
+    # Where the inputs are not finite, neither need the output be; clamping makes NaN any number.
+    excused = ~right.output.isfinite() & (~output.isfinite() | has_scaled_output(part))
     error = error.masked_fill(excused, 0.0)
     ratio = error / right.bound.clamp(min=torch.finfo(torch.float64).tiny)
     ratio = ratio.masked_fill(error == 0, 0.0)
@@ -189,7 +190,7 @@ def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
         "sinks": None if call.sinks is None else call.sinks[own],
         "max_query_len": int(lens.max()),
     }
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "q_scale"):
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor):
             scale = scale[at.to(scale.device)] if scale.dim() == 2 else scale

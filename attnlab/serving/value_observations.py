@@ -11,6 +11,7 @@ from attnlab.serving.observation import Observation
 from attnlab.serving.requests import Request
 from attnlab.serving.value_check import ValueCheck, WrongRow
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import in_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +83,7 @@ def not_finite(
     place: RowsOfOp, call: KernelCall, known: AbstractSet[str | None]
 ) -> list[Observation]:
     """Return an observation for the first row with NaN or Inf of each request that is not in ``known``."""
+    call = in_numbers(call)
     bad = ~call.output[: int(call.query_start_loc[-1])].isfinite().flatten(1).all(1)
     if not bool(bad.any()):
         return []

@@ -1,8 +1,9 @@
 """Batch: ragged sequences with their query, key and value."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -120,9 +121,21 @@ def _draw(
         for i, chunk in enumerate(tensor.view(-1).split(_CHUNK))
     ]
     chunks.sort(key=lambda one: -len(one[0]))
-    with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as pool:
+    workers = min(len(chunks), os.cpu_count() or 1)
+    with _one_thread_per_operation(), ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda one: _draw_chunk(one[0], one[1], case.distribution), chunks))
     return drawn
+
+
+@contextmanager
+def _one_thread_per_operation() -> Iterator[None]:
+    """Let torch's operations run in the thread that calls them: the cores have a worker each already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
@@ -134,7 +147,8 @@ def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.empty(min(len(chunk), 2 * _PART), dtype=torch.float32)
     on_cpu = chunk.device.type == "cpu"
-    target = chunk if on_cpu else torch.empty(chunk.shape, dtype=chunk.dtype)
+    # Pinned memory is copied to a GPU faster, and torch keeps it for the next chunk.
+    target = chunk if on_cpu else torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True)
     whole = max(0, len(chunk) // _PART - 1) * _PART
     for part in (*target[:whole].split(_PART), target[whole:]):
         drawn = numbers[: len(part)]

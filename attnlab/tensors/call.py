@@ -40,7 +40,8 @@ class KernelCall(Shown):
       [num_seqs]: int32 or int64, as the caller chose; kernels expect int32. ``slot_mapping``: the slot of
       each new token, or None if unknown.
     - ``k_scale``, ``v_scale``: a number, [num_seqs, num_kv_heads], or [num_blocks, block_size,
-      num_kv_heads]. ``output_scale``: the scale of an FP8 output, or None.
+      num_kv_heads]. ``q_scale``: the scale of an FP8 query, a number, [num_seqs, num_kv_heads], or
+      None for 1. ``output_scale``: what the op divides its output by before it stores it, or None.
     - ``alibi_slopes``: [num_heads] float32, or None. ``sinks``: [num_heads] of any floating dtype, one
       logit per head that adds to the softmax sum of each row and has no value; or None.
     - ``lse``: [num_tokens, num_heads], the log-sum-exp of the scores that the op returned, or None.
@@ -72,6 +73,7 @@ class KernelCall(Shown):
     max_query_len: int
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
+    q_scale: float | torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     sliding_window: int = 0
@@ -87,7 +89,7 @@ class KernelCall(Shown):
     before: torch.Tensor | None = None
     slot_mapping: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    output_scale: float | torch.Tensor | None = None
+    output_scale: float | None = None
     block_ids: torch.Tensor | None = None
     unmodelled: tuple[str, ...] = ()
     rejection: str = ""
@@ -183,12 +185,15 @@ class KernelCall(Shown):
         return self.query_start_loc.long().diff()
 
     def number(self, name: str) -> float:
-        """Return k_scale or v_scale where only a number will do; raise InvalidCall for a tensor."""
-        scale: float | torch.Tensor = getattr(self, name)
+        """Return k_scale, v_scale or q_scale where only one number will do; raise InvalidCall."""
+        scale: float | torch.Tensor | None = getattr(self, name)
         if isinstance(scale, torch.Tensor):
+            first = scale.flatten()[:1]
+            if len(first) and bool((scale == first).all()):
+                return float(first)
             text = f"{name} must be a number where the lab runs {self.op}"
             raise InvalidCall(f"{text}, got a tensor {tuple(scale.shape)}", field=name)
-        return scale
+        return 1.0 if scale is None else scale
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the call by its field's name."""

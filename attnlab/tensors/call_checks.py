@@ -1,5 +1,6 @@
 """Checks of a KernelCall's fields: each raises InvalidCall with one line that names the field."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,7 @@ def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
     if given["slot_mapping"] is not None:
         check_dims("slot_mapping", given["slot_mapping"], 1)
         check_index("slot_mapping", given["slot_mapping"])
+    _check_formats(given, num_seqs)
     for name in ("k_scale", "v_scale"):
         scale = given[name]
         allowed = [(num_seqs, kv_heads), (blocks, block_size, kv_heads)]
@@ -75,3 +77,18 @@ def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
             shown = " or ".join(map(str, allowed))
             text = f"{name} must be a number or have shape {shown}, got {tuple(scale.shape)}"
             raise InvalidCall(text, field=name)
+
+
+def _check_formats(given: Mapping[str, Any], num_seqs: int) -> None:
+    """Check the formats of query and output: an FP8 query needs an FP8 cache, and scales must fit."""
+    kv_heads = given["value_cache"].shape[1]
+    is_fp8 = given["query"].is_floating_point() and given["query"].element_size() == 1
+    if is_fp8 and given["kv_cache_dtype"] == "auto":
+        text = "kv_cache_dtype must be FP8 for a query in FP8, got auto"
+        raise InvalidCall(text, field="kv_cache_dtype")
+    if isinstance(given["q_scale"], torch.Tensor):
+        check_shape("q_scale", given["q_scale"], (num_seqs, kv_heads))
+    scale = given["output_scale"]
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        text = f"output_scale must be a positive number, got {scale!r:.60}"
+        raise InvalidCall(text, field="output_scale")

@@ -155,7 +155,7 @@ class PlainCall:
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
             text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}"
             raise InvalidCall(f"{text}, got {self.kv_cache_dtype!r}", field="kv_cache_dtype")
-        found = "auto" if cache == model else _FP8.get(cache)
+        found = _FP8.get(cache, "auto" if cache == model else None)
         if cache == torch.uint8 and self.kv_cache_dtype in (None, "auto"):
             text = (
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"

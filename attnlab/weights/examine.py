@@ -12,6 +12,7 @@ from attnlab.case.ops import Op
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import with_drawn_keys, with_finite_keys
 from attnlab.weights.measurement import Measurement, check_size, measure, runner
 from attnlab.weights.plan import right_plan
@@ -91,6 +92,8 @@ def as_measurable(call: KernelCall) -> KernelCall:
     if call.unmodelled:
         text = ", ".join(call.unmodelled)
         raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+    if has_fp8_query(call) or has_scaled_output(call):
+        raise InvalidCall("call must have its query and output in 16 or 32 bits for an X-ray")
     if call.value_cache.shape[2] != call.query.shape[2]:
         sizes = f"{call.value_cache.shape[2]} and {call.query.shape[2]}"
         raise InvalidCall(f"values and keys must have one head size for an X-ray, got {sizes}")

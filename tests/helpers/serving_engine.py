@@ -311,17 +311,16 @@ class Drive:
 
 
 def rates(drive: Drive) -> dict[str, list[float]]:
-    """Return tokens per second of CPU time of sound runs after a first pair, alternating.
-
-    With a capture, "with" has its checks and "without" has not. Otherwise "with" comes after the plug-in was
-    imported and called, which then does nothing, and "without" before.
-    """
+    """Return tokens per second of CPU time of sound runs after a first pair, with and without the checks."""
     from attnlab.serving.start import _started
 
+    session = _started[0][0]
     found: dict[str, list[float]] = {"with": [], "without": []}
-    for repetition in range(4 if _started else 9):
+    for repetition in range(4):
         for kind in ("with", "without") if repetition % 2 else ("without", "with"):
-            _switch(_started, kind == "with")
+            session._is_off = kind == "without"
+            for request in list(session.state.requests):
+                request.is_running = False
             drive.llm.reset_prefix_cache()
             before, began = drive.generated, time.process_time()
             drive.sound(f"{kind}{repetition}")
@@ -329,21 +328,6 @@ def rates(drive: Drive) -> dict[str, list[float]]:
             if repetition:
                 found[kind].append(rate)
     return found
-
-
-def _switch(started: Any, is_on: bool) -> None:
-    """Turn the checks of a capture on or off; without a capture, load or unload the idle plug-in."""
-    if started:
-        session = started[0][0]
-        session._is_off = not is_on
-        for request in list(session.state.requests):
-            request.is_running = False
-        return
-    sys.modules.pop("attnlab.serving.plugin", None)
-    if is_on:
-        from attnlab.serving.plugin import activate
-
-        activate()
 
 
 def main() -> int:

@@ -1,12 +1,14 @@
 """The entry point: idle without the variable, harmless with a wrong one, and loaded twice."""
 
 import importlib.metadata
+import json
 import logging
 import subprocess
 import sys
 
 import pytest
 
+from attnlab.recorder.vllm_ops import vllm_ops
 from attnlab.serving import plugin, start
 
 
@@ -26,6 +28,58 @@ def test_without_the_variable_nothing_is_imported(monkeypatch):
         "assert not {'torch', 'numpy', 'attnlab.serving.start'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+IDLE = """
+import json, os, sys, types
+
+os.environ.pop("ATTNLAB_CAPTURE", None)
+names = json.loads(sys.argv[1])
+for name, attributes in names.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    for attribute in attributes:
+        text = f"class {attribute}:\\n    def execute_model(self): ...\\n"
+        exec(text if attribute[0].isupper() else f"def {attribute}(slot_mapping): ...", vars(module))
+
+def objects():
+    found = {}
+    for name in names:
+        for attribute, value in vars(sys.modules[name]).items():
+            found[name, attribute] = value
+            if isinstance(value, type):
+                found |= {(name, attribute, own): one for own, one in vars(value).items()}
+    return found, list(sys.meta_path)
+
+def changed(before):
+    after = objects()
+    replaced = [key for key, value in before[0].items() if after[0][key] is not value]
+    return len(replaced) + len(after[0]) - len(before[0]) + (after[1] != before[1])
+
+from attnlab.serving.plugin import activate
+before = objects()
+activate(); activate()
+idle = changed(before)
+os.environ["ATTNLAB_CAPTURE"] = json.dumps({"out": sys.argv[2]})
+activate()
+print(json.dumps([idle, changed(before)]))
+"""
+
+
+def test_without_the_variable_nothing_is_replaced(tmp_path):
+    """No function, class, method or import hook: a step runs the same code. With it, many are."""
+    ops = [op.name for op in vllm_ops() if not op.writes_cache]
+    names = start.hooked_names(ops)
+    done = subprocess.run(
+        [sys.executable, "-c", IDLE, json.dumps(names), str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    idle, active = json.loads(done.stdout)
+    assert idle == 0
+    assert (
+        active >= sum(map(len, names.values())) - 4
+    )  # three classes are hooked inside, two have no step
 
 
 @pytest.mark.parametrize("text", ["{", "/no/such/file", '{"out": "x", "sample": 7}'])

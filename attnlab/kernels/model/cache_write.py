@@ -14,7 +14,9 @@ from attnlab.tensors.call import KernelCall
 
 
 def slot_mapping(call: KernelCall) -> torch.Tensor:
-    """Return the slot of each new token, [num_tokens] int64, as vLLM's scheduler computes it."""
+    """Return the slot of each new token, [n] int64: the call's own, or that of vLLM's scheduler."""
+    if call.slot_mapping is not None:
+        return call.slot_mapping.long()
     query_lens = call.query_lens
     seq = torch.repeat_interleave(
         torch.arange(len(query_lens), device=query_lens.device), query_lens
@@ -45,4 +47,7 @@ def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
     call.output.copy_(as_output(call, target))
     key = format.encode(call.key, call.number("k_scale")).view(format.dtype)
     value = format.encode(call.value, call.number("v_scale")).view(format.dtype)
-    call.output[slot_mapping(call)] = torch.cat([key, value], dim=2)
+    slots = slot_mapping(call)
+    written = slots >= 0  # the others are padding
+    both = torch.cat([key, value], dim=2)[: len(slots)]
+    call.output[slots[written]] = both[written]

@@ -241,12 +241,16 @@ def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> No
         )
 
 
-@lru_cache(maxsize=16)
 def load(source: Source, platform: Platform, device_type: str, is_marked: bool = False) -> Loaded:
     """Return the ops of a source, loaded for a platform; they read its facts when they load.
 
-    ``is_marked``: their functions record what runs.
+    The same arguments give the same modules. ``is_marked``: their functions record what runs.
     """
+    return _load(source, platform, device_type, is_marked)
+
+
+@lru_cache(maxsize=16)
+def _load(source: Source, platform: Platform, device_type: str, is_marked: bool) -> Loaded:
     interpret = device_type == "cpu"
     triton = interpreter.interpreted_triton() if interpret else interpreter.load_triton(False)
     dispatch = Dispatch()

@@ -55,15 +55,18 @@ class Loader:
     ) -> None:
         self._source, self._is_marked = source, is_marked
         self._modules: dict[str, ModuleType] = dict(stubs)
+        self._ops: dict[str, ModuleType] = {}
 
     def load(self, op: str) -> ModuleType:
         """Return the op module ``op``; it is loaded once.
 
         Raises Unavailable if the release has no such module or its top level raises.
         """
-        file = self._source.op_file(op)
-        name = ".".join(file.relative_to(self._source.root).with_suffix("").parts)
-        return self._import(name)
+        if op not in self._ops:
+            file = self._source.op_file(op)
+            name = ".".join(file.relative_to(self._source.root).with_suffix("").parts)
+            self._ops[op] = self._import(name)
+        return self._ops[op]
 
     def _import(self, name: str) -> ModuleType:
         """Return the module ``name``: from the table, or load an op module, or make a stub."""

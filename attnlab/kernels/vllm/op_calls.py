@@ -71,6 +71,10 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
                 f"{call.op} requires the argument {name}, which the lab does not know"
             )
     op = call.spec
+    if call.output_scale is not None and not {"output_scale", "fp8_out_scale"} & set(given):
+        raise Unsupported(
+            f"output_scale must be none: {call.op} of this vLLM has no argument for it"
+        )
     scaled = op.k_scale in given or op.cache_layout is None  # without a cache, there is no scale
     if call.kv_cache_dtype != "auto" and not scaled:
         raise Unsupported(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
@@ -85,7 +89,8 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
 
 def _wrapper(call: KernelCall, target: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
-    return {**named, "use_interleaved_v_cache": call.interleave_v, **_scales(call)}
+    scales = {**_scales(call), "output_scale": _number(call, call.output_scale)}
+    return {**named, "use_interleaved_v_cache": call.interleave_v, **scales}
 
 
 def _prefill(call: KernelCall, target: Target) -> Arguments:
@@ -106,6 +111,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
         "sliding_window": call.sliding_window,
         "sm_scale": call.sm_scale,
         "sinks": call.sinks,
+        "fp8_out_scale": _number(call, call.output_scale),
         "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
         **_scales(call),
     }
@@ -117,6 +123,18 @@ def _scales(call: KernelCall) -> Arguments:
         name: torch.tensor([call.number(name)], device=call.query.device)
         for name in ("k_scale", "v_scale")
     }
+
+
+def _number(call: KernelCall, scale: float | None) -> torch.Tensor | None:
+    """Return a scale as [1] float32, None for none."""
+    return None if scale is None else torch.tensor([scale], device=call.query.device)
+
+
+def _q_descale(call: KernelCall) -> torch.Tensor | None:
+    """Return the scale of a query in FP8; None for another query."""
+    if call.query.element_size() > 1:
+        return None
+    return _number(call, call.number("q_scale"))
 
 
 def _unified(call: KernelCall, target: Target) -> Arguments:
@@ -141,7 +159,8 @@ def _unified(call: KernelCall, target: Target) -> Arguments:
         "window_size": (window, 0 if call.sliding_window else -1),
         "block_table": call.block_table,
         "softcap": call.softcap or 0,
-        "q_descale": None,
+        "q_descale": _q_descale(call),
+        "output_scale": _number(call, call.output_scale),
         "k_descale": scales["k_scale"],
         "v_descale": scales["v_scale"],
         "alibi_slopes": call.alibi_slopes,

@@ -25,6 +25,7 @@ _RARE = (
     "before",
     "slot_mapping",
     "lse",
+    "q_scale",
     "output_scale",
     "block_ids",
     "unmodelled",

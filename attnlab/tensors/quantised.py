@@ -1,0 +1,102 @@
+"""Queries and outputs of a call that are stored in another format than they are computed in.
+
+vLLM quantises queries to FP8 (``q_descale`` of unified_attention and FlashAttention 3, 0.33.0) and lets an
+op write its output divided by ``output_scale``. :func:`in_numbers` returns the call with the numbers that the
+stored elements stand for; :class:`Formats` has what the op stores, for the rounding bound.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import FORMATS
+
+FP8_DTYPES = tuple(one.dtype for one in FORMATS.values() if one.is_fp8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How a call stores its query and its output.
+
+    - ``query``, ``output``: dtypes.
+    - ``output_scale``: what a stored element of the output is multiplied by.
+    - ``limit``: the largest number that the output can have; the op clamps to it. Infinite without an output
+      scale.
+    """
+
+    query: torch.dtype
+    output: torch.dtype
+    output_scale: float = 1.0
+    limit: float = math.inf
+
+    @classmethod
+    def of(cls, call: KernelCall, fp8_e4m3: str = "fp8_e4m3fn") -> "Formats":
+        """Return the formats of a call as it was recorded. ``fp8_e4m3``: the platform's FP8 format.
+
+        An op with an output scale clamps to that format, whatever the output's dtype is (0.33.0).
+        """
+        output = call.output.dtype if call.output.is_floating_point() else call.query.dtype
+        scale = 1.0 if call.output_scale is None else call.output_scale
+        clamped = call.output_scale is not None
+        largest = float(torch.finfo(FORMATS[fp8_e4m3].dtype).max) if clamped else math.inf
+        if output in FP8_DTYPES:
+            largest = min(largest, float(torch.finfo(output).max))
+        return cls(query=call.query.dtype, output=output, output_scale=scale, limit=largest * scale)
+
+    def clamped(self, output: torch.Tensor) -> torch.Tensor:
+        """Return numbers of an output with the limit as the largest; NaN stays."""
+        return output if self.limit == math.inf else output.clamp(-self.limit, self.limit)
+
+    @property
+    def has_fp8_query(self) -> bool:
+        """Answer whether the query is stored in FP8."""
+        return self.query in FP8_DTYPES
+
+
+def has_fp8_query(call: KernelCall) -> bool:
+    """Answer whether the query of a call is stored in FP8."""
+    return call.query.dtype in FP8_DTYPES
+
+
+def has_scaled_output(call: KernelCall) -> bool:
+    """Answer whether the output of an attention op is stored in FP8, or divided by a scale."""
+    is_fp8 = call.output.dtype in FP8_DTYPES and not call.spec.writes_cache
+    return call.output_scale is not None or is_fp8
+
+
+def in_numbers(call: KernelCall) -> KernelCall:
+    """Return the call with the numbers of its query and output, in float64; itself if it stores them plainly.
+
+    Formats and rounding must be taken from the recorded call.
+    """
+    changes: dict[str, Any] = {}
+    if has_fp8_query(call):
+        changes["query"] = call.query.double() * _scale_of_rows(call)
+    if has_scaled_output(call):
+        changes["output"] = output_numbers(call, call.output)
+        if call.before is not None:
+            changes["before"] = output_numbers(call, call.before)
+    return dataclasses.replace(call, **changes) if changes else call
+
+
+def output_numbers(call: KernelCall, output: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of an output that is stored as the call's own, in float64 if it is scaled."""
+    if not has_scaled_output(call):
+        return output
+    return output.double() * (1.0 if call.output_scale is None else call.output_scale)
+
+
+def _scale_of_rows(call: KernelCall) -> float | torch.Tensor:
+    """Return q_scale: a number, or [num_tokens, num_heads, 1]; rows of no sequence have scale 1."""
+    scale = call.q_scale
+    if not isinstance(scale, torch.Tensor):
+        return 1.0 if scale is None else scale
+    lens = call.query_lens.to(scale.device)
+    by_row = scale.double().repeat_interleave(lens, 0)
+    padding = by_row.new_ones(call.query.shape[0] - len(by_row), scale.shape[1])
+    by_head = torch.cat([by_row, padding]).repeat_interleave(call.num_queries_per_kv, 1)
+    return by_head[:, :, None].to(call.query.device)
