@@ -91,9 +91,8 @@ def evidence_label(
 
     A search for a rule runs the kernel about three times. It is made if the output alone has no explanation.
     """
-    name = diagnosis.cause.name if diagnosis.cause is not None else ""
-    if name:
-        return name
+    if diagnosis.explanations:  # Finding.names joins cases that do not decide with those that do
+        return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
     try:
         rule = _rules_of(backend, case.op).label(
             lab, case, output, lambda one: run_case(lab, backend, one).output
