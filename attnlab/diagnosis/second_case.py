@@ -53,6 +53,11 @@ def further_cases(case: Case) -> Iterator[Case]:
             yield other
 
 
+def edge_case(case: Case, limit: int) -> Case | None:
+    """Return a batch of decodes whose lengths are around a limit that a rule states, or None."""
+    return _longer_case(case, [(1, limit + more) for more in (-2, -1, 0, 1)] + [(1, 3)], 17)
+
+
 def with_known_contents(case: Case) -> Case:
     """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
     return case.replace(empty_slots="garbage", output_init="recycled")

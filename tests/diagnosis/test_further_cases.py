@@ -100,6 +100,22 @@ def test_a_pattern_that_one_further_case_contradicts_is_not_stated():
     assert claim_of(MIXED, spoil) is None
 
 
+@pytest.mark.parametrize(("limit", "holds"), [(64, True), (97, False)])
+def test_a_limit_of_lengths_must_hold_at_the_limit(limit, holds):
+    """No case has 97 tokens by chance; the rule "up to 64" is not stated of a fault up to 97."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        short = [seq_len <= limit for seq_len in case.lengths.seq_lens]
+        output[: len(short), 1] = torch.where(
+            torch.tensor(short)[:, None], 1.0, output[: len(short), 1]
+        )
+
+    case = hostile(op="unified_attention", query_lens=(1, 1, 1), ctx_lens=(20, 40, 200), **SMALL)
+    text = claim_of(case, spoil) or ""
+    assert ("seq_len up to 64" in text) == holds
+    assert "seq_len up to 128" not in text
+
+
 def test_further_cases_have_more_lengths():
     seconds, further = list(second_cases(MIXED)), list(further_cases(MIXED))
     assert further[: len(seconds)] == seconds
