@@ -21,6 +21,7 @@ from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
 from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.diagnosis.weights_check import follows_from
+from attnlab.diagnosis.withdrawal import SLOTS_OF
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 
@@ -93,6 +94,8 @@ def _predicts(
     decisive = 0
     for fresh in fresh_cases(case):
         known = with_known_contents(fresh)
+        if defect.name in SLOTS_OF:  # finite numbers times 0 would not show it
+            known = known.replace(empty_slots="nan")
         try:
             output = run_case(lab, backend, known).output
         except AttnLabError:
