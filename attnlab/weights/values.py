@@ -7,7 +7,7 @@ import torch
 
 from attnlab.weights.codes import num_slots, with_values
 from attnlab.weights.description import numbers
-from attnlab.weights.measurement import Measurement, Run
+from attnlab.weights.measurement import Measurement, Run, residual_bound
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, other_head
 
@@ -33,10 +33,7 @@ def values_are_right(
 
     ``coarse``: a relative rounding error to allow in addition.
     """
-    count = (found.weights != 0).sum(-1, keepdim=True)
-    bound = (3 * setup.relative[:, None, None] + coarse) * found.magnitude
-    bound = bound + 8 * setup.fixed[:, None, None] * (1 + count)
-    return (found.residual.abs() <= bound).all(-1)
+    return (found.residual.abs() <= residual_bound(setup, found, coarse)).all(-1)
 
 
 def value_faults(
@@ -49,7 +46,9 @@ def value_faults(
     rows = torch.nonzero(~right.all(1)).flatten()
     heads = _heads_of(setup, found, run, rows)
     elements, words = _elements_of(setup, found, run, rows)
-    sentences = tuple(text for text in (heads, words) if text)
+    kernels = sorted({setup.kernels[row] for row in rows.tolist()})
+    scope = f"rows of {' and '.join(kernels)}: " if set(kernels) != set(setup.kernels) else ""
+    sentences = tuple(scope + text for text in (heads, words) if text)
     if sentences:
         return ValueFaults(sentences=sentences, elements=elements)
     share = float((~right).double().mean())

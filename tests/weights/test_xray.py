@@ -15,7 +15,14 @@ from attnlab.kernels.cpu import load
 from attnlab.weights.key_rules import KeyTimes, ZeroKeys
 from attnlab.weights.predict import predict_case
 from attnlab.weights.rule import Constant
-from attnlab.weights.score_rules import AlibiFactor, Gain, MaskCapped, NotRescaled, ScoreFactor
+from attnlab.weights.score_rules import (
+    AlibiFactor,
+    Gain,
+    LoopBase,
+    MaskCapped,
+    NotRescaled,
+    ScoreFactor,
+)
 from attnlab.weights.slot_rules import KeyHead, OtherSlots
 
 SPEC = f"{faulty_attention.__file__}:"
@@ -95,6 +102,12 @@ SOURCE_FAULTS = {
         "            (start_n + offs_bs_n[None, :]) <= cur_batch_ctx_len, qk",
         ZeroKeys,
         {"part": "cache"},
+    ),
+    "exponential": (
+        "        p = tl.exp(qk - m_ij[:, None])",
+        "        p = tl.exp2(qk - m_ij[:, None])",
+        LoopBase,
+        {"factor": Constant("ln(2)")},
     ),
     "weighted sum": (
         "        acc = acc * alpha[:, None]\n",
