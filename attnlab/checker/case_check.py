@@ -1,5 +1,6 @@
 """Check one Case: run it, and return the faults and observations of the kernels."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -130,7 +131,8 @@ def _wrong_output(
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
-    return _finding(zeros, "wrong_output", text, label)
+    names = () if layout else tuple(one.name for one in diagnosis_of_zeros.explanations)
+    return dataclasses.replace(_finding(zeros, "wrong_output", text, label), names=names)
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
