@@ -21,6 +21,7 @@ from attnlab.case.fields import (
     Table,
     group,
 )
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.shown import Shown
@@ -100,6 +101,12 @@ class CaseFields(Shown):
         "strides of the tensors: contiguous; fused, with query, key and value as slices of one tensor "
         "and key and value cache in one allocation, as in vLLM's engine; HND, also with heads before "
         "slots in the cache",
+    )
+    op_argument: str = _test(
+        NONE,
+        OneOf((NONE, *OP_ARGUMENTS)),
+        "argument of the op that no other field sets, by a name (backend vllm); `attnlab check --coverage` "
+        "lists the arguments of each op",
     )
 
     query_lens: tuple[int, ...] | None = _lengths(

@@ -2,6 +2,7 @@
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin, refuse
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, POSITIVE
 from attnlab.case.ops import OPS
 from attnlab.case.quantities import CaseQuantities
 
@@ -17,6 +18,7 @@ def check_rules(case: CaseQuantities) -> None:
     _check_op(case)
     _check_splits(case)
     _check_interleaved(case)
+    _check_op_argument(case)
 
 
 def _check_heads(case: CaseQuantities) -> None:
@@ -180,3 +182,22 @@ def _check_interleaved(case: CaseQuantities) -> None:
     pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
     if case.block_size % pack:
         refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)
+
+
+def _check_op_argument(case: CaseQuantities) -> None:
+    """Check that the op has the argument, and that the other fields are those that it needs."""
+    name = case.op_argument
+    if name == NONE:
+        return
+    argument = OP_ARGUMENTS[name]
+    if case.op not in argument.ops:
+        names = (other.name for other in OP_ARGUMENTS.values() if case.op in other.ops)
+        refuse("op_argument", f"{', '.join((NONE, *names))} with {case.op}", name)
+    if case.backend != "vllm":
+        refuse("op_argument", f"{NONE} with backend {case.backend}", name)
+    for other, needed in argument.needs.items():
+        value = getattr(case, other)
+        if value < 1 if needed == POSITIVE else value != needed:
+            refuse(other, f"{needed} with op_argument {name}", value)
+    if case.kv_head_range is not None or case.seq_range is not None:
+        refuse("op_argument", f"{NONE} for a part of a call", name)

@@ -1,5 +1,6 @@
 """Check one Case: run it, and return the faults and observations of the kernels."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import CaseRun, run_case
 from attnlab.checker.evidence import evidence_label
 from attnlab.checker.finding import Finding
@@ -85,6 +87,8 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
     """Return the fault of the output, else the observation that it follows empty slots, else None."""
     if case.spec.writes_cache:
         return _check_cache(lab, backend, case, run)
+    if case.op_argument != NONE:
+        return _check_argument(lab, backend, case, run)
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
         return _wrong_output(lab, backend, case, run.output, diagnosis)
@@ -124,7 +128,8 @@ def _wrong_output(
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
-    return _finding(zeros, "wrong_output", text, label)
+    names = () if layout else tuple(one.name for one in diagnosis_of_zeros.explanations)
+    return dataclasses.replace(_finding(zeros, "wrong_output", text, label), names=names)
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
@@ -165,8 +170,31 @@ def _check_cache(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findin
 
 def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
     """Return the errors of the cache that a run wrote."""
+    return _output_errors(lab, case, run.output)
+
+
+def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
+    """Return the fault of an output of a Case with an op argument, or None; it is not diagnosed."""
+    for empty_slots in (case.empty_slots, "garbage"):
+        case = case.replace(empty_slots=empty_slots)
+        output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
+        errors = _output_errors(lab, case, output)
+        if not errors.mismatched:
+            continue
+        zeros = case.replace(empty_slots="zeros")
+        zeroed = _output_errors(lab, zeros, run_case(lab, backend, zeros).output)
+        is_leak = not zeroed.mismatched
+        kind = "reads_unwritten_slots" if is_leak else "wrong_output"
+        place = errors.places()[0]
+        text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
+        return _finding(case if is_leak else zeros, kind, text, f"op_argument {case.op_argument}")
+    return None
+
+
+def _output_errors(lab: Lab, case: Case, output: torch.Tensor) -> ErrorMap:
+    """Return the errors of an output."""
     call = lab.call(case)
-    call.output.copy_(run.output)
+    call.output.copy_(output)
     return lab.errors(case, call, lab.reference(case))
 
 

@@ -15,6 +15,7 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
+from attnlab.case.op_arguments import NONE
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.lab.reads import MemoryReport
@@ -55,7 +56,8 @@ def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = Fals
     if backend.device == "cuda":
         result = _run_native((_far_lab if case.first_block else _gpu_lab)(backend), case)
     else:
-        trace = trace_reads and backend.traces_reads and not case.first_block
+        is_plain = not case.first_block and case.op_argument == NONE
+        trace = trace_reads and backend.traces_reads and is_plain
         result = lab.run(case.replace(trace_reads=trace))
     if result.error is not None and result.failed:
         raise KernelFailed(result.error)

@@ -5,7 +5,7 @@ have the points that each case reached (:mod:`attnlab.kernels.triton.coverage`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,9 @@ def _root(backend: Backend) -> Path:
 
 
 def op_coverage(
-    functions: Iterable[Mapping[str, Any]], measured: Iterable[Mapping[str, Sequence[str]]]
+    op: str,
+    functions: Iterable[Mapping[str, Any]],
+    measured: Iterable[Mapping[str, Sequence[str]]],
 ) -> OpCoverage:
     """Return the coverage of an op: of functions as :func:`functions_of` returns them, by the points of
     some cases as :func:`relative_points` returns them."""
@@ -121,27 +123,31 @@ def op_coverage(
     for points in measured:
         for file, seen in points.items():
             found.points.setdefault(file, set()).update(seen)
+    entries = [entry for entry in UNREACHABLE if entry.op in ("", op)]
     for function in found.functions:
-        _add(found, function, found.points.get(function.file.as_posix(), set()))
+        own = [entry for entry in entries if entry.function == function.name]
+        _add(found, function, found.points.get(function.file.as_posix(), set()), own)
     return found
 
 
-def _add(found: OpCoverage, function: Function, seen: Points) -> None:
+def _add(
+    found: OpCoverage, function: Function, seen: Points, entries: Sequence[Unreachable]
+) -> None:
     """Add a function's numbers and gaps."""
-    excuses = dict(_excuses(function))
+    own, inside = _excuses(function, entries)
     for point, gap in _points(function):
         count = found.lines if gap.what == "line" else found.branches
         count.total += 1
-        excuse = excuses.get(point)
+        reason = own.get(point) or inside.get(point)
         if point in seen:
             count.reached += 1
-            if excuse is not None and excuse[1]:
-                found.outdated.append(_with_reason(gap, excuse[0]))
-        elif excuse is None:
+            if point in own:
+                found.outdated.append(replace(gap, reason=own[point]))
+        elif reason is None:
             found.missing.append(gap)
         else:
             count.excused += 1
-            found.excused.append(_with_reason(gap, excuse[0]))
+            found.excused.append(replace(gap, reason=reason))
 
 
 def _points(function: Function) -> Iterator[tuple[str, Gap]]:
@@ -158,43 +164,40 @@ def _points(function: Function) -> Iterator[tuple[str, Gap]]:
     yield from sorted(found, key=lambda one: one[1].line)
 
 
-def _excuses(function: Function) -> Iterator[tuple[str, tuple[Unreachable, bool]]]:
-    """Yield the points that need not be reached, each with its entry, and whether it is the entry's own.
-
-    Inside an excused block every point is.
-    """
-    for entry in UNREACHABLE:
-        if entry.function != function.name:
-            continue
+def _excuses(
+    function: Function, entries: Sequence[Unreachable]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the reasons of outcomes that need not be reached, by point, and those of all points inside the
+    blocks that then run."""
+    own: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    for entry in entries:
         for name, branch in function.branches.items():
-            if entry.outcome is not None and branch.text == entry.text:
-                yield from _inside(
-                    function, branch.then if entry.outcome else branch.otherwise, entry
-                )
-                yield f"{name}{_sign(entry.outcome)}", (entry, True)
-        for line in function.statements:
-            text = function.text[line - function.line].strip()
-            if entry.outcome is None and text == entry.text:
-                yield str(line), (entry, True)
+            block = branch.then if entry.outcome else branch.otherwise
+            if branch.text != entry.text or not _begins(function, block[0], entry.block):
+                continue
+            own[f"{name}{_sign(entry.outcome)}"] = entry.reason
+            inside |= dict.fromkeys(_inside(function, block), entry.reason)
+    return own, inside
 
 
-def _inside(
-    function: Function, block: tuple[int, int], entry: Unreachable
-) -> Iterator[tuple[str, tuple[Unreachable, bool]]]:
+def _begins(function: Function, line: int, text: str) -> bool:
+    """Answer whether a line of a function begins with a text."""
+    return not text or function.text[line - function.line].strip().startswith(text)
+
+
+def _inside(function: Function, block: tuple[int, int]) -> Iterator[str]:
+    """Yield the points of a block."""
     first, last = block
-    yield from ((str(n), (entry, False)) for n in function.statements if first <= n <= last)
+    yield from (str(n) for n in function.statements if first <= n <= last)
     for name, branch in function.branches.items():
         if first <= branch.line <= last:
-            yield from ((f"{name}{sign}", (entry, False)) for sign in "+-")
+            yield from (f"{name}{sign}" for sign in "+-")
 
 
 def _gap(function: Function, line: int, what: str, text: str) -> Gap:
     name = function.file.as_posix()
     return Gap(file=name, line=line, function=function.name, what=what, text=text)
-
-
-def _with_reason(gap: Gap, entry: Unreachable) -> Gap:
-    return Gap(**{**asdict(gap), "reason": entry.reason})
 
 
 def _sign(outcome: bool) -> str:

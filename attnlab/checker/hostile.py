@@ -4,6 +4,7 @@ All cases have shuffled blocks, three spare blocks, ragged lengths at the edges 
 slot that was never written. :mod:`attnlab.checker.variants` lists what the single cases add.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.ops import OPS
+from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 
@@ -53,6 +55,17 @@ def hostile_cases(
         except InvalidCase:
             continue
         made += 1
+        if made == len(VARIANTS):
+            yield from _argument_cases(backend, op, platform, rng)
+
+
+def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
+    """Yield the Cases of an op that pass its further arguments."""
+    for variant in ARGUMENT_VARIANTS:
+        lengths = variant.fields["query_lens"], variant.fields["ctx_lens"]
+        seed = rng.randrange(1 << 30)
+        with contextlib.suppress(InvalidCase):
+            yield _make_case(backend, op, platform, lengths, variant.fields, seed)
 
 
 def _random_lengths(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -222,7 +222,7 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
     """Return the coverage of each op that has functions to measure."""
     verdicts = [*_verdicts(tasks, outcomes)]
     return {
-        op: op_coverage(functions, [v["points"] for v, of in verdicts if of == op])
+        op: op_coverage(op, functions, [v["points"] for v, of in verdicts if of == op])
         for op, functions in header.get("functions", {}).items()
         if functions
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
 from attnlab.contracts.target import Target
 from attnlab.kernels.rocm.findings import Findings
@@ -27,6 +28,7 @@ class RunOptions:
 
     - ``trace_reads``: record which elements of the cache the kernels read.
     - ``kv_head_range``, ``seq_range``: the KV heads and the sequences to run, None for all.
+    - ``argument_of``: the Case whose op argument is passed, or None (:mod:`attnlab.case.op_arguments`).
     - ``on_step``: called before each step of a long run.
     - ``on_notice``: called with a message before a run that will take minutes.
     """
@@ -34,6 +36,7 @@ class RunOptions:
     trace_reads: bool = False
     kv_head_range: range | None = None
     seq_range: range | None = None
+    argument_of: Case | None = None
     on_step: OnStep = ignore_step
     on_notice: Callable[[str], None] = lambda text: None
 
@@ -44,6 +47,7 @@ class RunOptions:
             trace_reads=case.trace_reads,
             kv_head_range=None if case.kv_head_range is None else range(*case.kv_head_range),
             seq_range=None if case.seq_range is None else range(*case.seq_range),
+            argument_of=None if case.op_argument == NONE else case,
         )
 
 

@@ -6,6 +6,7 @@ Two Cases with the same key have the same product. A key is a plain tuple; nothi
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.op_arguments import NONE
 
 Key = tuple[Any, ...]
 
@@ -72,7 +73,10 @@ def reference_key(case: Case) -> Key:
     in it; which ones these are depends on the op.
     """
     window = case.sliding_window if case.sliding_window < max(case.lengths.seq_lens) else 0
-    values = _values(case, (*_BATCH_FIELDS, "sm_scale", "softcap", "reference_dtype"))
+    names = ("sm_scale", "softcap", "reference_dtype", "op_argument")
+    values = _values(case, (*_BATCH_FIELDS, *names))
+    if case.op_argument != NONE:  # the mask depends on the op
+        values = (*values, case.op, case.platform)
     if not case.is_fp8:
         return (*values, window)
     stored = _values(case, ("k_scale", "v_scale", "cache_write"))

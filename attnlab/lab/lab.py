@@ -12,6 +12,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
@@ -22,6 +23,7 @@ from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.steps import OnStep
+from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.keys import batch_key, cache_key, output_key, prefill_key, reference_key
@@ -124,6 +126,8 @@ class Lab:
     def _reference(self, case: Case, with_lse: bool) -> Reference:
         batch, where = self.batch(case), self.where(case)
         make = lambda: exact_attention(case, batch, with_lse=with_lse)  # noqa: E731
+        if case.op_argument != NONE and not with_lse:
+            make = lambda: reference_with_argument(case, batch)  # noqa: E731
         kind = "lse" if with_lse else "reference"
         key = (reference_key(case), where)
         return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
@@ -223,7 +227,8 @@ class Lab:
     def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
         kernels = decide(case).kernels
-        make = lambda: rounding_bound(case, self.batch(case), call, kernels)  # noqa: E731
+        bound = rounding_bound if case.op_argument == NONE else bound_with_argument
+        make = lambda: bound(case, self.batch(case), call, kernels)  # noqa: E731
         key = (reference_key(case), self.where(case), kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
 

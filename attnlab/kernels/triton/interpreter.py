@@ -9,6 +9,7 @@ functions defined here. The launch differs from Triton's own in these points:
 - A full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler accepted that
   when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 rejects it.
 - FP8 is converted by torch; the interpreter's own conversion loses NaN and rounding carries.
+- ``and`` and ``or`` of blocks combine them (:mod:`attnlab.kernels.triton.bool_ops`).
 - A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.versions`).
 - The language is patched once per launch, not at every call of a device function.
 - Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
@@ -37,6 +38,7 @@ import torch
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.child_process import end_with_parent
+from attnlab.kernels.triton.bool_ops import with_bool_ops
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan
 from attnlab.kernels.triton.memory import Accesses, Memory
@@ -81,6 +83,10 @@ def interpreted_triton() -> ModuleType:
 
     class Launched(InterpretedFunction):  # type: ignore[misc]
         """An interpreted function that :func:`launch` runs."""
+
+        def __init__(self, fn: Any) -> None:
+            super().__init__(fn)
+            with_bool_ops(self.rewriter)
 
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             if not warmup:
@@ -181,6 +187,7 @@ def prepared(
         np.errstate(all="ignore"),
     ):
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns for an all-NaN slice
+        warnings.filterwarnings("ignore", "tl.where with a non-boolean condition", UserWarning)
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         yield
 

@@ -92,17 +92,17 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
     def multiplied(self: Any, left: Any, right: Any) -> Any:
         return self.binary_op(left, right, observed.multiply)
 
-    def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def loaded(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         mask = checked("reads", pointers, mask)
         if memory.trace is not None:
             memory.trace.loaded(pointers.data, mask.data)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **named)
 
-    def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         mask = checked("writes", pointers, mask)
         if memory.trace is not None:
             memory.trace.stored(pointers.data, mask.data)
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *rest, **named)
 
     scope.set_attr(builder, "create_mul", multiplied)
     scope.set_attr(builder, "create_masked_load", loaded)

@@ -32,7 +32,8 @@ from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.failures import explained
 from attnlab.kernels.vllm.loader import Loader
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
+from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
+from attnlab.kernels.vllm.op_calls import OP_CALLS, bind, parameters_of
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
@@ -152,6 +153,7 @@ class VllmBackend(Backend):
             lambda done, total: options.on_step("kernels", done, total),
             self.device,
             options.trace_reads,
+            options.argument_of,
         )
         return RunOutput(log=log, is_traced=options.trace_reads)
 
@@ -180,11 +182,13 @@ def run(
     on_programs: Callable[[int, int], None] = lambda done, total: None,
     where: str = "cpu",
     watch: bool = False,
+    argument_of: Case | None = None,
 ) -> RunLog:
     """Run the real op, or some heads or sequences of it, into ``call.output``.
 
     ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots of the
-    cache the programs load. Returns what was recorded; on a GPU that is only the LSE and padded rows.
+    cache the programs load. ``argument_of``: a Case whose op argument is passed. Returns what was recorded;
+    on a GPU that is only the LSE and padded rows.
 
     Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
@@ -196,22 +200,28 @@ def run(
     moved = presented(dataclasses.replace(call, **tensors))
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
-    arguments = bind(loaded.function(call.op), moved, target)
+    function = loaded.function(call.op)
+    passed = Passed(arguments=bind(function, moved, target))
+    if argument_of is not None:
+        passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
     )
     plan = LaunchPlan(
-        needed=lambda kernel, args, program: needed(kernel, args, program, share),
-        processes=interpreter.cores() if call.op in _ONE_OUTPUT else 1,
+        needed=lambda kernel, args, program: is_measuring() or needed(kernel, args, program, share),
+        processes=interpreter.cores() if call.op in _ONE_OUTPUT and argument_of is None else 1,
         on_programs=on_programs,
         watched=Watched.of(moved) if watch else None,
     )
     try:
         with launching(plan):
-            loaded.function(call.op)(**arguments)
-        OP_CALLS[call.op].finish(moved, arguments)
-        lse = OP_CALLS[call.op].lse(arguments)
+            function(**passed.arguments)
+        if passed.finish is None:
+            OP_CALLS[call.op].finish(moved, passed.arguments)
+        else:
+            passed.finish(moved.output)
+        lse = OP_CALLS[call.op].lse(passed.arguments)
         plan.observed.lse = None if lse is None else lse.cpu()
     except AttnLabError:
         raise

@@ -87,6 +87,11 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
     return given
 
 
+def parameters_of(function: Callable[..., None]) -> set[str]:
+    """Return the names of a function's parameters."""
+    return set(inspect.signature(function).parameters)
+
+
 def _wrapper(call: KernelCall, target: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
     scales = {**_scales(call), "output_scale": _number(call, call.output_scale)}
@@ -255,6 +260,11 @@ def _merge(call: KernelCall, target: Target) -> Arguments:
     }
 
 
+def _merged_lse(given: Arguments) -> torch.Tensor | None:
+    lse: torch.Tensor | None = given["output_lse"]
+    return None if lse is None else lse.T
+
+
 def _write(call: KernelCall, target: Target) -> Arguments:
     key, value = _flash(call, target)
     return {
@@ -282,6 +292,6 @@ OP_CALLS = {
     PREFILL: OpCall(arguments=_prefill),
     UNIFIED: OpCall(arguments=_unified),
     DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
-    MERGE: OpCall(arguments=_merge, lse=lambda given: given["output_lse"].T),
+    MERGE: OpCall(arguments=_merge, lse=_merged_lse),
     WRITE: OpCall(arguments=_write, finish=_finish_write),
 }

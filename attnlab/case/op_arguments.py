@@ -1,0 +1,238 @@
+"""OpArgument: arguments of vLLM's ops that no other field of a Case sets, each by a name.
+
+A Case passes at most one of them, as its field ``op_argument``. Only backend "vllm" does. How it is passed
+is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+
+NONE = "none"
+POSITIVE = "at least 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpArgument:
+    """An argument, or several that belong together, with the values that a Case passes.
+
+    - ``ops``: the ops that have it, in some release. ``parameters``: the names that it sets.
+    - ``summary``: what it does. ``needs``: fields of the Case with the value that they must have.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    parameters: tuple[str, ...]
+    summary: str
+    needs: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
+_CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
+_WINDOW = {**_PLAIN, "sliding_window": POSITIVE}
+_ALL = (
+    OpArgument(
+        name="bidirectional",
+        ops=(WRAPPER, PREFILL, UNIFIED),
+        parameters=("causal",),
+        summary="each row sees the new tokens after it, too; a window of unified_attention has two sides",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="causal_by_sequence",
+        ops=(UNIFIED,),
+        parameters=("causal",),
+        summary="every second sequence is bidirectional",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="ranges",
+        ops=(UNIFIED,),
+        parameters=("mm_prefix_range",),
+        summary="bidirectional ranges of positions, as of images; they extend beyond a window",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="ranges_in_window",
+        ops=(UNIFIED,),
+        parameters=("mm_prefix_range", "mm_prefix_clamp_sliding_window"),
+        summary="bidirectional ranges that the window limits to the left",
+        needs=_WINDOW,
+    ),
+    OpArgument(
+        name="prefix_and_window",
+        ops=(UNIFIED,),
+        parameters=("rswa_prefix_lens", "rswa_window"),
+        summary="each row sees the first half of the context and a window (R-SWA)",
+        needs=_WINDOW,
+    ),
+    OpArgument(
+        name="chunks",
+        ops=(UNIFIED,),
+        parameters=("chunk_lookback",),
+        summary="each row sees its own chunk of half a window and the one before",
+        needs=_WINDOW,
+    ),
+    OpArgument(
+        name="tree",
+        ops=(UNIFIED,),
+        parameters=("qq_bias",),
+        summary="a bias between new tokens, -inf where a token is on another branch of a tree",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="alibi_sqrt",
+        ops=(UNIFIED,),
+        parameters=("use_alibi_sqrt",),
+        summary="the bias of ALiBi is the slope times the negative root of the distance",
+        needs={**_PLAIN, "alibi": True},
+    ),
+    OpArgument(
+        name="fp8_query",
+        ops=(UNIFIED,),
+        parameters=("q_descale",),
+        summary="the query is FP8, with a scale",
+        needs={**_PLAIN, "kv_cache_dtype": "fp8"},
+    ),
+    OpArgument(
+        name="fp8_output",
+        ops=(WRAPPER, PREFILL, UNIFIED, MERGE),
+        parameters=("output_scale", "fp8_out_scale", "prefill_tokens_with_context"),
+        summary="the output is FP8, with a scale; in a merge the last tokens have no context",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="int8_per_token_head",
+        ops=(UNIFIED,),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        summary="the cache is int8, with a scale per token and KV head in caches with gaps",
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+    ),
+    OpArgument(
+        name="fp8_per_token_head",
+        ops=(UNIFIED,),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        summary="the cache is FP8, with a scale per token and KV head in caches with gaps",
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+    ),
+    OpArgument(
+        name="tensor_descriptors",
+        ops=(UNIFIED,),
+        parameters=("use_td",),
+        summary="the kernel reads and writes by tensor descriptors",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="cached_new_tokens",
+        ops=(WRAPPER, PREFILL),
+        parameters=("k", "v", "key", "value"),
+        summary="key and value are None: new tokens come from the cache",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="block_pointers",
+        ops=(WRAPPER, PREFILL),
+        parameters=("is_block_table_ptr",),
+        summary="the block table holds addresses",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="skip_decode",
+        ops=(PREFILL,),
+        parameters=("skip_decode",),
+        summary="sequences with one new token are not computed",
+        needs={
+            "interleave_v": False,
+            "kv_layout": "contiguous",
+            "pad_batch": 0,
+            "output_init": "zeros",
+        },
+    ),
+    OpArgument(
+        name="suffix_only_tokens",
+        ops=(MERGE,),
+        parameters=("prefill_tokens_with_context",),
+        summary="the last tokens have no context: their prefix is not read",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="no_lse",
+        ops=(MERGE,),
+        parameters=("output_lse", "prefill_tokens_with_context"),
+        summary="the log-sum-exp is not returned; the last tokens have no context",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="latent_cache",
+        ops=(DECODE_FWD,),
+        parameters=("is_mla",),
+        summary="the value is the first eight ninths, or all, of the key (MLA)",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="default_scales",
+        ops=(DECODE_FWD,),
+        parameters=("k_scale", "v_scale"),
+        summary="k_scale and v_scale are None",
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+    ),
+    OpArgument(
+        name="flat_buffers",
+        ops=(DECODE_FWD,),
+        parameters=("k_buffer", "v_buffer"),
+        summary="the caches have no dimension of blocks",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="short_scratch",
+        ops=(UNIFIED,),
+        parameters=("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
+        summary="the scratch memory of the split path has fewer rows than there are tokens",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="no_max_seq_len",
+        ops=(PREFILL,),
+        parameters=("max_seq_len",),
+        summary="max_seq_len is None",
+        needs=_PLAIN,
+    ),
+    OpArgument(
+        name="fp8_tokens",
+        ops=(WRITE,),
+        parameters=("key", "value"),
+        summary="key and value are FP8 already",
+        needs={**_CAUSAL, "kv_cache_dtype": "fp8"},
+    ),
+    OpArgument(
+        name="byte_cache",
+        ops=(WRITE,),
+        parameters=("key_cache", "value_cache"),
+        summary="the FP8 cache is passed as uint8",
+        needs={**_CAUSAL, "kv_cache_dtype": "fp8"},
+    ),
+    OpArgument(
+        name="named_cache_dtype",
+        ops=(WRITE,),
+        parameters=("kv_cache_dtype",),
+        summary='kv_cache_dtype is "bfloat16", another name for an unscaled cache',
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+    ),
+    OpArgument(
+        name="head_major",
+        ops=(WRITE,),
+        parameters=("key_cache", "value_cache"),
+        summary="the cache has the layout x-split, with heads before slots",
+        needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="head_major_packed",
+        ops=(WRITE,),
+        parameters=("interleaved_v_pack_factor",),
+        summary="as head_major, with values in packs of 16 bytes",
+        needs=_CAUSAL,
+    ),
+)
+OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL}

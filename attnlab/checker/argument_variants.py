@@ -1,0 +1,220 @@
+"""The variants that pass an op argument, and those that reach what is left of vLLM's ops.
+
+They run after all of :data:`attnlab.checker.variants.VARIANTS`, each once, on vLLM's Triton ops only.
+"""
+
+from typing import Any
+
+from attnlab.checker.variants import Variant
+
+_LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
+_SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
+
+
+def _with(name: str, reason: str, **fields: Any) -> Variant:
+    """Return the variant that passes an op argument."""
+    return Variant({**_LENGTHS, "op_argument": name, **fields}, reason)
+
+
+ARGUMENT_VARIANTS = (
+    _with("bidirectional", "Each row sees the tokens after it."),
+    _with(
+        "bidirectional",
+        "A window of unified_attention has two sides, that of the prefill kernel one.",
+        sliding_window=7,
+    ),
+    _with("causal_by_sequence", "Causal and bidirectional sequences in one batch."),
+    _with(
+        "causal_by_sequence",
+        "Causal and bidirectional sequences, with a window.",
+        sliding_window=7,
+    ),
+    _with("ranges", "Two images, the first of which begins in the context."),
+    _with("ranges", "A range extends beyond the window.", sliding_window=5),
+    _with("ranges_in_window", "A range that the window cuts on the left.", sliding_window=5),
+    _with("prefix_and_window", "The prefix stays visible before the window.", sliding_window=6),
+    _with("chunks", "Chunks of 8 tokens, with one chunk of lookback.", sliding_window=16),
+    _with("tree", "A tree of draft tokens, with a bias.", num_splits=0),
+    _with(
+        "tree",
+        "A tree of draft tokens in the split path.",
+        query_lens=(3, 8, 1),
+        ctx_lens=(40, 9, 70),
+        num_splits=4,
+    ),
+    _with("alibi_sqrt", "The root of the distance.", alibi=True, num_heads=6),
+    _with(
+        "fp8_query",
+        "An FP8 query with its own scale; weights are rounded to FP8.",
+        kv_cache_dtype="fp8",
+        k_scale=0.25,
+        v_scale=2.0,
+    ),
+    _with(
+        "fp8_query",
+        "The parts of a split sequence with an FP8 query.",
+        kv_cache_dtype="fp8",
+        k_scale=0.5,
+        v_scale=0.3,
+        num_splits=4,
+        **_SHORT,
+    ),
+    _with(
+        "fp8_query",
+        "An FP8 query in ROCm's format.",
+        kv_cache_dtype="fp8",
+        platform="gfx942",
+        **_SHORT,
+    ),
+    _with("fp8_output", "An FP8 output with a scale.", query_lens=(1, 19, 3), ctx_lens=(20, 37, 0)),
+    _with("fp8_output", "The merged parts of a split sequence as FP8.", num_splits=4, **_SHORT),
+    _with("int8_per_token_head", "A scale per token and head, in caches with gaps."),
+    _with(
+        "fp8_per_token_head",
+        "An FP8 cache with a scale per token and head.",
+        num_splits=4,
+        **_SHORT,
+    ),
+    _with("tensor_descriptors", "Loads and stores by tensor descriptors."),
+    _with("tensor_descriptors", "Descriptors of keys and values alone.", head_size=48),
+    _with("tensor_descriptors", "Tensor descriptors in the split path.", num_splits=4, **_SHORT),
+    _with("cached_new_tokens", "The op reads new tokens from the cache."),
+    _with(
+        "cached_new_tokens",
+        "The op reads new tokens from an FP8 cache.",
+        kv_cache_dtype="fp8",
+        k_scale=0.25,
+        v_scale=2.0,
+    ),
+    _with("block_pointers", "The block table holds addresses."),
+    _with(
+        "block_pointers",
+        "The block table holds addresses, for decode rows alone.",
+        query_lens=(1, 1),
+        ctx_lens=(20, 37),
+    ),
+    _with(
+        "skip_decode", "Rows of sequences with one new token stay as they are.", output_init="zeros"
+    ),
+    _with(
+        "skip_decode",
+        "Rows with one new token stay as they are in the kernel for ALiBi, too.",
+        output_init="zeros",
+        alibi=True,
+    ),
+    _with(
+        "suffix_only_tokens",
+        "The prefix of tokens without a context is not read.",
+        query_lens=(2, 3, 4),
+        ctx_lens=(9, 20, 0),
+    ),
+    _with(
+        "no_lse",
+        "The log-sum-exp is not asked for.",
+        query_lens=(2, 3, 4),
+        ctx_lens=(9, 20, 0),
+    ),
+    _with(
+        "latent_cache",
+        "MLA: the value is a part of the key, and all heads share one KV head.",
+        head_size=72,
+        num_queries_per_kv=4,
+    ),
+    _with(
+        "latent_cache",
+        "MLA of DeepSeek: 512 elements of the value, 64 more of the key.",
+        head_size=576,
+        num_queries_per_kv=4,
+        query_lens=(1, 1),
+        ctx_lens=(20, 5),
+    ),
+    _with(
+        "latent_cache",
+        "MLA with 256 elements of the value, and an FP8 cache.",
+        head_size=288,
+        num_queries_per_kv=4,
+        kv_cache_dtype="fp8",
+        k_scale=0.5,
+        v_scale=0.5,
+        query_lens=(1, 1),
+        ctx_lens=(20, 5),
+    ),
+    _with("latent_cache", "MLA whose value is the whole key.", num_queries_per_kv=4),
+    _with("default_scales", "The scales are not passed."),
+    _with("flat_buffers", "The caches are lists of slots."),
+    _with(
+        "short_scratch",
+        "Scratch memory that is too short for the split path.",
+        num_splits=4,
+        **_SHORT,
+    ),
+    _with("no_max_seq_len", "The longest sequence is not passed."),
+    _with("fp8_tokens", "Tokens that are FP8 already.", kv_cache_dtype="fp8", k_scale=0.5),
+    _with("byte_cache", "An FP8 cache as bytes.", kv_cache_dtype="fp8", k_scale=0.5, v_scale=2.0),
+    _with("named_cache_dtype", "Another name of the cache's dtype."),
+    _with("head_major", "The cache has the layout of the paged decode kernel."),
+    _with("head_major_packed", "Values in packs of 16 bytes."),
+    Variant({**_LENGTHS, "interleave_v": True}, "Values in packs of 16 bytes."),
+    Variant({**_LENGTHS, "interleave_v": True, "alibi": True}, "Values in packs, with ALiBi."),
+    Variant({**_LENGTHS, "kv_cache_dtype": "fp8_e5m2", "v_scale": 2.0}, "The other FP8 format."),
+    Variant(
+        {**_LENGTHS, "alibi": True, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 2.0},
+        "ALiBi with an FP8 cache.",
+    ),
+    Variant(
+        {**_LENGTHS, "alibi": True, "dtype": "float32"}, "ALiBi in float32, with smaller tiles."
+    ),
+    Variant(
+        {
+            "query_lens": (130, 2),
+            "ctx_lens": (0, 3),
+            "num_heads": 1,
+            "num_queries_per_kv": 1,
+            "head_size": 16,
+        },
+        "More rows than a tile, next to a short sequence: some programs have no rows.",
+    ),
+    Variant(
+        {
+            "query_lens": (130, 2),
+            "ctx_lens": (0, 3),
+            "num_heads": 1,
+            "num_queries_per_kv": 1,
+            "head_size": 16,
+            "alibi": True,
+        },
+        "Programs without rows in the kernel for ALiBi.",
+    ),
+    Variant(
+        {
+            **_LENGTHS,
+            "num_queries_per_kv": 1,
+            "kv_cache_dtype": "fp8",
+            "k_scale": 0.5,
+            "v_scale": 2.0,
+            "softcap": 2.0,
+        },
+        "One query head per KV head, an FP8 cache and a soft cap.",
+    ),
+    Variant({**_LENGTHS, "num_queries_per_kv": 1, "platform": "gfx942"}, "The tiles of ROCm."),
+    Variant({**_LENGTHS, "platform": "gfx942", "head_size": 80}, "The tiles of ROCm, for groups."),
+    Variant(
+        {"query_lens": (1, 1), "ctx_lens": (20, 37), "platform": "gfx942", "head_size": 128},
+        "The dispatch to ROCm's own decode kernel.",
+    ),
+    Variant({**_LENGTHS, "platform": "sm_80"}, "An older GPU, with smaller tiles."),
+    Variant(
+        {"query_lens": (1,), "ctx_lens": (20,), "num_heads": 2, "head_size": 1024},
+        "A head that fills the shared memory.",
+    ),
+    Variant(
+        {
+            "query_lens": (1, 3),
+            "ctx_lens": (40, 5),
+            "num_heads": 2,
+            "head_size": 128,
+            "sliding_window": 1024,
+        },
+        "The window and head size by which unified_attention recognises Gemma 3.",
+    ),
+)

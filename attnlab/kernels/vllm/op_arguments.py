@@ -1,0 +1,229 @@
+"""How the op argument of a Case is passed (:mod:`attnlab.case.op_arguments`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.ops import MERGE
+from attnlab.kernels.model.cache_write import written_cache
+from attnlab.tensors.cache import interleaved
+from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.op_argument_data import (
+    OUTPUT_SCALE,
+    QUERY_SCALE,
+    causal_seqs,
+    latent_size,
+    per_token_head,
+    prefix_lens,
+    ranges,
+    tree_bias,
+)
+
+Arguments = dict[str, Any]
+_INT8, _FP8 = 2, 3  # KVQuantMode of vLLM 0.33.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """The arguments of an op with a Case's op argument.
+
+    ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
+    into the cache of a cache write. None if the op wrote it there.
+    """
+
+    arguments: Arguments
+    finish: Callable[[torch.Tensor], None] | None = None
+
+
+def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
+    """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
+
+    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one.
+    """
+    name = case.op_argument
+    if name == NONE:
+        return Passed(arguments=arguments)
+    if not parameters & set(OP_ARGUMENTS[name].parameters):
+        text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
+        raise Unsupported(text)
+    made = _MAKERS[name](case, dict(arguments))
+    found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
+    lacking = set(found.arguments) - set(arguments) - parameters
+    kept = {key: value for key, value in found.arguments.items() if key not in lacking}
+    return Passed(arguments=kept, finish=found.finish)
+
+
+def _ranges(case: Case, given: Arguments) -> Arguments:
+    clamped = {"mm_prefix_clamp_sliding_window": case.op_argument == "ranges_in_window"}
+    return {"mm_prefix_range": ranges(case.lengths), **clamped}
+
+
+def _prefix_and_window(case: Case, given: Arguments) -> Arguments:
+    return {
+        "rswa_prefix_lens": prefix_lens(case.lengths),
+        "rswa_window": case.sliding_window,
+        "window_size": (-1, -1),
+    }
+
+
+def _fp8_query(case: Case, given: Arguments) -> Arguments:
+    format = FORMATS[case.machine.fp8_e4m3]
+    query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
+    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE])}
+
+
+def _fp8_output(case: Case, given: Arguments) -> Passed:
+    """Pass an FP8 output; :attr:`Passed.finish` decodes it."""
+    name = next(one for one in ("out", "output", "o") if one in given)
+    scale = "fp8_out_scale" if name == "o" else "output_scale"
+    format = FORMATS[case.machine.fp8_e4m3]
+    stored = torch.full_like(given[name], float("nan")).to(format.dtype)
+
+    def finish(output: torch.Tensor) -> None:
+        output.copy_(stored[: len(output)].float() * OUTPUT_SCALE)
+
+    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE])}
+    if case.op == MERGE:
+        changed |= _suffix_only(case, given)
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
+def _per_token_head(case: Case, given: Arguments) -> Arguments:
+    """Pass a quantised cache. Scales of empty slots are NaN; the scale caches have gaps."""
+    is_int8 = case.op_argument.startswith("int8")
+    dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
+    changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
+    for name in ("k", "v"):
+        stored, scale = per_token_head(given[name], dtype)
+        blocks, slots, heads = scale.shape
+        gaps = torch.full((blocks, slots + 1, heads + 2), float("nan"))[:, :slots, :heads]
+        changed |= {name: stored, f"{name}_scale_cache": gaps.copy_(scale)}
+    return changed
+
+
+def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
+    return {name: None for name in ("k", "v", "key", "value") if name in given}
+
+
+def _block_pointers(case: Case, given: Arguments) -> Arguments:
+    """Pass the address of each block in the key cache."""
+    name = "block_table" if "block_table" in given else "b_loc"
+    cache = given["key_cache" if "key_cache" in given else "k_cache"]
+    stride = cache.stride(0) * cache.element_size()
+    return {name: cache.data_ptr() + given[name].long() * stride, "is_block_table_ptr": True}
+
+
+def _suffix_only(case: Case, given: Arguments) -> Arguments:
+    """Pass the number of tokens before the last sequences without a context, and NaN as their prefix."""
+    count, lengths = case.lengths.num_tokens, case.lengths
+    for query_len, ctx_len in zip(lengths.query_lens[::-1], lengths.ctx_lens[::-1], strict=True):
+        if ctx_len:
+            break
+        count -= query_len
+    prefix, lse = given["prefix_output"].clone(), given["prefix_lse"].clone()
+    prefix[count:], lse[:, count:] = float("nan"), float("nan")
+    return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
+
+
+def _latent_cache(case: Case, given: Arguments) -> Passed:
+    """Pass values that are the first part of the keys, and an output of their width."""
+    size = latent_size(case)
+    seqs, heads, _ = given["o"].shape
+    narrow = given["o"].new_full((seqs, heads, size), float("nan"))
+    logits = given["attn_logits"][..., : size + 1].contiguous()
+    changed = {
+        "v_buffer": given["k_buffer"][..., :size],
+        "v_scale": given["k_scale"],
+        "attn_logits": logits,
+        "o": narrow,
+        "is_mla": True,
+    }
+
+    def finish(output: torch.Tensor) -> None:
+        output.zero_()
+        output[..., :size] = narrow[: len(output)]
+
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
+def _short_scratch(case: Case, given: Arguments) -> Arguments:
+    """Pass scratch memory for one token less."""
+    names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    return {name: given[name][: len(given["q"]) - 1] for name in names}
+
+
+def _fp8_tokens(case: Case, given: Arguments) -> Arguments:
+    format = FORMATS[case.machine.fp8_e4m3]
+    scales = {"key": case.k_scale, "value": case.v_scale}
+    return {
+        name: format.encode(given[name], scale).view(format.dtype) for name, scale in scales.items()
+    }
+
+
+def _byte_cache(case: Case, given: Arguments) -> Passed:
+    """Pass the cache as bytes; the arguments of the caller keep the dtype."""
+    key, value = given["key_cache"], given["value_cache"]
+    changed = {"key_cache": key.view(torch.uint8), "value_cache": value.view(torch.uint8)}
+
+    def finish(output: torch.Tensor) -> None:
+        output.copy_(written_cache(key, value))
+
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
+def _head_major(case: Case, given: Arguments) -> Passed:
+    """Pass the cache in the layout x-split; :attr:`Passed.finish` brings it into the form of the output."""
+    is_packed = case.op_argument == "head_major_packed"
+    key, value = given["key_cache"], given["value_cache"]
+    x = 16 // key.element_size()
+    split = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
+    turned = value.permute(0, 2, 3, 1).contiguous()
+    turned = interleaved(turned) if is_packed else turned
+    changed = {"key_cache": split, "value_cache": turned}
+
+    def finish(output: torch.Tensor) -> None:
+        stored = interleaved(turned, back=True) if is_packed else turned
+        keys = split.permute(0, 3, 1, 2, 4).flatten(3)
+        output.copy_(written_cache(keys, stored.permute(0, 3, 1, 2)))
+
+    packs = {"interleaved_v_pack_factor": x} if is_packed else {}
+    return Passed(arguments={**given, **changed, **packs}, finish=finish)
+
+
+_MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
+    "bidirectional": lambda case, given: {"causal": False},
+    "causal_by_sequence": lambda case, given: {"causal": causal_seqs(case.lengths)},
+    "ranges": _ranges,
+    "ranges_in_window": _ranges,
+    "prefix_and_window": _prefix_and_window,
+    "chunks": lambda case, given: {"chunk_lookback": 1},
+    "tree": lambda case, given: {"qq_bias": tree_bias(case)},
+    "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
+    "fp8_query": _fp8_query,
+    "fp8_output": _fp8_output,
+    "int8_per_token_head": _per_token_head,
+    "fp8_per_token_head": _per_token_head,
+    "tensor_descriptors": lambda case, given: {"use_td": True},
+    "cached_new_tokens": _cached_new_tokens,
+    "block_pointers": _block_pointers,
+    "skip_decode": lambda case, given: {"skip_decode": True},
+    "suffix_only_tokens": _suffix_only,
+    "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
+    "latent_cache": _latent_cache,
+    "default_scales": lambda case, given: {"k_scale": None, "v_scale": None},
+    "flat_buffers": lambda case, given: {
+        name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")
+    },
+    "short_scratch": _short_scratch,
+    "no_max_seq_len": lambda case, given: {"max_seq_len": None},
+    "fp8_tokens": _fp8_tokens,
+    "byte_cache": _byte_cache,
+    "named_cache_dtype": lambda case, given: {"kv_cache_dtype": "bfloat16"},
+    "head_major": _head_major,
+    "head_major_packed": _head_major,
+}

@@ -1,0 +1,254 @@
+"""The reference of Cases with an op argument: attention in float64 under any mask, for small Cases.
+
+Scores of all heads, rows and keys of a sequence are in memory at once. So are the weights from which the
+rounding bound follows (:mod:`attnlab.lab.rounding`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.lengths import Lengths
+from attnlab.case.ops import PREFILL, UNIFIED
+from attnlab.contracts.target import Target
+from attnlab.lab.reference import Reference, stored_tokens
+from attnlab.lab.rounding import Rounding
+from attnlab.tensors.batch import Batch
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.op_argument_data import (
+    OUTPUT_SCALE,
+    QUERY_SCALE,
+    causal_seqs,
+    latent_size,
+    per_token_head,
+    prefix_lens,
+    ranges,
+    tree_bias,
+)
+
+_FP8_UNIT, _FP8_STEP = 2.0**-4, 2.0**-10  # of e4m3: half the spacing at 1, half the smallest number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """One sequence, in float64.
+
+    - ``rows``: its rows of the output. ``query``: [num_heads, query_len, head_size]; ``key``, ``value``:
+      [num_heads, seq_len, head_size]; ``weights``: [num_heads, query_len, seq_len].
+    - ``bias``: the largest magnitude that was added to a score.
+    """
+
+    rows: slice
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    weights: torch.Tensor
+    bias: float
+
+
+def reference_with_argument(case: Case, batch: Batch) -> Reference:
+    """Return the right result of a Case with an op argument, without the log-sum-exp."""
+    dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32
+    output = torch.empty(batch.query.shape, dtype=dtype)
+    for one in _sequences(case, batch):
+        output[one.rows] = (one.weights @ one.value).transpose(0, 1).to(dtype)
+    output[_unwritten(case)] = 0.0
+    return Reference(output=output, lse=None)
+
+
+def bound_with_argument(
+    case: Case, batch: Batch, call: KernelCall, kernels: Sequence[str]
+) -> torch.Tensor:
+    """Return by how much each element may be off, [num_tokens, num_heads, head_size] float32."""
+    bound = torch.empty(batch.query.shape)
+    for one in _sequences(case, batch):
+        rounding = _rounding(case, call, kernels, one)
+        size = float(one.query.norm(dim=2).max()), float(one.key.norm(dim=2).max())
+        error = rounding.score_error(
+            *size, case.head_size, _scale(case), one.bias, case.softcap or 0.0
+        )
+        output = one.weights @ one.value
+        found = rounding.bound(one.weights, one.value, output, error)
+        if case.op_argument == "fp8_output":
+            found = found * (1 + _FP8_UNIT) + output.abs() * _FP8_UNIT + _FP8_STEP * OUTPUT_SCALE
+        bound[one.rows] = found.transpose(0, 1).float()
+    bound[_unwritten(case)] = 0.0
+    return bound
+
+
+def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequence) -> Rounding:
+    """Return what the kernels round for a sequence."""
+    is_prefill = PREFILL in kernels and (one.query.shape[1] > 1 or len(kernels) == 1)
+    serving = (PREFILL,) if is_prefill else tuple(name for name in kernels if name != PREFILL)
+    rounding = Rounding.of(call, Target.of(case), serving)
+    if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
+        terms = 1 + round(_FP8_UNIT / rounding.unit)
+        return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
+    if case.op_argument.endswith("per_token_head"):  # weights times a scale are rounded
+        return dataclasses.replace(rounding, step=rounding.step * 448)
+    return rounding
+
+
+def _sequences(case: Case, batch: Batch) -> Iterator[_Sequence]:
+    rows, tokens = batch.token_start_loc, batch.kv_start_loc
+    for seq, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
+        here, own = slice(rows[seq], rows[seq + 1]), slice(tokens[seq], tokens[seq + 1])
+        query = _query(case, batch.query[here]).double().transpose(0, 1)
+        key, value = (
+            one.double().transpose(0, 1).repeat_interleave(case.num_queries_per_kv, 0)
+            for one in _stored(case, batch.key[own], batch.value[own], cached)
+        )
+        yield _attended(case, batch, seq, here, query, key, value)
+
+
+def _attended(
+    case: Case,
+    batch: Batch,
+    seq: int,
+    rows: slice,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> _Sequence:
+    """Return a sequence with its weights."""
+    query_len, seq_len = query.shape[1], key.shape[1]
+    scores = query @ key.transpose(1, 2) * _scale(case)
+    if case.softcap is not None:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    at, keys = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(seq_len)
+    added = _bias(case, batch, at, keys, seq_len - query_len)
+    scores = (scores + added).masked_fill(~_visible(case, seq, at, keys), -torch.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if batch.sinks is not None:
+        total = total.logaddexp(batch.sinks.double()[:, None, None])
+    finite = added[added.isfinite()]
+    return _Sequence(
+        rows=rows,
+        query=query,
+        key=key,
+        value=value,
+        weights=(scores - total).exp(),
+        bias=float(finite.abs().max()) if len(finite) else 0.0,
+    )
+
+
+def _scale(case: Case) -> float:
+    return case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+
+
+def _query(case: Case, query: torch.Tensor) -> torch.Tensor:
+    """Return the query as the op reads it."""
+    if case.op_argument != "fp8_query":
+        return query
+    format = FORMATS[case.machine.fp8_e4m3]
+    return format.decode(format.encode(query, QUERY_SCALE), QUERY_SCALE)
+
+
+def _stored(
+    case: Case, key: torch.Tensor, value: torch.Tensor, cached: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value of a sequence as the op reads them."""
+    name = case.op_argument
+    if name.endswith("per_token_head"):
+        dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
+        pairs = (per_token_head(tokens, dtype) for tokens in (key, value))
+        decoded = [stored.double() * scale.double()[..., None] for stored, scale in pairs]
+        return decoded[0], decoded[1]
+    cached = len(key) if name == "cached_new_tokens" else cached
+    key = stored_tokens(case, key, cached, case.k_scale)
+    if name == "latent_cache":
+        value = key.clone()
+        value[..., latent_size(case) :] = 0.0
+        return key, value
+    return key, stored_tokens(case, value, cached, case.v_scale)
+
+
+def _bias(
+    case: Case, batch: Batch, at: torch.Tensor, keys: torch.Tensor, ctx_len: int
+) -> torch.Tensor:
+    """Return what is added to the scores, [num_heads or 1, rows, keys] float64.
+
+    ``at``: [rows, 1], positions of the rows; ``keys``: [keys], all positions.
+    """
+    added = torch.zeros(1, len(at), len(keys), dtype=torch.float64)
+    if batch.alibi_slopes is not None:
+        distance = (keys - at).double()
+        if case.op_argument == "alibi_sqrt":
+            distance = -(-distance).clamp(min=0).sqrt()
+        added = batch.alibi_slopes.double()[:, None, None] * distance
+    if case.op_argument == "tree":
+        bias = tree_bias(case)[: len(at), : len(keys) - ctx_len]
+        added = added.repeat(1, 1, 1)
+        added[:, :, ctx_len:] += bias.double()
+    return added
+
+
+def _visible(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys each row sees, [rows, keys] bool; ``at`` and ``keys`` as in :func:`_bias`."""
+    away = at - keys
+    special = _MASKS.get(case.op_argument)
+    if special is not None:
+        return special(case, seq, at, keys)
+    seen = away >= 0
+    return seen & (away < case.sliding_window) if case.sliding_window else seen
+
+
+def _bidirectional(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return a mask without an order; only unified_attention limits a window to the right."""
+    away = at - keys
+    seen = torch.ones_like(away, dtype=torch.bool)
+    if case.sliding_window:
+        seen = away < case.sliding_window
+        seen &= (away > -case.sliding_window) | (case.op != UNIFIED)
+    return seen
+
+
+def _by_sequence(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    seen = _bidirectional(case, seq, at, keys)
+    return seen & (keys <= at) if causal_seqs(case.lengths)[seq] else seen
+
+
+def _ranges(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    away = at - keys
+    window = case.sliding_window or len(keys)
+    seen = (away >= 0) & (away < window)
+    for first, last in ranges(case.lengths)[seq].tolist():
+        inside = (at >= first) & (at <= last) & (keys >= first) & (keys <= last) & (first < last)
+        if case.op_argument == "ranges_in_window":
+            inside &= away < window
+        seen |= inside
+    return seen
+
+
+def _prefix_and_window(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    away = at - keys
+    in_prefix = keys < int(prefix_lens(case.lengths)[seq])
+    return (away >= 0) & ((away < case.sliding_window) | in_prefix)
+
+
+def _chunks(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    size = case.sliding_window // 2
+    return (keys <= at) & (at // size - keys // size <= 1)
+
+
+_Mask = Callable[[Case, int, torch.Tensor, torch.Tensor], torch.Tensor]
+_MASKS: dict[str, _Mask] = {
+    "bidirectional": _bidirectional,
+    "causal_by_sequence": _by_sequence,
+    "ranges": _ranges,
+    "ranges_in_window": _ranges,
+    "prefix_and_window": _prefix_and_window,
+    "chunks": _chunks,
+}
+
+
+def _unwritten(case: Case) -> torch.Tensor:
+    """Return which rows the op leaves unwritten, [num_tokens] bool."""
+    lengths: Lengths = case.lengths
+    if case.op_argument != "skip_decode":
+        return torch.zeros(lengths.num_tokens, dtype=torch.bool)
+    return torch.cat([torch.full((n,), n == 1) for n in lengths.query_lens])

@@ -1,0 +1,122 @@
+"""Op arguments: each agrees with the reference on a release, and a wrong value of it does not."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.sources import of_release
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
+from attnlab.checker.case_check import check_case
+from attnlab.checker.hostile import hostile_cases
+from attnlab.kernels import find_backend
+from attnlab.kernels.vllm import op_arguments
+from attnlab.kernels.vllm.op_arguments import pass_argument
+from attnlab.lab.lab import Lab
+
+# Faults of 0.33.0: V is masked by the window of the block's first row; the wrapper does not pass pointers on;
+# NaN after the end of a sequence is multiplied by 0.
+KNOWN = {
+    ("unified_attention", "bidirectional"),
+    ("unified_attention", "causal_by_sequence"),
+    ("unified_attention", "ranges"),
+    ("unified_attention", "tensor_descriptors"),
+    ("chunked_prefill_paged_decode", "block_pointers"),
+}
+# Arguments without an effect on the result, because only where or how the op works depends on them.
+NEUTRAL = {
+    *("tensor_descriptors", "block_pointers", "flat_buffers", "head_major", "head_major_packed"),
+    *("default_scales", "no_lse", "short_scratch", "no_max_seq_len", "byte_cache"),
+    *("named_cache_dtype", "fp8_tokens", "suffix_only_tokens", "cached_new_tokens", "fp8_output"),
+}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Provide the ops of 0.33.0."""
+    return find_backend("vllm", of_release("0.33.0").path, "cpu")
+
+
+def cases(backend, op):
+    """Return the cases of an op with an op argument."""
+    found = hostile_cases(backend, op, "sm_90", 31, 0)
+    return [case for case in found if case.op_argument != NONE]
+
+
+def test_every_argument_has_a_variant():
+    names = {variant.fields.get("op_argument", NONE) for variant in ARGUMENT_VARIANTS}
+    assert names == {NONE, *OP_ARGUMENTS}
+    assert set(op_arguments._MAKERS) == set(OP_ARGUMENTS)
+
+
+@pytest.mark.releases
+@pytest.mark.slow
+def test_release_agrees_with_the_reference(backend):
+    """Of the cases without a window and splits; the others are those of `attnlab check`."""
+    lab, found = Lab(source=backend.path, device="cpu"), set()
+    for op in ("unified_attention", "context_attention_fwd", "decode_attention_fwd"):
+        for case in cases(backend, op):
+            if case.num_splits or case.sliding_window or case.head_size > 200:
+                continue
+            if any(one.is_fault for one in check_case(lab, backend, case)):
+                found.add((op, case.op_argument))
+    assert found == {("unified_attention", "tensor_descriptors")}
+    assert found <= KNOWN
+
+
+@pytest.mark.releases
+def test_references_differ_from_those_without_the_argument(backend):
+    """A value that changes nothing could not show a fault."""
+    lab = Lab(source=backend.path, device="cpu")
+    for case in cases(backend, "unified_attention"):
+        plain = case.replace(op_argument=NONE)
+        differs = not torch.allclose(lab.reference(case), lab.reference(plain), atol=1e-3)
+        assert differs == (case.op_argument not in NEUTRAL), case.op_argument
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("name", "other"), [("tree", {"qq_bias": None}), ("chunks", {"chunk_lookback": 0})]
+)
+def test_a_wrong_value_is_found(backend, monkeypatch, name, other):
+    """The op gets another value than the reference."""
+    case = next(one for one in cases(backend, "unified_attention") if one.op_argument == name)
+    monkeypatch.setitem(op_arguments._MAKERS, name, lambda case, given: other)
+    (fault,) = (
+        one
+        for one in check_case(Lab(source=backend.path, device="cpu"), backend, case)
+        if one.is_fault
+    )
+    assert (fault.kind, fault.diagnosis) == ("wrong_output", f"op_argument {name}")
+
+
+def test_a_release_without_the_argument_is_unsupported():
+    case = Case(
+        op="unified_attention", backend="vllm", op_argument="ranges", query_lens=(3,), ctx_lens=(4,)
+    )
+    with pytest.raises(Unsupported, match="op_argument must not be ranges"):
+        pass_argument(case, {"q": None}, {"q", "k"})
+    plain = dataclasses.replace(case, op_argument=NONE)
+    assert pass_argument(plain, {"q": None}, {"q"}).arguments == {"q": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"op": "merge_attn_states"}, "op_argument"),
+        ({"backend": "model"}, "op_argument"),
+        ({"sliding_window": 4, "alibi": False, "op_argument": "fp8_query"}, "kv_cache_dtype"),
+        ({"op_argument": "chunks"}, "sliding_window"),
+        ({"op_argument": "chunk"}, "op_argument"),
+        ({"kv_head_range": (0, 1)}, "op_argument"),
+    ],
+)
+def test_impossible_combinations(fields, field):
+    good = {"op": "unified_attention", "backend": "vllm", "op_argument": "ranges"}
+    Case(**good)
+    with pytest.raises(InvalidCase) as caught:
+        Case(**{**good, **fields})
+    assert caught.value.field == field
