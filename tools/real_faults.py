@@ -10,8 +10,9 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
 `attnlab check` and is put into one of four classes:
 
 - breaks: no case runs.
-- no change seen: no hostile case and none of 62 further random cases gives another output, up to rounding.
-- missed: a further random case gives another output, but the check finds nothing.
+- no change seen: no hostile case and none of 62 further random cases gives a wrong output where the unchanged
+  op is right.
+- missed: a case does, but the check finds nothing.
 - found: the check finds it. Its first wrong output is diagnosed with the kernel at hand. A name, a rule, or a
   description of the weights is right if it gives the mutant's output on fresh cases wherever that is wrong. A
   description by a pattern is right if the same rule of places and contents holds there. A located access is
@@ -49,6 +50,7 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.examination import examine
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import Source, find_source
@@ -205,26 +207,28 @@ def plant(order: dict[str, Any], folder: Path) -> Path:
 def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any]:
     """Run the hostile cases, then further ones, until one output differs from the sound one."""
     sound = torch.load(order["sound"], weights_only=True)
-    changed, ran = [], 0
+    changed, missed, ran = 0, [], 0
     op = order["op"] if order["backend"] == "vllm" else HIP_OP
     cases = all_cases(backend, op)
     for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
-        if i >= DEFAULT_CASES and (changed or not ran):
+        if i >= DEFAULT_CASES and (missed or not ran):
             break
         got = observe(lab, backend, case)
         if got is None or isinstance(expected, str) or expected is None:
             continue
         ran += not isinstance(got, str)
         if not same(got, expected):
-            changed.append((i, case))
+            changed += 1
             known = sound["faults"][i] if i < DEFAULT_CASES else []
             if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case, known)):
                 return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
+            if is_new_error(lab, backend, case, got, expected):
+                missed.append((i, case))
     if not ran:
         return {"class": "breaks"}
-    if not any(is_beyond_rounding(lab, backend, case) for _, case in changed):
-        return {"class": "no change seen", "rounding": len(changed)}
-    return {"class": "missed", "case": changed[0][0], "run": changed[0][1].to_cli()}
+    if not missed:
+        return {"class": "no change seen", "rounding": changed}
+    return {"class": "missed", "case": missed[0][0], "run": missed[0][1].to_cli()}
 
 
 def all_cases(backend: Backend, op: str) -> list[Case]:
@@ -295,15 +299,20 @@ def faults_of(lab: Lab, backend: Backend, case: Case, known: Sequence[str] = ())
     return {"kind": new[0].kind, "label": new[0].diagnosis} if new else {}
 
 
-def is_beyond_rounding(lab: Lab, backend: Backend, case: Case) -> bool:
-    """Return whether the output of a case is wrong by more than rounding."""
-    try:
-        if case.spec.writes_cache:
-            return bool(faults_of(lab, backend, case))
-        run = run_case(lab, backend, case)
-    except AttnLabError:
+def is_new_error(
+    lab: Lab, backend: Backend, case: Case, got: Observed, expected: tuple[torch.Tensor | None, ...]
+) -> bool:
+    """Return whether a run is wrong by more than rounding where the unchanged op is right."""
+    if not isinstance(got, tuple):
         return True
-    return diagnose(case, run.output, lab=lab, propose=False).is_wrong
+    if case.spec.writes_cache:
+        return bool(faults_of(lab, backend, case))
+    is_wrong = [
+        examine(lab, case, one[0], ()).evidence.locations.is_wrong
+        for one in (got, expected)
+        if one[0] is not None
+    ]
+    return bool((is_wrong[0] & ~is_wrong[-1]).any())
 
 
 def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Labels of wrong outputs by evidence: a rule that explained one case's output is tried on the next first.
+"""Labels of wrong outputs by evidence: what explained one case's output is tried on the next first.
+
+Evidence is a rule about addresses or the softmax, or else the rule of an X-ray of the kernel.
 
 Two faults with different rules get different labels, and one fault that shows in several cases gets one,
 which the name that an output alone suggests does not ensure.
@@ -17,17 +19,27 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.rule_search import find_rule, is_general
+from attnlab.diagnosis.weights_check import follows_from
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
+from attnlab.weights.description import Description
+from attnlab.weights.public import xray
 
 MOST_SEARCHES = 4  # for rules, of one op in one process
+_XRAY_S = 3.0  # time for the search for a description
+_MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 
 
 class Rules:
-    """The rules that were confirmed for one op of one backend in this process; it is mutated by ``label``."""
+    """What was found out about one op of one backend in this process; ``label`` mutates it.
+
+    ``found``: rules that further cases confirmed; ``weights``: descriptions by X-rays; ``searches``: how
+    often something new was looked for.
+    """
 
     def __init__(self) -> None:
         self.found: list[Defect] = []
+        self.weights: list[Description] = []
         self.searches = 0
 
     def label(
@@ -38,14 +50,32 @@ class Rules:
             seen = examine(lab, case, output, (known,), Pattern()).diagnosis
             if any(is_general(one) for one in seen.explanations):
                 return known.text
+        found = examine(lab, case, output, (), Pattern())
+        for described in self.weights:
+            if follows_from(described, lab, case, output, found):
+                return described.text
         if self.searches >= MOST_SEARCHES:
             return ""
         self.searches += 1
+        return self._new_rule(lab, case, rerun) or self._new_weights(lab, case)
+
+    def _new_rule(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
         rule = find_rule(lab, case, rerun)
         if rule is None:
             return ""
         self.found.append(rule.candidate.defect)
         return rule.candidate.text
+
+    def _new_weights(self, lab: Lab, case: Case) -> str:
+        """Return the rule of an X-ray of the kernel; "" if the case is too large, or for no clear rule."""
+        slots = case.total_blocks * case.block_size
+        if case.lengths.num_tokens * case.num_heads * slots > _MOST_WEIGHTS:
+            return ""
+        seen = xray(case, lab=lab, limit_s=_XRAY_S)
+        if seen.status != "described" or seen.description is None:
+            return ""
+        self.weights.append(seen.description)
+        return seen.description.text
 
 
 @lru_cache(maxsize=16)
@@ -61,9 +91,8 @@ def evidence_label(
 
     A search for a rule runs the kernel about three times. It is made if the output alone has no explanation.
     """
-    name = diagnosis.cause.name if diagnosis.cause is not None else ""
-    if name:
-        return name
+    if diagnosis.explanations:  # Finding.names joins cases that do not decide with those that do
+        return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
     try:
         rule = _rules_of(backend, case.op).label(
             lab, case, output, lambda one: run_case(lab, backend, one).output

@@ -41,6 +41,7 @@ class Finding(Shown):
     - ``kind``: a key of KINDS (a fault) or of OBSERVATIONS.
     - ``evidence``: what the run showed, in one sentence.
     - ``diagnosis``: the name of the defect that explains it, or the status of the diagnosis.
+    - ``names``: all defects that explain the output of ``first``; several if that does not decide.
     - ``case``: the smallest Case that shows it.
     - ``first``: the Case that showed it first; None if that is ``case``.
     - ``seen``: the number of cases that showed it.
@@ -59,6 +60,7 @@ class Finding(Shown):
     flags: tuple[str, ...] = ()
     lines: tuple[KernelLine, ...] = ()
     no_lines: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -69,6 +71,25 @@ class Finding(Shown):
     def group(self) -> tuple[str, str, str]:
         """Return (op, kind, diagnosis); findings with the same group are reported once."""
         return self.op, self.kind, self.diagnosis
+
+    def is_same(self, other: "Finding") -> bool:
+        """Answer whether another finding may be the same fault: an equal diagnosis, or a defect that explains
+        both."""
+        if self.group == other.group:
+            return True
+        is_alike = (self.op, self.kind) == (other.op, other.kind)
+        return is_alike and bool(set(self.names) & set(other.names))
+
+    def joined(self, other: "Finding") -> "Finding":
+        """Return this finding with only the names that explain another one of the same fault, too.
+
+        If one is left, it is the diagnosis.
+        """
+        names = tuple(name for name in self.names if name in other.names)
+        if not names:
+            return self
+        diagnosis = names[0] if len(names) == 1 else self.diagnosis
+        return dataclasses.replace(self, names=names, diagnosis=diagnosis)
 
     @property
     def command(self) -> str:
@@ -92,10 +113,11 @@ class Finding(Shown):
 
     def to_verdict(self) -> dict[str, Any]:
         """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""
-        names = ("op", "kind", "evidence", "diagnosis")
+        names = ("op", "kind", "evidence", "diagnosis", "names")
         return {**{name: getattr(self, name) for name in names}, "case": self.case.changes()}
 
     @classmethod
     def from_verdict(cls, fields: Mapping[str, Any]) -> "Finding":
         """Return the finding of :meth:`to_verdict`."""
-        return cls(**{**fields, "case": Case.from_dict(fields["case"])})
+        changes = {"case": Case.from_dict(fields["case"]), "names": tuple(fields.get("names", ()))}
+        return cls(**{**fields, **changes})

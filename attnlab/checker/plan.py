@@ -160,7 +160,10 @@ class Group:
 
 
 def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, str], Group]:
-    """Return the groups of equal findings, in the order of the tasks that show them first."""
+    """Return the groups of findings of the same fault, in the order of the tasks that show them first.
+
+    Cases that do not decide between the same defects belong to one fault, as :meth:`Finding.is_same` says.
+    """
     found: dict[tuple[str, str, str], Group] = {}
     for task in tasks:
         outcome = outcomes.get(task.key)
@@ -168,12 +171,14 @@ def groups(tasks: Sequence[Task], outcomes: Outcomes) -> dict[tuple[str, str, st
             continue
         counted = set[tuple[str, str, str]]()
         for finding in findings_of(task, outcome):
-            key = finding.group
+            same = (key for key, group in found.items() if group.finding.is_same(finding))
+            key = next(same, finding.group)
             if key not in found:
                 found[key] = Group(task, finding, 0, outcome.status != DONE)
+            found[key].finding = found[key].finding.joined(finding)
             found[key].seen += key not in counted
             counted.add(key)
-    return found
+    return {group.finding.group: group for group in found.values()}
 
 
 def findings_of(task: Task, outcome: Outcome) -> list[Finding]:

@@ -63,7 +63,7 @@ def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> F
             found = check_case(lab, backend, case)
     except AttnLabError:
         return None
-    return next((other for other in found if other.group == finding.group), None)
+    return next((other for other in found if other.is_same(finding)), None)
 
 
 def _smaller_cases(case: Case) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnlab.case.errors import AttnLabError
@@ -34,7 +35,22 @@ def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore
     for i, finding in enumerate(report.findings):
         on_step("locating the faults", i, len(report.findings))
         found.append(_located(lab, backend, finding))
-    return dataclasses.replace(report, findings=found)
+    return dataclasses.replace(report, findings=merged_by_line(found))
+
+
+def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of which an edit of the same lines makes the output right as one, the first.
+
+    One fault may have different names in different cases, but it has one place.
+    """
+    merged: dict[object, Finding] = {}
+    for i, finding in enumerate(findings):
+        places = tuple((one.file, one.line) for one in finding.lines if one.evidence == "edit")
+        key = (finding.op, finding.kind, places) if places else i
+        if (first := merged.get(key)) is not None:
+            finding = dataclasses.replace(first, seen=first.seen + finding.seen)
+        merged[key] = finding
+    return list(merged.values())
 
 
 def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:

@@ -33,7 +33,8 @@ _DOCUMENT = """\
 --json prints one object:
   source, version, cases, cases_run, seconds
   ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
-  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, run, first, lines, no_lines}
+  findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, names, run, first,
+    lines, no_lines}; names: all defects that explain the output
   with --locate, lines of a finding are {file, line, source, score, evidence, reason}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran

@@ -34,9 +34,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit-s",
         type=float,
-        default=20.0,
+        default=10.0,
         metavar="S",
-        help="seconds for the search for a description (default: 20)",
+        help="seconds for the search for a description (default: 10)",
     )
     group.add_argument(
         "--no-confirm",

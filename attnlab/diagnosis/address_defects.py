@@ -36,7 +36,9 @@ def address_defects(problem: Problem) -> list[Defect]:
     found = [
         _defect(rule.name, rule.text(one.terms), rule)
         for tensor, one in memory.items()
-        for rule in rules_of(tensor, one, _sizes(problem.call, tensor))
+        for rule in rules_of(
+            tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
+        )
     ]
     return found + [_defect(one.name, one.text, one) for one in shared_rules(memory)]
 
@@ -61,7 +63,7 @@ def _is_modelled(call: KernelCall) -> bool:
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
-    """Return the strides of a tensor, then those of its counterpart, then other sizes, by name."""
+    """Return the strides of a tensor, other sizes, and those of other tensors that differ, by name."""
     memory = memory_of(call)
     other = {
         "key_cache": "value_cache",
@@ -70,9 +72,17 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
         "value": "key",
     }.get(tensor, "")
     strides = dict(memory[tensor].strides)
-    if other in memory:
-        strides |= {f"{other} {name}": size for name, size in memory[other].strides.items()}
-    return strides | sizes_of(call)
+    found = strides | sizes_of(call)
+    rest = [name for name in memory if name not in (tensor, other)]
+    for name in [other] * (other in memory) + rest:
+        own = {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
+        found |= {text: size for text, size in own.items() if size not in found.values()}
+    return found
+
+
+def _of_others(call: KernelCall, tensor: str) -> list[str]:
+    """Return the names of the strides of other tensors."""
+    return [name for name in _sizes(call, tensor) if " stride" in name]
 
 
 def _change(rule: Rule) -> ChangeInputs:

@@ -25,6 +25,7 @@ NOUNS = {
     "value_cache": "cached values",
     "block_table": "entries of the block table",
     "output": "the output",
+    "lse": "the log-sum-exp",
     "prefix_output": "outputs of the prefix",
     "suffix_output": "outputs of the suffix",
     "prefix_lse": "log-sum-exps of the prefix",
@@ -69,7 +70,7 @@ class AddressRule:
 
     def text(self, terms: tuple[Term, ...]) -> str:
         """Return the rule as a clause."""
-        verb = "is written to" if self.tensor == "output" else "are read at"
+        verb = "is written to" if self.tensor in ("output", "lse") else "are read at"
         what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
         if self.index is None:
             return f"{what}: always that of the first element"
@@ -88,14 +89,20 @@ def _braced(feature: str) -> str:
     return f"({feature})" if " " in feature else feature
 
 
-def rules_of(tensor: str, memory: TensorMemory, sizes: dict[str, int]) -> Iterator[AddressRule]:
-    """Yield the rules of a tensor that differ by their numbers; ``sizes`` also has the strides."""
+def rules_of(
+    tensor: str, memory: TensorMemory, sizes: dict[str, int], of_others: Iterable[str] = ()
+) -> Iterator[AddressRule]:
+    """Yield the rules of a tensor that differ by their numbers.
+
+    ``sizes`` also has the strides; ``of_others`` are those of other tensors, which replace strides only.
+    """
+    others = set(of_others)
     yield AddressRule(tensor, None)
     for index, (own, stride) in enumerate(memory.terms):
         seen = {(own, sizes[stride])}
         options = [(feature, stride) for feature in INSTEAD.get(own, ())]
         options += [(own, other) for other in sizes if other != stride]
-        options += [("1", other) for other in sizes]
+        options += [("1", other) for other in sizes if other not in others]
         for feature, other in options:
             key = ("0", 0) if feature == "0" else (feature, sizes[other])
             if key not in seen:

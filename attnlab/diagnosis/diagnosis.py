@@ -10,6 +10,7 @@ from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.candidate_text import candidate_dict
 from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.pattern import Pattern
@@ -62,7 +63,9 @@ class Diagnosis(Shown):
     - ``slot_kinds``: of the slot-dependent rows, those that change when slots of one kind hold NaN: "tail"
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
+    - ``bad_lines``: those of them that recur wherever the output of a further case is wrong.
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
+    - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
@@ -91,8 +94,10 @@ class Diagnosis(Shown):
     slot_kinds: dict[str, list[int]] = field(default_factory=dict)
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    bad_lines: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
+    weights: DescribedWeights | None = None
     rule: ConfirmedRule | None = None
     claim: PatternClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
@@ -175,8 +180,12 @@ class Diagnosis(Shown):
         """Return the conclusion of the X-ray, if it has one about the weights."""
         if self.xray is None or self.xray.status not in ("right", "precision", "described"):
             return []
+        if self.xray.status == "precision" and not self.pattern.of("precision"):
+            return []  # the output is wrong by more than precision explains
         count = _XRAY_SENTENCES if self.cause is None else 1
-        return [f"X-ray of the kernel: {sentence}" for sentence in self.xray.sentences[:count]]
+        is_rule = self.xray.status != "described" or self.weights is not None or self.explanations
+        subject = "X-ray of the kernel" if is_rule else "X-ray of the kernel, for this call alone"
+        return [f"{subject}: {sentence}" for sentence in self.xray.sentences[:count]]
 
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
@@ -187,14 +196,14 @@ class Diagnosis(Shown):
             return f"{self.status}: {words}"
         if self.rule is not None:
             return f"described: {self.rule.text}"
-        if self.status == "described" and self.xray is not None and self.xray.status == "described":
-            return "described: no candidate explains the output; the X-ray of the kernel states the rule"
-        if self.status == "described" and (self.wraps or self.outside):
-            return (
-                "described: the source lines above compute a wrong address; no other cause is named"
-            )
+        if self.weights is not None:
+            return f"described by the X-ray: {self.weights.text}"
+        claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
+        if self.status == "described" and self.bad_lines:
+            lines = " or ".join(self.bad_lines)
+            return f"described: wherever a further output is wrong, {lines} has a bad access, too{claim}"
         if self.status == "described" and self.claim is not None:
-            return f"described: no candidate explains the output; in further cases, too, {self.claim.text}"
+            return f"described: no candidate explains the output{claim}"
         if self.status == "described":
             return (
                 f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
@@ -229,10 +238,12 @@ class Diagnosis(Shown):
             "slot_kinds": self.slot_kinds,
             "wraps": list(self.wraps),
             "outside": list(self.outside),
+            "bad_lines": list(self.bad_lines),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
             "side_errors": [one.sentence for one in self.side_errors],
+            "weights": None if self.weights is None else self.weights.text,
             "claim": None if self.claim is None else self.claim.text,
             "locations": [line.to_dict() for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,

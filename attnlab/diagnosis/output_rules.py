@@ -1,9 +1,10 @@
 """Rules about whole outputs: rows written to wrong addresses, and parts of a merge read from wrong ones."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -25,7 +26,7 @@ from attnlab.kernels.model.merge import partials
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
-_MOST_ELEMENTS = 1 << 20  # of an output that is predicted as a whole
+MOST_ELEMENTS = 1 << 20  # of an output that is predicted as a whole
 _PARTS = ("prefix_output", "suffix_output", "prefix_lse", "suffix_lse")
 
 
@@ -40,11 +41,11 @@ class OutputRule:
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
-        right, before = _right(problem), problem.before
+        right, before = right_output(problem), problem.before
         if before is None:
             return right
         memory = TensorMemory.of(before, ROW_TERMS)
-        features, sizes = _row_features(problem), _sizes(problem.call, memory)
+        features, sizes = features_of_rows(problem), _sizes(problem.call, memory)
         to = self.rule.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         inside = (to >= 0) & (to < len(memory.flat))
@@ -61,12 +62,12 @@ class MergeRule:
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
-        right, shape = _right(problem), problem.call.query.shape[:2]
+        right, shape = right_output(problem), problem.call.query.shape[:2]
         memory = _merge_memory(problem.call, problem)
         read = {}
         for name, one in memory.items():
             rule = self.rule if name == self.rule.tensor else OWN
-            features, sizes = _row_features(problem), _sizes(problem.call, one)
+            features, sizes = features_of_rows(problem), _sizes(problem.call, one)
             stored, inside = one.read(rule.address(one.terms, features, sizes))
             read[name] = torch.where(inside, stored.double(), 0.0)
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
@@ -85,10 +86,10 @@ class MergeLaw:
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the law."""
-        right, memory = _right(problem), _merge_memory(problem.call, problem)
+        right, memory = right_output(problem), _merge_memory(problem.call, problem)
         read = {}
         for name, one in memory.items():
-            address = OWN.address(one.terms, _row_features(problem), _sizes(problem.call, one))
+            address = OWN.address(one.terms, features_of_rows(problem), _sizes(problem.call, one))
             read[name] = one.read(address)[0].double()
         lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
         scales = MERGE_LAWS[self.kind](lse)
@@ -147,13 +148,19 @@ MERGE_LAWS: dict[str, Scales] = {
     "the smaller log-sum-exp is subtracted in place of the larger": _scaled(top="min"),
 }
 
-WholeRule = OutputRule | MergeRule | MergeLaw
+
+class WholeRule(Hashable, Protocol):
+    """A rule that predicts a whole output."""
+
+    def predict(self, problem: Problem) -> Predicted:
+        """Return the whole output under the rule."""
+        ...
 
 
 def output_defects(problem: Problem) -> list[Defect]:
     """Return the rules about whole outputs that a call allows, each as a defect."""
     call = problem.call
-    if call.output.numel() > _MOST_ELEMENTS or call.spec.writes_cache:
+    if call.output.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
         Defect(
@@ -162,14 +169,14 @@ def output_defects(problem: Problem) -> list[Defect]:
             text=text,
             seen_in=(),
             touches="all",
-            compute=_computed(rule),
+            compute=computed(rule),
             applies=always,
         )
         for rule, text in _rules(problem)
     ]
 
 
-def _rules(problem: Problem) -> Iterator[tuple[WholeRule, str]]:
+def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw, str]]:
     call = problem.call
     memory = TensorMemory.of(call.output, ROW_TERMS)
     for rule in rules_of("output", memory, _sizes(call, memory)):
@@ -181,8 +188,8 @@ def _rules(problem: Problem) -> Iterator[tuple[WholeRule, str]]:
                 yield MergeRule(rule), rule.text(one.terms)
 
 
-def _computed(rule: WholeRule) -> Compute:
-    """Return the ``compute`` of a rule: some rows of the whole output."""
+def computed(rule: WholeRule) -> Compute:
+    """Return the ``compute`` of a rule about whole outputs: some rows of the output."""
 
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
         whole, rows = _predicted(rule, problem), problem.rows(row_slice)
@@ -200,13 +207,13 @@ def _predicted(rule: WholeRule, problem: Problem) -> Predicted:
 
 
 @lru_cache(maxsize=2)
-def _right(problem: Problem) -> Predicted:
+def right_output(problem: Problem) -> Predicted:
     """Return the right output of all rows, which lie in the order of their sequences."""
     return concatenate([problem.correct(row_slice) for row_slice in all_rows(problem)])
 
 
 @lru_cache(maxsize=2)
-def _row_features(problem: Problem) -> dict[str, torch.Tensor]:
+def features_of_rows(problem: Problem) -> dict[str, torch.Tensor]:
     """Return the features of all rows."""
     parts = [
         row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)

@@ -77,6 +77,7 @@ def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
     yield "with several new tokens", members(lambda seq: query[seq] > 1)
     yield "with a context", members(lambda seq: ctx[seq] > 0)
     yield "without context", members(lambda seq: ctx[seq] == 0)
+    yield "with more than one key", members(lambda seq: sizes.seq_len(seq) > 1)
     for what, lens in (
         ("seq_len", [sizes.seq_len(seq) for seq in range(len(query))]),
         ("ctx_len", ctx),

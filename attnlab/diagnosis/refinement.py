@@ -22,6 +22,7 @@ from attnlab.diagnosis.examination import Examination, examine
 from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
 from attnlab.diagnosis.rule_search import find_rule
+from attnlab.diagnosis.weights_check import confirmed_weights
 from attnlab.diagnosis.withdrawal import with_slot_kinds
 from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
 from attnlab.lab.lab import Lab
@@ -89,8 +90,8 @@ def with_reruns(
     rule = None if diagnosis.explanations else find_rule(lab, case, kernel.run)
     if rule is not None:
         return dataclasses.replace(diagnosis, status="described", rule=rule)
-    diagnosis = _with_xray(case, kernel, diagnosis, seconds)
-    if diagnosis.explanations or _is_described_by(diagnosis.xray):
+    diagnosis = _with_weights(lab, case, kernel, _with_xray(case, kernel, diagnosis, seconds))
+    if diagnosis.explanations or diagnosis.weights is not None:
         return diagnosis
     claim = confirmed_claim(lab, case, first, kernel.run)
     status = "unexplained" if claim is None else "described"
@@ -107,8 +108,15 @@ def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float)
         return diagnosis  # the call is too large, or the kernel rejects coded values
 
 
-def _is_described_by(found: XRay | None) -> bool:
-    return found is not None and found.status == "described"
+def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with what of the X-ray the outputs of further cases confirm; without that, the
+    X-ray describes nothing."""
+    found = diagnosis.xray
+    if found is None or found.status != "described" or diagnosis.explanations:
+        return diagnosis
+    weights = confirmed_weights(lab, case, found.descriptions, kernel.run)
+    status = "unexplained" if weights is None else "described"
+    return dataclasses.replace(diagnosis, status=status, weights=weights)
 
 
 def _can_xray(case: Case, seconds: float) -> bool:

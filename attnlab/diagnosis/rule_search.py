@@ -4,6 +4,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.candidates import Candidate
@@ -12,7 +13,9 @@ from attnlab.diagnosis.output_rules import output_defects
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.rule import ConfirmedRule
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.scratch_rules import scratch_defects
+from attnlab.diagnosis.second_case import second_cases, with_known_contents
+from attnlab.diagnosis.softmax_rules import softmax_defects
 from attnlab.lab.lab import Lab
 
 
@@ -35,17 +38,21 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     return ConfirmedRule(candidate=left[0], cases=cases) if left and cases else None
 
 
-def with_known_contents(case: Case) -> Case:
-    """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
-    return case.replace(empty_slots="garbage", output_init="recycled")
+def rules_of(problem: Problem) -> tuple[Defect, ...]:
+    """Return the rules beyond the catalogue that a call allows."""
+    return (
+        *address_defects(problem),
+        *output_defects(problem),
+        *softmax_defects(problem),
+        *scratch_defects(problem),
+    )
 
 
 def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
     try:
         output = rerun(case)
         problem = Problem.of_case(case, lab.batch(case), lab.call(case))
-        rules = (*address_defects(problem), *output_defects(problem))
-        found = examine(lab, case, output, rules, Pattern())
+        found = examine(lab, case, output, rules_of(problem), Pattern())
     except AttnLabError:
         return []
     return [one for one in found.diagnosis.candidates if is_general(one)]
@@ -53,18 +60,21 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
 
 def is_general(candidate: Candidate) -> bool:
     """Answer whether a candidate explains an output in all rows, or in all decodes or prefills."""
-    scope = candidate.scope
-    return candidate.verdict == "explains" and scope is not None and scope.rows != "sequences"
+    return candidate.verdict == "explains" and _has_general_scope(candidate)
+
+
+def _has_general_scope(candidate: Candidate) -> bool:
+    return candidate.scope is not None and candidate.scope.rows != "sequences"
 
 
 def _confirmed(
     lab: Lab, case: Case, output: torch.Tensor, candidates: list[Candidate]
 ) -> tuple[list[Candidate], bool]:
     """Return the candidates that explain another output, and whether that output is wrong at all."""
-    kept, is_wrong = [], False
-    for one in candidates:
-        found = examine(lab, case, output, (one.defect,), Pattern()).diagnosis
-        is_wrong = found.is_wrong
-        if any(is_general(again) for again in found.explanations):
-            kept.append(one)
-    return kept, is_wrong
+    found = examine(lab, case, output, [one.defect for one in candidates], Pattern()).diagnosis
+    again = {
+        one.name
+        for one in found.candidates
+        if one.verdict in ("explains", "less likely") and _has_general_scope(one)
+    }
+    return [one for one in candidates if one.name in again], found.is_wrong

@@ -17,27 +17,59 @@ _SCALE = 0.73  # the second scale of the scores, in units of the first
 _MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
 _LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
 _SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
-_MIXED = ((1, 37), (5, 21), (1, 90), (18, 64), (2, 7))  # no sequence is short, and lengths differ
+_DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
+_FURTHER = (
+    ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
+    ((2, 5), (35, 16), (1, 0), (1, 280)),
+    ((1, 44), (2, 18)),
+    ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
+)
+_MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
 
 def second_cases(case: Case) -> Iterator[Case]:
     """Yield cases in which an explanation must hold again: the second case, then one without short sequences
-    that has decodes and prefills if the same kernels serve both."""
-    second = second_case(case)
-    if second is not None:
-        yield second
-    third = _mixed_case(case) or other_case(case)
-    if third is not None:
-        yield third
+    that has decodes and prefills if the same kernels serve both. If only decodes ran, a further batch of
+    decodes follows, because an op may compute those in another way."""
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    mixed = _longer_case(case, _MIXED, 7)
+    found = [second_case(case), mixed or other_case(case)]
+    if only_decodes and mixed is not None:
+        found.append(_longer_case(case, _DECODES, 11))
+    yield from (other for other in found if other is not None)
 
 
-def _mixed_case(case: Case) -> Case | None:
+def further_cases(case: Case) -> Iterator[Case]:
+    """Yield the cases in which a description must hold again: those of an explanation, and more.
+
+    A description says less than an explanation, so more lengths can refute it.
+    """
+    yield from second_cases(case)
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    for seed, pairs in enumerate(_FURTHER, 13):
+        chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
+        other = _longer_case(case, chosen, seed)
+        if other is not None:
+            yield other
+
+
+def edge_case(case: Case, limit: int) -> Case | None:
+    """Return a batch of decodes whose lengths are around a limit that a rule states, or None."""
+    return _longer_case(case, [(1, limit + more) for more in (-2, -1, 0, 1)] + [(1, 3)], 17)
+
+
+def with_known_contents(case: Case) -> Case:
+    """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
+    return case.replace(empty_slots="garbage", output_init="recycled")
+
+
+def _longer_case(case: Case, pairs: Sequence[tuple[int, int]], seed: int) -> Case | None:
     """Return a case whose sequences have contexts and different lengths, or None if other kernels run it."""
     if case.block_table is not None or case.seq_range is not None or case.first_block:
         return None
-    changes = {**_lengths(case, _MIXED), **_other_scales(case)}
+    changes = {**_lengths(case, pairs), **_other_scales(case)}
     try:
-        changed = case.replace(seed=case.seed + 7, freed="kept", **changes)
+        changed = case.replace(seed=case.seed + seed, freed="kept", **changes)
     except InvalidCase:
         return None
     return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None

@@ -1,17 +1,24 @@
 """SideClaim: what is wrong with the log-sum-exp and with rows of padding, as far as further cases confirm."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.case.ops import MERGE
 from attnlab.defects.problem import Problem
+from attnlab.diagnosis.address_memory import ROW_TERMS, TensorMemory
+from attnlab.diagnosis.address_memory import sizes_of as sizes
+from attnlab.diagnosis.address_rules import OWN, rules_of
 from attnlab.diagnosis.describe import sizes_of
+from attnlab.diagnosis.output_rules import features_of_rows
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
+from attnlab.kernels.model.merge import partials
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.lab.side_outputs import LSE
@@ -24,6 +31,7 @@ _FACTORS = {
     "1/2": 0.5,
 }
 _CLOSE = 1e-3
+_MISPLACED = "written to a wrong address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +39,22 @@ class SideClaim:
     """One wrong side output.
 
     - ``subject``, ``quantity``: as in :class:`attnlab.lab.side_outputs.SideError`.
-    - ``what``: what all wrong places hold, such as "NaN" or "the right one + ln(2)"; "" for no simple rule.
+    - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit;
+      the first says most.
     - ``places``: where a log-sum-exp is wrong; None for rows of padding.
     - ``text``: the first error in words.
     """
 
     subject: str
     quantity: str
-    what: str
+    laws: tuple[str, ...]
     places: PatternClaim | None
     text: str
+
+    @property
+    def what(self) -> str:
+        """Return the first of the laws, or ""."""
+        return self.laws[0] if self.laws else ""
 
     @property
     def is_rule(self) -> bool:
@@ -59,14 +73,16 @@ class SideClaim:
     def common(self, other: "SideClaim") -> "SideClaim | None":
         """Return what two cases support, or None if they differ."""
         same = (self.subject, self.quantity) == (other.subject, other.quantity)
-        if not same or (self.subject != LSE and self.what != other.what):
+        laws = tuple(law for law in self.laws if law in other.laws)
+        if not same or (self.subject != LSE and not laws):
             return None
         places = None
         if self.places is not None and other.places is not None:
             places = self.places.common(other.places)
-        what = self.what if self.what == other.what else ""
+        if laws and laws[0].startswith(_MISPLACED):
+            places = None  # they follow from the addresses
         return SideClaim(
-            subject=self.subject, quantity=self.quantity, what=what, places=places, text=self.text
+            subject=self.subject, quantity=self.quantity, laws=laws, places=places, text=self.text
         )
 
 
@@ -76,15 +92,16 @@ def side_claims(lab: Lab, case: Case, ran: Result) -> tuple[SideClaim, ...]:
     padded = None if ran.padded is None else ran.padded.cpu()
     found = []
     for error in lab.side_errors(case, lse, padded):
-        what, places = _word(error.value), None
+        laws: tuple[str, ...] = (_word(error.value),)
+        places = None
         if error.subject == LSE:
             assert lse is not None
-            what, places = _lse(lab, case, lse)
+            laws, places = _lse(lab, case, lse)
         found.append(
             SideClaim(
                 subject=error.subject,
                 quantity=error.quantity,
-                what=what,
+                laws=laws,
                 places=places,
                 text=error.text(),
             )
@@ -100,7 +117,7 @@ def confirmed_side_claims(
     ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
     """
     cases = 0
-    for other in second_cases(case):
+    for other in further_cases(case):
         try:
             again = side_claims(lab, other, run(other))
         except AttnLabError:
@@ -125,7 +142,7 @@ def common_claims(
     return left if len(left) == len(claims) else ()
 
 
-def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[str, PatternClaim | None]:
+def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], PatternClaim | None]:
     """Return what the wrong log-sum-exps hold, and where they are."""
     expected, bound = lab.expected_lse(case)
     expected, bound = expected.cpu().double(), bound.cpu().double()
@@ -136,31 +153,86 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[str, PatternClaim | N
     ran[_slice(rows), _slice(heads)] = True
     wrong &= ran
     if not bool(wrong.any()):
-        return "", None
+        return (), None
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
-    return _law(values[wrong], expected[wrong]), places
+    laws = _laws(values[wrong], expected[wrong], _highest(problem)[wrong])
+    return (*_misplaced(problem, values, expected, bound), *laws), places
+
+
+def _highest(problem: Problem) -> torch.Tensor:
+    """Return the highest log-sum-exp of the parts of a merge, [rows, heads]; NaN for other ops."""
+    if problem.call.op != MERGE:
+        return torch.full(problem.call.query.shape[:2], math.nan, dtype=torch.float64)
+    parts = partials(problem.call, problem.target)
+    return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
+
+
+def _misplaced(
+    problem: Problem, values: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+) -> Iterator[str]:
+    """Yield the rules of wrong addresses to which the log-sum-exps may be stored."""
+    rows, heads = expected.shape
+    is_merge = (
+        problem.call.op == MERGE
+    )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
+    strides = (1, rows) if is_merge else (heads, 1)
+    memory = TensorMemory(
+        flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
+        base=0,
+        terms=ROW_TERMS[:2],
+        strides={"stride 0": strides[0], "stride 1": strides[1]},
+    )
+    features = {name: one[..., 0] if one.ndim else one for name, one in _features(problem).items()}
+    factors = dict(memory.strides) | sizes(problem.call)
+    own = OWN.address(memory.terms, features, factors).expand(expected.shape)
+    for rule in rules_of("lse", memory, factors):
+        to = rule.address(memory.terms, features, factors).expand(expected.shape)
+        inside = (to >= 0) & (to < rows * heads)
+        flat, allowed = memory.flat.clone(), memory.flat.clone()
+        flat[to[inside]], allowed[to[inside]] = expected[inside], bound[inside]
+        is_same = (values - flat[own]).abs() <= allowed[own]
+        if bool((is_same | (values.isnan() & flat[own].isnan())).all()):
+            yield rule.text(memory.terms).removeprefix("the log-sum-exp is ")
+
+
+def _features(problem: Problem) -> dict[str, torch.Tensor]:
+    """Return the features of rows and heads, which broadcast to [rows, heads, 1]."""
+    found = dict(features_of_rows(problem))
+    found["d"] = torch.tensor(0)
+    return found
 
 
 def _slice(span: range | None) -> slice:
     return slice(None) if span is None else slice(span.start, span.stop)
 
 
-def _law(values: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return what wrong numbers have in common, or ""."""
+def _laws(values: torch.Tensor, expected: torch.Tensor, highest: torch.Tensor) -> Iterator[str]:
+    """Yield what wrong numbers have in common; ``highest``: the maximum that was subtracted."""
     words = {_word(value) for value in values.tolist()}
     if len(words) == 1 and (word := words.pop()) != "a number":
-        return word
+        yield word
     if not bool(values.isfinite().all()):
-        return ""
+        return
     difference, ratio = values - expected, values / expected
     for name, factor in _FACTORS.items():
         if bool(((ratio - factor).abs() <= _CLOSE).all()):
-            return f"{name} times the right one"
+            yield f"{name} times the right one"
     if float(difference.max() - difference.min()) <= _CLOSE:
-        return f"the right one {float(difference.mean()):+.3f}"
-    return ""
+        yield f"the right one {float(difference.mean()):+.3f}"
+    sums = (expected - highest).exp()
+    laws = {
+        "the logarithm of the sum minus the maximum": sums.log() - highest,
+        "the logarithm of the sum without the maximum": sums.log(),
+        "the maximum without the logarithm of the sum": highest,
+        "the maximum plus the logarithm of the sum to base 2": highest + sums.log2(),
+        "the maximum plus the sum without its logarithm": highest + sums,
+        "the maximum minus the logarithm of the sum": highest - sums.log(),
+    }
+    for name, law in laws.items():
+        if bool(((values - law).abs() <= _CLOSE * (1 + law.abs())).all()):
+            yield name
 
 
 def _word(value: float) -> str:

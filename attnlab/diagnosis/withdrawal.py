@@ -50,21 +50,18 @@ def with_run_faults(
     """Return the diagnosis with the faults that the run reported.
 
     Lines with int32 overflow or out-of-bounds access explain why other slots were read, so no defect that
-    reads other slots is named besides. If nothing else explains the output, it is described by these lines.
+    reads other slots is named besides.
     """
     diagnosis = dataclasses.replace(diagnosis, wraps=tuple(wraps), outside=tuple(outside))
     if not diagnosis.is_wrong or not (wraps or outside):
         return diagnosis
     what = "the product overflows" if wraps else "an access is out of bounds"
-    diagnosis = withdraw(
+    return withdraw(
         diagnosis,
         lambda one: one.defect.family == "reads",
         "excluded by run",
         f"{{names}} would give the same output, but in the run {what}",
     )
-    if diagnosis.status == "unexplained":
-        return dataclasses.replace(diagnosis, status="described")
-    return diagnosis
 
 
 def with_slot_kinds(diagnosis: Diagnosis, kinds: dict[str, list[int]]) -> Diagnosis:

@@ -1,16 +1,18 @@
-"""Pictures of the findings of a check: an error map for each, and one page with all of them."""
+"""Pictures of the findings of a check: an error map and an X-ray for each, and one page with all of them."""
 
 import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.lengths import Lengths
+from attnlab.case.ops import OPS
 from attnlab.case.output_file import make_output_folder, write_bytes
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import KINDS, Finding
@@ -19,6 +21,12 @@ from attnlab.kernels.backend import Backend
 from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.lab import Lab
+from attnlab.reports.xray_page import xray_picture
+from attnlab.weights.public import xray
+from attnlab.weights.xray import XRay
+
+_XRAY_S = 6.0  # time for the search for a description
+_NO_WEIGHTS = ("wrong_lse",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,8 @@ class Picture:
     """A finding and the file of its picture.
 
     ``data`` is the file in base64, ``kind`` the kind of finding as text. Without a picture ``path`` is
-    None and ``why`` states the reason.
+    None and ``why`` states the reason. ``xray``: the X-ray of the smallest Case, with its pictures for light
+    and dark screens in base64, or None; ``no_xray`` then states the reason.
     """
 
     finding: Finding
@@ -34,6 +43,10 @@ class Picture:
     path: Path | None = None
     data: str = ""
     why: str = ""
+    xray: XRay | None = None
+    light: str = ""
+    dark: str = ""
+    no_xray: str = ""
 
 
 def check_drawable(folder: Path) -> None:
@@ -54,9 +67,9 @@ def check_drawable(folder: Path) -> None:
 
 
 def write_pictures(report: Report, backend: Backend, folder: Path, command: str) -> Path:
-    """Write a PNG of each finding and a page with all of them to ``folder``; return the page.
+    """Write a PNG of each finding, and a page with all of them, to ``folder``; return the page.
 
-    The Cases run again. Raises the errors of :func:`check_drawable`.
+    The page has an X-ray of each finding. The Cases run again. Raises the errors of :func:`check_drawable`.
     """
     check_drawable(folder)
     from attnlab.reports.pages import write_findings
@@ -88,9 +101,31 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
     except AttnLabError as error:
         return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
     owners = [owners_of(case) for case in cases.values() if case is not None]
-    data = _drawn(maps, owners, f"{finding.op}: {kind} ({finding.diagnosis})")
+    data = _drawn(maps, owners, f"{finding.op}: {finding.diagnosis}")
     write_bytes(path, data)
-    return Picture(finding=finding, kind=kind, path=path, data=base64.b64encode(data).decode())
+    return Picture(
+        finding=finding,
+        kind=kind,
+        path=path,
+        data=base64.b64encode(data).decode(),
+        **_xray(lab, backend, finding),
+    )
+
+
+def _xray(lab: Lab, backend: Backend, finding: Finding) -> dict[str, Any]:
+    """Return the X-ray of a finding's smallest Case and its pictures, or why there is none."""
+    if OPS[finding.op].writes_cache:
+        return {"no_xray": "the op weighs no values"}
+    if finding.kind in _NO_WEIGHTS:
+        return {"no_xray": "the finding does not concern the weighted sum"}
+    try:
+        found = xray(finding.case, backend=backend, lab=lab, confirm=False, limit_s=_XRAY_S)
+    except AttnLabError as error:
+        return {"no_xray": str(error)}
+    pictures = {
+        name: xray_picture(found, is_dark=name == "dark", dpi=70) for name in ("light", "dark")
+    }
+    return {"xray": found, **pictures}
 
 
 def _drawn(maps: dict[str, ErrorMap], owners: Sequence[int | None], title: str) -> bytes:

@@ -38,28 +38,23 @@ def write_xray(path: Path, one: XRay, command: str, location: KernelLocation | N
         status=one.status,
         location=location,
         sheet=html(one),
-        light=_picture(one, is_dark=False),
-        dark=_picture(one, is_dark=True),
+        light=xray_picture(one, is_dark=False),
+        dark=xray_picture(one, is_dark=True),
         command=command,
     )
     write_text(path, page)
 
 
-def _picture(one: XRay, *, is_dark: bool) -> str:
+def xray_picture(one: XRay, *, is_dark: bool, dpi: int = 90) -> str:
     """Return a PNG in base64: measured weights, expected weights, their difference, and the law."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
-    from attnlab.show.plots.weights import plot_law, plot_weights
+    from attnlab.show.plots.weights import plot_xray
 
-    columns = key_columns(one)
     with plt.style.context("dark_background" if is_dark else "default"):
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
-        (measured, expected), (difference, law) = figure.subplots(2, 2)
-        plot_weights(columns, which="measured", ax=measured)
-        plot_weights(columns, which="expected", ax=expected)
-        plot_weights(columns, which="difference", ax=difference)
-        plot_law(law_points(one), ax=law)
+        plot_xray(key_columns(one), law_points(one), figure=figure)
         room = io.BytesIO()
-        figure.savefig(room, format="png", dpi=90, transparent=True)
+        figure.savefig(room, format="png", dpi=dpi, transparent=True)
     return base64.b64encode(room.getvalue()).decode()

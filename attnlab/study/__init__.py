@@ -7,6 +7,8 @@ _MODULES = {  # the public names of each module
     "attnlab.lab.stage_table": "outcomes predict_stages",
     "attnlab.show.plots": "plot_blocks plot_fits plot_formats plot_merge plot_seq_error "
     "plot_sizes plot_story",
+    "attnlab.study.broken_kernel": "PLANTED left_unexplained named_by_catalogue plant "
+    "plot_weights_of vllm_source with_values_of",
     "attnlab.study.claims": "judge_claims",
     "attnlab.study.engine_batch": "compare_fills engine_case engine_run rounding_step",
     "attnlab.study.failing_test": "FAULT REPAIR call_errors case_of_call example_kernel run_failing_test",

@@ -33,8 +33,8 @@ TIMELINE = (
 def post_mortem(*, related: tuple[Event, ...] = (), **fields: object) -> PostMortem:
     """Return a PostMortem of this incident.
 
-    ``fields`` are those of PostMortem; ``related`` are events after those of the incident. Raises
-    TypeError for an unknown field.
+    ``fields`` are those of PostMortem and replace its facts; ``related`` are events after those of the
+    incident. Raises TypeError for an unknown field.
     """
     values: dict[str, object] = {
         "since": "the ROCm runs of the test on vLLM 0.11.2",
@@ -43,7 +43,7 @@ def post_mortem(*, related: tuple[Event, ...] = (), **fields: object) -> PostMor
         "url": URL,
         **fields,
     }
-    values["timeline"] = (*TIMELINE, *related)
+    values["timeline"] = (*values["timeline"], *related)  # type: ignore[misc]
     return PostMortem(**values)  # type: ignore[arg-type]
 
 

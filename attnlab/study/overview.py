@@ -23,6 +23,7 @@ from attnlab.lab.lab import Lab
 from attnlab.mutation.power import power
 from attnlab.reports.executed import read_title
 from attnlab.reports.investigate import find_notebooks
+from attnlab.study.broken_kernel import rule_of
 from attnlab.study.claims import Finding
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test
 from attnlab.study.claims.index_tensors import REFUSAL
@@ -215,6 +216,16 @@ def _failing_test(ledger: Ledger) -> Answer:
     return f"the kernel of the example is wrong: {cause}", {"cause": cause}
 
 
+def _broken_kernel(ledger: Ledger) -> Answer:
+    """State what the X-ray finds in vLLM's prefill kernel with one of the planted faults."""
+    try:
+        rule = rule_of("late start")
+    except (Unavailable, InvalidCase) as error:
+        return f"not observed here: {error}", {"rule": None}
+    sentence = "its weights show a rule that no catalogue has"
+    return f"{sentence}: {rule or 'none was found'}", {"rule": rule}
+
+
 _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "01": (("C1", "C2", "C4"), _int64_tables),
     "02": (("C5", "C6", "C22"), _fp8_e5m2),
@@ -225,4 +236,5 @@ _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "07": ((), _power),
     "08": (("C1", "C2", "C5"), _rocm_kernel),
     "09": ((), _failing_test),
+    "10": ((), _broken_kernel),
 }

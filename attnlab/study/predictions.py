@@ -17,6 +17,7 @@ from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+from attnlab.study.broken_kernel import is_available as can_break_kernels
 from attnlab.study.claims import FAILS, HOLDS, UNDECIDED
 from attnlab.study.claims.cache import OBSERVED
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test, seed_size
@@ -238,7 +239,15 @@ def predict_chapters() -> dict[str, dict[str, Any]]:
         "09": {
             "cause": "window_plus_one"
         },  # the mask of the example admits the key one window away
+        "10": {"rule": _predicted_rule()},
     }
+
+
+def _predicted_rule() -> str | None:
+    """Return what a loop over the context that starts with its second tile of 32 keys leaves out."""
+    if not can_break_kernels():
+        return None
+    return "the keys from the cache from position 0 to 31 are missing"
 
 
 def _nonzero_bytes() -> int:

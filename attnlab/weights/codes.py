@@ -1,9 +1,9 @@
 """Codes: values that turn an output into weights.
 
-Slot j has the value 1 in element j mod head_size during run j // head_size, and 0 otherwise. 0 and 1 are
-exact in float16, bfloat16 and FP8. Another run has random signed powers of two in every element: its output
-follows from the weights if every value comes from its own slot, head and element, and if the output is
-linear in V.
+The slots of lane j (:mod:`attnlab.weights.lanes`) have the value 1 in element j mod head_size during run
+j // head_size, and 0 otherwise. 0 and 1 are exact in float16, bfloat16 and FP8. Another run has random signed
+powers of two in every element: its output follows from the weights if every value comes from its own slot,
+head and element, and if the output is linear in V.
 """
 
 import dataclasses
@@ -23,18 +23,16 @@ def num_slots(call: KernelCall) -> int:
     return cache_slots(call) + (call.query.shape[0] if has_new_slots(call) else 0)
 
 
-def num_runs(call: KernelCall) -> int:
-    """Return the number of runs with one-hot values."""
-    return -(-num_slots(call) // call.query.shape[2])
+def one_hot(call: KernelCall, lanes: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the values of each run, [N, num_kv_heads, head_size] int8.
 
-
-def one_hot(call: KernelCall) -> Iterator[torch.Tensor]:
-    """Yield the values of each run, [N, num_kv_heads, head_size] int8."""
-    total, head_size = num_slots(call), call.query.shape[2]
-    for first in range(0, total, head_size):
-        codes = torch.zeros(total, call.key.shape[1], head_size, dtype=torch.int8)
-        slots = torch.arange(first, min(first + head_size, total))
-        codes[slots, :, slots - first] = 1
+    ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run.
+    """
+    head_size, slots = call.query.shape[2], torch.arange(len(lanes))
+    for first in range(0, int(lanes.max()) + 1, head_size):
+        codes = torch.zeros(len(lanes), call.key.shape[1], head_size, dtype=torch.int8)
+        here = (lanes >= first) & (lanes < first + head_size)
+        codes[slots[here], :, lanes[here] - first] = 1
         yield codes
 
 

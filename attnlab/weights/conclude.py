@@ -12,7 +12,7 @@ from attnlab.weights.description import Description, numbers
 from attnlab.weights.evidence import compare
 from attnlab.weights.examine import Examined, Subject, examine, is_coarse
 from attnlab.weights.fit import Law, fit_law
-from attnlab.weights.measurement import runner
+from attnlab.weights.measurement import runner, unfolded
 from attnlab.weights.pattern import pattern
 from attnlab.weights.plan import right_plan
 from attnlab.weights.rule import Constant
@@ -23,16 +23,17 @@ from attnlab.weights.slot_owner import SlotOwners
 from attnlab.weights.values import ValueFaults, reordered, value_faults
 from attnlab.weights.xray import XRay
 
-Other = Callable[[], Subject | None]
+Other = Callable[[tuple[int, ...] | None], Subject | None]
 _NOTHING = Found(descriptions=(), tried=0)
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
 
-def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 20.0) -> XRay:
+def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0) -> XRay:
     """Measure a subject and conclude.
 
-    ``other`` returns another subject on the same backend, on which a description must hold, too, or None.
+    ``other`` returns another subject on the same backend, on which a description of some query heads (None:
+    of all) must hold, too, or None.
     ``limit_s`` bounds the search for a description. Raises what the backend raises, InvalidCase for an op
     without values, InvalidCall for a call that is too large.
     """
@@ -46,7 +47,9 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 20.0)
         faults = value_faults(found.setup, found.measurement, run, 0.05 if coarse else 0.0)
         if faults.elements is not None:
             read = reordered(found.measurement.read, faults.elements)
-            measurement = dataclasses.replace(found.measurement, read=read)
+            lanes = found.measurement.lanes
+            weights = unfolded(found.setup, lanes, read[..., : lanes.count])
+            measurement = dataclasses.replace(found.measurement, read=read, weights=weights)
             found = dataclasses.replace(found, measurement=measurement)
             usable = _usable(found)
         verdict = _judge(usable, faults, other, limit_s)
@@ -166,20 +169,21 @@ def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
 
 def _confirmed(search: Found, other: Other | None) -> tuple[Found, bool | None]:
     """Return the descriptions that predict another subject's weights, and whether there was one."""
-    subject = None if other is None else other()
+    subject = None if other is None else other(search.descriptions[0].scope.heads)
     if subject is None:
         return search, None
     try:
-        found = examine(subject)
+        found = examine(subject, resolve=False)
     except AttnLabError:
         return search, None
-    usable = _usable(found)
+    usable, lanes = _usable(found), found.measurement.lanes
     if not len(usable.rows):
         return search, None
+    folded = found.measurement.folded[usable.rows]
     kept = [
         one
         for one in search.descriptions
-        if compare(usable.setup, usable.measured, one.weights(usable.setup)).complete
+        if compare(usable.setup, folded, lanes.fold(one.weights(usable.setup))).complete
     ]
     return dataclasses.replace(search, descriptions=tuple(kept)), bool(kept)
 
@@ -238,14 +242,22 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
             f"{len(rows)} of {len(setup.rows)} rows ({numbers(rows)}) cannot be read: "
             f"their {why} is not finite"
         )
+    if found.measurement.needs_values:
+        lines.append(
+            "with random values they are finite: the kernel inspects V, for example to scale it by a "
+            "maximum, which is 0 here; the weights cannot be read with values of 0 and 1"
+        )
     return lines
 
 
 def _limits(found: Examined) -> list[str]:
     """Return how precise the weights are, and what was replaced."""
-    setup = found.setup
+    setup, measurement = found.setup, found.measurement
+    codes = (
+        " with one-hot codes" if not measurement.error else " with one-hot and random signed codes"
+    )
     lines = [
-        f"{found.measurement.runs} runs over {setup.num_slots} slots; a weight is known to "
+        f"{measurement.runs} runs{codes} over {setup.num_slots} slots; a weight is known to "
         f"{float(setup.relative.max()):.1g} of it plus {float(setup.fixed.max()):.1g}"
     ]
     if found.drawn:

@@ -14,6 +14,7 @@ from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import with_drawn_keys, with_finite_keys
+from attnlab.weights.lanes import shared_lanes
 from attnlab.weights.measurement import Measurement, check_size, measure, runner
 from attnlab.weights.plan import right_plan
 from attnlab.weights.setup import AttentionSetup, make_setup
@@ -52,8 +53,11 @@ class Examined:
     drawn: bool
 
 
-def examine(subject: Subject) -> Examined:
-    """Measure a subject; raise InvalidCase for an op without values."""
+def examine(subject: Subject, *, resolve: bool = True) -> Examined:
+    """Measure a subject; raise InvalidCase for an op without values.
+
+    Without ``resolve`` only the sums of lanes are measured, which takes fewer runs.
+    """
     call, target = subject.call, subject.target
     check_weighs_values(call.spec)
     call = as_measurable(call)
@@ -67,11 +71,14 @@ def examine(subject: Subject) -> Examined:
         call = with_drawn_keys(call, target)
         setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
     run = runner(subject.backend, target, subject.kernels, subject.options)
-    measurement = measure(call, target, run, subject.rows, subject.heads)
+    expected = right_plan(setup).weights()
+    measurement = measure(setup, run, expected, shared_lanes(call, owners), resolve=resolve)
+    if measurement.error:
+        setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
     return Examined(
         setup=setup,
         measurement=measurement,
-        expected=right_plan(setup).weights(),
+        expected=expected,
         owners=owners,
         drawn=drawn,
     )

@@ -1,7 +1,6 @@
 """Measurement: the weights of a kernel, from runs of the unmodified kernel with coded values."""
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +9,15 @@ from attnlab.case.errors import InvalidCall
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.codes import num_runs, num_slots, one_hot, random_codes, with_values
-from attnlab.weights.setup import cache_slots, one_number
+from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
+from attnlab.weights.evidence import compare
+from attnlab.weights.lanes import Lanes, own_slots, single_lanes
+from attnlab.weights.setup import AttentionSetup, cache_slots, one_number
+from attnlab.weights.sketch import Sketch, signed_codes, sketch_runs, solve
 
 MOST_WEIGHTS = 1 << 26  # numbers of a measurement: 256 MiB of float32
-MOST_RUNS = 4096
+MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
+MOST_LANE_RUNS = 4096
 Run = Callable[[KernelCall], torch.Tensor]
 
 
@@ -24,32 +27,38 @@ class Measurement:
 
     - ``call``: the call with finite keys; its values are those of the caller.
     - ``rows`` [R], ``heads`` [H]: output rows and query heads that were measured.
-    - ``read``: [R, H, runs × head_size] float64, the outputs of the runs in order, divided by v_scale for
-      slots of the cache; its first N numbers are the weights of the slots.
+    - ``lanes``: the lanes that were measured. ``read``: [R, H, runs × head_size] float64, the outputs of
+      those runs in order, divided by v_scale for slots of the cache; first one number for each lane.
+    - ``weights``: [R, H, N] float64, NaN where an output was not finite.
     - ``unwritten``: [R] bool, rows that kept the contents of the output buffer.
     - ``residual``: [R, H, head_size], the output of the run with random codes minus what the weights give;
       ``magnitude``: the sum of their absolute terms.
-    - ``runs``: how often the kernel ran.
+    - ``needs_values``: whether rows are finite with random values, and not with values of 0 and 1.
+    - ``runs``: how often the kernel ran. ``error``: the absolute error of a weight that random codes add.
     """
 
     call: KernelCall
     rows: torch.Tensor
     heads: torch.Tensor
+    lanes: Lanes
     read: torch.Tensor
+    weights: torch.Tensor
     unwritten: torch.Tensor
     residual: torch.Tensor
     magnitude: torch.Tensor
+    needs_values: bool
     runs: int
+    error: float = 0.0
 
     @property
-    def weights(self) -> torch.Tensor:
-        """Return the weights, [R, H, N] float64, NaN where an output was not finite."""
-        return self.read[..., : num_slots(self.call)]
+    def folded(self) -> torch.Tensor:
+        """Return the sums of the weights by lane, [R, H, lanes]."""
+        return self.read[..., : self.lanes.count]
 
     @property
     def finite(self) -> torch.Tensor:
         """Return which rows are finite in all heads, [R] bool."""
-        return self.weights.isfinite().flatten(1).all(1)
+        return _finite(self.folded)
 
 
 def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: RunOptions) -> Run:
@@ -63,55 +72,176 @@ def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: 
 
 
 def measure(
-    call: KernelCall, target: Target, run: Run, rows: torch.Tensor, heads: torch.Tensor
+    setup: AttentionSetup, run: Run, expected: torch.Tensor, shared: Lanes, *, resolve: bool = True
 ) -> Measurement:
-    """Measure the weights of some rows and heads.
+    """Measure the weights of the rows and heads of a setup.
 
-    Raises InvalidCall if there are more numbers or runs than the X-ray holds.
+    - ``expected``: the right weights, [R, H, N]. ``shared``: lanes with several slots each, which are
+      measured first: if their sums are right, so are the weights.
+    - ``resolve``: if they are not, and the run with random codes shows that slots outside the row's sequence
+      have a weight, measure the slots one by one, or, if that takes more than MOST_RUNS runs, find those
+      with a weight with random signed codes.
     """
-    check_size(call, len(rows), len(heads))
-    parts = [_taken(run(with_values(call, target, codes)), rows, heads) for codes in one_hot(call)]
-    read = torch.cat(parts, 2)
-    read[..., : cache_slots(call)] /= value_scale(call)
-    weights = read[..., : num_slots(call)]
-    runs = len(parts)
-    unwritten = weights.isnan().flatten(1).all(1)
-    if bool(unwritten.any()):
-        zeros = with_values(call, target, next(one_hot(call)))
-        zeros = dataclasses.replace(zeros, output=torch.zeros_like(zeros.output))
-        unwritten &= (_taken(run(zeros), rows, heads) == 0).flatten(1).all(1)
-        runs += 1
-    codes = random_codes(call)
-    output = _taken(run(with_values(call, target, codes)), rows, heads)
-    predicted, magnitude = weigh(call, weights, codes.double(), heads)
-    return Measurement(
-        call=call,
-        rows=rows,
-        heads=heads,
-        read=read,
-        unwritten=unwritten,
-        residual=output - predicted,
-        magnitude=magnitude,
-        runs=runs + 1,
+    call, reader = setup.call, _Reader(setup, run)
+    single = single_lanes(call, num_slots(call))
+    few, all_runs = reader.runs_of(shared), reader.runs_of(single)
+    if few > MOST_LANE_RUNS:
+        raise InvalidCall(
+            f"the longest sequence must take at most {MOST_LANE_RUNS} runs, got {few}"
+        )
+    if few >= all_runs:
+        return reader.finish(single, reader.lanes(single))
+    read = reader.lanes(shared)
+    folded = read[..., : shared.count]
+    expected = shared.fold(expected)
+    if not resolve or _agrees(setup, folded, expected):
+        return reader.finish(shared, read)
+    found = reader.finish(shared, read)
+    if _is_own(setup, found, folded - expected):
+        return found
+    if all_runs <= MOST_RUNS:
+        return reader.finish(single, reader.lanes(single))
+    sketch = Sketch(codes=reader.sketch_codes(), outputs=reader.sketch())
+    weights, error = solve(sketch, folded, shared, own_slots(setup, shared), setup.seq)
+    return reader.finish(shared, read, weights, error)
+
+
+def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Answer whether the lanes of all finite rows have the right sums."""
+    explained = compare(setup, folded, expected, 1.0).explained
+    return bool(explained[_finite(folded)].all())
+
+
+def _finite(numbers: torch.Tensor) -> torch.Tensor:
+    """Return which rows of [R, H, n] numbers are finite, [R] bool."""
+    return numbers.isfinite().flatten(1).all(1)
+
+
+def _any_finite(numbers: torch.Tensor) -> bool:
+    return bool(_finite(numbers).any())
+
+
+def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.0) -> torch.Tensor:
+    """Return how far the output with random codes may be from what the weights give, [R, H, head_size].
+
+    ``coarse``: a relative rounding error to allow in addition.
+    """
+    count = (found.weights != 0).sum(-1, keepdim=True)
+    bound = (3 * setup.relative[:, None, None] + coarse) * found.magnitude
+    return bound + 8 * setup.fixed[:, None, None] * (1 + count)
+
+
+def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> bool:
+    """Answer whether wrong sums of lanes, ``off`` [R, H, lanes], belong to the row's own sequence.
+
+    The output with random codes must be what the weights give, and the deviations of each kernel must be so
+    large that it would not be if they belonged to other slots.
+    """
+    bound = residual_bound(setup, found)
+    if not bool((found.residual.abs() <= bound)[found.finite].all()):
+        return False
+    largest, limit = off.abs().amax((1, 2)), bound.amax((1, 2))
+    kernels = torch.tensor([sorted(set(setup.kernels)).index(one) for one in setup.kernels])
+    wrong = ~compare(setup, found.folded, found.folded - off, 1.0).explained.all(1) & found.finite
+    return all(
+        bool((largest > limit)[wrong & (kernels == one)].any()) for one in kernels[wrong].unique()
     )
+
+
+class _Reader:
+    """Runs the kernel of a setup with coded values, and counts the runs."""
+
+    def __init__(self, setup: AttentionSetup, run: Run) -> None:
+        self._setup, self._run, self._runs = setup, run, 0
+
+    def runs_of(self, lanes: Lanes) -> int:
+        """Return the number of runs that measure lanes."""
+        return -(-lanes.count // self._setup.call.query.shape[2])
+
+    def _outputs(self, codes: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the outputs of the rows and heads for each of the codes, [R, H, runs × head_size]."""
+        return torch.cat([self._output(one) for one in codes], 2)
+
+    def _output(self, codes: torch.Tensor, output: float = float("nan")) -> torch.Tensor:
+        call = with_values(self._setup.call, self._setup.target, codes)
+        call.output.fill_(output)
+        self._runs += 1
+        return self._run(call)[self._setup.rows][:, self._setup.heads]
+
+    def lanes(self, lanes: Lanes) -> torch.Tensor:
+        """Return the sums of the weights by lane, then zeros, [R, H, runs × head_size]."""
+        read = self._outputs(one_hot(self._setup.call, lanes.of))
+        read[..., : lanes.cached] /= value_scale(self._setup.call)
+        return read
+
+    def sketch(self) -> torch.Tensor:
+        """Return the outputs of the runs with signed codes, [R, H, M]."""
+        call = self._setup.call
+        return self._outputs(signed_codes(call, run) for run in range(sketch_runs(call))).float()
+
+    def sketch_codes(self) -> torch.Tensor:
+        """Return what the kernel weighs in those runs, [N, M] float32."""
+        call = self._setup.call
+        runs = range(sketch_runs(call))
+        codes = torch.cat([signed_codes(call, run)[:, 0] for run in runs], 1).float()
+        codes[: cache_slots(call)] *= value_scale(call)
+        return codes
+
+    def finish(
+        self,
+        lanes: Lanes,
+        read: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        error: float = 0.0,
+    ) -> Measurement:
+        """Return the measurement: run once more with random codes, and find the rows that are not written."""
+        setup, call = self._setup, self._setup.call
+        if weights is None:
+            weights = unfolded(setup, lanes, read[..., : lanes.count])
+        unwritten = read.isnan().flatten(1).all(1)
+        if bool(unwritten.any()):
+            zeros = self._output(next(one_hot(call, lanes.of)), 0.0)
+            unwritten &= (zeros == 0).flatten(1).all(1)
+        codes = random_codes(call)
+        output = self._output(codes)
+        predicted, magnitude = weigh(call, weights, codes.double(), setup.heads)
+        return Measurement(
+            call=call,
+            rows=setup.rows,
+            heads=setup.heads,
+            lanes=lanes,
+            read=read,
+            weights=weights,
+            unwritten=unwritten,
+            residual=output - predicted,
+            magnitude=magnitude,
+            needs_values=_any_finite(output[~_finite(read[..., : lanes.count])]),
+            runs=self._runs,
+            error=error,
+        )
+
+
+def unfolded(setup: AttentionSetup, lanes: Lanes, folded: torch.Tensor) -> torch.Tensor:
+    """Return the weights [R, H, N] if each lane's sum belongs to the slot of the row's own sequence."""
+    if lanes.is_one_to_one:
+        return folded
+    own = own_slots(setup, lanes)
+    slots = torch.where(own < 0, len(lanes.of), own)[:, None].expand_as(folded)
+    weights = folded.new_zeros(*folded.shape[:2], len(lanes.of) + 1).scatter_(2, slots, folded)
+    return weights[..., :-1]
 
 
 def check_size(call: KernelCall, rows: int, heads: int) -> None:
     """Raise InvalidCall if the X-ray of so many rows and heads would be too large."""
-    check_numbers(rows, heads, num_slots(call), num_runs(call))
+    check_numbers(rows, heads, num_slots(call))
 
 
-def check_numbers(rows: int, heads: int, slots: int, runs: int) -> None:
-    """Raise InvalidCall if an X-ray would hold too many numbers or take too many runs."""
+def check_numbers(rows: int, heads: int, slots: int) -> None:
+    """Raise InvalidCall if an X-ray would hold too many numbers."""
     if rows * heads * slots > MOST_WEIGHTS:
         raise InvalidCall(
             f"rows × heads × slots must be at most {MOST_WEIGHTS}, got {rows} × {heads} × {slots}; "
             "choose a part with --seq-range and --kv-head-range, or fewer blocks",
-            field="num_blocks",
-        )
-    if runs > MOST_RUNS:
-        raise InvalidCall(
-            f"slots / head_size must be at most {MOST_RUNS} runs, got {runs}; give the cache fewer blocks",
             field="num_blocks",
         )
 
@@ -133,7 +263,3 @@ def weigh(
     value = (values * scale)[:, heads // call.num_queries_per_kv].transpose(0, 1)
     by_head = weights.transpose(0, 1)
     return (by_head @ value).transpose(0, 1), (by_head.abs() @ value.abs()).transpose(0, 1)
-
-
-def _taken(output: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    return output[rows][:, heads]

@@ -76,12 +76,14 @@ def _keys(
     counts = mask.any(1).sum(1)
     counts = counts[counts > 0]
     least, most = int(counts.min()), int(counts.max())
-    row, head, slot = torch.unravel_index(torch.where(mask, weights, -1.0).argmax(), mask.shape)
+    # not torch.unravel_index, which imports sympy: seconds
+    first, slot = divmod(int(torch.where(mask, weights, -1.0).argmax()), mask.shape[2])
+    row, head = divmod(first, mask.shape[1])
     weight = float(weights[row, head, slot])
     seq, position = int(setup.seq[row]), int(setup.position[row])
-    kind = owners.kind(int(slot), seq, position)
+    kind = owners.kind(slot, seq, position)
     at = int(owners.position[slot])
-    where = f"position {at}, {kind}" if at >= 0 else f"slot {int(slot)}, {kind}"
+    where = f"position {at}, {kind}" if at >= 0 else f"slot {slot}, {kind}"
     number = f"{least}" if least == most else f"{least} to {most}"
     what = ("key" if most == 1 else "keys") + words.format(have="has" if most == 1 else "have")
     return (

@@ -15,6 +15,7 @@ class Rescale:
     - ``of``: what is rescaled so: "values", "sum", or "both".
     - ``tile``: keys per step. ``loop``: the steps that are affected, "all", "context" or "new".
     - ``split``: parts of ``tile`` keys have maxima of their own and are merged; else they run on.
+    - ``inner``: the exponential of score minus running maximum has this power.
     """
 
     of: str
@@ -22,6 +23,7 @@ class Rescale:
     power: float
     loop: str = "all"
     split: bool = False
+    inner: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +141,11 @@ class Plan:
         rises = running.diff(dim=-1, prepend=running[..., :1]).nan_to_num(0.0, 0.0, 0.0)
         rises = torch.where(in_loop, rises, 0.0)
         after = rises.flip(-1).cumsum(-1).flip(-1) - rises
-        return (1 - one.power) * after[..., steps]
+        found = (1 - one.power) * after[..., steps]
+        if one.inner == 1.0:
+            return found
+        depth = (logits - running[..., steps]).nan_to_num(0.0, 0.0, 0.0)
+        return found + torch.where(in_loop[steps], (one.inner - 1) * depth, 0.0)
 
     def _steps(self, one: Rescale) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the step of each entry [E], and whether each step is affected [steps]."""

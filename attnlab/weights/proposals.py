@@ -14,6 +14,7 @@ from attnlab.weights.score_rules import (
     AlibiFactor,
     AlibiOrigin,
     Gain,
+    LoopBase,
     MaskCapped,
     NotRescaled,
     Power,
@@ -196,6 +197,11 @@ def _heads(plan: Plan) -> Iterator[Rule]:
 def _rescales(setup: AttentionSetup) -> Iterator[Rule]:
     """Yield wrong rescales of running sums and of merged parts."""
     loops = ("all", "context", "new") if len(parts_of(setup)) > 1 else ("all",)
+    for tile in tile_sizes(setup):
+        for loop in loops:
+            for base in ("ln(2)", "log2(e)"):
+                one = Rescale(of="both", tile=tile, power=1.0, loop=loop)
+                yield LoopBase(one, Constant(base))
     for power in _POWERS:
         for tile in (1, *tile_sizes(setup)):
             for of in ("values", "sum", "both"):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall
+from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.public import as_case
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
@@ -30,7 +30,7 @@ def xray(
     *,
     backend: str | Backend | None = None,
     confirm: bool = True,
-    limit_s: float = 20.0,
+    limit_s: float = 10.0,
     lab: Lab | None = None,
     **changes: Any,
 ) -> XRay:
@@ -61,11 +61,25 @@ def xray(
     case = as_case(case, **changes)
     found = backend if isinstance(backend, Backend) else lab.backend(case)
 
-    def other() -> Subject | None:
+    def other(heads: tuple[int, ...] | None) -> Subject | None:
         second = other_case(case)
-        return None if second is None else _of_case(second, lab, found)
+        if second is None:
+            return None
+        part = _of_one_head(second, found, heads)
+        return _of_case(part, lab, found)
 
     return xray_of(_of_case(case, lab, found), other if confirm else None, limit_s)
+
+
+def _of_one_head(case: Case, backend: Backend, heads: tuple[int, ...] | None) -> Case:
+    """Return the Case with the KV head of one of the query heads to run, if the backend can run a part."""
+    kv_head = (case.num_heads - 1 if heads is None else heads[-1]) // case.num_queries_per_kv
+    try:
+        part = case.replace(kv_head_range=(kv_head, kv_head + 1))
+        backend.check(part)
+    except AttnLabError:
+        return case
+    return part
 
 
 def xray_of_call(
@@ -84,7 +98,7 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     rows = case.query_rows or range(case.lengths.num_tokens)
     heads = case.query_heads or range(case.num_heads)
     slots = case.total_blocks * case.block_size
-    check_numbers(len(rows), len(heads), slots, slots // case.head_size)
+    check_numbers(len(rows), len(heads), slots)
     call, provenance = lab.call(case), lab.cache(case).provenance
     options = RunOptions.of(case)
     if lab.on_step is not None:

@@ -200,6 +200,32 @@ class NotRescaled(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class LoopBase(Rule):
+    """The exponential of a loop has another base, and the factor that rescales partial sums has not."""
+
+    rescale: Rescale
+    factor: Constant
+
+    @property
+    def complexity(self) -> int:  # type: ignore[override]
+        return 2 + (self.rescale.loop != "all")
+
+    def apply(self, plan: Plan) -> Plan:
+        one = dataclasses.replace(self.rescale, inner=self.factor.of(plan.setup))
+        return plan.change(rescale=(*plan.rescale, one))
+
+    @property
+    def text(self) -> str:
+        bases = {"ln(2)": "base 2 where it should have base e"}
+        base = bases.get(self.factor.name, "base e where it should have base 2")
+        loop = {"all": "", "context": " over the cached keys", "new": " over the new keys"}
+        return (
+            f"the exponential in the loop{loop[self.rescale.loop]} has {base}, the rescaling has not "
+            f"(tiles of {self.rescale.tile} keys)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Sinks(Rule):
     """Attention sinks are left out, counted twice, scaled, or those of other heads."""
 

@@ -124,7 +124,7 @@ class Search:
 def describe(
     setup: AttentionSetup,
     measured: torch.Tensor,
-    limit_s: float = 20.0,
+    limit_s: float = 10.0,
     max_rules: int = MAX_RULES,
 ) -> Found:
     """Find the descriptions of measured weights [R, H, N], finite in every row of the setup."""

@@ -15,7 +15,14 @@ from attnlab.kernels.cpu import load
 from attnlab.weights.key_rules import KeyTimes, ZeroKeys
 from attnlab.weights.predict import predict_case
 from attnlab.weights.rule import Constant
-from attnlab.weights.score_rules import AlibiFactor, Gain, MaskCapped, NotRescaled, ScoreFactor
+from attnlab.weights.score_rules import (
+    AlibiFactor,
+    Gain,
+    LoopBase,
+    MaskCapped,
+    NotRescaled,
+    ScoreFactor,
+)
 from attnlab.weights.slot_rules import KeyHead, OtherSlots
 
 SPEC = f"{faulty_attention.__file__}:"
@@ -95,6 +102,12 @@ SOURCE_FAULTS = {
         "            (start_n + offs_bs_n[None, :]) <= cur_batch_ctx_len, qk",
         ZeroKeys,
         {"part": "cache"},
+    ),
+    "exponential": (
+        "        p = tl.exp(qk - m_ij[:, None])",
+        "        p = tl.exp2(qk - m_ij[:, None])",
+        LoopBase,
+        {"factor": Constant("ln(2)")},
     ),
     "weighted sum": (
         "        acc = acc * alpha[:, None]\n",
@@ -273,3 +286,18 @@ def test_the_document_is_strict_json():
     assert document["status"] == "described"
     assert document["descriptions"][0]["rules"][0]["rule"] == "Gain"
     assert document["rows"][0]["sums"][0] == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("scaled_by_maximum", "described", "not linear in the values"),
+        ("scaled_by_channel", "unreadable", "with random values they are finite"),
+        ("overflows", "unreadable", "their output is not finite"),
+    ],
+)
+def test_a_kernel_that_inspects_the_values_is_stated_in_one_line(name, status, words):
+    found = attnlab.xray(faulty(name))
+    assert found.status == status, found.sentences
+    assert any(words in sentence for sentence in found.sentences)
+    assert not found.descriptions

@@ -10,7 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels.case_panel import FACTS, Panel
-from attnlab.show.panels.views import VIEWS
+from attnlab.show.panels.views import VIEWS, XRAY
 
 __all__ = ["Panel", "explorer", "panel"]
 
@@ -24,8 +24,9 @@ def panel(
 ) -> Panel:
     """Return a small panel of a Case: controls for the fields ``knobs``, the verdict and the ``views``.
 
-    Views are the texts "dispatch" and "violations" and the pictures "error", "slots" and "seqs". With
-    ``lab`` the panel shares the results that the notebook has already computed.
+    Views are the texts "dispatch" and "violations", the pictures "error", "slots" and "seqs", and "xray",
+    the attention weights, which are measured on demand. With ``lab`` the panel shares the results that the
+    notebook has already computed.
     """
     return Panel(case, knobs=knobs, views=views, lab=lab)
 
@@ -33,4 +34,4 @@ def panel(
 def explorer(case: Case | None = None, *, lab: Lab | None = None) -> Panel:
     """Return the panel with every field and every view."""
     case = case if case is not None else Case()
-    return Panel(case, knobs=list(FIELDS), views=[*FACTS, *VIEWS], lab=lab, is_explorer=True)
+    return Panel(case, knobs=list(FIELDS), views=[*FACTS, *VIEWS, XRAY], lab=lab, is_explorer=True)

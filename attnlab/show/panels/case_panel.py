@@ -22,7 +22,7 @@ from attnlab.show.panels.pointing import Pointer
 from attnlab.show.panels.progress import PICTURES, Progress
 from attnlab.show.panels.rendering import Rendered
 from attnlab.show.panels.static_html import static_html
-from attnlab.show.panels.views import VIEWS, check_views
+from attnlab.show.panels.views import VIEWS, XRAY, check_views
 from attnlab.show.panels.xray_box import XrayBox
 from attnlab.show.sheets import html
 
@@ -56,8 +56,8 @@ class Panel:
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
-        check_views([*FACTS, *VIEWS], views)
-        self._lab = lab if lab is not None else Lab()
+        check_views([*FACTS, *VIEWS, XRAY], views)
+        self._is_explorer, self._lab = is_explorer, lab if lab is not None else Lab()
         self._draft = self._first = Draft.of(case)
         self._is_showing_values = False  # if True, the events of the controls are ignored
         self._is_stale = self._is_dark = False
@@ -76,7 +76,7 @@ class Panel:
         self.progress = Progress(self.cancel)
         self.pointer = Pointer(self.pictures, self.texts["selection"], self._rendered)
         self.case_text = CaseTextBox(self.put)
-        self.xray = XrayBox(lambda: self._lab, lambda: self.case) if is_explorer else None
+        self.xray = XrayBox(lambda: self._lab, lambda: self.case) if XRAY in views else None
         self._source = inputs.source_input(str(self._lab.source or ""))
         self._source.observe(self._on_source, "value")
         self._kernel = inputs.kernel_input()
@@ -179,12 +179,12 @@ class Panel:
         return static_html(parts, self._rendered, list(self.controls))
 
     def _make_layout(self) -> Any:
-        progress = self.progress.widget
-        if self.xray is None:
-            return layout.small(list(self.controls.values()), progress, self.texts, self.pictures)
+        progress, boxes = self.progress.widget, [] if self.xray is None else [self.xray.widget]
+        if not self._is_explorer:
+            return layout.small(self.controls, progress, self.texts, self.pictures, boxes)
         extra = {_SOURCE_GROUP: {"source": self._source, "own_kernel": self._kernel}}
         self._boxes = layout.group_boxes(self.controls, extra)
-        boxes = [self.xray.widget, *self._boxes.values(), self.case_text.widget]
+        boxes += [*self._boxes.values(), self.case_text.widget]
         return layout.large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 
     def _on_control(self, name: str) -> None:

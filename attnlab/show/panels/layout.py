@@ -46,13 +46,17 @@ def names_in(group: str, controls: Mapping[str, Control]) -> list[str]:
 
 
 def small(
-    controls: Sequence[Control], status: Any, texts: Mapping[str, Any], pictures: Mapping[str, Any]
+    controls: Mapping[str, Control],
+    status: Any,
+    texts: Mapping[str, Any],
+    pictures: Mapping[str, Any],
+    boxes: Sequence[Any],
 ) -> Any:
-    """Return the layout of a panel in a notebook: controls in a row, the verdict, the pictures."""
-    line = _box([control.widget for control in controls], "attnlab-line")
+    """Return the layout of a panel in a notebook: controls in a row, the verdict, the pictures, the boxes."""
+    line = _box([control.widget for control in controls.values()], "attnlab-line")
     plots = _box(list(pictures.values()), "attnlab-line")
     below = [text for name, text in texts.items() if name != "verdict"]
-    return _root([line, texts["verdict"], status, plots, *below], "attnlab-small")
+    return _root([line, texts["verdict"], status, plots, *below, *boxes], "attnlab-small")
 
 
 def large(

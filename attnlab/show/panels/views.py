@@ -139,6 +139,9 @@ def _render_seqs(data: PanelData, is_dark: bool) -> Rendered | None:
     return render(plot, size, axes_rect(size, (60, 8, 45, 26)), cells, is_dark=is_dark)
 
 
+XRAY = "xray"  # the attention weights, which are measured on demand
+
+
 def check_views(known: Sequence[str], names: Sequence[str]) -> None:
     """Raise AttnLabError for a name that is not known."""
     for name in names:

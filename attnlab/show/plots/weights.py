@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, TwoSlopeNorm
+from matplotlib.figure import Figure
 
 from attnlab.show.plots.artists import hatch_cells
 
@@ -58,7 +59,8 @@ def plot_weights(
 def _colours(values: Any, which: str) -> dict[str, Any]:
     """Return the colour map and the norm of an image."""
     if which == "difference":
-        largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-6)
+        # rounding must not look like a fault: the scale is at least 1 % of a weight of 1
+        largest = max(float(np.nanmax(np.abs(values), initial=0.0)), 0.01)
         colours = plt.get_cmap("RdBu_r").with_extremes(bad=_NAN)
         return {"cmap": colours, "norm": TwoSlopeNorm(0.0, -largest, largest)}
     colours = plt.get_cmap("viridis").with_extremes(under="#80808030", bad=_NAN)
@@ -112,5 +114,18 @@ def plot_law(points: "LawPoints", *, title: str = "", ax: Axes | None = None) ->
         ylabel="log of the measured weight",
         title=title or "measured against expected",
     )
-    ax.legend(loc="upper left", fontsize="small")
+    ax.legend(loc="upper left", fontsize="small", frameon=False)
     return ax
+
+
+def plot_xray(
+    columns: "KeyColumns", points: "LawPoints", *, figure: Figure | None = None
+) -> Figure:
+    """Draw an X-ray: measured weights, expected weights, their difference, and the log weights."""
+    figure = figure or plt.figure(figsize=(12, 7), layout="constrained")
+    (measured, expected), (difference, law) = figure.subplots(2, 2)
+    plot_weights(columns, which="measured", ax=measured)
+    plot_weights(columns, which="expected", ax=expected)
+    plot_weights(columns, which="difference", ax=difference)
+    plot_law(points, ax=law)
+    return figure

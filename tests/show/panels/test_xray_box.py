@@ -35,6 +35,9 @@ def test_a_case_without_weights_is_explained():
     assert "weighs no values" in box.text.value
 
 
-def test_only_the_explorer_has_one():
+def test_the_explorer_has_one_and_a_panel_on_request():
     assert attnlab.panel(CASE, knobs=("seed",)).xray is None
     assert attnlab.explorer(CASE).xray is not None
+    panel = attnlab.panel(CASE, knobs=("seed",), views=("error", "xray"))
+    assert panel.xray is not None
+    assert panel.xray.widget in panel.widget.children

@@ -1,0 +1,24 @@
+"""DescribedWeights: what an X-ray says of the weights, as far as outputs of further cases follow from it."""
+
+from dataclasses import dataclass
+
+from attnlab.weights.description import Description
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedWeights:
+    """A description and the number of further cases with wrong outputs that follow from it.
+
+    ``only_decodes``: it holds for batches of decodes; other batches were right, or follow another rule.
+    """
+
+    description: Description
+    cases: int
+    only_decodes: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the description in words."""
+        plural = "case" if self.cases == 1 else "cases"
+        scope = " (only decodes ran)" if self.only_decodes else ""
+        return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"

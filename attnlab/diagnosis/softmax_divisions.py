@@ -1,0 +1,106 @@
+"""Division: how a kernel may divide the keys of a sequence, into parts and tiles.
+
+Each part has its own maximum, sum and accumulator, which a merge combines. Within a part, tiles are added one
+after the other.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from attnlab.case.ops import DECODE_FWD, UNIFIED
+from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.contracts.target import ROCM_DECODE
+from attnlab.defects.problem import Problem
+from attnlab.defects.softmax import TILES
+
+Tile = tuple[int, int, int, int]  # first key, last key + 1, slots of the tile after them, loop
+Parts = list[list[Tile]]
+_SEGMENTS, _SPLITS = (
+    16,
+    4,
+)  # of unified_attention and decode_attention_fwd, if a call does not state them
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One way to divide the keys.
+
+    - ``text``: in words. ``has_loops``: context and new tokens are read in two loops, 0 and 1.
+    - ``parts``: returns the parts of a sequence with keys, each as its tiles in their order.
+    - ``merge``: how parts are combined: "" (there is one), "at once" or "running"; ``slots``: for how many
+      parts there is scratch memory, 0 if that is not known.
+    """
+
+    text: str
+    parts: Callable[[Problem, int], Parts]
+    has_loops: bool = False
+    merge: str = ""
+    slots: int = 0
+
+
+def divisions(problem: Problem) -> Iterator[Division]:
+    """Yield the divisions that the kernels of a call may use."""
+    call, cached = problem.call, any(map(problem.cached_len, problem.computed_seqs()))
+    two_loops = cached and any(
+        0 < problem.cached_len(seq) < problem.seq_len(seq) for seq in problem.computed_seqs()
+    )
+    sizes = dict.fromkeys((*TILES, call.block_size))
+    for size in sizes:
+        yield Division(f"tiles of {size}", _loops(size), two_loops)
+    if call.op == UNIFIED:
+        count = _SEGMENTS if call.num_splits is None else call.num_splits
+        for size in sizes if count > 1 else ():
+            text = f"up to {count} segments of tiles of {size}"
+            yield Division(text, _segments(count, size), merge="at once", slots=count)
+    if call.op == DECODE_FWD:
+        count = _SPLITS if call.num_splits is None else call.num_splits
+        for size in sizes if count > 1 else ():
+            text = f"{count} splits with tiles of {size}"
+            yield Division(text, _splits(count, size), merge="running", slots=count)
+    if ROCM_DECODE in problem.kernels:
+        text = f"partitions of {PARTITION_SIZE}"
+        yield Division(text, _segments(0, PARTITION_SIZE), merge="at once")
+
+
+def _loops(size: int) -> Callable[[Problem, int], Parts]:
+    """Return one part: a loop over the cached keys, then one over the new ones."""
+
+    def parts(problem: Problem, seq: int) -> Parts:
+        cached, length = problem.cached_len(seq), problem.seq_len(seq)
+        loops = ((0, cached, 0), (cached, length, 1))
+        return [[tile for start, stop, loop in loops for tile in _tiles(start, stop, size, loop)]]
+
+    return parts
+
+
+def _segments(count: int, size: int) -> Callable[[Problem, int], Parts]:
+    """Return at most ``count`` parts of equally many tiles; 0 for parts of one tile."""
+
+    def parts(problem: Problem, seq: int) -> Parts:
+        length = problem.seq_len(seq)
+        step = size if not count else -(-length // (count * size)) * size
+        return _cut(length, step, size)
+
+    return parts
+
+
+def _splits(count: int, size: int) -> Callable[[Problem, int], Parts]:
+    """Return ``count`` parts of equally many keys."""
+
+    def parts(problem: Problem, seq: int) -> Parts:
+        length = problem.seq_len(seq)
+        return _cut(length, -(-length // count), size)
+
+    return parts
+
+
+def _cut(length: int, step: int, size: int) -> Parts:
+    return [
+        list(_tiles(start, min(start + step, length), size, 0)) for start in range(0, length, step)
+    ]
+
+
+def _tiles(start: int, stop: int, size: int, loop: int) -> Iterator[Tile]:
+    for first in range(start, stop, size):
+        last = min(first + size, stop)
+        yield first, last, first + size - last, loop

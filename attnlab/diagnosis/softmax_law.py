@@ -1,0 +1,149 @@
+"""SoftmaxLaw: a running softmax, and a merge of its parts, in which one step is wrong.
+
+A tile with maximum b after one with maximum a multiplies the sum and the accumulator by exp(a - b), and adds
+exp(score - b). A law changes these exponents, what is there before the first tile, or the merge of the parts.
+All weights are linear in the values, so a law gives the weight of each key.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.diagnosis.softmax_divisions import Parts
+
+_LOWEST = -1e30  # in place of -inf, so that differences are defined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxLaw:
+    """The factors of the exponents and what else may be wrong; the defaults are right.
+
+    - ``weight``, ``rescale_sum``, ``rescale_output``: factors of the exponents of a tile's weights, and of
+      the rescaling of the sum and of the accumulator: 1 for base e, ln(2) for base 2, 0 for none.
+    - ``loop``: the loop in which they hold, None for all; it is right in the others.
+    - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
+    - ``padding``: the slots of a tile after its last key count with score 0 and value 0.
+    - ``merge_sum``, ``merge_output``: factors of the exponents in the merge; ``merge_new``: in a running
+      merge, that of the part that is added.
+    - ``left_out``: parts that the merge leaves out, "first" or "last"; ``in_sum``, ``in_output``: of what.
+    - ``start``, ``stop``: keys by which each part begins or ends later; it stays within the sequence.
+    """
+
+    weight: float = 1.0
+    rescale_sum: float = 1.0
+    rescale_output: float = 1.0
+    loop: int | None = None
+    first_sum: float = 0.0
+    first_max: float | None = None
+    padding: bool = False
+    merge_sum: float = 1.0
+    merge_output: float = 1.0
+    merge_new: float = 1.0
+    left_out: str = ""
+    in_sum: bool = True
+    in_output: bool = True
+    start: int = 0
+    stop: int = 0
+
+    def weights(
+        self, scores: torch.Tensor, parts: Parts, merge: str, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weights of the keys, [heads, rows, keys], from their scores; ``sinks``: [heads]."""
+        found = [
+            _Part.of(self, scores, tiles, sinks if i == 0 else None)
+            for i, tiles in enumerate(self._moved(parts, scores.shape[-1]))
+        ]
+        if merge == "running":
+            return self._merged_one_by_one(found)
+        return self._merged_at_once(found)
+
+    def _moved(self, parts: Parts, length: int) -> Parts:
+        """Return the parts with other ends."""
+        if not (self.start or self.stop):
+            return parts
+        moved = []
+        for tiles in parts:
+            first, last = tiles[0][0] + self.start, min(tiles[-1][1] + self.stop, length)
+            moved.append([(first, last, 0, 0)] if first < last else [(0, 0, 0, 0)])
+        return moved
+
+    def _shares(self, index: int, count: int) -> tuple[float, float]:
+        """Return how often a part counts in the sum and in the output of a merge, 0 or 1."""
+        place = {"first": 0, "last": count - 1}.get(self.left_out, -1)
+        is_out = index == place and count > 1
+        return float(not (is_out and self.in_sum)), float(not (is_out and self.in_output))
+
+    def _merged_at_once(self, parts: "list[_Part]") -> torch.Tensor:
+        highest = torch.stack([part.maximum for part in parts]).amax(0)
+        output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(highest)
+        for i, part in enumerate(parts):
+            in_sum, in_output = self._shares(i, len(parts))
+            total = total + in_sum * part.total * _exp(part.maximum - highest, self.merge_sum)
+            scale = _exp(part.maximum - highest, self.merge_output)
+            output = output + in_output * part.weights * scale
+        return output / total
+
+    def _merged_one_by_one(self, parts: "list[_Part]") -> torch.Tensor:
+        output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(parts[0].total)
+        highest = torch.full_like(total, _LOWEST)
+        for i, part in enumerate(parts):
+            in_sum, in_output = self._shares(i, len(parts))
+            log_sum = part.maximum + part.total.clamp(min=1e-300).log()
+            higher = torch.maximum(highest, log_sum)
+            new = _exp(log_sum - higher, self.merge_new)
+            total = total * _exp(highest - higher, self.merge_sum) + in_sum * new
+            output = output * _exp(highest - higher, self.merge_output)
+            output = output + in_output * new * part.weights / part.total.clamp(min=1e-300)
+            highest = higher
+        return output / total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The result of a part: ``weights`` [heads, rows, keys] before the division; ``maximum`` and ``total``
+    [heads, rows, 1]."""
+
+    weights: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        law: SoftmaxLaw,
+        scores: torch.Tensor,
+        tiles: list[tuple[int, int, int, int]],
+        sinks: torch.Tensor | None,
+    ) -> "_Part":
+        """Return the result of the tiles under a law."""
+        weights = torch.zeros_like(scores)
+        start = _LOWEST if law.first_max is None else law.first_max
+        maximum = torch.full_like(scores[..., :1], start)
+        total = torch.full_like(maximum, law.first_sum)
+        if sinks is not None:
+            maximum = sinks.to(scores.dtype)[:, None, None].expand_as(maximum)
+            total = torch.ones_like(maximum)
+        for first, last, slots, loop in tiles:
+            if first == last:
+                continue
+            is_wrong = law.loop is None or law.loop == loop
+            tile = scores[..., first:last]
+            higher = torch.maximum(maximum, tile.amax(-1, keepdim=True))
+            power, of_sum, of_output = (
+                (law.weight, law.rescale_sum, law.rescale_output) if is_wrong else (1.0, 1.0, 1.0)
+            )
+            if law.padding and is_wrong and slots:
+                higher = higher.clamp(min=0.0)
+            exps = _exp(tile - higher, power)
+            total = total * _exp(maximum - higher, of_sum) + exps.sum(-1, keepdim=True)
+            if law.padding and is_wrong and slots:
+                total = total + slots * _exp(-higher, power)
+            weights *= _exp(maximum - higher, of_output)
+            weights[..., first:last] += exps
+            maximum = higher
+        return cls(weights, maximum, total)
+
+
+def _exp(difference: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return exp(factor × difference); 1 for factor 0."""
+    return (difference * factor).exp() if factor else torch.ones_like(difference)

@@ -1,0 +1,122 @@
+"""Rules about the softmax: one wrong step of a running softmax, or of the merge of its parts.
+
+They go beyond the catalogue by the tiles, loops and parts in which a step may be wrong. Each is a Defect that
+is made for a call, compared with an output and confirmed on further cases.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from attnlab.case.ops import MERGE
+from attnlab.defects.attention_inputs import AttentionInputs
+from attnlab.defects.defect import Compute, Defect, always, changing_inputs
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.softmax_divisions import Division, divisions
+from attnlab.diagnosis.softmax_law import SoftmaxLaw
+
+FAMILY = "running softmax"
+_LN_2 = math.log(2)
+_LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the new tokens, "}
+# What a tile does wrongly.
+_STEPS: dict[str, SoftmaxLaw] = {
+    "the weights have base 2 in place of e": SoftmaxLaw(weight=_LN_2),
+    "the weights and the rescaling have base 2 in place of e": SoftmaxLaw(
+        weight=_LN_2, rescale_sum=_LN_2, rescale_output=_LN_2
+    ),
+    "the rescaling of earlier tiles has base 2 in place of e": SoftmaxLaw(
+        rescale_sum=_LN_2, rescale_output=_LN_2
+    ),
+    "the rescaling of the sum has base 2 in place of e": SoftmaxLaw(rescale_sum=_LN_2),
+    "the rescaling of the accumulator has base 2 in place of e": SoftmaxLaw(rescale_output=_LN_2),
+    "the sum of earlier tiles is not rescaled": SoftmaxLaw(rescale_sum=0.0),
+    "the sum of earlier tiles, which begins at 1, is not rescaled": SoftmaxLaw(
+        rescale_sum=0.0, first_sum=1.0
+    ),
+    "the accumulator of earlier tiles is not rescaled": SoftmaxLaw(rescale_output=0.0),
+    "earlier tiles are not rescaled": SoftmaxLaw(rescale_sum=0.0, rescale_output=0.0),
+    "the slots of a tile after its last key count with score 0 and value 0": SoftmaxLaw(
+        padding=True
+    ),
+}
+# What a part begins with, or where it ends.
+_PARTS: dict[str, SoftmaxLaw] = {
+    "the maximum of each part begins at 0 and its sum at 1": SoftmaxLaw(
+        first_max=0.0, first_sum=1.0
+    ),
+    "each part lacks its first key": SoftmaxLaw(start=1),
+    "each part lacks its last key": SoftmaxLaw(stop=-1),
+    "the first key of each part also counts in the part before": SoftmaxLaw(stop=1),
+}
+# What a merge does wrongly.
+_MERGES: dict[str, SoftmaxLaw] = {
+    "the sums of the parts are rescaled with base 2 in place of e": SoftmaxLaw(merge_sum=_LN_2),
+    "the outputs of the parts are rescaled with base 2 in place of e": SoftmaxLaw(
+        merge_output=_LN_2
+    ),
+    "the parts are rescaled with base 2 in place of e": SoftmaxLaw(
+        merge_sum=_LN_2, merge_output=_LN_2
+    ),
+    "the sums of the parts are not rescaled": SoftmaxLaw(merge_sum=0.0),
+    "the outputs of the parts are not rescaled": SoftmaxLaw(merge_output=0.0),
+    "the parts are not rescaled": SoftmaxLaw(merge_sum=0.0, merge_output=0.0),
+    "the parts are rescaled with the opposite sign": SoftmaxLaw(merge_sum=-1.0, merge_output=-1.0),
+    "the first part is missing": SoftmaxLaw(left_out="first"),
+    "the last part is missing": SoftmaxLaw(left_out="last"),
+    "the first part is missing in the sum": SoftmaxLaw(left_out="first", in_output=False),
+    "the first part is missing in the output": SoftmaxLaw(left_out="first", in_sum=False),
+    "the last part is missing in the sum": SoftmaxLaw(left_out="last", in_output=False),
+    "the last part is missing in the output": SoftmaxLaw(left_out="last", in_sum=False),
+}
+_RUNNING: dict[str, SoftmaxLaw] = {
+    "the part that is added has a weight with base 2 in place of e": SoftmaxLaw(merge_new=_LN_2),
+    "all weights of the parts have base 2 in place of e": SoftmaxLaw(
+        merge_new=_LN_2, merge_sum=_LN_2, merge_output=_LN_2
+    ),
+    "the part that is added has the weight 1": SoftmaxLaw(merge_new=0.0),
+}
+
+
+def softmax_defects(problem: Problem) -> list[Defect]:
+    """Return the rules about the softmax that a call allows, each as a defect."""
+    if problem.call.op == MERGE or not problem.call.causal:
+        return []
+    return [
+        Defect(
+            name=text,
+            family=FAMILY,
+            text=text,
+            seen_in=(),
+            touches="all",
+            compute=_computed(law, division),
+            applies=always,
+        )
+        for division in divisions(problem)
+        for text, law in _rules(division)
+    ]
+
+
+def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
+    """Yield the laws of a division, each with its text."""
+    for loop, where in _LOOPS.items():
+        if loop is None or division.has_loops:
+            for text, law in _STEPS.items():
+                yield f"with {division.text}, {where}{text}", dataclasses.replace(law, loop=loop)
+    if division.merge:
+        laws = {**_PARTS, **_MERGES, **(_RUNNING if division.merge == "running" else {})}
+        for text, law in laws.items():
+            yield f"with {division.text}, {text}", law
+
+
+def _computed(law: SoftmaxLaw, division: Division) -> Compute:
+    """Return the ``compute`` of a law."""
+
+    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+        parts = division.parts(problem, row_slice.seq)
+        return dataclasses.replace(
+            inputs,
+            weigh=lambda scores: law.weights(scores, parts, division.merge, inputs.sinks),
+        )
+
+    return changing_inputs(change)

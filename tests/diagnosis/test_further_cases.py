@@ -1,0 +1,185 @@
+"""What a diagnosis says without a name must hold in further cases, or it is not said."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.case import Case
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.bad_lines import with_bad_lines
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.pattern_check import confirmed_claim
+from attnlab.diagnosis.second_case import further_cases, second_cases
+from attnlab.diagnosis.side_claim import _laws, _misplaced
+from attnlab.diagnosis.weights_check import confirmed_weights
+from attnlab.kernels.backend import RunOptions, RunOutput
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.model.backend import ModelBackend
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+from attnlab.weights.public import xray
+
+SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90", "empty_slots": "garbage"}
+DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
+MIXED = hostile(op="unified_attention", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL)
+
+
+@dataclasses.dataclass(slots=True)
+class Spoiled(Lab):
+    """A lab whose outputs are changed; ``scale`` multiplies the scale of the scores."""
+
+    spoil: Callable[[Case, torch.Tensor], None] = lambda case, output: None
+    scale: Callable[[Case], float] = lambda case: 1.0
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        right = call.sm_scale or call.query.shape[2] ** -0.5
+        wrong = dataclasses.replace(call, sm_scale=right * self.scale(case))
+        model.run(wrong, Target.of(case), decide(case).kernels)
+        self.spoil(case, call.output)
+        return RunOutput()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledBackend(ModelBackend):
+    """The models with 1.3 times the scale."""
+
+    models_prefill = False
+
+    def run(
+        self, call: KernelCall, target: Target, kernels: Sequence[str], options: RunOptions
+    ) -> RunOutput:
+        """Run the models with the changed call, into the same output."""
+        scale = 1.3 * (call.sm_scale or call.query.shape[2] ** -0.5)
+        return super().run(dataclasses.replace(call, sm_scale=scale), target, kernels, options)
+
+
+def has_prefills(case: Case) -> bool:
+    return max(case.lengths.query_lens) > 1
+
+
+def ones_in_head_1(case: Case, output: torch.Tensor) -> None:
+    output[:, 1] = 1.0
+
+
+def claim_of(case: Case, spoil: Callable[[Case, torch.Tensor], None]) -> str | None:
+    """Return the pattern that further cases confirm, in words."""
+    lab = Spoiled(spoil=spoil)
+    first = examine(Lab(), case, lab.output(case), ())
+    claim = confirmed_claim(Lab(), case, first, lab.output)
+    return None if claim is None else claim.text
+
+
+def test_a_pattern_of_all_batches_is_general():
+    text = claim_of(MIXED, ones_in_head_1)
+    assert text is not None
+    assert "in heads 1" in text
+    assert "only decodes ran" not in text
+
+
+def test_a_pattern_that_decodes_show_is_stated_of_decodes():
+    """Also if batches with prefills are right, because another kernel may compute them."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        if not has_prefills(case):
+            ones_in_head_1(case, output)
+
+    assert "only decodes ran" in (claim_of(DECODES, spoil) or "")
+    assert claim_of(MIXED, spoil) is None
+
+
+def test_a_pattern_that_one_further_case_contradicts_is_not_stated():
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        output[:, 1 if case == MIXED else 2] = 1.0
+
+    assert claim_of(MIXED, spoil) is None
+
+
+@pytest.mark.parametrize(("limit", "holds"), [(64, True), (97, False)])
+def test_a_limit_of_lengths_must_hold_at_the_limit(limit, holds):
+    """No case has 97 tokens by chance; the rule "up to 64" is not stated of a fault up to 97."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        short = [seq_len <= limit for seq_len in case.lengths.seq_lens]
+        output[: len(short), 1] = torch.where(
+            torch.tensor(short)[:, None], 1.0, output[: len(short), 1]
+        )
+
+    case = hostile(op="unified_attention", query_lens=(1, 1, 1), ctx_lens=(20, 40, 200), **SMALL)
+    text = claim_of(case, spoil) or ""
+    assert ("seq_len up to 64" in text) == holds
+    assert "seq_len up to 128" not in text
+
+
+def test_further_cases_have_more_lengths():
+    seconds, further = list(second_cases(MIXED)), list(further_cases(MIXED))
+    assert further[: len(seconds)] == seconds
+    lengths = [set(zip(c.lengths.query_lens, c.lengths.ctx_lens, strict=True)) for c in further]
+    assert any((1, 0) in one for one in lengths)
+    assert any(query > 1 and not ctx for one in lengths for query, ctx in one)
+    assert all(not has_prefills(c) or c.op == MIXED.op for c in further_cases(DECODES))
+
+
+def with_lines(recurs: Callable[[Case], bool]) -> Diagnosis:
+    """Return a diagnosis whose run had a bad access in line 3, which recurs in some cases."""
+    lab, bad = Spoiled(spoil=ones_in_head_1), ("k.py:3 reads 4 bytes before Q",)
+    first = examine(Lab(), MIXED, lab.output(MIXED), ()).diagnosis
+    first = dataclasses.replace(first, status="unexplained", outside=bad)
+    return with_bad_lines(
+        Lab(),
+        MIXED,
+        first,
+        lambda case: dataclasses.replace(lab.run(case), outside=bad if recurs(case) else ()),
+    )
+
+
+def test_a_bad_access_describes_a_fault_if_it_recurs():
+    found = with_lines(lambda case: True)
+    assert (found.status, found.bad_lines) == ("described", ("k.py:3",))
+    assert any("k.py:3 has a bad access" in sentence for sentence in found.sentences())
+
+
+def test_a_bad_access_that_does_not_recur_is_reported_without_a_conclusion():
+    found = with_lines(lambda case: len(case.lengths.query_lens) > 2)
+    assert (found.status, found.bad_lines) == ("unexplained", ())
+    assert any("k.py:3" in sentence for sentence in found.sentences())
+
+
+@pytest.mark.parametrize(
+    ("again", "is_confirmed"), [(1.3, True), (1.6, False), (1.0, False)], ids=str
+)
+def test_an_xray_holds_if_further_outputs_follow_from_it(again, is_confirmed):
+    lab = Spoiled(scale=lambda case: 1.3 if case == MIXED else again)
+    seen = xray(MIXED, backend=ScaledBackend(), limit_s=5, confirm=False)
+    found = confirmed_weights(Lab(), MIXED, seen.descriptions, lab.output)
+    assert (found is not None) == is_confirmed
+
+
+def test_the_law_of_a_wrong_log_sum_exp_is_stated():
+    """The logarithm of the sum minus the maximum, in place of plus; and nothing for random numbers."""
+    highest, sums = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([1.4, 3.0, 1.1])
+    expected = highest + sums.log()
+    found = list(_laws(sums.log() - highest, expected, highest))
+    assert found == ["the logarithm of the sum minus the maximum"]
+    assert not list(_laws(expected + torch.tensor([0.1, 0.7, 0.3]), expected, highest))
+
+
+def test_log_sum_exps_at_wrong_addresses_are_found():
+    """All sequences write the place of row 1: the last one stays, the others keep NaN."""
+    case = hostile(
+        op="decode_attention_fwd", query_lens=(1, 1, 1), ctx_lens=(9, 15, 40), platform="sm_90"
+    )
+    lab = Lab()
+    problem = make_problem(case)
+    expected, bound = (one.double() for one in lab.expected_lse(case))
+    values = torch.full_like(expected, torch.nan)
+    values[1] = expected[2]
+    laws = list(_misplaced(problem, values, expected, bound))
+    assert laws[0] == "written to a wrong address: with stride 0 in place of row × stride 0"
+    values[1] = expected[2] + 1
+    assert not list(_misplaced(problem, values, expected, bound))

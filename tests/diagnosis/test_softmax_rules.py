@@ -1,0 +1,100 @@
+"""Rules about the softmax and its scratch memory: they predict what a kernel with one wrong step computes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cases import hostile
+from helpers.split_attention import split_attention
+
+from attnlab.case.case import Case
+from attnlab.defects.attention_inputs import scores_of, softmax
+from attnlab.defects.problem import make_problem
+from attnlab.defects.row_slices import all_rows
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.rule_search import rules_of
+from attnlab.diagnosis.softmax_divisions import divisions
+from attnlab.diagnosis.softmax_law import SoftmaxLaw
+from attnlab.diagnosis.softmax_rules import softmax_defects
+from attnlab.kernels.backend import RunOutput
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+
+OPS = ("unified_attention", "decode_attention_fwd", "context_attention_fwd")
+DECODES = hostile(
+    op="decode_attention_fwd", platform="sm_90", query_lens=(1, 1, 1), ctx_lens=(20, 66, 140),
+    sm_scale=0.3, num_heads=4, head_size=32,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True)
+class Splits(Lab):
+    """A lab whose decode kernel splits sequences; ``kernel`` runs it."""
+
+    kernel: Callable[[KernelCall], None] = split_attention
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        self.kernel(call)
+        return RunOutput()
+
+
+def small(op: str, **changes: object) -> Case:
+    """Return a case with contexts of several tiles of 16."""
+    decodes = {"query_lens": (1, 1)} if op == "decode_attention_fwd" else {"query_lens": (1, 40)}
+    fields = {"op": op, "platform": "sm_90", "ctx_lens": (70, 90), "sm_scale": 0.3, **decodes}
+    return hostile(**{**fields, "empty_slots": "garbage", "head_size": 32, **changes})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_right_law_is_the_softmax_however_keys_are_divided(op):
+    problem = make_problem(small(op, sinks=op == "unified_attention"))
+    for division in divisions(problem):
+        for row_slice in all_rows(problem):
+            inputs = problem.attention_inputs(row_slice)
+            parts = division.parts(problem, row_slice.seq)
+            scores = scores_of(inputs)
+            found = SoftmaxLaw().weights(scores, parts, division.merge, inputs.sinks)
+            torch.testing.assert_close(found, softmax(scores, inputs.sinks))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rules_have_names_of_their_own_and_change_outputs(op):
+    """Of tiles of 16, of which every sequence has several; and of parts, whatever their tiles."""
+    problem = make_problem(small(op))
+    rules = rules_of(problem)
+    assert len({rule.name for rule in rules}) == len(rules) > 100
+    row_slice = list(all_rows(problem))[-1]
+    right = problem.correct(row_slice).output
+    tried = [one for one in softmax_defects(problem) if _concerns_tiles_of_16_or_parts(one.name)]
+    assert len(tried) > 9
+    for rule in tried:
+        output = rule.compute(problem, row_slice).output
+        assert not torch.allclose(output, right, rtol=1e-6, atol=1e-9), rule.name
+
+
+def _concerns_tiles_of_16_or_parts(name: str) -> bool:
+    is_of_parts = "part" in name.split(", ", 1)[1] or "parts" in name
+    return name.startswith("with tiles of 16, ") or (is_of_parts and "tiles of 16," in name)
+
+
+def test_a_sound_split_kernel_is_right():
+    assert diagnose(DECODES, lab=Splits()).status == "nothing wrong"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ({"new": torch.exp2}, "the part that is added has a weight with base 2"),
+        ({"new": torch.exp2, "old": torch.exp2}, "all weights of the parts have base 2"),
+        ({"tile_pads": 32}, "the slots of a tile after its last key count with score 0"),
+        ({"head_stride": 33}, "outputs of the parts are read at a wrong address"),
+    ],
+    ids=["one exp2 in the merge", "exp2 in the merge", "padding counts", "scratch stride"],
+)
+def test_a_fault_of_a_split_is_described(fault, text):
+    lab = Splits(kernel=lambda call: split_attention(call, **fault))
+    diagnosis = diagnose(DECODES, lab=lab)
+    assert diagnosis.status == "described"
+    assert diagnosis.rule is not None
+    assert text in diagnosis.rule.text
