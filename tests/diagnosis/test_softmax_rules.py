@@ -98,3 +98,4 @@ def test_a_fault_of_a_split_is_described(fault, text):
     assert diagnosis.status == "described"
     assert diagnosis.rule is not None
     assert text in diagnosis.rule.text
+    assert diagnosis.rule.only_decodes
