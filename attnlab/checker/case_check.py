@@ -12,7 +12,7 @@ from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import CaseRun, run_case
 from attnlab.checker.evidence import evidence_label
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import observations
+from attnlab.checker.slot_reads import never_reads_empty_slots, observations
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
@@ -46,7 +46,8 @@ def check_case(
     """Return the faults and observations of a Case.
 
     The Case runs with NaN in the empty slots and, if that output is correct, once more with finite
-    garbage in them; both outputs must have the same bits. ``on_run`` is called with the first run.
+    garbage in them; both outputs must have the same bits. The second run is left out if the first one was
+    traced and read no empty slot. ``on_run`` is called with the first run.
     Raises Unavailable if the backend does not have the op.
     """
     try:
@@ -92,6 +93,8 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
         return _wrong_output(lab, backend, case, run.output, diagnosis)
+    if never_reads_empty_slots(run):
+        return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
     diagnosis = _diagnose(lab, garbage, output)

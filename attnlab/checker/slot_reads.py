@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from attnlab.case.case import Case
+from attnlab.checker.case_run import CaseRun
 from attnlab.checker.finding import Finding
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.slot_states import STATES, SlotState, readable_states
+from attnlab.contracts.slot_states import EMPTY, STATES, SlotState, readable_states
 from attnlab.contracts.target import Target
 from attnlab.lab.reads import MemoryReport
 
@@ -20,6 +21,20 @@ OBSERVED = {
     "reads_empty_slots": (SlotState.UNWRITTEN, SlotState.UNWRITTEN_TAIL),
     "reads_outside_window": (SlotState.OUTSIDE_WINDOW,),
 }
+
+
+def never_reads_empty_slots(run: CaseRun) -> bool:
+    """Return whether the trace of a run shows that its output cannot depend on empty slots.
+
+    The trace must have seen reads of keys and of values; it does not see interleaved values, for example.
+    An access outside every tensor may hit any slot.
+    """
+    if run.memory is None or run.outside:
+        return False
+    slots = run.memory.slots
+    return len({entry.tensor for entry in slots}) > 1 and not any(
+        entry.counts[state] for entry in slots for state in (*EMPTY, SlotState.UNKNOWN)
+    )
 
 
 def read_counts(memory: MemoryReport) -> dict[str, int]:

@@ -101,7 +101,7 @@ def _picture(lab: Lab, backend: Backend, finding: Finding, path: Path) -> Pictur
     except AttnLabError as error:
         return Picture(finding=finding, kind=kind, why=f"the second run raised an error: {error}")
     owners = [owners_of(case) for case in cases.values() if case is not None]
-    data = _drawn(maps, owners, f"{finding.op}: {kind} ({finding.diagnosis})")
+    data = _drawn(maps, owners, f"{finding.op}: {finding.diagnosis}")
     write_bytes(path, data)
     return Picture(
         finding=finding,

@@ -39,7 +39,7 @@ class KeyColumns:
     @property
     def foreign_width(self) -> int:
         """Return how many columns wide a picture draws each foreign one, so that its label has room."""
-        return max(1, self.own // 20)
+        return max(1, self.own // 14)
 
     @property
     def difference(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _last_column(one: XRay, own: torch.Tensor, length: int, rows: torch.Tensor, 
     """Return the number of columns of a sequence: to the end of its last block, and of the last slot of its
     blocks that has a weight."""
     size = one.setup.call.block_size
-    weighed = own & (one.weights[rows, head] != 0).any(0)
+    weighed = own & (one.weights[rows, head].nan_to_num(0.0) != 0).any(0)
     last = int(one.owners.position[weighed].max()) + 1 if bool(weighed.any()) else length
     most = int(one.owners.position[own].max()) + 1 if bool(own.any()) else length
     return min(most, -(-max(last, length) // size) * size)

@@ -242,6 +242,11 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
             f"{len(rows)} of {len(setup.rows)} rows ({numbers(rows)}) cannot be read: "
             f"their {why} is not finite"
         )
+    if found.measurement.needs_values:
+        lines.append(
+            "with random values they are finite: the kernel inspects V, for example to scale it by a "
+            "maximum, which is 0 here; the weights cannot be read with values of 0 and 1"
+        )
     return lines
 
 

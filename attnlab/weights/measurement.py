@@ -33,6 +33,7 @@ class Measurement:
     - ``unwritten``: [R] bool, rows that kept the contents of the output buffer.
     - ``residual``: [R, H, head_size], the output of the run with random codes minus what the weights give;
       ``magnitude``: the sum of their absolute terms.
+    - ``needs_values``: whether rows are finite with random values, and not with values of 0 and 1.
     - ``runs``: how often the kernel ran. ``error``: the absolute error of a weight that random codes add.
     """
 
@@ -45,6 +46,7 @@ class Measurement:
     unwritten: torch.Tensor
     residual: torch.Tensor
     magnitude: torch.Tensor
+    needs_values: bool
     runs: int
     error: float = 0.0
 
@@ -56,7 +58,7 @@ class Measurement:
     @property
     def finite(self) -> torch.Tensor:
         """Return which rows are finite in all heads, [R] bool."""
-        return self.read.isfinite().flatten(1).all(1)
+        return _finite(self.folded)
 
 
 def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: RunOptions) -> Run:
@@ -106,8 +108,17 @@ def measure(
 
 def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
     """Answer whether the lanes of all finite rows have the right sums."""
-    finite = folded.isfinite().flatten(1).all(1)
-    return bool(compare(setup, folded, expected, 1.0).explained[finite].all())
+    explained = compare(setup, folded, expected, 1.0).explained
+    return bool(explained[_finite(folded)].all())
+
+
+def _finite(numbers: torch.Tensor) -> torch.Tensor:
+    """Return which rows of [R, H, n] numbers are finite, [R] bool."""
+    return numbers.isfinite().flatten(1).all(1)
+
+
+def _any_finite(numbers: torch.Tensor) -> bool:
+    return bool(_finite(numbers).any())
 
 
 def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.0) -> torch.Tensor:
@@ -204,6 +215,7 @@ class _Reader:
             unwritten=unwritten,
             residual=output - predicted,
             magnitude=magnitude,
+            needs_values=_any_finite(output[~_finite(read[..., : lanes.count])]),
             runs=self._runs,
             error=error,
         )

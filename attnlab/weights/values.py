@@ -5,13 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.weights.codes import num_slots, with_values
+from attnlab.weights.codes import num_slots, random_codes, with_values
 from attnlab.weights.description import numbers
 from attnlab.weights.measurement import Measurement, Run, residual_bound
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, other_head
 
 _BASE = 8  # 0 to 7 are exact in every format
+
+
+_INSPECTS = (
+    "the output is not linear in the values: the kernel inspects V, for example to scale it by its maximum; "
+    "the weights are those for values of 0 and 1, and the heads and elements of V cannot be read"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +50,8 @@ def value_faults(
     if bool(right.all()):
         return ValueFaults()
     rows = torch.nonzero(~right.all(1)).flatten()
+    if not _is_linear(setup, found, run, rows):
+        return ValueFaults(sentences=(_INSPECTS,))
     heads = _heads_of(setup, found, run, rows)
     elements, words = _elements_of(setup, found, run, rows)
     kernels = sorted({setup.kernels[row] for row in rows.tolist()})
@@ -59,6 +67,17 @@ def value_faults(
             "the weights are those for values of 0 and 1",
         )
     )
+
+
+def _is_linear(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor) -> bool:
+    """Answer whether twice the random values give twice the output in some rows."""
+    codes = random_codes(found.call)
+    once, twice = (
+        run(with_values(found.call, setup.target, times * codes))[found.rows][:, found.heads][rows]
+        for times in (1, 2)
+    )
+    bound = 4 * residual_bound(setup, found)[rows] + 0.02 * once.abs()
+    return bool(((twice - 2 * once).abs() <= bound).all())
 
 
 def reordered(read: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

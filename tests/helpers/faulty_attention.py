@@ -4,6 +4,7 @@ It works as vLLM's prefill kernel does, with running maximum and sum: one loop o
 over the new keys. ``sound`` has no fault. ``cached_*`` read every key from the cache.
 """
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -155,6 +156,31 @@ def _cached(**changes):
     return kernel("unified_attention", **changes)
 
 
+def _inspecting(dims, least):
+    """Return a kernel that divides the values by their maximum over some dimensions, or by ``least``."""
+
+    def run(call):
+        largest = call.value_cache.abs().amax(dims, keepdim=True).clamp(min=least)
+        value = call.value / largest.flatten()
+        cache = call.value_cache / largest
+        _run(
+            dataclasses.replace(call, value_cache=cache, value=value),
+            SimpleNamespace(**DEFAULTS),
+            run.op,
+        )
+
+    run.op = "context_attention_fwd"
+    return run
+
+
+def overflows(call):
+    """Write infinities."""
+    call.output.fill_(math.inf)
+
+
+overflows.op = "context_attention_fwd"
+scaled_by_maximum = _inspecting((0, 1, 2, 3), 1.0)
+scaled_by_channel = _inspecting((0, 1, 3), 0.0)
 sound = kernel()
 context_mask_one_too_many = kernel(mask_extra=1)
 context_one_too_many = kernel(load_extra=1)

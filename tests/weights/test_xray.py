@@ -286,3 +286,18 @@ def test_the_document_is_strict_json():
     assert document["status"] == "described"
     assert document["descriptions"][0]["rules"][0]["rule"] == "Gain"
     assert document["rows"][0]["sums"][0] == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("scaled_by_maximum", "described", "not linear in the values"),
+        ("scaled_by_channel", "unreadable", "with random values they are finite"),
+        ("overflows", "unreadable", "their output is not finite"),
+    ],
+)
+def test_a_kernel_that_inspects_the_values_is_stated_in_one_line(name, status, words):
+    found = attnlab.xray(faulty(name))
+    assert found.status == status, found.sentences
+    assert any(words in sentence for sentence in found.sentences)
+    assert not found.descriptions

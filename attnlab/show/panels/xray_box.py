@@ -58,7 +58,7 @@ class XrayBox:
         self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
         named = {"view": self.view, "sequence": self.seq, "query head": self.head}
         self.choices = ipw.HBox([ipw.VBox([labelled(*item)]) for item in named.items()])
-        self.choices.layout.display = "none"
+        self.choices.add_class("attnlab-xray-choices").layout.display = "none"
         top = ipw.HBox([self.button, self.progress.widget])
         parts = [top, self.text, self.choices, self.picture]
         self.widget = ipw.Accordion(

@@ -114,7 +114,7 @@ def plot_law(points: "LawPoints", *, title: str = "", ax: Axes | None = None) ->
         ylabel="log of the measured weight",
         title=title or "measured against expected",
     )
-    ax.legend(loc="upper left", fontsize="small")
+    ax.legend(loc="upper left", fontsize="small", frameon=False)
     return ax
 
 

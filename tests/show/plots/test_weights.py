@@ -61,3 +61,15 @@ def test_plot_law(found):
 def test_plot_of_an_xray_is_the_difference(found):
     ax = attnlab.plot(found)
     assert np.allclose(drawn_columns(ax), key_columns(found).difference)
+
+
+def test_unreadable_rows_draw_their_own_blocks_only() -> None:
+    case = Case(
+        **{"num_heads": 2, "head_size": 64, "platform": "gfx942", "stage": "int32_before_cumsum"},
+        query_lens=(3, 1),
+        ctx_lens=(40, 33),
+        max_blocks_per_seq=20,
+    )
+    columns = key_columns(attnlab.xray(case, confirm=False), seq=1)
+    assert columns.measured.isnan().any()
+    assert columns.own == -(-columns.positions // columns.block_size) * columns.block_size
