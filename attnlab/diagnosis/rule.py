@@ -22,5 +22,5 @@ class ConfirmedRule:
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
         plural = "case" if self.cases == 1 else "cases"
-        scope = " (only decodes ran)" if self.only_decodes else ""
-        return f"{where}{self.candidate.text}{scope} (confirmed on {self.cases} further {plural})"
+        ran = " (only decodes ran)" if self.only_decodes else ""
+        return f"{where}{self.candidate.text}{ran} (confirmed on {self.cases} further {plural})"

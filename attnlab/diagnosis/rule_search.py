@@ -59,6 +59,8 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
         found = examine(lab, case, output, rules_of(problem), Pattern())
     except AttnLabError:
         return []
+    if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):
+        return []  # many rules predict NaN from scratch memory; none is shown by it
     return [one for one in found.diagnosis.candidates if is_general(one)]
 
 
