@@ -142,3 +142,12 @@ def test_a_dark_page_has_dark_pictures() -> None:
     view.pictures["error"].dark = True
     assert view.wait(30)
     assert corner() < 0.2
+
+
+def test_no_label_is_cut_off() -> None:
+    """Nothing is drawn at the edges of the picture of the errors."""
+    view = panel(LOST, knobs=("stage",), views=("error",))
+    assert view.wait(30)
+    pixels = matplotlib.image.imread(io.BytesIO(view._rendered["error"].png))
+    edges = np.concatenate([pixels[:, -2:], pixels[:, :2]], 1)
+    assert (edges == pixels[0, 0]).all()
