@@ -8,8 +8,8 @@ from helpers.plugins import EXAMPLES, RIGHT, checked, checked_by_workers, plante
 from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
-from attnlab.case.op_arguments import NONE
 from attnlab.case.errors import InvalidCase
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.finding import KINDS
