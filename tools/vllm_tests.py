@@ -7,7 +7,8 @@ The test files come from the sdist and vLLM's Python files from the wheel; both 
 folder. tools/vllm_tests_plugin.py replaces vLLM's top conftest.py and its compiled extension. The parts:
 
 - sound: the tests on vLLM's kernels as released.
-- overhead: each test alternately without and with the plugin, in one process, after a first run of it.
+- overhead: each test alternately without and with the plugin, in one process, after a first run of it
+  in both ways.
 - power: which defects the passing tests would not notice (--attnlab-power).
 - faults: one expression of a kernel is changed (tools/source_mutation.py) in a copy of its file. The tests of
   that file run without the plugin, then up to three failing ones with it. Each report is judged:
@@ -17,6 +18,7 @@ folder. tools/vllm_tests_plugin.py replaces vLLM's top conftest.py and its compi
   - described: no name, but rules that reproduce the output; rightly if rules of the same kinds result with
     other data.
   - abstained: neither. wrong: a name or a shortlist that does not hold, or a side that is not the kernel's.
+  - no known op: the test called no op that is recorded, such as a kernel itself, so there is no report.
 """
 
 import argparse
@@ -42,9 +44,12 @@ from typing import Any
 
 import real_faults
 import source_mutation
+from fault_verification import fresh_cases
+from vllm_tests_plugin import LOST
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
@@ -84,6 +89,7 @@ class Setup:
     per_test: int
     seed: int
     processes: int
+    failures: Path
 
     def file(self, name: str) -> str:
         """Return the path of a test file from the folder."""
@@ -152,7 +158,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="even: of the overhead")
     parser.add_argument("--count", type=int, default=60, help="planted faults at most")
     parser.add_argument(
-        "--first", type=int, default=0, help="leave out the first faults of the draw"
+        "--number",
+        type=int,
+        action="append",
+        help="plant the fault with this number of the draw; repeatable; default: all",
+    )
+    parser.add_argument(
+        "--file", action="append", choices=TEST_FILES, help="measure the overhead on this file only"
     )
     parser.add_argument("--limit-s", type=float, default=3600.0, help="start no fault after this")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
@@ -161,6 +173,7 @@ def main() -> int:
         "--sound", type=Path, help="a file with the part sound: tests that fail there say nothing"
     )
     parser.add_argument("--logs", type=Path, help="write pytest's output of all runs to this file")
+    parser.add_argument("--failures", type=Path, help="keep saved calls and pages in this folder")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the tables of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -212,6 +225,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Setup:
         per_test=args.per_test,
         seed=args.seed,
         processes=args.processes,
+        failures=(args.failures or folder / "failures").absolute(),
     )
 
 
@@ -276,10 +290,16 @@ def reported(record: dict[str, Any]) -> bool:
 def run_overhead(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     """Run each test alternately without and with the plugin, in one process."""
     words = ("--attnlab", f"--rounds={args.rounds}", *setup.drawn)
-    records = setup.pytest("overhead", TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S)
+    if args.sound is not None:
+        left_out = setup.folder / "failing.ids"
+        left_out.write_text("\n".join(failing_when_sound(setup, args.sound)))
+        words = (*words, f"--except-ids={left_out}")
+    records = setup.pytest(
+        "overhead", args.file or TEST_FILES, *words, threads=4, limit_s=RUN_LIMIT_S
+    )
     by_id: dict[str, list[dict[str, Any]]] = {}
     for one in records:
-        if one["execution"] > 0 and one["outcome"] == "passed":
+        if one["is_timed"] and one["outcome"] == "passed":
             by_id.setdefault(one["id"], []).append(one)
     tests = [paired(name, ones) for name, ones in by_id.items()]
     tests = [one for one in tests if one]
@@ -335,22 +355,23 @@ def run_power(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
 def run_faults(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
     """Plant one fault after the other, several at a time, until the time is over."""
     began = time.perf_counter()
-    drawn = draw(setup.source, args.count, setup.seed)[args.first :]
+    drawn = draw(setup.source, args.count, setup.seed)
+    chosen = [(number, drawn[number]) for number in args.number or range(len(drawn))]
     known = failing_when_sound(setup, args.sound)
 
     def one(numbered: tuple[int, Fault]) -> dict[str, Any] | None:
         if time.perf_counter() - began > args.limit_s:
             return None
         number, fault = numbered
-        result = try_fault(setup, fault, args.first + number, known)
+        result = try_fault(setup, fault, number, known)
         print(f"{number} {result['class']:12} {result['text']}", file=sys.stderr, flush=True)
         with args.out.with_suffix(".jsonl").open("a") as lines:  # survives the end of a time limit
             lines.write(json.dumps(result) + "\n")
         return result
 
     with ThreadPoolExecutor(setup.processes) as threads:
-        done = [result for result in threads.map(one, enumerate(drawn)) if result]
-    return {"drawn": len(drawn), "faults": done}
+        done = [result for result in threads.map(one, chosen) if result]
+    return {"drawn": len(chosen), "faults": done}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,30 +467,52 @@ def reports_of(
     setup: Setup, number: int, fault: Fault, root: Path, folder: Path, ids: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Run failing tests with the plugin, on their own data and on other, and judge what it reports."""
-    chosen = setup.folder / f"fault{number}.ids"
-    chosen.write_text("\n".join(ids))
-    words = ("--attnlab", f"--ids={chosen}", f"--ops-folder={folder}")
-    seeds = f"--data-seeds=0,{OTHER_DATA}"
-    directory = f"--attnlab-dir={setup.folder / f'failures{number}'}"
-    records = setup.pytest(
-        f"report{number}", [fault.tests], *words, seeds, directory, limit_s=RUN_LIMIT_S
-    )
-    own = [one for one in records if one["data_seed"] == 0]
-    other = {one["id"]: one for one in records if one["data_seed"] != 0}
-    found = [judged(one, other.get(one["id"])) for one in own if one["outcome"] == "failed"]
-    lost = [one for one in ids if one not in [report["id"] for report in found]]
-    found += [{"id": one, "answer": "no report", "why": "not run or passed"} for one in lost]
+    words = (f"--ops-folder={folder}", f"--data-seeds=0,{OTHER_DATA}")
+    own: dict[str, dict[str, Any]] = {}
+    other: dict[str, dict[str, Any]] = {}
+    for i, group in enumerate([ids, *([one] for one in ids)]):
+        left = [one for one in group if one not in own or is_lost(own[one])]
+        if not left:
+            continue
+        again = ("--attnlab-host",) if i else ()  # a fault had broken the GPU's context
+        for one in reported_run(setup, f"{number}-{i}", fault, left, (*words, *again)):
+            if one["outcome"] == "failed":
+                (own if one["data_seed"] == 0 else other)[one["id"]] = one
+    found = [judged(own[one], other.get(one)) for one in ids if one in own]
+    found += [
+        {"id": one, "answer": "no report", "why": "not run or passed"}
+        for one in ids
+        if one not in own
+    ]
     return verified(setup, number, root, found)
+
+
+def is_lost(record: dict[str, Any]) -> bool:
+    """Answer whether a test has broken the GPU's context."""
+    return any(word in record["error"] for word in LOST)
+
+
+def reported_run(
+    setup: Setup, name: str, fault: Fault, ids: Sequence[str], words: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run tests with the plugin; return their records."""
+    chosen = setup.folder / f"fault{name}.ids"
+    chosen.write_text("\n".join(ids))
+    directory = f"--attnlab-dir={setup.failures / f'fault{name}'}"
+    words = ("--attnlab", f"--ids={chosen}", directory, *words)
+    return setup.pytest(f"report{name}", [fault.tests], *words, limit_s=RUN_LIMIT_S, threads=2)
 
 
 def judged(own: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     """Return a report with what other data say about it; names are not yet verified on fresh cases."""
     report = {"id": own["id"], "properties": own["properties"], "error": own["error"][:200]}
+    if not own["judgements"] and not own["calls"]:
+        return {**report, "answer": "no known op", "why": "the test called no recorded op"}
     if not own["judgements"]:
         why = own["properties"].get("attnlab_diagnosis", "no call was recorded")
         return {**report, "answer": "no report" if not reported(own) else "abstained", "why": why}
-    first = own["judgements"][0]
-    second = other["judgements"][0] if other and other["judgements"] else None
+    first = own["judgements"][-1]  # of the call that is reported
+    second = other["judgements"][-1] if other and other["judgements"] else None
     report |= {"judgement": first, "other_data": second}
     if first["status"] in ("explained", "ambiguous"):
         confirmed = [n for n in first["names"] if second and n in second["names"]]
@@ -531,7 +574,7 @@ def judge_names(order: dict[str, Any]) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = find_backend("vllm", Path(order["root"]), device)
     lab = Lab(source=Path(order["root"]), device="cpu")
-    verdicts = []
+    verdicts: list[dict[str, Any]] = []
     for report in order["reports"]:
         try:
             case = Case.from_test_id(report["id"], backend="vllm", platform="sm_90")
@@ -544,9 +587,9 @@ def judge_names(order: dict[str, Any]) -> list[dict[str, Any]]:
 def votes(lab: Lab, backend: Any, case: Case, name: str) -> dict[str, int]:
     """Return on how many fresh cases with a wrong output the defect explains it, and on how many not."""
     found = {"for": 0, "against": 0}
-    for fresh in real_faults.fresh_cases(backend, case):
+    for fresh in fresh_cases(case):
         try:
-            output = real_faults.run_case(lab, backend, fresh).output
+            output = run_case(lab, backend, fresh).output
         except AttnLabError:
             continue
         if not diagnose(fresh, output, lab=lab, defects=(), propose=False).is_wrong:

@@ -30,6 +30,8 @@ NEEDS_COMPILED = re.compile(
 LOST = ("CUDA error", "illegal memory access", "misaligned address", "unspecified launch failure")
 sys.modules.setdefault(COMPILED, types.ModuleType(COMPILED))  # before any conftest.py is imported
 ATTNLAB = "attnlab-session"  # the name under which attnlab's plugin registers its session
+WARM_UPS = 2
+MOST_ROUNDS = {"test_prefix_prefill.py": 2}  # its tests take half a second each
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,10 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--per-test", type=int, help="draw so many ids of each test function")
     group.addoption("--draw", type=int, default=0, help="seed of the draw")
     group.addoption("--ids", help="run only the ids in this file, one a line")
+    group.addoption("--except-ids", help="leave out the ids in this file, one a line")
     group.addoption("--data-seeds", default="0", help="add each of these to the seeds of the tests")
     group.addoption("--ops-folder", help="a folder with changed copies of vllm/v1/attention/ops")
     group.addoption(
-        "--rounds", type=int, help="run each test once, then so often without and with attnlab"
+        "--rounds",
+        type=int,
+        help="run each test to warm up, then so often without and with attnlab",
     )
 
 
@@ -74,11 +79,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if count := config.getoption("per_test"):
         required = [item for item in items if not item.get_closest_marker("optional")]
         kept = sample(required, count, config.getoption("draw"))
+    if ids := config.getoption("except_ids"):
+        wanted = Path(ids).read_text().splitlines()
+        kept = [item for item in kept if item.nodeid not in wanted]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     rounds = config.getoption("rounds")
-    times = 1 + 2 * rounds if rounds else len(config.getoption("data_seeds").split(","))
-    items[:] = [one for item in kept for one in [item, *(again(item) for _ in range(times - 1))]]
+    seeds = len(config.getoption("data_seeds").split(","))
+    items[:] = [
+        one
+        for item in kept
+        for one in [item, *(again(item) for _ in range(executions(item, rounds or 0, seeds) - 1))]
+    ]
+
+
+def executions(item: pytest.Item, rounds: int, seeds: int) -> int:
+    """Return how often a test runs: as a warm-up without and with attnlab and then by rounds, or per seed."""
+    if not rounds:
+        return seeds
+    return WARM_UPS + 2 * min(rounds, MOST_ROUNDS.get(item.path.name, rounds))
 
 
 def again(item: pytest.Item) -> pytest.Item:
@@ -180,7 +199,7 @@ class Records:
             "data_seed": self._add_to_seeds,
         }
         if self._rounds:
-            line["execution"], line["with"] = execution, is_with(execution)
+            line["with"], line["is_timed"] = is_with(execution), execution >= WARM_UPS
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._reports.pop(nodeid, None)
@@ -204,9 +223,9 @@ class Records:
 
         judge = failure_report.judge
 
-        def kept(call: Any, comparison: Any) -> Any:
+        def kept(call: Any, comparison: Any, **more: Any) -> Any:
             began = time.perf_counter()
-            judgement = judge(call, comparison)
+            judgement = judge(call, comparison, **more)
             self._judgements.append(facts_of(judgement, time.perf_counter() - began))
             return judgement
 
@@ -260,9 +279,9 @@ def facts_of(judgement: Any, seconds: float) -> dict[str, Any]:
 
 
 def is_with(execution: int) -> bool:
-    """Answer whether an execution is one with attnlab: the first is a warm-up without it, then
+    """Answer whether an execution is one with attnlab: the first two are a warm-up without and with it, then
     without, with, with, without, and so on."""
-    return execution > 0 and execution % 4 in (2, 3)
+    return execution == 1 or (execution >= WARM_UPS and (execution - WARM_UPS) % 4 in (1, 2))
 
 
 def synchronize(reset: bool = False) -> int:

@@ -6,7 +6,7 @@ exchanged or stored with another scale, another head of the same token.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from attnlab.lab.expected_write import ExpectedWrite, expected_write, numbers_of
 from attnlab.tensors.call import KernelCall
 
 _SHOWN = 4  # slots in a text
+_Scale = float | torch.Tensor
 
 
 def diagnose_write(
@@ -171,13 +172,10 @@ def _alternatives(found: _Found) -> Iterator[tuple[str, str, torch.Tensor]]:
     call, slots = found.call, found.right.slots
     format = paged.format_of(call, found.target)
     new = call.key[: len(slots)], call.value[: len(slots)]
-    scales = tuple(scale_of(call, name, slots) for name in ("k_scale", "v_scale"))
+    scales = scale_of(call, "k_scale", slots), scale_of(call, "v_scale", slots)
 
-    def stored(tokens: tuple[torch.Tensor, ...], used: tuple[object, ...]) -> torch.Tensor:
-        halves = [
-            numbers_of(one, scale, format)  # type: ignore[arg-type]
-            for one, scale in zip(tokens, used, strict=True)
-        ]
+    def stored(tokens: Sequence[torch.Tensor], used: Sequence[_Scale]) -> torch.Tensor:
+        halves = [numbers_of(one, scale, format) for one, scale in zip(tokens, used, strict=True)]
         return torch.cat(halves, 2)
 
     right = stored(new, scales)
@@ -198,19 +196,23 @@ def _alternatives(found: _Found) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "exchanged", "key and value are exchanged", stored(new[::-1], scales)
         yield "key_twice", "the key is stored as the value, too", stored((new[0], new[0]), scales)
         yield "value_twice", "the value is stored as the key, too", stored((new[1], new[1]), scales)
-    if not format.is_fp8:
-        return
-    yield "scales_exchanged", "k_scale and v_scale are exchanged", stored(new, scales[::-1])
-    for name, which in (("k_scale", (0,)), ("v_scale", (1,)), ("no scale", (0, 1))):
-        for kind, words, change in (
-            ("scale_ignored", "is not applied", lambda scale: 1.0),
-            ("scale_multiplied", "multiplies instead of dividing", lambda scale: 1.0 / scale),
-        ):
-            used = tuple(change(s) if i in which else s for i, s in enumerate(scales))
-            subject = "neither scale" if which == (0, 1) and kind == "scale_ignored" else name
-            subject = "each scale" if which == (0, 1) and kind == "scale_multiplied" else subject
-            verb = "is applied" if subject == "neither scale" else words
-            yield kind, f"{subject} {verb}", stored(new, used)
+    if format.is_fp8:
+        for kind, words, used in _scale_changes(*scales):
+            yield kind, words, stored(new, used)
+
+
+def _scale_changes(k: _Scale, v: _Scale) -> tuple[tuple[str, str, tuple[_Scale, _Scale]], ...]:
+    """Return wrong scales of keys and values: kind, words, and the two numbers to divide by."""
+    ignored, multiplied = "scale_ignored", "scale_multiplied"
+    return (
+        ("scales_exchanged", "k_scale and v_scale are exchanged", (v, k)),
+        (ignored, "k_scale is not applied", (1.0, v)),
+        (ignored, "v_scale is not applied", (k, 1.0)),
+        (ignored, "neither scale is applied", (1.0, 1.0)),
+        (multiplied, "k_scale multiplies instead of dividing", (1 / k, v)),
+        (multiplied, "v_scale multiplies instead of dividing", (k, 1 / v)),
+        (multiplied, "both scales multiply instead of dividing", (1 / k, 1 / v)),
+    )
 
 
 def _other_heads(found: _Found, left: torch.Tensor) -> _Rule:

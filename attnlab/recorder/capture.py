@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.metadata
-import inspect
 import logging
 import sys
 import threading
@@ -19,10 +18,11 @@ from attnlab.recorder.cache_writes import copy_write, copy_written
 from attnlab.recorder.catalogue import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.recorded import Recorded
-from attnlab.recorder.recorded_op import RecordedOp, bound
+from attnlab.recorder.recorded_op import Bind, RecordedOp, binder
 from attnlab.recorder.snapshot import copied, copy_fields
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
+from attnlab.tensors.storage import moved
 
 _log = logging.getLogger("attnlab.recorder")
 _KEPT = 16  # calls by default
@@ -76,15 +76,20 @@ class Capture:
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
       :func:`attnlab.recorder.catalogue.recorded_ops`.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
+    - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that
+      breaks the GPU's context.
 
     An error while a call is recorded is logged once, and the program continues as without attnlab.
     """
 
-    def __init__(self, *, keep: int = _KEPT, ops: Iterable[RecordedOp | str] = ()) -> None:
+    def __init__(
+        self, *, keep: int = _KEPT, ops: Iterable[RecordedOp | str] = (), host: bool = False
+    ) -> None:
         if type(keep) is not int or keep < 1:
             refuse("keep", "a whole number from 1", keep)
         self.calls = Calls(keep)
         self.origin = Origin()
+        self._host = host
         self._logged = self._is_active = False
         self._ops = {op.name: op for op in recorded_ops(ops, on_error=self._failed)}
         targets: dict[str, list[str]] = {}
@@ -113,7 +118,7 @@ class Capture:
         """Return a function that records the call and then makes it; None if it cannot be wrapped."""
         op = self._ops[f"{module}.{function}"]
         try:
-            signature = signature_of(op, original)
+            bind = binder(signature_of(op, original))
         except (TypeError, ValueError) as error:
             self._failed(op.name, error)
             return None
@@ -123,7 +128,7 @@ class Capture:
             is_op = not self._is_active or getattr(_inside, "is_op", False)
             if is_op or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            before = self._before(op, signature, args, kwargs)
+            before = self._before(op, bind, args, kwargs)
             with _inner():
                 try:
                     result = original(*args, **kwargs)
@@ -135,23 +140,22 @@ class Capture:
 
         return recording
 
-    def _before(
-        self, op: RecordedOp, signature: inspect.Signature, args: Any, kwargs: Any
-    ) -> Recorded | None:
+    def _before(self, op: RecordedOp, bind: Bind, args: Any, kwargs: Any) -> Recorded | None:
         """Return the call with copies of its inputs, or None if it is not recorded."""
         try:
             with torch.no_grad(), _inner():
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
-                reading = op.read(bound(signature, args, kwargs))
+                reading = op.read(bind(args, kwargs))
                 if reading is None:
                     return None
                 names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
                 writes: dict[str, Any] = {
                     name: reading.fields[name] for name in names if name in reading.fields
                 }
+                reading.fields.pop("lse", None)  # what it holds before the call is not used
                 copy = copy_write if op.writes_cache else copy_fields
-                reading.fields = copy(reading.fields)
+                reading.fields = self._kept(copy(reading.fields))
                 if "output" in writes:
                     reading.fields["before"] = reading.fields["output"]
                 return Recorded(
@@ -159,7 +163,7 @@ class Capture:
                     is_write=op.writes_cache,
                     op=op.op,
                     layout=op.layout,
-                    origin=self._origin(op, reading.fields["key_cache"]),
+                    origin=_origin(self.origin, op, reading.fields["key_cache"].device),
                     writes=writes,
                 )
         except Exception as error:
@@ -177,26 +181,32 @@ class Capture:
                     one.writes = (
                         {"output": output} if lse is None else {"output": output, "lse": lse}
                     )
-                if one.is_write:
-                    one.reading.fields |= copy_written(one.reading.fields, one.writes)
-                else:
-                    one.reading.fields |= {name: copied(one_) for name, one_ in one.writes.items()}
+                try:
+                    one.reading.fields |= self._kept(_written(one))
+                except RuntimeError as error:
+                    if "CUDA error" not in str(error) and "HIP error" not in str(error):
+                        raise
+                    # The op has returned, and one of its kernels has failed since.
+                    first = next(iter(str(error).splitlines()))  # advice of torch follows
+                    rejection = rejection or f"{type(error).__name__}: {first}"
                 one.writes, one.rejection = {}, " ".join(rejection.split())
                 self.calls.add(one)
         except Exception as error:
             self._failed(one.origin.op or "a call", error)
 
-    def _origin(self, op: RecordedOp, cache: torch.Tensor) -> Origin:
-        program = op.module.partition(".")[0]
-        known = {**self.origin.to_dict(), "op": op.name}
-        known.setdefault("program", program)
-        release = _release(program)
-        if release is not None:
-            known.setdefault("release", release)
-        platform = platform_of(cache.device)
-        if platform is not None:
-            known.setdefault("platform", platform)
-        return Origin(**known)
+    def _kept(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return copied fields where they are kept: on their device, or in CPU memory."""
+        if not self._host:
+            return fields
+        tensors = {name: one for name, one in fields.items() if isinstance(one, torch.Tensor)}
+        return {**fields, **moved(tensors, "cpu")}
+
+
+def _written(one: Recorded) -> dict[str, Any]:
+    """Return copies of what a call wrote."""
+    if one.is_write:
+        return copy_written(one.reading.fields, one.writes)
+    return {name: copied(tensor) for name, tensor in one.writes.items()}
 
 
 @contextlib.contextmanager
@@ -208,6 +218,21 @@ def _inner() -> Iterator[None]:
         yield
     finally:
         _inside.is_op = outer
+
+
+@functools.lru_cache(maxsize=64)
+def _origin(known: Origin, op: RecordedOp, device: torch.device) -> Origin:
+    """Return the origin of the calls of an op: what is known of it, the op, its release and the platform."""
+    program = op.module.partition(".")[0]
+    found = {**known.to_dict(), "op": op.name}
+    found.setdefault("program", program)
+    release = _release(program)
+    if release is not None:
+        found.setdefault("release", release)
+    platform = platform_of(device)
+    if platform is not None:
+        found.setdefault("platform", platform)
+    return Origin(**found)
 
 
 @functools.cache
@@ -222,6 +247,7 @@ def _release(program: str) -> str | None:
         return None
 
 
+@functools.cache
 def platform_of(device: torch.device) -> str | None:
     """Return the platform of a device by its name in :data:`PLATFORMS`, or the GPU's own name."""
     if device.type == "cpu":

@@ -39,7 +39,8 @@ class Comparisons:
     """Records the last comparisons of tensors, from :meth:`start` to :meth:`stop`.
 
     Only tensors with as many elements as a recorded output are copied: ``sizes()`` returns these numbers.
-    An error while recording goes to ``on_error``, and the comparison takes place as without attnlab.
+    ``host``: copy them to CPU memory. An error while recording goes to ``on_error``, and the comparison takes
+    place as without attnlab.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Comparisons:
         keep: int,
         sizes: Callable[[], Collection[int]],
         on_error: Callable[[str, Exception], None],
+        host: bool = False,
     ) -> None:
         self.last: deque[Comparison] = deque(maxlen=keep)
         self._sizes = sizes
         self._on_error = on_error
+        self._host = host
         self._patches = Patches(_TARGETS, self._wrapper)
 
     def start(self) -> None:
@@ -83,10 +86,11 @@ class Comparisons:
             found = read(*args, **kwargs)
             if found is None or found[0].numel() not in self._sizes():
                 return
-            actual, expected, atol, rtol = found
+            *tensors, atol, rtol = found
+            actual, expected = (copied(t).cpu() if self._host else copied(t) for t in tensors)
             one = Comparison(
-                actual=copied(actual),
-                expected=copied(expected),
+                actual=actual,
+                expected=expected,
                 atol=atol,
                 rtol=rtol,
                 passed=passed,

@@ -54,10 +54,13 @@ class Judgement:
     expected_rows: int = 0
 
 
-def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
+def judge(
+    call: KernelCall, comparison: Comparison | None, *, with_itself: bool = False
+) -> Judgement:
     """Return which side is wrong. ``comparison.actual`` must be the call's output.
 
-    Raises InvalidCall for a call without a reference.
+    ``with_itself``: the expected value is the output of another call of the op, so that an error of both is
+    one of the kernel. Raises InvalidCall for a call without a reference.
     """
     diagnosis = diagnose_captured(call, Case())
     if comparison is None:
@@ -68,7 +71,10 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
         return Judgement(side=side, evidence=evidence, diagnosis=diagnosis)
     off, rows, beyond = _errors_of_expected(call, comparison)
     noun = "slots" if call.spec.writes_cache else "rows"
-    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond)
+    expected = "expected value, from another call," if with_itself else "expected value"
+    side, evidence = _decide(diagnosis, comparison, off, f"{rows} {noun}", beyond, expected)
+    if with_itself and side == "the kernel and the expected value":
+        side = _side_of_output(diagnosis)
     return Judgement(
         side=side,
         evidence=evidence,
@@ -79,12 +85,17 @@ def judge(call: KernelCall, comparison: Comparison | None) -> Judgement:
 
 
 def _decide(
-    diagnosis: Diagnosis, comparison: Comparison, off: float, rows: str, beyond: bool
+    diagnosis: Diagnosis,
+    comparison: Comparison,
+    off: float,
+    rows: str,
+    beyond: bool,
+    expected: str,
 ) -> tuple[str, str]:
     """Return the side and the evidence.
 
     ``off``: the largest error of the expected value; ``rows``: how many rows or slots are above the bound, in
-    words; ``beyond``: whether it exceeds the tolerance somewhere.
+    words; ``beyond``: whether it exceeds the tolerance somewhere; ``expected``: what to call it.
     """
     allowed = f"atol {comparison.atol:g}, rtol {comparison.rtol:g}"
     if diagnosis.status == "rejected":
@@ -92,23 +103,23 @@ def _decide(
     if diagnosis.is_wrong and beyond:
         return (
             "the kernel and the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
+            f"{_of_output(diagnosis)}; the {expected} is off by up to {off:.3g} in {rows}",
         )
     if diagnosis.is_wrong:
         return (
             _side_of_output(diagnosis),
-            f"{_of_output(diagnosis)}; the expected value is within {off:.3g} of the exact result",
+            f"{_of_output(diagnosis)}; the {expected} is within {off:.3g} of the exact result",
         )
     if beyond:
         return (
             "the expected value",
-            f"{_of_output(diagnosis)}; the expected value is off by up to {off:.3g} in {rows}",
+            f"{_of_output(diagnosis)}; the {expected} is off by up to {off:.3g} in {rows}",
         )
     if comparison.passed:
-        return "neither", f"output and expected value agree within {allowed}"
+        return "neither", f"output and {expected} agree within {allowed}"
     return (
         "the tolerance",
-        f"output and expected value are both exact up to rounding ({off:.3g} in the expected value), "
+        f"output and {expected} are both exact up to rounding ({off:.3g} in the latter), "
         f"but {allowed} does not allow their difference",
     )
 

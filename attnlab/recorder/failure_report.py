@@ -1,5 +1,6 @@
 """The report of a failing test: a section of at most 15 lines, properties, the saved call and a page."""
 
+import contextlib
 import hashlib
 import re
 import textwrap
@@ -70,17 +71,81 @@ def report_failure(
     ``recorded`` must not be empty. A call that cannot be read or written is reported in one line.
     """
     report = FailureReport()
+    try:
+        _fill(report, node_id, recorded, comparisons, folder)
+    except RuntimeError as error:  # torch's, after a kernel has broken the GPU's context
+        lost = FailureReport()
+        lost.add("op", f"{recorded[-1].origin.op}, the last of {len(recorded)} calls")
+        lost.add("diagnosis", f"none: {_first_line(error)}")
+        lost.add(
+            "advice", "--attnlab-host keeps calls in CPU memory, which a GPU error leaves alone"
+        )
+        return lost
+    return report
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _fill(
+    report: FailureReport,
+    node_id: str,
+    recorded: Sequence[Recorded],
+    comparisons: Sequence[Comparison],
+    folder: Path,
+) -> None:
+    """Add all facts to a report, and write its files."""
     one, comparison = _call_and_comparison(recorded, comparisons)
+    judgement, failure = None, None
+    try:
+        one, judgement = _judged(one, comparison, recorded)
+    except AttnLabError as error:
+        failure = error
     number = list(recorded).index(one) + 1
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
-    judgement = None
-    try:
-        judgement = judge(one.call, comparison)
+    if judgement is not None:
         _add_judgement(report, judgement)
-    except AttnLabError as error:
-        report.add("diagnosis", f"none: {error}")
+    if isinstance(failure, InvalidCall) and failure.field == "block_table":
+        report.add("wrong side", "the arguments of the call")
+    if one.rejection and judgement is None:
+        report.add("evidence", f"the op raised: {one.rejection}")
+    if failure is not None:
+        report.add("diagnosis", f"none: {failure}")
     _write(report, node_id, one, judgement, folder)
-    return report
+
+
+def _judged(
+    one: Recorded, comparison: Comparison | None, recorded: Sequence[Recorded]
+) -> tuple[Recorded, Judgement]:
+    """Return the call to report, and the judgement of it.
+
+    If the test compared the outputs of two calls of an op, that is the one that is wrong; if it compared no
+    output, the last call that is wrong.
+    """
+    others = [other for other in reversed(recorded) if other is not one and not _is_torch(other)]
+    if comparison is None:
+        found = one, judge(one.call, None)
+        for other in others:
+            if found[1].diagnosis.is_wrong:
+                break
+            with contextlib.suppress(AttnLabError):
+                found = max(found, (other, judge(other.call, None)), key=_is_wrong)
+        return found
+    makers = [
+        other
+        for other in others
+        if other.origin.op == one.origin.op and _is_output(other, comparison.expected)
+    ]
+    judgement = judge(one.call, comparison, with_itself=bool(makers))
+    if makers and judgement.side == "the expected value":
+        one = makers[-1]
+        judgement = judge(one.call, _exchanged(comparison), with_itself=True)
+    return one, judgement
+
+
+def _is_wrong(found: tuple[Recorded, Judgement]) -> bool:
+    return found[1].diagnosis.is_wrong
 
 
 def _call_and_comparison(
@@ -92,12 +157,11 @@ def _call_and_comparison(
     If none was compared, return the last attention call that is not the test's own reference.
     """
     ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
-    for comparison in ordered:
-        for one in recorded:
-            if _is_output(one, comparison.actual):
-                return one, comparison
-            if _is_output(one, comparison.expected) and not _is_torch(one):
-                return one, _exchanged(comparison)
+    for one, shaped in ((r, s) for c in ordered for r in recorded for s in r.shaped(c)):
+        if _is_output(one, shaped.actual):
+            return one, shaped
+        if _is_output(one, shaped.expected) and not _is_torch(one):
+            return one, _exchanged(shaped)
     own = [one for one in recorded if not _is_torch(one)]
     attention = [one for one in own if not one.is_write]
     return (attention or own or list(recorded))[-1], None

@@ -68,16 +68,16 @@ def powers_of(
     for comparison in comparisons:
         if not comparison.passed:
             continue
-        for one in reversed(recorded):
+        for one, shaped in ((r, s) for r in reversed(recorded) for s in r.shaped(comparison)):
             try:
                 call = one.call
-                if not output_matches(call, comparison.actual):
+                if not output_matches(call, shaped.actual):
                     continue
-                power = _power(node_id, call, comparison)
+                power = _power(node_id, call, shaped)
             except AttnLabError:
                 continue
             others = [other for other in recorded if other is not one]
-            same = any(_made(other, power.op, comparison.expected) for other in others)
+            same = any(_made(other, power.op, shaped.expected) for other in others)
             found[power.op, power.atol, power.rtol] = replace(power, with_itself=same)
             break
     return list(found.values())

@@ -25,6 +25,11 @@ def pytest_addoption(parser: "pytest.Parser") -> None:
         help="how many of a test's last calls are kept (default: 4)",
     )
     group.addoption(
+        "--attnlab-host",
+        action="store_true",
+        help="copy calls to CPU memory: slower, but they survive an illegal memory access on the GPU",
+    )
+    group.addoption(
         "--attnlab-dir",
         default="attnlab-failures",
         metavar="DIR",

@@ -37,8 +37,11 @@ class Session:
             config, "workerinput"
         )
         keep = config.getoption("attnlab_keep")
-        self._capture = Capture(keep=keep, ops=config.getini("attnlab_ops"))
-        self._comparisons = Comparisons(keep=keep, sizes=self._sizes, on_error=self._failed)
+        host = bool(config.getoption("attnlab_host"))
+        self._capture = Capture(keep=keep, ops=config.getini("attnlab_ops"), host=host)
+        self._comparisons = Comparisons(
+            keep=keep, sizes=self._sizes, on_error=self._failed, host=host
+        )
         self._logged = False
 
     @classmethod
@@ -71,11 +74,15 @@ class Session:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add the section and the properties to the report of a test."""
         report = yield
+        is_reported = self._reports and report.failed and self._capture.calls.recorded
+        is_scored = self._scores and report.passed and report.when == "call"
+        if not is_reported and not is_scored:
+            return report
         try:
             with torch.device("cpu"):  # whatever default device the test has set
-                if self._reports and report.failed and self._capture.calls.recorded:
+                if is_reported:
                     self._add_section(item, report)
-                if self._scores and report.passed and report.when == "call":
+                else:
                     self._add_powers(item, report)
         except Exception as error:
             self._failed(item.nodeid, error)

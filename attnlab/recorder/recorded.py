@@ -1,6 +1,7 @@
 """Recorded: one call as it was recorded, before it is converted to a KernelCall."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 
 from attnlab.recorder.argument_names import Reading
 from attnlab.recorder.cache_writes import write_of_reading
+from attnlab.recorder.comparisons import Comparison
 from attnlab.recorder.reading import call_of_reading
+from attnlab.recorder.snapshot import each_block_once
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
 
@@ -39,10 +42,20 @@ class Recorded:
         found = [self.reading.fields.get(name) for name in names]
         return [one for one in found if one is not None]
 
+    def shaped(self, comparison: Comparison) -> Iterator[Comparison]:
+        """Yield a comparison as it is, and as one in the output's shape if the op returned another shape."""
+        yield comparison
+        result, sizes = self.reading.result, [one.numel() for one in self.outputs]
+        if result is None or comparison.actual.numel() not in sizes:
+            return
+        actual, expected = (result(one)[0] for one in (comparison.actual, comparison.expected))
+        yield dataclasses.replace(comparison, actual=actual, expected=expected)
+
     @property
     def call(self) -> KernelCall:
         """Return the KernelCall; raise InvalidCall if the arguments contradict each other."""
         if self._call is None:
+            self.reading.fields = each_block_once(self.reading.fields)
             if self.is_write:
                 call = write_of_reading(self.reading, self.origin)
             else:

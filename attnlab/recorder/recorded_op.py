@@ -1,5 +1,6 @@
 """RecordedOp: a function whose calls are recorded, and how its arguments are read."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.recorder.argument_names import Reading, missing, read_arguments
 
 Adjust = Callable[[dict[str, Any], Reading], None]
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
 
 def no_change(arguments: dict[str, Any], reading: Reading) -> None:
@@ -47,8 +49,29 @@ class RecordedOp:
         return None if is_other else reading
 
 
-def bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by the parameters' names, with defaults; raise TypeError."""
+def binder(signature: inspect.Signature) -> Bind:
+    """Return a function (args, kwargs) that returns a call's arguments by name, with defaults.
+
+    It raises TypeError for arguments that there are no parameters for. ``inspect.Signature.bind`` takes many
+    times as long; it is used for parameters like *args.
+    """
+    parameters = signature.parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if any(one.kind not in named for one in parameters):
+        return functools.partial(_bound, signature)
+    positional = [one.name for one in parameters if one.kind is named[0]]
+    names = {one.name for one in parameters}
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) > len(positional) or not names.issuperset(kwargs):
+            raise TypeError(f"there is no parameter for each argument of {signature}")
+        return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+
+    return bind
+
+
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     found = signature.bind(*args, **kwargs)
     found.apply_defaults()
     arguments = dict(found.arguments)

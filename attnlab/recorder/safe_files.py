@@ -1,6 +1,7 @@
 """Tensors from files of other programs. Nothing in a file is executed."""
 
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ def load_torch(path: Path) -> Any:
     Raises InvalidCall for a damaged file and for one that would execute code.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other pickle protocols; the error says enough
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error) or "GLOBAL" in str(error):
             text = f"{path} must hold only tensors and plain values: loading it would execute code"

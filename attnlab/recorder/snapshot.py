@@ -1,15 +1,22 @@
-"""Copies of a call's tensors: strides kept, and of a large cache only the blocks that the table names."""
+"""Copies of a call's tensors: strides kept, and of a large cache only the blocks that the table names.
+
+Copying waits for no GPU. How many different blocks a table names is known on the GPU only, so the block of
+every entry is copied, and :func:`each_block_once` drops the repeats when the call is read. If that were too
+much memory, the different blocks are found first.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from attnlab.tensors.named_blocks import copy_blocks, named_by
+from attnlab.tensors.named_blocks import NamedBlocks, copy_blocks, named_by
 from attnlab.tensors.storage import extent
 
 _LARGE_CACHE = 1 << 24  # bytes; a smaller cache is copied whole
+_MOST_REPEATED = 1 << 29  # bytes of blocks that are copied without a search for repeats
 _GAPS = 4  # a tensor that reaches more than this times its own size is copied without the gaps
+_COPIED = "copied_blocks"  # the field with the original number of each copied block, [n] int64
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,20 +40,20 @@ def is_large(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
 def copy_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a Reading with copies of their tensors.
 
-    A large cache is reduced to the blocks that the table names: then the block table has new numbers and
-    ``block_ids`` the original ones.
+    Of a large cache, the blocks that the table names are copied; :func:`each_block_once` must be applied
+    before the fields are used.
     """
-    named = _named_blocks(fields)
+    blocks = _blocks_of_table(fields)
     rest = {
         name: copied(value) if isinstance(value, torch.Tensor) else value
         for name, value in fields.items()
-        if name not in named
+        if name not in blocks
     }
-    return {**rest, **named}
+    return {**rest, **blocks}
 
 
-def _named_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the caches and their table; no entries for a small cache."""
+def _blocks_of_table(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the blocks in the table, and their numbers; no entries for a small cache."""
     key, value, table = (fields.get(n) for n in ("key_cache", "value_cache", "block_table"))
     if not all(isinstance(one, torch.Tensor) for one in (key, value, table)):
         return {}
@@ -55,16 +62,39 @@ def _named_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
     assert table is not None
     if not is_large(key, value):
         return {}
-    blocks = copy_blocks((key.detach(), value.detach()), named_by(table, key.shape[0]))
+    whole, num_blocks = key.nbytes + value.nbytes, key.shape[0]
+    if table.numel() * (whole // num_blocks) <= min(whole, _MOST_REPEATED):
+        ids = table.detach().flatten().clamp(0, num_blocks - 1).long()
+    else:
+        ids = named_by(table.detach(), num_blocks)
+    return {**_blocks(fields, ids), _COPIED: ids}
+
+
+def _blocks(fields: Mapping[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+    """Return copies of some blocks of the caches, and of the scales that belong to their slots."""
+    caches = copy_blocks((fields["key_cache"].detach(), fields["value_cache"].detach()), ids).caches
     scales = {
-        name: scale[blocks.block_ids.to(scale.device)]
+        name: scale[ids.to(scale.device)]
         for name in ("k_scale", "v_scale")
         if isinstance(scale := fields.get(name), torch.Tensor) and scale.dim() == 3
     }
-    return {
-        "key_cache": blocks.caches[0],
-        "value_cache": blocks.caches[1],
-        "block_table": blocks.renumbered(table),
-        "block_ids": blocks.block_ids,
-        **scales,
-    }
+    return {"key_cache": caches[0], "value_cache": caches[1], **scales}
+
+
+def each_block_once(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`copy_fields` returned, with each block of a large cache once, by rising number.
+
+    Then the block table has new numbers, and ``block_ids`` the original ones.
+    """
+    if _COPIED not in fields:
+        return dict(fields)
+    rest = {name: value for name, value in fields.items() if name != _COPIED}
+    table, held = fields["block_table"], fields[_COPIED]
+    ids = table.flatten().long().unique()
+    ids = ids[torch.isin(ids, held.to(ids.device))].to(held.device)
+    if not torch.equal(ids, held):
+        rising, order = held.sort(stable=True)
+        rest |= _blocks(fields, order[torch.searchsorted(rising, ids)])
+    caches = (rest["key_cache"], rest["value_cache"])
+    named = NamedBlocks(caches=caches, block_ids=ids)
+    return {**rest, "block_table": named.renumbered(table), "block_ids": ids}

@@ -16,6 +16,7 @@ from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.steps import OnStep, ignore_step
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
+from attnlab.tensors.storage import moved
 
 _UNREAD = ("lse", "block_ids")  # tensors that no op reads
 
@@ -48,10 +49,10 @@ def run_call(
     output = fresh if call.before is None else call.before.clone()
     slots = call.slot_mapping if call.spec.writes_cache else None
     given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
-    moved = on_device(given, backend.device)
+    there = on_device(given, backend.device)
     options = RunOptions(on_step=on_step)
-    backend.run(moved, Target.of(ran), kernels_of(ran, call), options)
-    return moved.output.cpu()
+    backend.run(there, Target.of(ran), kernels_of(ran, call), options)
+    return there.output.cpu()
 
 
 def _check_runs(call: KernelCall, backend: Backend) -> None:
@@ -77,18 +78,6 @@ def on_device(call: KernelCall, device: str) -> KernelCall:
     Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
     still do. The output is a tensor of its own.
     """
-    moved: dict[str, Any] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
-    for name, tensor in call.tensors().items():
-        if tensor.device.type == device or name in _UNREAD:
-            continue
-        old = tensor.untyped_storage()
-        new = storages.setdefault(old.data_ptr(), _moved(old, device))
-        at = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        moved[name] = torch.empty(0, dtype=tensor.dtype, device=device).set_(new, *at)
-    return dataclasses.replace(call, **moved) if moved else call
-
-
-def _moved(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole.to(device).untyped_storage()
+    read = {name: one for name, one in call.tensors().items() if name not in _UNREAD}
+    changes: dict[str, Any] = {**moved(read, device)}
+    return dataclasses.replace(call, **changes)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from attnlab.recorder.catalogue import signature_of
 from attnlab.recorder.patches import Function
-from attnlab.recorder.recorded_op import RecordedOp, bound
+from attnlab.recorder.recorded_op import RecordedOp, binder
 from attnlab.serving.begun_op import BegunOp
 from attnlab.serving.layer_call import Arguments, LayerCall
 
@@ -48,14 +48,14 @@ class OpHooks(Protocol):
 
 def attention_wrapper(session: OpHooks, op: RecordedOp, original: Function) -> Function:
     """Return a function that makes the call and lets the session check it."""
-    signature = signature_of(op, original)
+    bind = binder(signature_of(op, original))
 
     @functools.wraps(original)
     def checking(*args: Any, **kwargs: Any) -> Any:
         call = session.current()
         if call is None or call.is_in_op:
             return original(*args, **kwargs)
-        begun = session.op_begins(call, op, lambda: bound(signature, args, kwargs))
+        begun = session.op_begins(call, op, lambda: bind(args, kwargs))
         call.is_in_op = True
         try:
             result = original(*args, **kwargs)

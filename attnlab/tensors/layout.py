@@ -81,9 +81,11 @@ def _padded(call: KernelCall) -> KernelCall:
 
 
 def _longer(tensor: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
-    """Return a copy with ``rows`` more rows of the number ``fill``; the strides are kept."""
-    longer = tensor.new_empty_strided(
-        (tensor.shape[0] + rows, *tensor.shape[1:]), tensor.stride()
-    ).fill_(fill)
+    """Return a copy with ``rows`` more rows of the number ``fill``. The strides are kept, but for a tensor
+    that is one number expanded."""
+    shape = (tensor.shape[0] + rows, *tensor.shape[1:])
+    is_expanded = 0 in tensor.stride()
+    strides = torch.empty(shape, device="meta").stride() if is_expanded else tensor.stride()
+    longer = tensor.new_empty_strided(shape, strides).fill_(fill)
     longer[: len(tensor)] = tensor
     return longer

@@ -1,7 +1,7 @@
 """Origin: which program made a call, where, and in which layer and step."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from attnlab.case.errors import InvalidCall
@@ -46,7 +46,8 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are known."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        values = {name: getattr(self, name) for name in _TYPES}
+        return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         """Return the known fields as text."""

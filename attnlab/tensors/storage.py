@@ -105,6 +105,27 @@ def tensor_of(stored: Stored, storages: Mapping[str, torch.Tensor]) -> torch.Ten
     return tensor.set_(held.untyped_storage(), stored.offset, stored.shape, stored.stride)
 
 
+def moved(tensors: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Return tensors on a device, "cpu" or "cuda".
+
+    Storages are moved as a whole: strides are kept, and tensors that share memory still do.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.device.type == device:
+            found[name] = tensor
+            continue
+        old = tensor.untyped_storage()
+        if old.data_ptr() not in storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old)
+            storages[old.data_ptr()] = whole.to(device).untyped_storage()
+        at = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        found[name] = empty.set_(storages[old.data_ptr()], *at)
+    return found
+
+
 def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return how many elements lie from the first to the last element of a tensor; 0 if it is empty."""
     if 0 in shape:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import zipfile
 
 import numpy as np
@@ -247,10 +248,14 @@ class Evil:
 def test_files_that_would_execute_code(capsys, tmp_path):
     torch.save({**computed(), "evil": Evil()}, tmp_path / "dump.pt")
     np.savez(tmp_path / "dump.npz", q=np.array([Evil()], dtype=object))
-    for name in ("dump.pt", "dump.npz"):
+    (tmp_path / "plain.pt").write_bytes(
+        pickle.dumps({"q": Evil()}, protocol=4)
+    )  # torch warns of it
+    for name in ("dump.pt", "plain.pt", "dump.npz"):
         error_line(capsys, ["diagnose", "--call", str(tmp_path / name), *MAP])
-    with pytest.raises(InvalidCall, match="would execute code"):
-        read_call(tmp_path / "dump.pt")
+    for name in ("dump.pt", "plain.pt"):
+        with pytest.raises(InvalidCall, match="would execute code"):
+            read_call(tmp_path / name)
 
 
 def damaged(tmp_path):

@@ -77,6 +77,24 @@ def test_itself(monkeypatch):
     torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
 
 
+def test_the_second_of_two_calls(monkeypatch):
+    first, _ = computed(monkeypatch)
+    second, _ = computed(monkeypatch, kernel=2.0)
+    torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
+
+
+def test_both_of_two_calls(monkeypatch):
+    first, _ = computed(monkeypatch, kernel=2.0)
+    second, _ = computed(monkeypatch, kernel=1.7)
+    torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
+
+
+def test_an_earlier_call(monkeypatch):
+    first, _ = computed(monkeypatch, kernel=2.0)
+    second, _ = computed(monkeypatch)
+    assert first.abs().sum() == second.abs().sum()
+
+
 def test_plain_assert(monkeypatch):
     output, expected = computed(monkeypatch, kernel=2.0)
     assert (output - expected).abs().max() < 1e-3
@@ -94,6 +112,17 @@ def test_broken_table():
     paged(**{{**batch(), "block_table": torch.full((2, 4), 99, dtype=torch.int32)}})
 
 
+def sdpa():
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, 6, 16)
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def test_sdpa():
+    output = sdpa()
+    torch.testing.assert_close(output, output + 1e-3 * torch.eye(6, 16), atol=1e-4, rtol=0)
+
+
 def test_no_op():
     assert 1 == 2
 
@@ -108,9 +137,14 @@ SIDES = {
     "test_expected": "the expected value",
     "test_tolerance": "the tolerance",
     "test_plain_assert": "the kernel",
+    "test_the_second_of_two_calls": "the kernel",
+    "test_both_of_two_calls": "the kernel",
+    "test_an_earlier_call": "the kernel",
+    "test_broken_table": "the arguments of the call",
     "test_raises": "the kernel",
+    "test_sdpa": "the expected value",
 }
-FAILING = {*SIDES, "test_broken_table", "test_no_op"}
+FAILING = {*SIDES, "test_no_op"}
 
 
 def plugin_arguments():
@@ -155,8 +189,12 @@ def test_which_side_is_wrong(run):
     """The properties of each failing test name its side, and the planted defect."""
     found = properties(run[0])
     assert {name: found[name].get("attnlab_wrong_side") for name in SIDES} == SIDES
-    for name in ("test_kernel", "test_plain_assert", "test_default_device"):
+    doubled = ("test_kernel", "test_plain_assert", "test_default_device", "test_an_earlier_call")
+    for name in (*doubled, "test_the_second_of_two_calls", "test_both_of_two_calls"):
         assert "scale_doubled" in found[name]["attnlab_diagnosis"]
+    assert "call 2 of the last 2" in found["test_the_second_of_two_calls"]["attnlab_op"]
+    assert "from another call" in found["test_both_of_two_calls"]["attnlab_evidence"]
+    assert "call 1 of the last 2" in found["test_an_earlier_call"]["attnlab_op"]
     assert "1.7" in found["test_odd_scale"]["attnlab_diagnosis"]
     assert "no such head size" in found["test_raises"]["attnlab_evidence"]
     assert "block_table[0][0]" in found["test_broken_table"]["attnlab_diagnosis"]

@@ -1,5 +1,7 @@
 """KernelCall.from_tensors: both layouts of vLLM give the same call, and each misfit is one line."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.cases import call_of, hostile, same_bits
@@ -11,6 +13,7 @@ from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels.model import backend as model
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.layout import presented
 
 TENSORS = ("query", "block_table", "seq_lens", "query_start_loc", "key", "value")
 LENS = {"query_lens": (1, 6, 2), "ctx_lens": (33, 4, 20)}
@@ -204,3 +207,14 @@ def test_an_ambiguous_layout_is_named():
     assert (hnd.block_size, hnd.num_queries_per_kv) == (8, 2)
     longer = {**given, "seq_lens": int32(5, 17)}  # two blocks of 8 do not hold 17 tokens
     assert KernelCall.from_tensors(**longer).block_size == 16
+
+
+def test_padding_of_a_call_without_new_tokens():
+    """Its keys and values are one zero, expanded; the padding tokens are NaN."""
+    _, given = plain(hostile(op=UNIFIED, **LENS))
+    given = {name: one for name, one in in_flash(given).items() if name not in ("key", "value")}
+    call = KernelCall.from_tensors(**given)
+    padded = presented(dataclasses.replace(call, padding=3))
+    assert padded.key.shape[0] == call.key.shape[0] + 3
+    assert not padded.key[:-3].any()
+    assert padded.key[-3:].isnan().all()
