@@ -17,6 +17,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
 from attnlab.diagnosis.side_claim import common_claims, side_claims
@@ -62,7 +63,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         kind = "named" if diagnosis.status == "explained" else "shortlist"
         return {**base, "right": right, "answer": _judged(kind, bool(right))}
     if diagnosis.rule is not None:
-        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, everywhere=True)
+        verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, diagnosis.rule)
         return {**base, "answer": _judged("described by a rule", verified)}
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
@@ -85,14 +86,14 @@ def _judged(kind: str, verified: bool) -> str:
 
 
 def _predicts(
-    lab: Lab, backend: Backend, case: Case, defect: Defect, everywhere: bool = False
+    lab: Lab, backend: Backend, case: Case, defect: Defect, rule: ConfirmedRule | None = None
 ) -> bool:
     """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong.
 
-    ``everywhere``: it must do so in all rows, or in all decodes or prefills, not in single sequences.
+    A ``rule`` must do so in all rows, or in all decodes or prefills, not in single sequences.
     """
     decisive = 0
-    for fresh in fresh_cases(case):
+    for fresh in fresh_cases(case, rule is not None and rule.only_decodes):
         known = with_known_contents(fresh)
         if defect.name in SLOTS_OF:  # finite numbers times 0 would not show it
             known = known.replace(empty_slots="nan")
@@ -102,7 +103,7 @@ def _predicts(
             continue
         is_wrong = diagnose(known, output, lab=lab, defects=(), propose=False).is_wrong
         only = diagnose(known, output, lab=lab, defects=(defect,), propose=False)
-        found = [one for one in only.explanations if is_general(one) or not everywhere]
+        found = [one for one in only.explanations if is_general(one) or rule is None]
         if is_wrong and not found:
             return False
         decisive += is_wrong

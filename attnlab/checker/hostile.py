@@ -41,7 +41,7 @@ def hostile_cases(
     """Yield ``count`` Cases of an op, the most informative first.
 
     The first round pairs each variant with fixed lengths, later rounds with random ones. Variants that
-    the op or the backend does not support are skipped. The Cases with an op argument come after the first
+    the op or the backend does not support are skipped. The Cases of ARGUMENT_VARIANTS come after the first
     round and are not counted.
     """
     rng = random.Random(seed)

@@ -112,8 +112,8 @@ VARIANTS = (
     Variant({"dtype": "float32", "num_splits": 4}, "Float32, and sequences split into 4 parts."),
     Variant({"sliding_window": 1, "head_size": 96}, "A window that holds only the token itself."),
     Variant(
-        {"sm_scale": 16.0},
-        "Scores far beyond 88, where exp overflows in float32 unless the maximum is subtracted.",
+        {"sm_scale": 16.0, "query_lens": (1, 1, 1), "ctx_lens": (257, 511, 40)},
+        "Decodes with scores far beyond 88, where exp overflows in float32 unless a maximum is subtracted.",
     ),
     Variant(
         {"stage": "int64", "num_splits": 0}, "The index tensors are int64, where that is allowed."

@@ -7,10 +7,14 @@ from attnlab.diagnosis.candidates import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedRule:
-    """A rule and the number of further cases with wrong outputs that it explained."""
+    """A rule and the number of further cases with wrong outputs that it explained.
+
+    ``only_decodes``: no wrong output with several new tokens of a sequence was seen.
+    """
 
     candidate: Candidate
     cases: int
+    only_decodes: bool = False
 
     @property
     def text(self) -> str:
@@ -18,4 +22,5 @@ class ConfirmedRule:
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
         plural = "case" if self.cases == 1 else "cases"
-        return f"{where}{self.candidate.text} (confirmed on {self.cases} further {plural})"
+        ran = " (only decodes ran)" if self.only_decodes else ""
+        return f"{where}{self.candidate.text}{ran} (confirmed on {self.cases} further {plural})"

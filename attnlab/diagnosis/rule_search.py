@@ -26,7 +26,7 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     is read there.
     """
     left = _explanations(lab, with_known_contents(case), rerun)
-    cases = 0
+    cases, only_decodes = 0, max(case.lengths.query_lens) == 1
     for other in second_cases(case) if left else ():
         try:
             known = with_known_contents(other)
@@ -34,8 +34,12 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         except AttnLabError:
             continue
         kept, is_wrong = _confirmed(lab, known, output, left)
-        left, cases = (kept, cases + 1) if is_wrong else (left, cases)
-    return ConfirmedRule(candidate=left[0], cases=cases) if left and cases else None
+        if is_wrong:
+            left, cases = kept, cases + 1
+            only_decodes &= max(other.lengths.query_lens) == 1
+    if not left or not cases:
+        return None
+    return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
 
 
 def rules_of(problem: Problem) -> tuple[Defect, ...]:
@@ -55,6 +59,8 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
         found = examine(lab, case, output, rules_of(problem), Pattern())
     except AttnLabError:
         return []
+    if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):
+        return []  # many rules predict NaN from scratch memory; none is shown by it
     return [one for one in found.diagnosis.candidates if is_general(one)]
 
 

@@ -61,6 +61,7 @@ def test_a_wrong_read_is_described_by_its_address(change, parts):
     diagnosis = diagnose(case, lab=ReadsWrong(change=change))
     assert diagnosis.status == "described"
     assert diagnosis.rule.cases == 2
+    assert not diagnosis.rule.only_decodes
     assert all(part in diagnosis.rule.text for part in parts)
 
 

@@ -98,3 +98,16 @@ def test_a_fault_of_a_split_is_described(fault, text):
     assert diagnosis.status == "described"
     assert diagnosis.rule is not None
     assert text in diagnosis.rule.text
+    assert diagnosis.rule.only_decodes
+
+
+def test_an_output_of_nan_shows_no_rule():
+    """Rules about scratch memory predict NaN for what was not stored, so each would fit."""
+
+    def spoil(call: KernelCall) -> None:
+        split_attention(call)
+        call.output[:] = torch.nan
+
+    diagnosis = diagnose(DECODES, lab=Splits(kernel=spoil))
+    assert diagnosis.status == "described"
+    assert diagnosis.rule is None

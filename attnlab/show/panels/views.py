@@ -40,7 +40,7 @@ def _render_error(data: PanelData, is_dark: bool) -> Rendered | None:
 
     errors = result.errors
     unwritten = result.unwritten_rows() if data.row_slots is None else None
-    size, margins = (520, 380), (105, 136, 66, 26)
+    size, margins = (520, 380), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
     return render(plot, size, rect, _error_cells(data), is_dark=is_dark)
 

@@ -76,9 +76,9 @@ class ErrorScale:
         return np.where(shares < 0.5, within, self.atol * (self.most / self.atol) ** rest)
 
 
-def short(value: float, digits: int = 0) -> str:
-    """Return a number with some digits after the first as text: 1, 0.1, 1e-3; with one, 1.8e-3."""
+def short(value: float) -> str:
+    """Return a power of 10 as text: 1, 0.1, 1e-3."""
     if 0.1 <= value < 100:
-        return f"{value:.{digits + 1}g}" if digits else f"{value:g}"
-    mantissa, exponent = f"{value:.{digits}e}".split("e")
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
