@@ -9,7 +9,6 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.case_check import check_case, is_callers_fault
