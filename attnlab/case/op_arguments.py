@@ -107,14 +107,14 @@ _ALL = (
         name="int8_per_token_head",
         ops=(UNIFIED,),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
-        summary="the cache is int8, with a scale per token and KV head in caches with gaps",
+        summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
     OpArgument(
         name="fp8_per_token_head",
         ops=(UNIFIED,),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
-        summary="the cache is FP8, with a scale per token and KV head in caches with gaps",
+        summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
     OpArgument(
@@ -184,6 +184,20 @@ _ALL = (
         parameters=("k_buffer", "v_buffer"),
         summary="the caches have no dimension of blocks",
         needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="gaps",
+        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        parameters=("query", "q", "output", "key"),
+        summary="every stride that the kernels use is larger than that of a contiguous tensor",
+        needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+    ),
+    OpArgument(
+        name="far_rows",
+        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        parameters=("query", "q", "output", "key"),
+        summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
+        needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
         name="short_scratch",

@@ -142,6 +142,8 @@ ARGUMENT_VARIANTS = (
     _with("latent_cache", "MLA whose value is the whole key.", num_queries_per_kv=4),
     _with("default_scales", "The scales are not passed."),
     _with("flat_buffers", "The caches are lists of slots."),
+    _with("gaps", "Every stride that a kernel uses has a gap."),
+    _with("far_rows", "Rows that are more than 2^31 elements apart, of every tensor."),
     _with(
         "short_scratch",
         "Scratch memory that is too short for the split path.",
@@ -154,6 +156,7 @@ ARGUMENT_VARIANTS = (
     _with("named_cache_dtype", "Another name of the cache's dtype."),
     _with("head_major", "The cache has the layout of the paged decode kernel."),
     _with("head_major_packed", "Values in packs of 16 bytes."),
+    Variant({**_LENGTHS, "stage": "int64"}, "Int64 index tensors, for the decode op, too."),
     Variant({**_LENGTHS, "interleave_v": True}, "Values in packs of 16 bytes."),
     Variant({**_LENGTHS, "interleave_v": True, "alibi": True}, "Values in packs, with ALiBi."),
     Variant({**_LENGTHS, "kv_cache_dtype": "fp8_e5m2", "v_scale": 2.0}, "The other FP8 format."),

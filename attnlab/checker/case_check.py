@@ -187,6 +187,10 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         zeros = case.replace(empty_slots="zeros")
         zeroed = _output_errors(lab, zeros, run_case(lab, backend, zeros).output)
         is_leak = not zeroed.mismatched
+        if is_leak and not _is_correct(lab, backend, case.replace(op_argument=NONE)):
+            return _finding(
+                case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
+            )
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"

@@ -50,9 +50,10 @@ class CheckJob(Job):
             small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
             verdict = {"finding": small.to_verdict()}
         elif self.coverage:
-            with measuring() as points:
+            with measuring() as measured:
                 verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
-            verdict["points"] = relative_points(backend, points)
+            verdict["points"] = relative_points(backend, measured.points)
+            verdict["arguments"] = {n: sorted(facts) for n, facts in measured.arguments.items()}
         else:
             verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
         found: Verdict = json_value(verdict)

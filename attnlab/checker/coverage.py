@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnlab.case.ops import OPS
+from attnlab.checker.argument_coverage import ParameterUse, parameter_uses
 from attnlab.checker.unreachable import UNREACHABLE, Unreachable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
@@ -66,6 +68,7 @@ class Count:
 class OpCoverage:
     """The coverage of an op.
 
+    - ``parameters``: what the cases passed for the parameters of the op.
     - ``missing``: gaps without a reason; ``excused``: those with one.
     - ``outdated``: entries of :mod:`attnlab.checker.unreachable` that a case reached.
     - ``functions``, ``points``: what it was computed from; the points by file.
@@ -73,6 +76,7 @@ class OpCoverage:
 
     lines: Count = field(default_factory=Count)
     branches: Count = field(default_factory=Count)
+    parameters: list[ParameterUse] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
     excused: list[Gap] = field(default_factory=list)
     outdated: list[Gap] = field(default_factory=list)
@@ -85,6 +89,7 @@ class OpCoverage:
         return {
             "lines": self.lines.to_dict(),
             "branches": self.branches.to_dict(),
+            "parameters": [one.to_dict() for one in self.parameters],
             **{name: [asdict(gap) for gap in found] for name, found in gaps.items()},
         }
 
@@ -116,10 +121,18 @@ def op_coverage(
     op: str,
     functions: Iterable[Mapping[str, Any]],
     measured: Iterable[Mapping[str, Sequence[str]]],
+    arguments: Iterable[Mapping[str, Sequence[str]]] = (),
 ) -> OpCoverage:
-    """Return the coverage of an op: of functions as :func:`functions_of` returns them, by the points of
-    some cases as :func:`relative_points` returns them."""
+    """Return the coverage of an op.
+
+    - ``functions``: as :func:`functions_of` returns them.
+    - ``measured``: the points of each case, as :func:`relative_points` returns them.
+    - ``arguments``: the facts about the arguments of each case (:mod:`attnlab.kernels.vllm.argument_facts`).
+    """
     found = OpCoverage(functions=[Function.of_dict(one) for one in functions])
+    for function in found.functions:
+        if function.name == OPS[op].function and not function.is_kernel:
+            found.parameters = parameter_uses(op, function.parameters, arguments)
     for points in measured:
         for file, seen in points.items():
             found.points.setdefault(file, set()).update(seen)

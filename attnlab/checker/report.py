@@ -167,7 +167,7 @@ def build_report(
         left_out=[
             *_limits(tasks, outcomes, header["options"]["ops"], reads),
             *library["blind_spots"],
-            *NOT_COVERED,
+            *([] if _passes_arguments(tasks) else NOT_COVERED),
         ],
     )
 
@@ -222,10 +222,20 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
     """Return the coverage of each op that has functions to measure."""
     verdicts = [*_verdicts(tasks, outcomes)]
     return {
-        op: op_coverage(op, functions, [v["points"] for v, of in verdicts if of == op])
+        op: op_coverage(
+            op,
+            functions,
+            [verdict["points"] for verdict, of in verdicts if of == op],
+            [verdict["arguments"] for verdict, of in verdicts if of == op],
+        )
         for op, functions in header.get("functions", {}).items()
         if functions
     }
+
+
+def _passes_arguments(tasks: Sequence[Task]) -> bool:
+    """Answer whether cases pass the op arguments that masks, scales and formats need."""
+    return any("op_argument" in task.payload["case"] for task in tasks)
 
 
 def _verdicts(tasks: Sequence[Task], outcomes: Outcomes) -> Iterable[tuple[Mapping[str, Any], str]]:

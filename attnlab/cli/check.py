@@ -43,7 +43,8 @@ _DOCUMENT = """\
   reads_allowed: {op: [slot state]}, which reads the contracts allow
   reports: the files of --report
   coverage: with --coverage, {op: {lines, branches: {total, reached, excused, percent,
-    percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason}}}
+    percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason},
+    parameters: list of {name, values, dtypes, strides, no_strides, far, not_far, gaps, reasons}}}
   left_out: limits that kernels state, and what no check covers
   pictures: the page of --pictures"""
 

@@ -1,5 +1,6 @@
 """A table of a notebook: HTML on a page, aligned text in a terminal."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,12 +22,25 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows
-        )
+        sides = ["right" if self._has_numbers(i) else "left" for i in range(len(self.columns))]
+        head = _cells("th", self.columns, sides)
+        body = "".join(f"<tr>{_cells('td', row, sides)}</tr>" for row in self.rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _has_numbers(self, column: int) -> bool:
+        """Answer whether a column has only numbers, which are aligned at their end."""
+        return bool(self.rows) and all(_NUMBER.fullmatch(row[column]) for row in self.rows)
+
+
+_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?%)?|none|nan|inf|")
+
+
+def _cells(tag: str, texts: Sequence[str], sides: Sequence[str]) -> str:
+    """Return cells of a row. The style is needed because JupyterLab aligns all text at the right."""
+    return "".join(
+        f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
+        for text, side in zip(texts, sides, strict=True)
+    )
 
 
 def table(*columns: str, rows: Iterable[Sequence[object]]) -> Table:

@@ -37,7 +37,9 @@ def functions(tmp_path):
 def test_gaps_of_two_cases(functions):
     """Points of all cases count together."""
     found = op_coverage(
-        "op", functions, [{"kernel.py": ["4", "4.0-", "7", "7.0+", "8"]}, {"kernel.py": ["4", "9"]}]
+        "unified_attention",
+        functions,
+        [{"kernel.py": ["4", "4.0-", "7", "7.0+", "8"]}, {"kernel.py": ["4", "9"]}],
     )
     assert (found.lines.reached, found.lines.total) == (4, 6)
     assert (found.branches.reached, found.branches.total) == (2, 6)
@@ -52,13 +54,15 @@ def test_a_block_with_a_reason(functions, monkeypatch):
     """It is not missing; if a case reaches it, the entry is outdated."""
     entry = Unreachable(function="kernel", text="FLAG", outcome=True, reason="No caller.")
     monkeypatch.setattr(coverage, "UNREACHABLE", (entry,))
-    found = op_coverage("op", functions, [{"kernel.py": ["4", "4.0-", "7", "7.0+", "8", "9"]}])
+    found = op_coverage(
+        "unified_attention", functions, [{"kernel.py": ["4", "4.0-", "7", "7.0+", "8", "9"]}]
+    )
     assert [(gap.line, gap.what) for gap in found.missing] == [(7, "not entered")]
     assert {gap.line for gap in found.excused} == {4, 5, 6}
     assert {gap.reason for gap in found.excused} == {"No caller."}
     assert found.lines.percent == pytest.approx(100 * 4 / 6)
     assert found.lines.percent_of_reachable == 100.0
-    reached = op_coverage("op", functions, [{"kernel.py": ["4", "4.0+", "5"]}])
+    reached = op_coverage("unified_attention", functions, [{"kernel.py": ["4", "4.0+", "5"]}])
     assert [(gap.line, gap.what) for gap in reached.outdated] == [(4, "true")]
 
 

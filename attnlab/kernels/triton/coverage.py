@@ -12,10 +12,10 @@ condition; the operands of ``and`` and ``or`` are not counted apart.
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import compile_tree, text_of
@@ -74,13 +74,13 @@ class Marker(ast.NodeTransformer):
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field, value in ast.iter_fields(node):
+        for name, value in ast.iter_fields(node):
             if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                setattr(node, field, self._marked(value))
+                setattr(node, name, self._marked(value))
             elif isinstance(value, list):
-                setattr(node, field, [_visited(self, one) for one in value])
+                setattr(node, name, [_visited(self, one) for one in value])
             else:
-                setattr(node, field, _visited(self, value))
+                setattr(node, name, _visited(self, value))
         return node
 
     def _condition(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
@@ -143,6 +143,7 @@ def mark_functions(tree: ast.Module) -> None:
 
 _SEEN: dict[str, Points] = {}  # by file; cleared by each measurement, never replaced
 _MEASURING: ContextVar[bool] = ContextVar("measuring", default=False)
+_FACTS: dict[str, set[str]] = {}  # by parameter of the op
 _MARKED: dict[Any, Any] = {}  # the marked form of a kernel's function
 
 
@@ -185,15 +186,32 @@ def is_measuring() -> bool:
     return _MEASURING.get()
 
 
+def note_arguments(facts: Mapping[str, Iterable[str]]) -> None:
+    """Add facts about an op's arguments, by parameter; nothing outside a :func:`measuring` block."""
+    if _MEASURING.get():
+        for name, several in facts.items():
+            _FACTS.setdefault(name, set()).update(several)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured in a block: ``points`` by file, and facts about ``arguments`` by parameter."""
+
+    points: dict[str, Points] = field(default_factory=dict)
+    arguments: dict[str, set[str]] = field(default_factory=dict)
+
+
 @contextmanager
-def measuring() -> Iterator[dict[str, Points]]:
-    """Measure inside the block. Yields a dict that has the points of each file after the block."""
+def measuring() -> Iterator[Measured]:
+    """Measure inside the block. What it yields is filled at its end."""
     for seen in _SEEN.values():
         seen.clear()
-    found: dict[str, Points] = {}
+    _FACTS.clear()
+    found = Measured()
     token = _MEASURING.set(True)
     try:
         yield found
     finally:
         _MEASURING.reset(token)
-        found |= {file: set(seen) for file, seen in _SEEN.items() if seen}
+        found.points |= {file: set(seen) for file, seen in _SEEN.items() if seen}
+        found.arguments |= _FACTS

@@ -18,22 +18,25 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
+from attnlab.case.fields import refuse
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
 from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.coverage import is_measuring
+from attnlab.kernels.triton.coverage import is_measuring, note_arguments
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
+from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
 from attnlab.kernels.vllm.failures import explained
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
-from attnlab.kernels.vllm.op_calls import OP_CALLS, bind, parameters_of
+from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
@@ -126,6 +129,8 @@ class VllmBackend(Backend):
 
     def check(self, case: Case) -> None:
         super().check(case)
+        if case.op_argument != NONE and self.device == "cuda":
+            refuse("op_argument", f"{NONE} on a GPU", case.op_argument)
         dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
         check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
         check_release(self.source, case)
@@ -204,6 +209,8 @@ def run(
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
         passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
+    if is_measuring():
+        note_arguments(argument_facts(function, passed.arguments))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
     loaded.dispatch.rocm_decode = lambda *args, **kwargs: rocm_decode(
         moved, target, source, args, kwargs
@@ -226,7 +233,11 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        raise explained(error, call, source) from error
+        why = explained(error, call, source)
+        if argument_of is not None and isinstance(why, Unavailable):  # an older release
+            text = f"op_argument {argument_of.op_argument} is not supported: {error}"
+            raise Unsupported(text) from error
+        raise why from error
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(moved.output[: len(call.output)])

@@ -11,6 +11,7 @@ from attnlab.case.errors import Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
+from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import (
@@ -55,6 +56,8 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
     lacking = set(found.arguments) - set(arguments) - parameters
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
+    if "prefill_tokens_with_context" in lacking:  # then every prefix is read
+        kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
     return Passed(arguments=kept, finish=found.finish)
 
 
@@ -94,15 +97,18 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
 
 
 def _per_token_head(case: Case, given: Arguments) -> Arguments:
-    """Pass a quantised cache. Scales of empty slots are NaN; the scale caches have gaps."""
+    """Pass a quantised cache, with NaN as the scales of empty slots.
+
+    One scale cache has gaps; the blocks of the other are far apart.
+    """
     is_int8 = case.op_argument.startswith("int8")
     dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
     changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
     for name in ("k", "v"):
         stored, scale = per_token_head(given[name], dtype)
-        blocks, slots, heads = scale.shape
-        gaps = torch.full((blocks, slots + 1, heads + 2), float("nan"))[:, :slots, :heads]
-        changed |= {name: stored, f"{name}_scale_cache": gaps.copy_(scale)}
+        is_far = (name == "v") == is_int8
+        scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
+        changed |= {name: stored, f"{name}_scale_cache": scales}
     return changed
 
 
@@ -147,6 +153,25 @@ def _latent_cache(case: Case, given: Arguments) -> Passed:
     def finish(output: torch.Tensor) -> None:
         output.zero_()
         output[..., :size] = narrow[: len(output)]
+
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
+def _other_strides(case: Case, given: Arguments) -> Passed:
+    """Pass tensors with gaps, or with rows far apart; :attr:`Passed.finish` reads the result from them."""
+    changed: Arguments = {}
+    for name, used in USED_STRIDES[case.op].items():
+        if isinstance(given.get(name), torch.Tensor):
+            is_gap = case.op_argument == "gaps"
+            far = far_heads if case.op == MERGE and given[name].dim() == 3 else far_apart
+            changed[name] = with_gaps(given[name], used) if is_gap else far(given[name])
+
+    def finish(output: torch.Tensor) -> None:
+        if case.spec.writes_cache:
+            output.copy_(written_cache(changed["key_cache"], changed["value_cache"]))
+        else:
+            written = next(changed[name] for name in ("out", "output", "o") if name in changed)
+            output.copy_(written[: len(output)])
 
     return Passed(arguments={**given, **changed}, finish=finish)
 
@@ -219,6 +244,8 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "flat_buffers": lambda case, given: {
         name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")
     },
+    "gaps": _other_strides,
+    "far_rows": _other_strides,
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,

@@ -87,11 +87,6 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
     return given
 
 
-def parameters_of(function: Callable[..., None]) -> set[str]:
-    """Return the names of a function's parameters."""
-    return set(inspect.signature(function).parameters)
-
-
 def _wrapper(call: KernelCall, target: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
     scales = {**_scales(call), "output_scale": _number(call, call.output_scale)}

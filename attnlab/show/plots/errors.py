@@ -88,7 +88,8 @@ def _colour_bar(ax: Axes, image: Any, scale: ErrorScale, is_derived: bool) -> No
     bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error")
     bar.ax.axhline(scale.atol, color="black", linewidth=2)
     ticks = scale.ticks()
-    limit = f"bound {scale.atol:.1e}" if is_derived else f"atol {scale.atol:g}"
+    # Two lines: a panel has little space next to the bar.
+    limit = f"bound\n{scale.atol:.1e}" if is_derived else f"atol\n{scale.atol:g}"
     labels = [limit if t == scale.atol else short(t) for t in ticks]
     bar.ax.set_yticks(ticks, labels)
     bar.ax.yaxis.set_minor_locator(NullLocator())

@@ -166,16 +166,25 @@ def _coverage_parts(one: "Report") -> list[Part]:
         return []
     rows: list[Row] = []
     gaps: list[Row] = []
+    arguments: list[Row] = []
     for op, found in one.coverage.items():
         counts = (found.lines, found.branches)
         reached = [f"{n.reached} of {n.total} ({n.percent:.1f} %)" for n in counts]
         rows.append([op, *reached, *(f"{n.percent_of_reachable:.1f} %" for n in counts)])
         for what, several in (("", found.missing), ("listed as unreachable: ", found.outdated)):
             gaps += [[op, f"{gap.file}:{gap.line}", what + gap.what, gap.text] for gap in several]
+        arguments += [
+            [op, one.name, " ".join(one.values)[:40], "; ".join(one.gaps) or "; ".join(one.reasons)]
+            for one in found.parameters
+            if one.gaps or one.reasons
+        ]
     columns = ["op", "lines", "branches", "reachable lines", "reachable branches"]
     parts: list[Part] = [Grid(columns, rows, "coverage", most=len(rows))]
     if gaps:
         parts.append(Grid(["op", "place", "never", "text"], gaps, "not reached", most=20))
+    if arguments:
+        columns = ["op", "parameter", "values", "what did not occur, or why it does not matter"]
+        parts.append(Grid(columns, arguments, "arguments", most=20))
     return parts
 
 

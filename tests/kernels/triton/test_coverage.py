@@ -35,9 +35,9 @@ def run(*calls):
     mark_functions(tree)
     scope = marks("outcomes.py")
     exec(compile(tree, "outcomes.py", "exec"), scope)
-    with measuring() as points:
+    with measuring() as measured:
         results = [scope["outcomes"](*call) for call in calls]
-    return results, points["outcomes.py"]
+    return results, measured.points["outcomes.py"]
 
 
 def test_every_outcome_has_a_point():
@@ -92,16 +92,16 @@ def test_a_kernel_is_measured_and_computes_the_same():
 
     kernel.fn.__globals__.update(tl=tl, part=part)
     outputs = []
-    points = {}
     for measured in (False, True):
         target = torch.empty(4)
         with launching(LaunchPlan()):
             if measured:
-                with measuring() as points:
+                with measuring() as measured:
                     kernel[(2,)](torch.arange(4.0), target, 4, True, SIZE=4)
             else:
                 kernel[(2,)](torch.arange(4.0), target, 4, True, SIZE=4)
         outputs.append(target)
+    points = measured.points
     assert torch.equal(*outputs)
     assert outputs[0].tolist() == [4.0, 6.0, 8.0, 10.0]
     (found,) = points.values()

@@ -6,6 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from helpers.panels import LOST, SMALL
+from matplotlib.figure import Figure
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.ops import OPS
@@ -142,3 +143,27 @@ def test_a_dark_page_has_dark_pictures() -> None:
     view.pictures["error"].dark = True
     assert view.wait(30)
     assert corner() < 0.2
+
+
+def test_no_label_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels of both axes and of the colour bar are inside the picture of the errors."""
+    figures = []
+
+    def kept(**options: object) -> Figure:
+        figures.append(Figure(**options))
+        return figures[-1]
+
+    monkeypatch.setattr("attnlab.show.panels.rendering.Figure", kept)
+    view = panel(LOST.replace(atol=None), knobs=("stage",), views=("error",))
+    assert view.wait(30)
+    width, height = figures[-1].bbox.size
+    labels = [
+        label.get_window_extent()
+        for ax in figures[-1].axes
+        for label in (*ax.get_xticklabels(), *ax.get_yticklabels())
+        if label.get_text() and label.get_visible()
+    ]
+    assert len(labels) > 8
+    assert all(
+        one.x0 >= 0 and one.x1 <= width and one.y0 >= 0 and one.y1 <= height for one in labels
+    )

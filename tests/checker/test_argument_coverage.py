@@ -1,0 +1,120 @@
+"""Coverage of arguments: what did not occur is listed, unless there is a reason; no parameter is unknown."""
+
+import inspect
+
+import pytest
+import torch
+from helpers.sources import of_release
+
+from attnlab.case.op_arguments import OP_ARGUMENTS
+from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
+from attnlab.checker.argument_coverage import parameter_uses
+from attnlab.checker.argument_reasons import INDEX_DTYPES, VALUE_REASONS
+from attnlab.checker.library import check_library
+from attnlab.checker.plan import Plan
+from attnlab.kernels import find_backend
+from attnlab.kernels.vllm import op_calls
+from attnlab.kernels.vllm.argument_facts import argument_facts
+from attnlab.kernels.vllm.op_functions import op_functions
+from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
+
+RELEASES = ("0.11.2", "0.33.0")
+
+
+def parameters(version: str, op: str) -> tuple[str, ...]:
+    """Return the parameters of an op of a release."""
+    found = op_functions(of_release(version), op)
+    return next(one.parameters for one in found if one.name == OPS[op].function)
+
+
+def op(q, block_table, *, softcap=0, causal=True):
+    """Stand for an op."""
+
+
+def facts(**arguments):
+    return argument_facts(op, arguments)
+
+
+def test_facts_of_a_call():
+    cache = torch.zeros(3, 4, 5)
+    found = facts(q=cache[:, :, :2], block_table=torch.zeros(1, 2).int(), softcap=2.0)
+    assert found["q"] == ["dtype float32", "dim 2", "dim 1", "stride 1", "dim 0", "stride 0"]
+    assert found["block_table"] == ["dtype int32", "dim 1"]
+    assert (found["softcap"], found["causal"]) == (["value 2.0"], ["value True"])
+    assert "far 0" in facts(q=far_apart(torch.ones(3, 2)), block_table=None)["q"]
+
+
+def test_what_did_not_occur_is_listed():
+    cases = [
+        facts(q=torch.zeros(3, 4, 5), block_table=torch.zeros(2, 2).int()),
+        facts(q=torch.zeros(3, 4, 8)[..., :5], block_table=torch.zeros(2, 2).int(), softcap=1.0),
+    ]
+    uses = {one.name: one for one in parameter_uses(UNIFIED, ("q", "block_table"), cases)}
+    assert uses["q"].gaps == ("offsets of dimension 0 are below 2^31",)
+    assert any(reason.startswith("stride 2") for reason in uses["q"].reasons)
+    assert set(uses["block_table"].gaps) == {
+        "stride 0 is that of a contiguous tensor",
+        "offsets of dimension 0 are below 2^31",
+        "never int64",
+    }
+    uses = {one.name: one for one in parameter_uses(UNIFIED, ("softcap", "causal"), cases)}
+    assert uses["softcap"].gaps == ()
+    assert uses["causal"].gaps == ("one value only",)
+    (unread,) = parameter_uses(UNIFIED, ("max_seqlen_k",), [])
+    assert (unread.gaps, len(unread.reasons)) == ((), 1)
+
+
+@pytest.mark.parametrize("used", [1, 2, 3])
+def test_tensors_with_other_strides(used):
+    tensor = torch.randn(3, 4, 8)
+    gaps = with_gaps(tensor, used)
+    assert torch.equal(gaps, tensor)
+    contiguous = tensor.stride()
+    assert [gaps.stride(i) != contiguous[i] for i in range(3)] == [i < used for i in range(3)]
+    far = far_apart(tensor)
+    assert torch.equal(far, tensor)
+    assert 2 * far.stride(0) > 2**31
+    heads = far_heads(tensor)
+    assert torch.equal(heads, tensor)
+    assert heads.stride(0) == 4 * heads.stride(1)
+    assert 2 * heads.stride(0) > 2**31
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_every_parameter_is_passed_or_has_a_reason(version, op):
+    """Those that the lab binds, those of op arguments, and those with a reason; nothing else."""
+    bound = inspect.getsource(op_calls)
+    argued = {name for one in OP_ARGUMENTS.values() if op in one.ops for name in one.parameters}
+    for name in parameters(version, op):
+        has_reason = bool({(op, name), ("", name)} & VALUE_REASONS.keys())
+        assert f'"{name}"' in bound or name in argued or has_reason, name
+
+
+@pytest.mark.releases
+def test_the_tables_name_parameters_that_exist():
+    every = {op: set(parameters("0.33.0", op)) for op in TRITON_OPS}
+    for op, name in (*VALUE_REASONS, *INDEX_DTYPES):
+        assert name in (every[op] if op else set().union(*every.values()))
+    for op, strides in USED_STRIDES.items():
+        assert set(strides) <= every[op]
+
+
+@pytest.mark.releases
+@pytest.mark.slow
+def test_all_cases_of_an_op_leave_no_gap():
+    """Every line and branch of the cache write, every parameter, stride and far offset."""
+    backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
+    plan = Plan(backend=backend, ops=("reshape_and_cache_flash",), coverage=True)
+    report = check_library(plan)
+    (found,) = report.coverage.values()
+    assert found.missing == found.outdated == []
+    assert [one.name for one in found.parameters if one.gaps] == []
+    assert found.lines.percent > 95
+    few = check_library(
+        Plan(backend=backend, ops=("reshape_and_cache_flash",), cases=6, coverage=True)
+    )
+    (found,) = few.coverage.values()
+    assert found.missing
+    assert {one.name for one in found.parameters if one.gaps} >= {"interleaved_v_pack_factor"}
