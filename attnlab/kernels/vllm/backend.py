@@ -18,6 +18,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
+from attnlab.case.fields import refuse
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
 from attnlab.contracts.target import ROCM_DECODE, Target
@@ -127,6 +129,8 @@ class VllmBackend(Backend):
 
     def check(self, case: Case) -> None:
         super().check(case)
+        if case.op_argument != NONE and self.device == "cuda":
+            refuse("op_argument", f"{NONE} on a GPU", case.op_argument)
         dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
         check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
         check_release(self.source, case)

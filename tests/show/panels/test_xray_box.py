@@ -36,8 +36,10 @@ def test_a_case_without_weights_is_explained():
 
 
 def test_the_explorer_has_one_and_a_panel_on_request():
-    assert attnlab.panel(CASE, knobs=("seed",)).xray is None
-    assert attnlab.explorer(CASE).xray is not None
+    plain, explorer = attnlab.panel(CASE, knobs=("seed",)), attnlab.explorer(CASE)
+    assert plain.xray is None
+    assert explorer.xray is not None
     panel = attnlab.panel(CASE, knobs=("seed",), views=("error", "xray"))
+    assert all(one.wait(60) for one in (plain, explorer, panel))  # none runs when the process ends
     assert panel.xray is not None
     assert panel.xray.widget in panel.widget.children
