@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnlab.case.errors import AttnLabError
+from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import lab_of
 from attnlab.checker.finding import Finding
 from attnlab.checker.report import Report
@@ -54,6 +55,8 @@ def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.case.op_argument != NONE:
+        return dataclasses.replace(finding, no_lines="an op argument is passed")
     if finding.kind not in _KINDS or finding.case.spec.writes_cache:
         return dataclasses.replace(
             finding, no_lines="the fault does not show in an output of attention"

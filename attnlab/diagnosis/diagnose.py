@@ -9,6 +9,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
+from attnlab.case.op_arguments import NONE
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violation import Violations
@@ -56,11 +57,13 @@ def diagnose(
     - ``limit``: of the search for the source lines of a fault, if ``output`` is None; None does not search.
 
     Raises InvalidCall if ``output`` has another shape or dtype than the Case's output, InvalidCase for a
-    cache write. If the kernel raises for the Case, the status is "rejected".
+    cache write and an op argument. If the kernel raises for the Case, the status is "rejected".
     """
     began = time.perf_counter()
     if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
+    if case.op_argument != NONE:  # the defects do not know its mask
+        refuse("op_argument", f"{NONE} to be diagnosed", case.op_argument)
     defects = tuple(defects)
     lab = lab or Lab()
     ran, kernel = None, None if rerun is None else Kernel(run=rerun)
