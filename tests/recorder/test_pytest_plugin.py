@@ -244,11 +244,13 @@ def test_power_of_a_passing_test(run):
 
 @pytest.mark.slow
 def test_under_xdist(run, tmp_path):
-    """Two workers report what one process reports; the controller prints the table."""
+    """Two workers report what one process reports, here from copies in CPU memory; the controller prints the
+    table."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     folder = run[0]
     before = properties(folder)
-    text = pytest_in(folder, "--attnlab", "--attnlab-power", "-n", "2", f"--attnlab-dir={tmp_path}")
+    options = ("--attnlab", "--attnlab-host", "--attnlab-power", "-n", "2")
+    text = pytest_in(folder, *options, f"--attnlab-dir={tmp_path}")
     after = properties(folder)
     assert {n: p.get("attnlab_wrong_side") for n, p in after.items()} == {
         n: p.get("attnlab_wrong_side") for n, p in before.items()
