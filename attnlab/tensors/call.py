@@ -1,6 +1,7 @@
 """KernelCall: the exact arguments that an attention op receives."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -257,10 +258,24 @@ class KernelCall(Shown):
         }
         if "unmodelled" in given:
             given["unmodelled"] = tuple(given["unmodelled"])
+        if _is_fp8(given.get("query")):
+            given["kv_cache_dtype"] = _fp8_name(given)  # "auto" in files without q_scale
         try:
             return cls(**given)
         except (TypeError, AttributeError) as error:
             raise InvalidCall(f"{path} must hold the arguments of a KernelCall: {error}") from error
+
+
+def _is_fp8(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _fp8_name(given: Mapping[str, Any]) -> Any:
+    """Return the name of an FP8 cache that a file calls "auto", else the name in the file."""
+    name = given.get("kv_cache_dtype")
+    if name != "auto" or not _is_fp8(given.get("key_cache")):
+        return name
+    return "fp8_e5m2" if given["key_cache"].dtype == torch.float8_e5m2 else "fp8"
 
 
 def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:

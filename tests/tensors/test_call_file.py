@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import UNIFIED
 from attnlab.tensors import call as call_module
+from attnlab.tensors import call_file
 from attnlab.tensors.cache_layout import in_layout
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
@@ -157,6 +158,21 @@ def test_a_file_of_format_1_loads(tmp_path):
     assert (call.new_tokens, call.layout, call.origin) == ("given", "x-split", Origin())
     call.save(tmp_path / "new")
     assert same(call, KernelCall.load(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_file_loads_that_calls_the_cache_of_an_fp8_query_auto(tmp_path, dtype):
+    """Files that were saved before a call had a q_scale do so."""
+    call = fused()
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name != "output" else tensor
+        for name, tensor in call.tensors().items()
+    }
+    scalars = {"op": UNIFIED, "kv_cache_dtype": "auto", "layout": "flash", "max_query_len": 1}
+    scalars |= {"max_seq_len": 20, "new_tokens": "in the cache", "unmodelled": ["q_descale"]}
+    call_file.write(tmp_path / "old", scalars, tensors, {})
+    name = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}[dtype]
+    assert KernelCall.load(tmp_path / "old").kv_cache_dtype == name
 
 
 def broken_documents(found):
