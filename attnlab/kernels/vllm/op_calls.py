@@ -38,6 +38,7 @@ _WRAPPER_NAMES = (
 )
 _SPLITS = 16  # splits that vLLM's Triton backend uses (NUM_PAR_SOFTMAX_SEGMENTS, 0.33.0)
 _PROGRAMS = 128  # it splits below this many programs (MIN_LAUNCH_GRID_SIZE_2D, 0.33.0)
+_MOST_COPIED = 1 << 28  # elements before the lowest block of the block table
 _MLA_SPLITS = 4  # num_kv_splits of the Triton MLA backend (0.11.2)
 
 
@@ -221,15 +222,17 @@ def _decode(call: KernelCall, target: Target) -> Arguments:
 def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key and value cache, each [num_blocks, block_size, num_kv_heads, head_size].
 
-    Of a cache with more than 2^31 elements only the blocks from the lowest in the block table on are copied;
-    the blocks before it are untouched memory. The cache of a saved call that has this layout, or HND, is not
+    If the blocks before the lowest one in the block table have more than 2^28 elements, they are not copied:
+    they are untouched memory. The cache of a saved call that has this layout, or HND, is not
     copied: the op gets it with its own strides.
     """
     dtype = paged.format_of(call, target).dtype
     if call.layout != "x-split" and call.strides == "contiguous" and not call.spec.writes_cache:
         key, value = as_flash(call.key_cache, call.value_cache)
         return key.view(dtype), value.view(dtype)
-    first = int(call.block_table.min()) if call.key_cache.numel() > 2**31 else 0
+    first = int(call.block_table.min())
+    if first * call.key_cache[0].numel() <= _MOST_COPIED:
+        first = 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
     return key.view(dtype), value.view(dtype)
 
