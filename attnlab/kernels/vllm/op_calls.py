@@ -223,14 +223,14 @@ def _flash(call: KernelCall, target: Target) -> tuple[torch.Tensor, torch.Tensor
     """Return the key and value cache, each [num_blocks, block_size, num_kv_heads, head_size].
 
     If the blocks before the lowest one in the block table have more than 2^28 elements, they are not copied:
-    they are untouched memory. The cache of a saved call that has this layout, or HND, is not
-    copied: the op gets it with its own strides.
+    they are untouched memory. The cache of a saved call that has this layout, or HND, is not copied: the op
+    gets it with its own strides.
     """
     dtype = paged.format_of(call, target).dtype
     if call.layout != "x-split" and call.strides == "contiguous" and not call.spec.writes_cache:
         key, value = as_flash(call.key_cache, call.value_cache)
         return key.view(dtype), value.view(dtype)
-    first = int(call.block_table.min())
+    first = int(call.block_table.min()) if call.block_table.numel() else 0
     if first * call.key_cache[0].numel() <= _MOST_COPIED:
         first = 0
     key, value = flash(*to_flash(call.key_cache, call.value_cache, first), call.strides)
