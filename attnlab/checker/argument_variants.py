@@ -9,6 +9,13 @@ from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
+_NO_ROWS: dict[str, Any] = {
+    "query_lens": (130, 2),
+    "ctx_lens": (0, 3),
+    "num_heads": 1,
+    "num_queries_per_kv": 1,
+    "head_size": 16,
+}
 
 
 def _with(name: str, reason: str, **fields: Any) -> Variant:
@@ -29,7 +36,7 @@ ARGUMENT_VARIANTS = (
         "Causal and bidirectional sequences, with a window.",
         sliding_window=7,
     ),
-    _with("ranges", "Two images, the first of which begins in the context."),
+    _with("ranges", "Two images; the first begins in the context."),
     _with("ranges", "A range extends beyond the window.", sliding_window=5),
     _with("ranges_in_window", "A range that the window cuts on the left.", sliding_window=5),
     _with("prefix_and_window", "The prefix stays visible before the window.", sliding_window=6),
@@ -168,26 +175,10 @@ ARGUMENT_VARIANTS = (
         {**_LENGTHS, "alibi": True, "dtype": "float32"}, "ALiBi in float32, with smaller tiles."
     ),
     Variant(
-        {
-            "query_lens": (130, 2),
-            "ctx_lens": (0, 3),
-            "num_heads": 1,
-            "num_queries_per_kv": 1,
-            "head_size": 16,
-        },
+        _NO_ROWS,
         "More rows than a tile, next to a short sequence: some programs have no rows.",
     ),
-    Variant(
-        {
-            "query_lens": (130, 2),
-            "ctx_lens": (0, 3),
-            "num_heads": 1,
-            "num_queries_per_kv": 1,
-            "head_size": 16,
-            "alibi": True,
-        },
-        "Programs without rows in the kernel for ALiBi.",
-    ),
+    Variant({**_NO_ROWS, "alibi": True}, "Programs without rows in the kernel for ALiBi."),
     Variant(
         {
             **_LENGTHS,

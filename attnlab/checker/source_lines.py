@@ -40,7 +40,7 @@ def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore
 
 
 def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of which an edit of the same lines makes the output right as one, the first.
+    """Return the findings; of those that one edit of the same lines repairs, only the first.
 
     One fault may have different names in different cases, but it has one place.
     """

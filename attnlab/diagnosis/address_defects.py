@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import ChangeInputs, Defect, always, changing_inputs
+from attnlab.defects.defect import ChangeInputs, Defect, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.address_memory import (
@@ -25,6 +25,7 @@ from attnlab.diagnosis.address_rules import (
     rules_of,
     shared_rules,
 )
+from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.tensors.call import KernelCall
 
 
@@ -44,15 +45,7 @@ def address_defects(problem: Problem) -> list[Defect]:
 
 
 def _defect(name: str, text: str, rule: Rule) -> Defect:
-    return Defect(
-        name=name,
-        family=FAMILY,
-        text=text,
-        seen_in=(),
-        touches="all",
-        compute=changing_inputs(_change(rule)),
-        applies=always,
-    )
+    return rule_defect(FAMILY, name, text, changing_inputs(_change(rule)))
 
 
 def _is_modelled(call: KernelCall) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from attnlab.case.ops import MERGE
 from attnlab.defects.attention_inputs import Predicted, concatenate
-from attnlab.defects.defect import Compute, Defect, always
+from attnlab.defects.defect import Compute, Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.defects.row_slices import all_rows
@@ -22,6 +22,7 @@ from attnlab.diagnosis.address_memory import (
     sizes_of,
 )
 from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
+from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.kernels.model.merge import partials
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
@@ -163,14 +164,11 @@ def output_defects(problem: Problem) -> list[Defect]:
     if call.output.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
-        Defect(
-            name=text if isinstance(rule, MergeLaw) else rule.rule.name,
-            family=FAMILY,
-            text=text,
-            seen_in=(),
-            touches="all",
-            compute=computed(rule),
-            applies=always,
+        rule_defect(
+            FAMILY,
+            text if isinstance(rule, MergeLaw) else rule.rule.name,
+            text,
+            computed(rule),
         )
         for rule, text in _rules(problem)
     ]

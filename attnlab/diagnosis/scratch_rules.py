@@ -14,12 +14,13 @@ import torch
 
 from attnlab.case.ops import DECODE_FWD, UNIFIED
 from attnlab.defects.attention_inputs import Predicted, scores_of
-from attnlab.defects.defect import Defect, always
+from attnlab.defects.defect import Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.address_memory import TensorMemory, Term, sizes_of
 from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
 from attnlab.diagnosis.output_rules import MOST_ELEMENTS, computed, features_of_rows, right_output
+from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.diagnosis.softmax_divisions import Division, divisions
 
 _MOST_DIVISIONS = 2  # segments of tiles of 16 and 32, as the kernels of vLLM use
@@ -90,14 +91,11 @@ def scratch_defects(problem: Problem) -> list[Defect]:
     if max(map(problem.query_len, problem.computed_seqs())) > 1:
         return []  # unified_attention has segments in batches of decodes only
     return [
-        Defect(
-            name=f"{rule.rule.name} {rule.stored} {rule.division.text}",
-            family=FAMILY,
-            text=text,
-            seen_in=(),
-            touches="all",
-            compute=computed(rule),
-            applies=always,
+        rule_defect(
+            FAMILY,
+            f"{rule.rule.name} {rule.stored} {rule.division.text}",
+            text,
+            computed(rule),
         )
         for rule, text in _rules(problem)
     ]

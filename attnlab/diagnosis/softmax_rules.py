@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from attnlab.case.ops import MERGE
 from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import Compute, Defect, always, changing_inputs
+from attnlab.defects.defect import Compute, Defect, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.diagnosis.softmax_divisions import Division, divisions
 from attnlab.diagnosis.softmax_law import SoftmaxLaw
 
@@ -83,15 +84,7 @@ def softmax_defects(problem: Problem) -> list[Defect]:
     if problem.call.op == MERGE or not problem.call.causal:
         return []
     return [
-        Defect(
-            name=text,
-            family=FAMILY,
-            text=text,
-            seen_in=(),
-            touches="all",
-            compute=_computed(law, division),
-            applies=always,
-        )
+        rule_defect(FAMILY, text, text, _computed(law, division))
         for division in divisions(problem)
         for text, law in _rules(division)
     ]

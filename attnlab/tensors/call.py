@@ -12,7 +12,7 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors import call_file
-from attnlab.tensors.call_checks import check_call
+from attnlab.tensors.call_checks import check_call, is_fp8
 from attnlab.tensors.from_tensors import PlainCall
 from attnlab.tensors.named_blocks import copy_blocks, named_by
 from attnlab.tensors.origin import Origin
@@ -258,7 +258,7 @@ class KernelCall(Shown):
         }
         if "unmodelled" in given:
             given["unmodelled"] = tuple(given["unmodelled"])
-        if _is_fp8(given.get("query")):
+        if is_fp8(given.get("query")):
             given["kv_cache_dtype"] = _fp8_name(given)  # "auto" in files without q_scale
         try:
             return cls(**given)
@@ -266,14 +266,10 @@ class KernelCall(Shown):
             raise InvalidCall(f"{path} must hold the arguments of a KernelCall: {error}") from error
 
 
-def _is_fp8(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1
-
-
 def _fp8_name(given: Mapping[str, Any]) -> Any:
     """Return the name of an FP8 cache that a file calls "auto", else the name in the file."""
     name = given.get("kv_cache_dtype")
-    if name != "auto" or not _is_fp8(given.get("key_cache")):
+    if name != "auto" or not is_fp8(given.get("key_cache")):
         return name
     return "fp8_e5m2" if given["key_cache"].dtype == torch.float8_e5m2 else "fp8"
 

@@ -79,11 +79,17 @@ def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
             raise InvalidCall(text, field=name)
 
 
+def is_fp8(value: object) -> bool:
+    """Answer whether ``value`` is a tensor in an FP8 format."""
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1
+    )
+
+
 def _check_formats(given: Mapping[str, Any], num_seqs: int) -> None:
     """Check the formats of query and output: an FP8 query needs an FP8 cache, and scales must fit."""
     kv_heads = given["value_cache"].shape[1]
-    is_fp8 = given["query"].is_floating_point() and given["query"].element_size() == 1
-    if is_fp8 and given["kv_cache_dtype"] == "auto":
+    if is_fp8(given["query"]) and given["kv_cache_dtype"] == "auto":
         text = "kv_cache_dtype must be FP8 for a query in FP8, got auto"
         raise InvalidCall(text, field="kv_cache_dtype")
     if isinstance(given["q_scale"], torch.Tensor):

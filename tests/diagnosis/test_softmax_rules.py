@@ -60,7 +60,7 @@ def test_the_right_law_is_the_softmax_however_keys_are_divided(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_rules_have_names_of_their_own_and_change_outputs(op):
-    """Of tiles of 16, of which every sequence has several; and of parts, whatever their tiles."""
+    """Tiles of 16, several in every sequence; and parts, whatever their tiles."""
     problem = make_problem(small(op))
     rules = rules_of(problem)
     assert len({rule.name for rule in rules}) == len(rules) > 100
