@@ -21,6 +21,7 @@ from attnlab.case.fields import (
     Table,
     group,
 )
+from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.platforms import PLATFORMS
@@ -67,6 +68,33 @@ class CaseFields(Shown):
     )
     sliding_window: int = _test(
         0, Int(0), "number of keys that a query attends to, its own included; 0 means all"
+    )
+    mask: str = _test(
+        CAUSAL, OneOf(tuple(MASKS)), "which keys a row sees, together with sliding_window"
+    )
+    causal_seqs: tuple[int, ...] | None = _test(
+        None,
+        Maybe(Lens(0), "every second one, from the first"),
+        "for each sequence 1 if it is causal, 0 if bidirectional (mask causal_by_sequence)",
+    )
+    mm_prefix_range: tuple[tuple[int, ...], ...] | None = _test(
+        None,
+        Maybe(Table("positions"), "two per sequence, from its lengths"),
+        "bidirectional ranges, for each sequence the first and last position of each (mask ranges or "
+        "ranges_in_window); 0,0 is no range",
+    )
+    rswa_prefix_lens: tuple[int, ...] | None = _test(
+        None,
+        Maybe(Lens(0), "half of each context"),
+        "number of keys at the begin of each sequence that all its rows see (mask prefix_and_window)",
+    )
+    chunk_lookback: int | None = _test(
+        None, Maybe(Int(0), "1"), "number of earlier chunks that a row sees (mask chunks)"
+    )
+    tree_parents: tuple[int, ...] | None = _test(
+        None,
+        Maybe(Lens(0), "drawn from seed"),
+        "index of the parent of each new token, its own for a root (mask tree)",
     )
     alibi: bool = _test(
         False, Flag(), "add ALiBi's position-dependent bias to the attention scores"

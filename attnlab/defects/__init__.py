@@ -11,6 +11,7 @@ from types import MappingProxyType
 from attnlab.defects.decoding import DECODING
 from attnlab.defects.defect import Defect
 from attnlab.defects.heads import HEADS
+from attnlab.defects.mask_data import MASK_DATA
 from attnlab.defects.masks import MASKS
 from attnlab.defects.partitions import PARTITIONS
 from attnlab.defects.reads import READS
@@ -23,6 +24,7 @@ from attnlab.defects.tokens import TOKENS
 
 _FAMILIES = (
     MASKS,
+    MASK_DATA,
     PARTITIONS,
     SOFTMAX,
     TOKENS,

@@ -22,7 +22,6 @@ from attnlab.defects.attention_inputs import (
     Predicted,
     attention,
     concatenate,
-    visible,
 )
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.row_slice import RowSlice
@@ -33,6 +32,7 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 from attnlab.tensors.quantised import Formats, in_numbers
+from attnlab.tensors.visibility import SequenceMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +129,13 @@ class Problem:
         from_cache = source == "cache" or (source == "by query_len" and self.query_len(seq) == 1)
         return self.seq_len(seq) - (0 if from_cache else self.query_len(seq))
 
+    def mask(self, seq: int, **changes: Any) -> SequenceMask:
+        """Return which keys the rows of a sequence see; ``changes``: of the call's Visibility."""
+        rules, seq_len = self.call.visibility, self.seq_len(seq)
+        if changes:
+            rules = dataclasses.replace(rules, **changes)
+        return rules.of_seq(seq, seq_len - self.query_len(seq), seq_len)
+
     @property
     def sm_scale(self) -> float:
         """Return the intended scale of the scores."""
@@ -183,13 +190,15 @@ class Problem:
     ) -> AttentionInputs:
         seq_len, query_len = self.seq_len(row_slice.seq), self.query_len(row_slice.seq)
         position = seq_len - query_len + row_slice.tokens
+        mask = self.mask(row_slice.seq)
         slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
         return AttentionInputs(
             query=self.call.query[self.rows(row_slice)][:, row_slice.heads].double(),
             position=position,
             key=key,
             value=value,
-            visible=visible(position, seq_len, self.call.sliding_window, causal=self.call.causal),
+            visible=mask.visible(position),
+            mask_bias=mask.bias(position),
             sm_scale=self.sm_scale,
             alibi_slopes=None if slopes is None else slopes[row_slice.heads].double(),
             apply_softcap=(

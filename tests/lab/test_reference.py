@@ -10,10 +10,10 @@ from attnlab.case.ops import OPS
 from attnlab.lab import reference as reference_module
 from attnlab.lab.reference import (
     attend,
-    causal_flops,
     exact_attention,
     reference,
     stored_tokens,
+    visible_flops,
 )
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
 
@@ -201,14 +201,14 @@ def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 400])
-def test_causal_flops_by_counting(window):
+def test_visible_flops_by_counting(window):
     """Two products, each with a multiplication and an addition per element of a visible pair."""
     case = hostile(sliding_window=window, query_lens=(7, 1, 30), ctx_lens=(0, 20, 3))
     pairs = 0
     for q, c in zip(case.query_lens, case.ctx_lens, strict=True):
         for at in range(c, c + q):
             pairs += sum(1 for key in range(at + 1) if not window or key > at - window)
-    assert causal_flops(case) == pairs * case.num_heads * 2 * 2 * case.head_size
+    assert visible_flops(case) == pairs * case.num_heads * 2 * 2 * case.head_size
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 64, 71])
