@@ -21,7 +21,7 @@ from attnlab.case.fields import (
     Table,
     group,
 )
-from attnlab.case.masks import CAUSAL, MASKS
+from attnlab.case.masks import CAUSAL, DATA_FIELDS, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.platforms import PLATFORMS
@@ -72,30 +72,13 @@ class CaseFields(Shown):
     mask: str = _test(
         CAUSAL, OneOf(tuple(MASKS)), "which keys a row sees, together with sliding_window"
     )
-    causal_seqs: tuple[int, ...] | None = _test(
-        None,
-        Maybe(Lens(0), "every second one, from the first"),
-        "for each sequence 1 if it is causal, 0 if bidirectional (mask causal_by_sequence)",
-    )
+    causal_seqs: tuple[int, ...] | None = _test(None, *DATA_FIELDS["causal_seqs"])
     mm_prefix_range: tuple[tuple[int, ...], ...] | None = _test(
-        None,
-        Maybe(Table("positions"), "two per sequence, from its lengths"),
-        "bidirectional ranges, for each sequence the first and last position of each (mask ranges or "
-        "ranges_in_window); 0,0 is no range",
+        None, *DATA_FIELDS["mm_prefix_range"]
     )
-    rswa_prefix_lens: tuple[int, ...] | None = _test(
-        None,
-        Maybe(Lens(0), "half of each context"),
-        "number of keys at the begin of each sequence that all its rows see (mask prefix_and_window)",
-    )
-    chunk_lookback: int | None = _test(
-        None, Maybe(Int(0), "1"), "number of earlier chunks that a row sees (mask chunks)"
-    )
-    tree_parents: tuple[int, ...] | None = _test(
-        None,
-        Maybe(Lens(0), "drawn from seed"),
-        "index of the parent of each new token, its own for a root (mask tree)",
-    )
+    rswa_prefix_lens: tuple[int, ...] | None = _test(None, *DATA_FIELDS["rswa_prefix_lens"])
+    chunk_lookback: int | None = _test(None, *DATA_FIELDS["chunk_lookback"])
+    tree_parents: tuple[int, ...] | None = _test(None, *DATA_FIELDS["tree_parents"])
     alibi: bool = _test(
         False, Flag(), "add ALiBi's position-dependent bias to the attention scores"
     )

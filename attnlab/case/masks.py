@@ -8,6 +8,7 @@ follow from the lengths and the seed (:mod:`attnlab.tensors.case_visibility`).
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attnlab.case.fields import FieldType, Int, Lens, Maybe, Table
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
 
 CAUSAL = "causal"
@@ -100,3 +101,29 @@ _ALL = (
 )
 MASKS: dict[str, Mask] = {mask.name: mask for mask in _ALL}
 MASK_DATA = tuple(dict.fromkeys(mask.data for mask in _ALL if mask.data is not None))
+# Mask data that must fit the lengths of a Case: other lengths need other data.
+DATA_OF_LENGTHS = tuple(name for name in MASK_DATA if name != "chunk_lookback")
+# The type and the help text of each field with the data of a mask.
+DATA_FIELDS: dict[str, tuple[FieldType, str]] = {
+    "causal_seqs": (
+        Maybe(Lens(0), "every second one, from the first"),
+        "for each sequence 1 if it is causal, 0 if bidirectional (mask causal_by_sequence)",
+    ),
+    "mm_prefix_range": (
+        Maybe(Table("positions"), "two per sequence, from its lengths"),
+        "bidirectional ranges, for each sequence the first and last position of each (mask ranges or "
+        "ranges_in_window); 0,0 is no range",
+    ),
+    "rswa_prefix_lens": (
+        Maybe(Lens(0), "half of each context"),
+        "number of keys at the begin of each sequence that all its rows see (mask prefix_and_window)",
+    ),
+    "chunk_lookback": (
+        Maybe(Int(0), "1"),
+        "number of earlier chunks that a row sees (mask chunks)",
+    ),
+    "tree_parents": (
+        Maybe(Lens(0), "drawn from seed"),
+        "index of the parent of each new token, its own for a root (mask tree)",
+    ),
+}

@@ -8,10 +8,11 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from attnlab.defects.bidirectional import BIDIRECTIONAL
+from attnlab.defects.branches import BRANCHES
 from attnlab.defects.decoding import DECODING
 from attnlab.defects.defect import Defect
 from attnlab.defects.heads import HEADS
-from attnlab.defects.mask_data import MASK_DATA
 from attnlab.defects.masks import MASKS
 from attnlab.defects.partitions import PARTITIONS
 from attnlab.defects.reads import READS
@@ -24,7 +25,8 @@ from attnlab.defects.tokens import TOKENS
 
 _FAMILIES = (
     MASKS,
-    MASK_DATA,
+    BIDIRECTIONAL,
+    BRANCHES,
     PARTITIONS,
     SOFTMAX,
     TOKENS,

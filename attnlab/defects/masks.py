@@ -8,6 +8,7 @@ from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Compute, Defect, always, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
+from attnlab.tensors.sequence_mask import mask_of
 
 
 def hide(inputs: AttentionInputs, hidden: torch.Tensor) -> AttentionInputs:
@@ -81,7 +82,7 @@ def with_window(
         "sliding_window": 1 if is_empty else window,
         "window_right": None if right is None else max(0, right + (wider or 0)),
     }
-    seen = problem.mask(row_slice.seq, **changes).visible(inputs.position)
+    seen = mask_of(problem.call, row_slice.seq, **changes).visible(inputs.position)
     return seen & (key_positions(inputs) != inputs.position[:, None]) if is_empty else seen
 
 

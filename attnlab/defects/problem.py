@@ -32,7 +32,7 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 from attnlab.tensors.quantised import Formats, in_numbers
-from attnlab.tensors.visibility import SequenceMask
+from attnlab.tensors.sequence_mask import mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,8 +108,7 @@ class Problem:
 
     def row_starts(self) -> list[int]:
         """Return the prefix sums of the query lengths, length num_seqs + 1."""
-        row_starts: list[int] = self.call.query_start_loc.tolist()
-        return row_starts
+        return list(self.call.query_start_loc.tolist())
 
     def query_len(self, seq: int) -> int:
         """Return the number of new tokens of a sequence."""
@@ -128,13 +127,6 @@ class Problem:
         source = contract(self.call.op, self.target, self.call.op).new_tokens_from
         from_cache = source == "cache" or (source == "by query_len" and self.query_len(seq) == 1)
         return self.seq_len(seq) - (0 if from_cache else self.query_len(seq))
-
-    def mask(self, seq: int, **changes: Any) -> SequenceMask:
-        """Return which keys the rows of a sequence see; ``changes``: of the call's Visibility."""
-        rules, seq_len = self.call.visibility, self.seq_len(seq)
-        if changes:
-            rules = dataclasses.replace(rules, **changes)
-        return rules.of_seq(seq, seq_len - self.query_len(seq), seq_len)
 
     @property
     def sm_scale(self) -> float:
@@ -188,9 +180,8 @@ class Problem:
     def _inputs(
         self, row_slice: RowSlice, key: torch.Tensor, value: torch.Tensor
     ) -> AttentionInputs:
-        seq_len, query_len = self.seq_len(row_slice.seq), self.query_len(row_slice.seq)
-        position = seq_len - query_len + row_slice.tokens
-        mask = self.mask(row_slice.seq)
+        mask = mask_of(self.call, row_slice.seq)
+        position = mask.ctx_len + row_slice.tokens
         slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
         return AttentionInputs(
             query=self.call.query[self.rows(row_slice)][:, row_slice.heads].double(),

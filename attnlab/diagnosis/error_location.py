@@ -11,6 +11,7 @@ import torch
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.reference import attend
+from attnlab.tensors.sequence_mask import mask_of
 
 _SHARP_ROWS, _SHARP_HEADS = 4, 16  # per sequence and at a time, for the sharper bound
 _ROWS_AT_ONCE = 64  # of attention without a mask
@@ -118,7 +119,7 @@ def correct_and_bound(
             values,
             problem.sm_scale,
             output,
-            problem.mask(seq),
+            mask_of(call, seq),
             slopes,
             sinks,
             call.softcap,

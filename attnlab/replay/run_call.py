@@ -64,8 +64,10 @@ def _check_runs(call: KernelCall, backend: Backend) -> None:
         refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
     if isinstance(backend, PluginBackend):
         return
-    if not call.causal:
-        raise Unsupported(f"causal must be true: the lab calls {call.op} for causal attention")
+    if not call.visibility.is_plain and len(backend.masks) == 1:
+        raise Unsupported(
+            f"call must be causal with backend {backend.name}, which has no other mask"
+        )
     if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
         raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
     for name in ("k_scale", "v_scale"):

@@ -1,6 +1,7 @@
 """The Visibility of a Case: the data of its mask, given or from its lengths and seed."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -92,6 +93,18 @@ def tree_bias(case: Case) -> torch.Tensor:
     bias = torch.randn(size, size, generator=generator)
     away = torch.arange(size)[:, None] - torch.arange(size)
     return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
+
+
+def data_of_seq(case: Case, seq: int) -> dict[str, Any]:
+    """Return the fields of a Case with the data of its mask for one of its sequences alone."""
+    if case.mask == "causal_by_sequence":
+        return {"causal_seqs": (int(causal_seqs(case)[seq]),)}
+    found: dict[str, Any] = {}
+    for name in ("mm_prefix_range", "rswa_prefix_lens"):
+        given = getattr(case, name)
+        if given is not None:
+            found[name] = given[seq : seq + 1]
+    return found
 
 
 def _branches(parents: tuple[int, ...]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from attnlab.lab.reference import (
     visible_flops,
 )
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
+from attnlab.tensors.visibility import Visibility
 
 DOUBLE = 1e-12  # float64: 1.1e-16 per operation, a few thousand operations on numbers below 10
 
@@ -179,7 +180,8 @@ def test_wrong_attention_fails_the_comparison(mutant):
     key, value = (torch.randn(30, 3, 16, generator=generator).double() for _ in range(2))
     slopes, sinks = alibi_slopes(6), sink_logits(6, 1)
     output = torch.empty_like(query)
-    attend(query, key, value, 0.3, output, 9, slopes, sinks, 2.0)
+    mask = Visibility(sliding_window=9).of_seq(0, 10, 30)
+    attend(query, key, value, 0.3, output, mask, slopes, sinks, 2.0)
     tensors = (query, key, value, slopes, sinks)
     other = MUTANTS[mutant](output, tensors) if mutant else attend_at(tensors)
     close = torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE)
@@ -188,12 +190,8 @@ def test_wrong_attention_fails_the_comparison(mutant):
 
 def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
     """A mask that is off by one fails the comparison."""
-    real = reference_module._bias
-
-    def moved(like, position, rows, begin, end, window):
-        return real(like, position, rows, begin, end, window).roll(1, 0)
-
-    monkeypatch.setattr(reference_module, "_bias", moved)
+    real = reference_module._diagonal
+    monkeypatch.setattr(reference_module, "_diagonal", lambda *args: real(*args).roll(1, 0))
     case = hostile(query_lens=(9, 1), ctx_lens=(4, 20))
     batch = make_batch(case)
     got, expected = reference(case, batch), plain_batch(case, batch)

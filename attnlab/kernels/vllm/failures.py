@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     KernelFailed,
     KernelRejected,
     OutOfMemory,
     Unavailable,
+    Unsupported,
 )
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
@@ -22,12 +24,17 @@ _COMPILER_FILES = re.compile(r"/triton/(language|compiler|backends/\w+)/\w+\.py$
 _STATED = (ValueError, AssertionError, NotImplementedError)
 
 
-def explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:
+def explained(
+    error: Exception, call: KernelCall, source: Source, argument_of: Case | None = None
+) -> AttnLabError:
     """Translate an exception of an op into an error of the lab.
+
+    ``argument_of``: the Case whose op argument was passed, if any.
 
     - KernelRejected: the op's own Python code refuses the call before a launch, a limit that it states.
     - KernelFailed: the kernel does not compile, or Python or Triton raises in its code.
     - OutOfMemory: the device has too little memory.
+    - Unsupported: the op of an older release does not know a mask or an op argument.
     - Unavailable: this machine cannot run it.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -40,6 +47,11 @@ def explained(error: Exception, call: KernelCall, source: Source) -> AttnLabErro
         error, (*_STATED, ArithmeticError)
     ):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(one_line(error))
+    if argument_of is not None:
+        return Unsupported(f"op_argument {argument_of.op_argument} is not supported: {error}")
+    if not call.visibility.is_plain:
+        name = f"{call.op} of {source.text()}"
+        return Unsupported(f"mask must be causal: {name} raises {one_line(error)}")
     return Unavailable(f"{call.op} of {source.text()} cannot run here: {one_line(error)}")
 
 
