@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.case import Case
 from attnlab.case.extras import named_extra
 from attnlab.case.fields import refuse
 from attnlab.lab.cache_write import owners_of
@@ -9,6 +10,7 @@ from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
 from attnlab.mutation.report import MutationReport
+from attnlab.tensors.case_visibility import longest_mask
 from attnlab.weights.columns import key_columns
 from attnlab.weights.xray import XRay
 
@@ -17,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Draw a Result, an ErrorMap, a StageTable, a MutationReport or an XRay, and return the Axes.
+    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay or a Case, and return the Axes.
 
+    Of a Case, the mask of the sequence with the most new tokens is drawn.
     Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
     that was rejected, because it has no errors.
     """
     with named_extra("attnlab.plot"):
-        from attnlab.show.plots import plot_error, plot_power, plot_stages, plot_weights
+        from attnlab.show.plots import plot_error, plot_mask, plot_power, plot_stages, plot_weights
 
     if isinstance(noun, Result) and noun.errors is not None:
         unwritten, cache_of = noun.unwritten_rows().cpu(), owners_of(noun.case)
@@ -36,5 +39,7 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
         return plot_power(noun.mutants, title=title, ax=ax)
     if isinstance(noun, XRay):
         return plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
-    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport or an XRay"
+    if isinstance(noun, Case):
+        return plot_mask(longest_mask(noun), title=title, ax=ax)
+    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay or a Case"
     refuse("noun", allowed, noun)

@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import UNIFIED
-from attnlab.tensors.visibility import Visibility
+from attnlab.tensors.visibility import SequenceMask, Visibility
 
 _RANGES = 3
 
@@ -93,6 +93,13 @@ def tree_bias(case: Case) -> torch.Tensor:
     bias = torch.randn(size, size, generator=generator)
     away = torch.arange(size)[:, None] - torch.arange(size)
     return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
+
+
+def longest_mask(case: Case) -> SequenceMask:
+    """Return the mask of the first sequence with the most new tokens."""
+    lengths = case.lengths
+    seq = max(range(len(lengths.query_lens)), key=lengths.query_lens.__getitem__)
+    return visibility_of(case).of_seq(seq, lengths.ctx_lens[seq], lengths.seq_lens[seq])
 
 
 def data_of_seq(case: Case, seq: int) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_a_release_without_the_argument_refuses_the_call(mask):
         case.replace(release="0.11.2")
     assert caught.value.field == "mask"
     call = Lab().call(case)
-    with pytest.raises((Unsupported, KernelRejected), match="mask must be|Only causal"):
+    with pytest.raises((Unsupported, KernelRejected), match=r"mask must be|Only causal"):
         run(call, Target.of(case), (UNIFIED,), source)
 
 
