@@ -18,14 +18,14 @@ FIELDS = {
     "platform": "sm_90",
     "num_heads": 2,
     "num_queries_per_kv": 2,
-    "head_size": 32,
-    "query_lens": (70, 5, 24),
-    "ctx_lens": (40, 30, 61),
+    "head_size": 16,
+    "query_lens": (36, 5, 20),
+    "ctx_lens": (24, 30, 41),
     "distribution": "normal",
     "fill": "all_rows",
     "reference_dtype": "float64",
 }
-RANGES = ((20, 100, 0, 0), (10, 33, 0, 0), (30, 60, 65, 84))
+RANGES = ((10, 55, 0, 0), (10, 33, 0, 0), (20, 40, 45, 60))
 # For each defect the mask and the window of a Case in which it differs from all others.
 CASES = {
     "bidirectional_ignored": ("bidirectional", 0),
