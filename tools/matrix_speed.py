@@ -35,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 IDS = ROOT / "docs" / "h200-matrix.json"
 KEEP = 8  # products of each kind that the Lab keeps
+LIMIT_S = 60.0  # for the first pass of all workers
 CHILDREN = ("compile", "passes", "shared")
 
 
@@ -187,7 +188,7 @@ def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
     ]
     for process in started:
         process.start()
-    barrier.wait()
+    barrier.wait(LIMIT_S)
     start = time.perf_counter()
     found = [answers.get() for _ in started]
     seconds = time.perf_counter() - start
@@ -214,7 +215,7 @@ def shares(matrix: list[Any], count: int) -> list[list[Any]]:
 def work(source: Path, matrix: list[Any], barrier: Any, answers: Any) -> None:
     """Run some Cases twice, the second time together with the other processes."""
     one_pass(source, matrix)
-    barrier.wait()
+    barrier.wait(LIMIT_S)
     answers.put(one_pass(source, matrix))
 
 
