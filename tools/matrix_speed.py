@@ -129,6 +129,7 @@ def run_child(
         subprocess.run(command, env=environment, check=True)
         seconds = time.perf_counter() - start
         found: dict[str, Any] = json.loads(Path(out.name).read_text())
+    print(f"{what} {workers or ''}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return {**found, "process_seconds": seconds}
 
 
