@@ -183,9 +183,12 @@ def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
     count = args.workers[0]
     context = get_context("spawn")
     barrier, answers = context.Barrier(count + 1), context.SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
     started = [
-        context.Process(target=work, args=(args.source, share, barrier, answers))
-        for share in shares(cases(), count)
+        context.Process(
+            target=work, args=(args.source, share, set(cores[i::count]), barrier, answers)
+        )
+        for i, share in enumerate(shares(cases(), count))
     ]
     for process in started:
         process.start()
@@ -213,8 +216,9 @@ def shares(matrix: list[Any], count: int) -> list[list[Any]]:
     return found
 
 
-def work(source: Path, matrix: list[Any], barrier: Any, answers: Any) -> None:
-    """Run some Cases twice, the second time together with the other processes."""
+def work(source: Path, matrix: list[Any], cores: set[int], barrier: Any, answers: Any) -> None:
+    """Run some Cases twice on some cores, the second time together with the other processes."""
+    os.sched_setaffinity(0, cores)  # threads of several processes on one core wait for each other
     one_pass(source, matrix)
     barrier.wait(LIMIT_S)
     answers.put(one_pass(source, matrix))
