@@ -55,8 +55,9 @@ class LatestOnly(Generic[R]):
     """Background worker that keeps only the newest request.
 
     ``work(request, job)`` runs in one thread: at once, or, if the request follows another within
-    ``quiet_s``, as those of a slider do, once it has been the newest for that time. It must call ``job.check()`` often and publish its results with ``job.publish``. An Exception that it
-    raises goes to ``on_error(request, error)``, unless the request is outdated.
+    ``quiet_s``, as those of a slider do, once it has been the newest for that time. It must call
+    ``job.check()`` often and publish its results with ``job.publish``. An Exception that it raises goes to
+    ``on_error(request, error)``, unless the request is outdated.
     """
 
     def __init__(
