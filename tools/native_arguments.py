@@ -1,4 +1,4 @@
-"""Run the masks and op arguments of unified_attention natively on this machine's GPU; compare with the reference.
+"""Run the masks and op arguments of unified_attention on this machine's GPU; compare with the reference.
 
 python tools/native_arguments.py --source vllm-0.33.0.whl --out docs/h100-arguments.json
 

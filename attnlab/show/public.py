@@ -9,6 +9,7 @@ from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
+from attnlab.mla.mla_result import MlaResult
 from attnlab.mutation.report import MutationReport
 from attnlab.tensors.case_visibility import longest_mask
 from attnlab.weights.columns import key_columns
@@ -19,27 +20,31 @@ if TYPE_CHECKING:
 
 
 def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay or a Case, and return the Axes.
+    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult or a Case.
 
-    Of a Case, the mask of the sequence with the most new tokens is drawn.
-    Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
-    that was rejected, because it has no errors.
+    Returns the Axes. Of a Case, the mask of the sequence with the most new tokens is drawn. Without
+    ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result that was
+    rejected, because it has no errors.
     """
     with named_extra("attnlab.plot"):
-        from attnlab.show.plots import plot_error, plot_mask, plot_power, plot_stages, plot_weights
+        from attnlab.show import plots
 
     if isinstance(noun, Result) and noun.errors is not None:
         unwritten, cache_of = noun.unwritten_rows().cpu(), owners_of(noun.case)
-        return plot_error(noun.errors, unwritten=unwritten, cache_of=cache_of, title=title, ax=ax)
+        return plots.plot_error(
+            noun.errors, unwritten=unwritten, cache_of=cache_of, title=title, ax=ax
+        )
     if isinstance(noun, ErrorMap):
-        return plot_error(noun, title=title, ax=ax)
+        return plots.plot_error(noun, title=title, ax=ax)
     if isinstance(noun, StageTable):
-        return plot_stages(noun, title=title, ax=ax)
+        return plots.plot_stages(noun, title=title, ax=ax)
     if isinstance(noun, MutationReport):
-        return plot_power(noun.mutants, title=title, ax=ax)
+        return plots.plot_power(noun.mutants, title=title, ax=ax)
     if isinstance(noun, XRay):
-        return plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
+        return plots.plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
+    if isinstance(noun, MlaResult):
+        return plots.plot_mla(noun, title=title, ax=ax)
     if isinstance(noun, Case):
-        return plot_mask(longest_mask(noun), title=title, ax=ax)
-    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay or a Case"
+        return plots.plot_mask(longest_mask(noun), title=title, ax=ax)
+    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult or a Case"
     refuse("noun", allowed, noun)

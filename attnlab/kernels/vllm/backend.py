@@ -34,7 +34,7 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
-from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.failures import explained, unsupported
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
@@ -235,7 +235,7 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        raise explained(error, call, source, argument_of) from error
+        raise unsupported(explained(error, call.op, source), call, argument_of) from error
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(moved.output[: len(call.output)])

@@ -24,21 +24,16 @@ _COMPILER_FILES = re.compile(r"/triton/(language|compiler|backends/\w+)/\w+\.py$
 _STATED = (ValueError, AssertionError, NotImplementedError)
 
 
-def explained(
-    error: Exception, call: KernelCall, source: Source, argument_of: Case | None = None
-) -> AttnLabError:
-    """Translate an exception of an op into an error of the lab.
-
-    ``argument_of``: the Case whose op argument was passed, if any.
+def explained(error: Exception, op: str, source: Source) -> AttnLabError:
+    """Translate an exception of the op with a name into an error of the lab.
 
     - KernelRejected: the op's own Python code refuses the call before a launch, a limit that it states.
     - KernelFailed: the kernel does not compile, or Python or Triton raises in its code.
     - OutOfMemory: the device has too little memory.
-    - Unsupported: the op of an older release does not know a mask or an op argument.
     - Unavailable: this machine cannot run it.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return OutOfMemory(f"{call.op} of {source.text()} runs out of memory: {one_line(error)}")
+        return OutOfMemory(f"{op} of {source.text()} runs out of memory: {one_line(error)}")
     if is_compile_failure(error):
         return KernelFailed(one_line(root_of(error)))
     if isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root):
@@ -47,12 +42,23 @@ def explained(
         error, (*_STATED, ArithmeticError)
     ):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(one_line(error))
+    return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
+
+
+def unsupported(
+    why: AttnLabError, call: KernelCall, argument_of: Case | None = None
+) -> AttnLabError:
+    """Return Unsupported for an Unavailable whose cause is a mask or an op argument of a later release.
+
+    ``argument_of``: the Case whose op argument was passed, if any.
+    """
+    if not isinstance(why, Unavailable):
+        return why
     if argument_of is not None:
-        return Unsupported(f"op_argument {argument_of.op_argument} is not supported: {error}")
+        return Unsupported(f"op_argument {argument_of.op_argument} is not supported: {why}")
     if not call.visibility.is_plain:
-        name = f"{call.op} of {source.text()}"
-        return Unsupported(f"mask must be causal: {name} raises {one_line(error)}")
-    return Unavailable(f"{call.op} of {source.text()} cannot run here: {one_line(error)}")
+        return Unsupported(f"mask must be causal: {why}")
+    return why
 
 
 def is_compile_failure(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from attnlab.show.plots.candidates import plot_fits, plot_sizes
 from attnlab.show.plots.errors import plot_error, plot_seq_error
 from attnlab.show.plots.formats import plot_formats
 from attnlab.show.plots.mask import plot_mask
+from attnlab.show.plots.mla import plot_mla
 from attnlab.show.plots.power import plot_power
 from attnlab.show.plots.scratch import plot_merge
 from attnlab.show.plots.stages import plot_stages, plot_story
@@ -23,6 +24,7 @@ __all__ = [
     "plot_law",
     "plot_mask",
     "plot_merge",
+    "plot_mla",
     "plot_power",
     "plot_seq_error",
     "plot_sizes",
