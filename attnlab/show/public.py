@@ -46,5 +46,7 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
         return plots.plot_mla(noun, title=title, ax=ax)
     if isinstance(noun, Case):
         return plots.plot_mask(longest_mask(noun), title=title, ax=ax)
-    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult or a Case"
-    refuse("noun", allowed, noun)
+    nouns = (
+        "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult"
+    )
+    refuse("noun", f"{nouns} or a Case", noun)

@@ -41,8 +41,21 @@ class Visibility:
     @property
     def is_plain(self) -> bool:
         """Answer whether every row sees the keys up to its own, within a window if there is one."""
-        tensors = (self.mm_prefix_range, self.rswa_prefix_lens, self.qq_bias)
-        return self.causal is True and not self.has_chunks and all(one is None for one in tensors)
+        return not self.masks
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """Return the names in :data:`attnlab.case.masks.MASKS` of what differs from causal attention."""
+        clamp = self.mm_prefix_clamp_sliding_window and self.sliding_window > 0
+        has = {
+            "causal_by_sequence": isinstance(self.causal, torch.Tensor),
+            "bidirectional": self.causal is False,
+            "ranges_in_window" if clamp else "ranges": self.mm_prefix_range is not None,
+            "prefix_and_window": self.rswa_prefix_lens is not None,
+            "chunks": self.has_chunks,
+            "tree": self.qq_bias is not None,
+        }
+        return tuple(name for name, is_there in has.items() if is_there)
 
     @property
     def has_chunks(self) -> bool:
