@@ -21,6 +21,7 @@ from attnlab.weights.setup import AttentionSetup, make_setup
 from attnlab.weights.slot_owner import SlotOwners, holds_token, slot_owners
 
 COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
+_COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,10 +125,17 @@ def law_is_visible(setup: AttentionSetup) -> bool:
 
 
 def is_coarse(setup: AttentionSetup, measured: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain."""
+    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain.
+
+    Rounding halves no weight, and it moves the sum of the weights by some percent at most.
+    """
     logits = right_plan(setup).logits()
     seen = (right_plan(setup).visible > 0)[:, None]
     size = float(torch.where(seen, logits.abs(), 0.0).max()) if logits.numel() else 0.0
     relative = 8 * COARSE + float(torch.tensor(2 * COARSE * size).expm1())
     absolute = COARSE * COARSE + setup.fixed[:, None, None]
-    return bool(((measured - expected).abs() <= relative * expected + absolute).all())
+    sums = (measured.sum(-1) - expected.sum(-1)).abs()
+    if bool((sums > _COARSE_SUM * expected.sum(-1) + setup.fixed[:, None]).any()):
+        return False
+    bound = min(relative, _COARSE_MOST) * expected + absolute
+    return bool(((measured - expected).abs() <= bound).all())

@@ -14,7 +14,7 @@ from attnlab.weights.description import EVERYTHING, Description, Scope
 from attnlab.weights.evidence import Evidence, compare, traits_of
 from attnlab.weights.fit import fit_law
 from attnlab.weights.plan import Plan, right_plan
-from attnlab.weights.proposals import proposals
+from attnlab.weights.proposals import combinations, proposals
 from attnlab.weights.rule import Rule
 from attnlab.weights.setup import AttentionSetup
 
@@ -56,6 +56,8 @@ class Search:
         for depth in range(1, self.max_rules + 1):
             for scope in scopes(self.setup, wrong):
                 found, leftover = self._search(scope, wrong, depth)
+                if depth == 1 and not found:
+                    found = list(self._fitted(scope, wrong))
                 if found:
                     found.sort(key=lambda one: one.complexity)
                     return Found(descriptions=tuple(found), tried=self.tried)
@@ -91,6 +93,22 @@ class Search:
             beam = scored[:_BEAM]
         leftover = (beam[0][0], Description(rules=beam[0][1], scope=scope)) if beam else None
         return whole, leftover
+
+    def _fitted(self, scope: Scope, wrong: torch.Tensor) -> Iterator[Description]:
+        """Yield the descriptions with fitted numbers that explain everything."""
+        rows, heads = sample(self.setup, wrong, scope, len(self.setup.heads))
+        setup, measured = self.setup.take(rows, heads), self.measured[rows][:, heads]
+        plan = right_plan(setup)
+        predicted = plan.weights()
+        traits = traits_of(setup, measured, predicted, predicted > 0)
+        for rules in combinations(plan, measured, traits):
+            if self._is_late():
+                return
+            self.tried += 1
+            one = Description(rules=rules, scope=scope)
+            changed = one.plan(plan)
+            if compare(setup, measured, changed.weights()).complete and self.explains(one):
+                yield one
 
     def _level(
         self,
@@ -149,12 +167,12 @@ def scopes(setup: AttentionSetup, wrong: torch.Tensor) -> Iterator[Scope]:
 
 
 def sample(
-    setup: AttentionSetup, wrong: torch.Tensor, scope: Scope
+    setup: AttentionSetup, wrong: torch.Tensor, scope: Scope, most_heads: int = _HEADS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and heads to try rules on, as indices: wrong ones first, spread over sequences."""
     rows, heads = scope.rows_of(setup), scope.heads_of(setup)
     row_order = _spread(torch.nonzero(rows).flatten(), wrong.any(1), setup.seq, _ROWS)
-    head_order = _spread(torch.nonzero(heads).flatten(), wrong.any(0), setup.kv_head, _HEADS)
+    head_order = _spread(torch.nonzero(heads).flatten(), wrong.any(0), setup.kv_head, most_heads)
     return row_order, head_order
 
 
