@@ -37,14 +37,14 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0)
     began = time.perf_counter()
     found = examine(subject)
     run = runner(subject.backend, subject.target, subject.kernels, subject.options)
-    usable, second = usable_rows(found), SecondCase(other)
+    usable, second = usable_rows(found, every_slot=False), SecondCase(other)
     verdict = _Verdict(status="unreadable")
     if len(usable.rows):
         coarse = is_coarse(usable.setup, usable.measured, usable.expected)
         faults = value_faults(found.setup, found.measurement, run, 0.05 if coarse else 0.0)
         if faults.elements is not None:
             found = with_elements(found, faults.elements)
-            usable = usable_rows(found)
+            usable = usable_rows(found, every_slot=False)
         verdict = _judge_all(usable, faults, second, limit_s)
     return XRay(
         status=_status_of_all(verdict.status, found, usable),

@@ -47,12 +47,36 @@ class UsableRows:
         )
 
 
-def usable_rows(found: Examined) -> UsableRows:
-    """Return the rows whose query and output are finite."""
+_MANY = 4096  # slots, beyond which those that no row reads or may read are left out
+
+
+def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
+    """Return the rows whose query and output are finite.
+
+    Without ``every_slot``, slots of a large cache are left out that have no weight and are far from the
+    blocks of all sequences.
+    """
     finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
     rows = torch.nonzero(finite).flatten()
     setup = found.setup.take(rows, torch.arange(len(found.setup.heads)))
-    return _usable(rows, setup, found.measurement.weights[rows], found.expected[rows], found.owners)
+    measured, expected, owners = found.measurement.weights[rows], found.expected[rows], found.owners
+    if every_slot or setup.num_slots <= _MANY or not len(rows):
+        return _usable(rows, setup, measured, expected, owners)
+    kept = _near_slots(setup, (measured != 0).any(0).any(0))
+    return _usable(
+        rows, setup.with_slots(kept), measured[..., kept], expected[..., kept], owners.take(kept)
+    )
+
+
+def _near_slots(setup: AttentionSetup, weighed: torch.Tensor) -> torch.Tensor:
+    """Return the slots with a weight, of new tokens, and of the blocks of sequences and next to them, [n]."""
+    call, near = setup.call, weighed.clone()
+    near[setup.cache_slots :] = True
+    blocks = call.block_table.long().cpu().flatten()
+    blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
+    blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
+    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
+    return torch.nonzero(near).flatten()
 
 
 def _usable(
