@@ -37,7 +37,7 @@ class SecondCase:
         found = None
         if subject is not None:
             try:
-                found = examine(subject, resolve=False)
+                found = examine(subject, resolve=False, values=every_head)
             except AttnLabError:
                 found = None
         self._known[heads, every_head] = found

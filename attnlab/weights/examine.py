@@ -54,10 +54,11 @@ class Examined:
     drawn: bool
 
 
-def examine(subject: Subject, *, resolve: bool = True) -> Examined:
+def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> Examined:
     """Measure a subject; raise InvalidCase for an op without values.
 
-    Without ``resolve`` only the sums of lanes are measured, which takes fewer runs.
+    Without ``resolve`` only the sums of lanes are measured, and without ``values`` there is no run with
+    random values, which takes fewer runs.
     """
     call, target = subject.call, subject.target
     check_weighs_values(call.spec)
@@ -73,7 +74,8 @@ def examine(subject: Subject, *, resolve: bool = True) -> Examined:
         setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
     run = runner(subject.backend, target, subject.kernels, subject.options)
     expected = right_plan(setup).weights()
-    measurement = measure(setup, run, expected, shared_lanes(call, owners), resolve=resolve)
+    lanes = shared_lanes(call, owners)
+    measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
     return Examined(

@@ -82,7 +82,13 @@ def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: 
 
 
 def measure(
-    setup: AttentionSetup, run: Run, expected: torch.Tensor, shared: Lanes, *, resolve: bool = True
+    setup: AttentionSetup,
+    run: Run,
+    expected: torch.Tensor,
+    shared: Lanes,
+    *,
+    resolve: bool = True,
+    values: bool = True,
 ) -> Measurement:
     """Measure the weights of the rows and heads of a setup.
 
@@ -91,8 +97,9 @@ def measure(
     - ``resolve``: if they are not, and the run with random codes shows that slots outside the row's sequence
       have a weight, measure the slots one by one, or, if that takes more than MOST_RUNS runs, find those
       with a weight with random signed codes.
+    - ``values``: run once more with random values.
     """
-    call, reader = setup.call, _Reader(setup, run)
+    call, reader = setup.call, _Reader(setup, run, values=values)
     single = single_lanes(call, num_slots(call))
     few, all_runs = reader.runs_of(shared), reader.runs_of(single)
     if few > MOST_LANE_RUNS:
@@ -161,8 +168,8 @@ def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> boo
 class _Reader:
     """Runs the kernel of a setup with coded values, and counts the runs."""
 
-    def __init__(self, setup: AttentionSetup, run: Run) -> None:
-        self._setup, self._run, self._runs = setup, run, 0
+    def __init__(self, setup: AttentionSetup, run: Run, *, values: bool = True) -> None:
+        self._setup, self._run, self._runs, self._values = setup, run, 0, values
 
     def runs_of(self, lanes: Lanes) -> int:
         """Return the number of runs that measure lanes."""
@@ -213,8 +220,8 @@ class _Reader:
             zeros = self._output(next(one_hot(call, lanes.of)), 0.0)
             unwritten &= (zeros == 0).flatten(1).all(1)
         codes = random_codes(call)
-        output = self._output(codes)
         predicted, magnitude = weigh(call, weights, codes.double(), setup.kv_head)
+        output = self._output(codes) if self._values else predicted
         return Measurement(
             call=call,
             rows=setup.rows,
