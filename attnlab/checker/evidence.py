@@ -8,6 +8,7 @@ which the name that an output alone suggests does not ensure.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -104,14 +105,14 @@ def evidence_label(
 
 def evidence_fields(
     lab: Lab, case: Case, output: torch.Tensor, diagnosis: Diagnosis, label: str
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, Any]:
     """Return the names, and what separates faults of one label: ``wrong_in``, ``right_in``, ``contents``.
 
     A defect that explains only the rows of one kernel would change the others, too, if that kernel had it.
     """
     explanations = diagnosis.explanations
     kinds = {"decode" if n == 1 else "prefill" for n in case.lengths.query_lens}
-    fields = {"names": tuple(one.name for one in explanations)}
+    fields: dict[str, Any] = {"names": tuple(one.name for one in explanations)}
     if explanations:
         scopes = {one.scope.rows for one in explanations if one.scope is not None}
         wrong = scopes & kinds if scopes <= kinds else set[str]()

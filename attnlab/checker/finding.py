@@ -100,7 +100,7 @@ class Finding(Shown):
 
         Only names that explain both are left; a single one is the diagnosis.
         """
-        both = {
+        both: dict[str, Any] = {
             name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
             for name in ("wrong_in", "right_in")
         }
