@@ -108,7 +108,7 @@ def _op(
         raise Unsupported("concat_and_cache_mla is a C++ op: no Triton op of vLLM writes latents")
     if case.dtype == "bfloat16":
         raise Unavailable("dtype must not be bfloat16 under Triton's interpreter: it truncates")
-    given = {
+    given: dict[str, Any] = {
         "key": inputs.key,
         "value": inputs.value,
         "slot_mapping": inputs.slots,
