@@ -80,6 +80,9 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
+    parser.add_argument(
+        "--sound-folder", type=Path, help="keeps what the unchanged ops do, for further draws"
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sound", type=Path, help=argparse.SUPPRESS)
@@ -101,13 +104,14 @@ def run_all(args: argparse.Namespace) -> None:
         ops = [HIP_OP] if args.hip else args.op or list(TRITON_OPS)
         name = "rocm" if args.hip else "vllm"
         plans = [(find_source(path), op) for path in args.source for op in ops]
-        files = [Path(folder) / f"{source.version}-{name}-{op}.pt" for source, op in plans]
+        kept = args.sound_folder or Path(folder)
+        files = [kept / f"{source.version}-{name}-{op}.pt" for source, op in plans]
         list(threads.map(lambda plan, file: sound_in_process(*plan, name, file), plans, files))
         each = -(-args.count // len(ops))
         orders = [
             order
             for (source, op), file in zip(plans, files, strict=True)
-            for order in order_mutants(source, name, op, each, args, file)
+            for order in order_mutants(source, name, op, each, args, file, Path(folder))
         ]
         random.Random(args.seed).shuffle(orders)  # so that a run that is stopped has a fair sample
         with args.out.open("a") as out:
@@ -122,15 +126,23 @@ def run_all(args: argparse.Namespace) -> None:
 
 def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
     """Save what the unchanged op does on all cases, in a process of its own."""
+    if file.is_file():
+        return
     order = file.with_suffix(".order")
     order.write_text(json.dumps({"path": str(source.path), "op": op, "backend": name}))
     subprocess.run([sys.executable, __file__, "--sound", str(order)], check=True)
 
 
 def order_mutants(
-    source: Source, backend: str, op: str, count: int, args: argparse.Namespace, sound: Path
+    source: Source,
+    backend: str,
+    op: str,
+    count: int,
+    args: argparse.Namespace,
+    sound: Path,
+    folder: Path,
 ) -> Iterator[Path]:
-    """Write one file with the order of each drawn mutant; yield the files."""
+    """Write one file with the order of each drawn mutant into a folder; yield the files."""
     file = mutated_file(source, backend, op)
     find = source_mutation.mutants if backend == "vllm" else source_mutation.hip_mutants
     every = find(file.read_text())
@@ -147,7 +159,7 @@ def order_mutants(
             "mutant": dataclasses.asdict(mutant),
             "sound": str(sound),
         }
-        path = sound.with_name(f"{sound.stem}-{i}.json")
+        path = folder / f"{sound.stem}-{i}.json"
         path.write_text(json.dumps(order))
         yield path
 
@@ -251,7 +263,8 @@ def observe(lab: Lab, backend: Backend, case: Case) -> Observed:
         return None
     except AttnLabError as error:
         return str(error)
-    return run.output.clone(), run.lse, run.padded
+    outputs = (run.output, run.lse, run.padded)
+    return tuple(None if one is None else one.clone() for one in outputs)  # views of large buffers
 
 
 def save_sound(order: Path) -> None:

@@ -15,7 +15,7 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
@@ -28,7 +28,7 @@ def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) 
 
     A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects.
     """
-    for other in second_cases(case) if diagnosis.explanations else ():
+    for other in further_cases(case):
         if all(one.name in _SHOWN_BY_RERUNS for one in diagnosis.explanations):
             break
         known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
