@@ -43,6 +43,7 @@ from fault_verification import answer_of
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
@@ -221,9 +222,9 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     sound = torch.load(order["sound"], weights_only=True)
     changed, missed, ran = 0, [], 0
     op = order["op"] if order["backend"] == "vllm" else HIP_OP
-    cases = all_cases(backend, op)
+    cases, num_checked = all_cases(backend, op), len(checked_cases(backend, op))
     for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
-        if i >= DEFAULT_CASES and (missed or not ran):
+        if i >= num_checked and (missed or not ran):
             break
         got = observe(lab, backend, case)
         if got is None or isinstance(expected, str) or expected is None:
@@ -231,8 +232,8 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
         ran += not isinstance(got, str)
         if not same(got, expected):
             changed += 1
-            known = sound["faults"][i] if i < DEFAULT_CASES else []
-            if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case, known)):
+            known = sound["faults"][i] if i < num_checked else []
+            if i < num_checked and (faults := faults_of(lab, backend, case, known)):
                 return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
             if is_new_error(lab, backend, case, got, expected):
                 missed.append((i, case))
@@ -243,11 +244,16 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     return {"class": "missed", "case": missed[0][0], "run": missed[0][1].to_cli()}
 
 
+def checked_cases(backend: Backend, op: str) -> list[Case]:
+    """Return the hostile cases of the check, with those that pass further arguments of an op."""
+    return list(hostile_cases(backend, op, PLATFORMS[backend.name], DEFAULT_CASES, 0))
+
+
 def all_cases(backend: Backend, op: str) -> list[Case]:
     """Return the hostile cases of the check, then those of further rounds."""
-    further, platform = DEFAULT_CASES * (FURTHER_ROUNDS + 1), PLATFORMS[backend.name]
-    first = list(hostile_cases(backend, op, platform, DEFAULT_CASES, 0))
-    return first + list(hostile_cases(backend, op, platform, further, 1))[DEFAULT_CASES:]
+    first = checked_cases(backend, op)
+    count = DEFAULT_CASES * (FURTHER_ROUNDS + 1)
+    return first + list(hostile_cases(backend, op, PLATFORMS[backend.name], count, 1))[len(first) :]
 
 
 Observed = tuple[torch.Tensor | None, ...] | str | None
@@ -274,9 +280,10 @@ def save_sound(order: Path) -> None:
     backend = find_backend(given["backend"], given["path"], "cpu")
     lab = Lab(source=given["path"], device="cpu", keep=3)
     cases = all_cases(backend, given["op"])
+    num_checked = len(checked_cases(backend, given["op"]))
     sound = {
         "outputs": [observe(lab, backend, case) for case in cases],
-        "faults": [kinds_of(lab, backend, case) for case in cases[:DEFAULT_CASES]],
+        "faults": [kinds_of(lab, backend, case) for case in cases[:num_checked]],
     }
     torch.save(sound, order.with_suffix(".pt"))
 
@@ -332,6 +339,8 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
     """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
+    if case.op_argument != NONE:  # the diagnosis does not know its mask or its formats
+        return {"answer": "abstained", "error": f"op_argument {case.op_argument}"}
     case = case.replace(backend=backend.name)
     try:
         diagnosis = diagnose(case, lab=lab, propose=False, limit=None)

@@ -117,7 +117,7 @@ def _heads_of(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.T
         place = place + outputs.median(-1).values.nan_to_num(0.0).round() * power
         power *= _BASE
     seen = place[rows].median(0).values.long()
-    if torch.equal(seen, setup.kv_head):
+    if torch.equal(seen, setup.kv_head) or not _are_indices(seen, kv_heads):
         return ""
     for form in HEAD_FORMS:
         if torch.equal(other_head(form, setup), seen):
@@ -147,7 +147,7 @@ def _elements_of(
         power *= _BASE
     seen = place[rows].flatten(0, 1).median(0).values.long()
     own = torch.arange(size)
-    if torch.equal(seen, own):
+    if torch.equal(seen, own) or not _are_indices(seen, size):
         return None, ""
     off = torch.nonzero(seen != own).flatten()
     shift = (seen - own)[off].unique()
@@ -155,7 +155,12 @@ def _elements_of(
     words = (
         f"elements {numbers(off.tolist())} of the output hold another element of the values: {how}"
     )
-    return (seen if bool((seen < size).all()) else None), words
+    return seen, words
+
+
+def _are_indices(seen: torch.Tensor, count: int) -> bool:
+    """Answer whether decoded codes are possible; a kernel that reads other memory gives any number."""
+    return bool(((seen >= 0) & (seen < count)).all())
 
 
 def _pairs(off: torch.Tensor, seen: torch.Tensor) -> str:
