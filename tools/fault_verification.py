@@ -15,6 +15,7 @@ from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
@@ -69,6 +70,8 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.leak is not None:
+        return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -125,6 +128,15 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
             return False
         decisive += bool(found.evidence.locations.is_wrong.any())
     return decisive > 0
+
+
+def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:
+    """Return whether NaN in unwritten slots alone makes fresh outputs wrong."""
+    found = [
+        leak_of(lab, fresh, lambda one: run_case(lab, backend, one).output)
+        for fresh in fresh_cases(case)
+    ]
+    return True in found and False not in found
 
 
 def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool:

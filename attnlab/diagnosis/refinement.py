@@ -19,6 +19,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import Examination, examine
+from attnlab.diagnosis.leak_check import confirmed_leak
 from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
 from attnlab.diagnosis.rule_search import find_rule
@@ -93,6 +94,10 @@ def with_reruns(
     diagnosis = _with_weights(lab, case, kernel, _with_xray(case, kernel, diagnosis, seconds))
     if diagnosis.explanations or diagnosis.weights is not None:
         return diagnosis
+    if len(dependence.on_slots) and not len(dependence.on_finite_slots):
+        leak = confirmed_leak(lab, case, kernel.run)
+        if leak is not None:
+            return dataclasses.replace(diagnosis, status="described", leak=leak)
     claim = confirmed_claim(lab, case, first, kernel.run)
     status = "unexplained" if claim is None else "described"
     return dataclasses.replace(diagnosis, status=status, claim=claim)
