@@ -10,6 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
+from attnlab.diagnosis.access_check import access_facts
 from attnlab.diagnosis.bad_lines import lines_of
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnose import diagnose
@@ -41,6 +42,7 @@ def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
 
     ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
     """
+    case = case.replace(first_block=0, num_blocks=None) if case.first_block else case
     for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
         has_prefill = case.spec.prefill and not only_decodes
         lengths = query_lens if has_prefill else (1,) * len(query_lens)
@@ -70,6 +72,9 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.accesses is not None:
+        facts = set(diagnosis.accesses.facts)
+        return {**base, "answer": _judged("described by its accesses", _accessed(lab, case, facts))}
     if diagnosis.leak is not None:
         return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
@@ -127,6 +132,17 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
         if not follows_from(weights.description, lab, known, output, found):
             return False
         decisive += bool(found.evidence.locations.is_wrong.any())
+    return decisive > 0
+
+
+def _accessed(lab: Lab, case: Case, facts: set[str]) -> bool:
+    """Return whether the stated accesses occur exactly where a fresh output is wrong."""
+    decisive = 0
+    for fresh in fresh_cases(case):
+        found, is_wrong = access_facts(lab, fresh, lab.run)
+        if (is_wrong and not facts <= found) or (not is_wrong and facts & found):
+            return False
+        decisive += is_wrong
     return decisive > 0
 
 
