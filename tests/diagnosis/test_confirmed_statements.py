@@ -9,9 +9,9 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD
+from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.contracts.target import Target
-from attnlab.contracts.dispatch import decide
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.address_defects import address_defects
