@@ -4,7 +4,8 @@ python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --
 python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
 python tools/real_faults.py --summary faults.jsonl
 
-With --except-seed, a draw leaves out the mutants of earlier draws, on which the diagnosis was developed.
+With --except-seed and --except-file, a draw leaves out the mutants of earlier draws, on which the diagnosis
+was developed. A draw that left out mutants itself is left out by its file.
 
 Each mutant of tools/source_mutation.py changes one expression of a kernel. It runs the hostile cases of
 `attnlab check` and is put into one of four classes:
@@ -79,6 +80,9 @@ def main() -> None:
     parser.add_argument(
         "--except-seed", type=int, action="append", default=[], help="leave out what it draws"
     )
+    parser.add_argument(
+        "--except-file", type=Path, action="append", default=[], help="leave out its mutants, too"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
     parser.add_argument(
@@ -148,7 +152,12 @@ def order_mutants(
     find = source_mutation.mutants if backend == "vllm" else source_mutation.hip_mutants
     every = find(file.read_text())
     seen = {one for seed in args.except_seed for one in source_mutation.sample(every, count, seed)}
-    left = [one for one in every if one not in seen]
+    known = judged_before(args.except_file)
+    left = [
+        one
+        for one in every
+        if one not in seen and (source.version, f"{file.name} {one.text}") not in known
+    ]
     for i, mutant in enumerate(source_mutation.sample(left, count, args.seed)):
         order = {
             "root": str(source.root),
@@ -163,6 +172,22 @@ def order_mutants(
         path = folder / f"{sound.stem}-{i}.json"
         path.write_text(json.dumps(order))
         yield path
+
+
+def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
+    """Return the versions and texts of mutants in files.
+
+    A file has one JSON object a line, or is docs/real-faults.json.
+    """
+    found = []
+    for file in files:
+        text = file.read_text()
+        if file.suffix == ".jsonl":
+            found += [json.loads(line) for line in text.splitlines()]
+        else:
+            record = json.loads(text)
+            found += [*record["mutants"], *record["hip"]["mutants"]]
+    return {(one["version"], one["text"]) for one in found}
 
 
 def mutated_file(source: Source, backend: str, op: str) -> Path:

@@ -31,6 +31,7 @@ from attnlab.tensors.case_call import make_output
 SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90"}
 DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
 MIXED = hostile(op="unified_attention", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL)
+TRACED = MIXED.replace(backend="vllm")
 Spoil = Callable[[Case, torch.Tensor], None]
 
 
@@ -92,14 +93,14 @@ def read(seq: int, state: SlotState) -> SlotsRead:
 def accesses(slots: Callable[[Case], tuple[SlotsRead, ...]], spoil: Spoil) -> tuple[str, ...]:
     """Return the accesses that describe an output with these reads."""
     lab = Spoiled(spoil=spoil)
-    first = examine(Lab(), MIXED, lab.output(MIXED), ()).diagnosis
+    first = examine(Lab(), TRACED, lab.output(TRACED), ()).diagnosis
     first = dataclasses.replace(first, status="unexplained")
 
     def run(case: Case) -> Result:
         report = MemoryReport(slots=slots(case), unwritten=())
         return dataclasses.replace(lab.run(case.replace(trace_reads=False)), memory=report)
 
-    found: Diagnosis = with_accesses(Lab(), MIXED, first, run)
+    found: Diagnosis = with_accesses(Lab(), TRACED, first, run)
     assert (found.status == "described") == (found.accesses is not None)
     return () if found.accesses is None else found.accesses.facts
 
@@ -113,7 +114,7 @@ def test_a_read_that_right_outputs_share_describes_nothing():
     """It is made in every case; the outputs are wrong in batches with several new tokens alone."""
 
     def spoil(case: Case, output: torch.Tensor) -> None:
-        if case.lengths == MIXED.lengths or len(case.lengths.query_lens) == 4:
+        if case.lengths == TRACED.lengths or len(case.lengths.query_lens) == 4:
             always_nan(case, output)
 
     facts = accesses(lambda case: (read(0, SlotState.OTHER_SEQUENCE),), spoil)
