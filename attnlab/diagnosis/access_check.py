@@ -77,7 +77,8 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
             yield f"cached {kind} that do not belong to the sequence are read"
         places = {place for found in entry.slots.values() for place in found}
         read.setdefault((kind, entry.seq), set()).update(places)
-    for kind in {kind for kind, _ in read}:
+    traced = ["keys", *([] if case.interleave_v else ["values"])]
+    for kind in traced if read else ():
         for seq, slots in _needed(lab, case).items():
             is_traced = case.backend == "vllm" or any(of == seq for _, of in read)
             if is_traced and not slots <= read.get((kind, seq), set()):
@@ -87,16 +88,13 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
 
 
 def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
-    """Return the slots (block, slot) that each sequence must read from the cache.
-
-    A sequence that several kernels may compute needs what all of them read.
-    """
+    """Return the slots (block, slot) that each sequence must read, by the kernels' contracts."""
     call, target = lab.call(case), Target.of(case)
     contracts = contracts_of(decide(case).kernels, target, call.op)
     found: dict[int, set[tuple[int, int]]] = {}
     for reads in contract_reads(contracts, call, None):
-        slots = set(zip(reads.blocks.tolist(), reads.slots.tolist(), strict=True))
-        found[reads.seq] = found[reads.seq] & slots if reads.seq in found else slots
+        slots = zip(reads.blocks.tolist(), reads.slots.tolist(), strict=True)
+        found.setdefault(reads.seq, set()).update(slots)
     return found
 
 

@@ -19,8 +19,8 @@ from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
-# Reruns with another output buffer, or with other contents of empty slots, show these directly.
-_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", *SLOTS_OF)
+# Reruns with another output buffer show this directly.
+_SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)
 
 
 def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:
@@ -32,6 +32,8 @@ def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) 
         if all(one.name in _SHOWN_BY_RERUNS for one in diagnosis.explanations):
             break
         known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
+        if any(one.name in SLOTS_OF for one in diagnosis.explanations):
+            known = known.replace(empty_slots="nan")  # finite numbers times 0 would not show it
         try:
             output = rerun(known)
         except AttnLabError:

@@ -81,8 +81,8 @@ def diagnose(
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
-        diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
         diagnosis = with_accesses(lab, case, diagnosis, own.run)
+        diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
         diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
         diagnosis = _with_location(own, case, diagnosis, limit)
     distinction = None

@@ -15,6 +15,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.address_defects import address_defects
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.leak_check import confirmed_leak
@@ -67,6 +68,22 @@ def test_a_leak_is_stated_if_finite_numbers_make_all_outputs_right(spoil, is_lea
     assert found is None or found.cases > 2
 
 
+def test_a_name_of_a_leak_must_hold_in_further_cases():
+    """NaN also reaches the rows of sequences without slots after their end: the name says too little."""
+
+    def leaks(case: Case, output: torch.Tensor) -> None:
+        if case.empty_slots == "nan":
+            output[:] = torch.nan
+
+    case = DECODES.replace(empty_slots="nan")
+    lab = Spoiled(spoil=leaks)
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    assert "tail_leaked" in [one.name for one in alone.explanations]
+    again = diagnose(case, lab=lab, limit=None, propose=False)
+    assert again.explanations == []
+    assert again.leak is not None
+
+
 def factors_of_rows(case: Case, output: torch.Tensor) -> None:
     output *= torch.linspace(0.3, 0.7, output.shape[0] * 4).view(-1, 4, 1).to(output.dtype)
 
@@ -108,6 +125,12 @@ def accesses(slots: Callable[[Case], tuple[SlotsRead, ...]], spoil: Spoil) -> tu
 def test_a_read_of_another_sequence_describes_a_fault_if_it_recurs():
     facts = accesses(lambda case: (read(0, SlotState.OTHER_SEQUENCE),), always_nan)
     assert any("do not belong to the sequence" in fact for fact in facts)
+
+
+def test_values_that_are_never_read_describe_a_fault():
+    """Only keys are read, as if the addresses of all values were those of another tensor."""
+    facts = accesses(lambda case: (read(0, SlotState.OWN),), always_nan)
+    assert "cached values that a sequence must read are never read" in facts
 
 
 def test_a_read_that_right_outputs_share_describes_nothing():
