@@ -12,6 +12,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
+from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import OPS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.variants import LENGTHS, VARIANTS
@@ -61,9 +62,11 @@ def hostile_cases(
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op that pass its further arguments: of vLLM's, under the interpreter."""
+    """Yield the Cases of an op with a mask; of vLLM's under the interpreter also those with op arguments."""
     is_vllm = backend.name == "vllm" and backend.device == "cpu"
-    for variant in ARGUMENT_VARIANTS if is_vllm else ():
+    for variant in ARGUMENT_VARIANTS:
+        if not is_vllm and "mask" not in variant.fields:
+            continue
         lengths = variant.fields["query_lens"], variant.fields["ctx_lens"]
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -114,6 +117,8 @@ def _make_case(
 def _check_supported(backend: Backend, op: str, variant: dict[str, Any]) -> None:
     """Raise InvalidCase for a variant that the backend or the op does not support."""
     has_sinks_and_alibi = variant.get("sinks") and variant.get("alibi")
+    if variant.get("mask", CAUSAL) not in backend.masks:
+        raise InvalidCase("the backend does not support the variant's mask")
     if variant.get("kv_cache_dtype", "auto") not in backend.kv_cache_dtypes:
         raise InvalidCase("the backend does not support the variant's kv_cache_dtype")
     if variant.get("dtype", "float16") not in backend.dtypes:

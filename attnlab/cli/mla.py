@@ -14,6 +14,35 @@ from attnlab.mla.mla_case import MlaCase
 
 _FIELDS = {one.name: one for one in dataclasses.fields(MlaCase)}
 _WORDS = {"true": True, "false": False, "none": None}
+_HELP = {
+    "path": "prefill, decode or shards (context parallelism)",
+    "num_heads": "query heads",
+    "kv_lora_rank": "elements of a latent from which keys and values are computed",
+    "qk_rope_head_dim": "elements of a latent that the keys of all heads share",
+    "qk_nope_head_dim": "elements of a head's key that come from the latent",
+    "v_head_dim": "elements of a head's value",
+    "block_size": "tokens per cache block",
+    "query_lens": "new tokens of each sequence",
+    "ctx_lens": "cached tokens of each sequence",
+    "chunk_rows": "tokens of context that are attended at once (prefill)",
+    "chunking": "packed: several requests in one chunk; aligned: the same positions of all (prefill)",
+    "empty_lse": "log-sum-exp of a row without keys: -inf or inf (prefill)",
+    "partials": "exact: partial attentions are exact up to their dtype; op: those of decode_attention_fwd",
+    "output_scale": "the last merge writes FP8, divided by this (prefill)",
+    "tokens_with_context": "the last merge is given the number of tokens with context (prefill)",
+    "num_ranks": "ranks that share the context (shards)",
+    "interleave_size": "tokens in a run of one rank (shards)",
+    "lse_dtype": "float32, or query for the dtype of the query (shards)",
+    "padding": "rows of length 0 after the last sequence (decode)",
+    "num_splits": "splits of the decode op (decode, shards)",
+    "dtype": "float16, bfloat16 or float32",
+    "kv_cache_dtype": "auto: the dtype of the query; fp8",
+    "k_scale": "scale of an FP8 cache",
+    "spread": "standard deviation of the query; larger scores make the parts differ more",
+    "seed": "seed of the data",
+    "release": "the release of vLLM whose chain is followed",
+    "platform": "the platform that is modelled",
+}
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +62,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             ",".join(map(str, one.default)) if isinstance(one.default, tuple) else str(one.default)
         )
         flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, dest=f"field_{name}", metavar="V", help=f"default: {text}")
+        group.add_argument(
+            flag,
+            dest=f"field_{name}",
+            metavar=_metavar(one.default),
+            help=f"{_HELP[name]} (default: {text})",
+        )
+
+
+def _metavar(default: Any) -> str:
+    """Return the form of a field's value, for the help text."""
+    if isinstance(default, bool):
+        return "BOOL"
+    if isinstance(default, tuple):
+        return "N,…"
+    return "WORD" if isinstance(default, str) else "N" if isinstance(default, int) else "X"
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -114,5 +157,4 @@ COMMAND = Command(
     exit_codes="0 every output is within its bound; 1 one is not; 3 none is wrong, but a case could not run",
     add_flags=_add_flags,
     run=_run,
-    notes="Paths: prefill, decode, shards. Fields are described in attnlab.MlaCase.",
 )

@@ -71,8 +71,8 @@ class MlaCase:
       chunks (0.11.2). ``empty_lse``: the LSE of a row without keys, -inf (FlashAttention 3) or inf
       (FlashAttention 2).
     - ``partials``: the partial attentions are exact up to their dtype, or those of decode_attention_fwd.
-    - ``output_scale``: the last merge writes FP8, divided by it. ``tokens_with_context``: the last merge is
-      told from which token on there is no context (prefill_tokens_with_context); such requests come last.
+    - ``output_scale``: the last merge writes FP8, divided by it. ``tokens_with_context``: the last merge
+      receives the number of tokens that have context (prefill_tokens_with_context); the others come last.
     - ``num_ranks``, ``interleave_size``: context parallelism. ``lse_dtype``: the LSE of a rank is float32, or
       has the query's dtype, as TRITON_MLA's has.
     - ``padding``: rows after the last sequence whose length is 0. ``num_splits``: splits of the decode op.
