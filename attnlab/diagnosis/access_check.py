@@ -88,13 +88,16 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
 
 
 def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
-    """Return the slots (block, slot) that each sequence must read, by the kernels' contracts."""
+    """Return the slots (block, slot) that each sequence must read from the cache.
+
+    A sequence that several kernels may compute needs what all of them read.
+    """
     call, target = lab.call(case), Target.of(case)
     contracts = contracts_of(decide(case).kernels, target, call.op)
     found: dict[int, set[tuple[int, int]]] = {}
     for reads in contract_reads(contracts, call, None):
-        slots = zip(reads.blocks.tolist(), reads.slots.tolist(), strict=True)
-        found.setdefault(reads.seq, set()).update(slots)
+        slots = set(zip(reads.blocks.tolist(), reads.slots.tolist(), strict=True))
+        found[reads.seq] = found[reads.seq] & slots if reads.seq in found else slots
     return found
 
 
