@@ -19,8 +19,8 @@ from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
-# Reruns with another output buffer show this directly.
-_SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)
+# Reruns with another output buffer show the first directly; further cases have no freed blocks.
+_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", "freed_leaked")
 
 
 def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:
@@ -57,6 +57,8 @@ def is_refuted(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate)
         return not bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
     if again.diagnosis.is_wrong:
         return not again.diagnosis.explanations
+    if candidate.name in SLOTS_OF:  # the case may have no such slots
+        return False
     return not is_hidden(again.problem, candidate.defect)
 
 
