@@ -20,6 +20,9 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.lab import Lab
     from attnlab.lab.public import compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
+    from attnlab.mla.faults import MLA_FAULTS
+    from attnlab.mla.mla_case import MlaCase
+    from attnlab.mla.public import check_mla, run_mla
     from attnlab.mutation.public import power
     from attnlab.recorder.public import capture, read_call
     from attnlab.replay.public import probe_call, replay_call, shrink_call
@@ -32,16 +35,19 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DEFECTS",
+    "MLA_FAULTS",
     "AttnLabError",
     "Case",
     "InvalidCase",
     "KernelCall",
     "Lab",
+    "MlaCase",
     "Result",
     "Unavailable",
     "Verdicts",
     "capture",
     "check",
+    "check_mla",
     "compare",
     "decode_error",
     "diagnose",
@@ -55,6 +61,7 @@ __all__ = [
     "reference",
     "replay_call",
     "run",
+    "run_mla",
     "shrink_call",
     "stages",
     "violations",
@@ -62,16 +69,19 @@ __all__ = [
 ]
 _PLACES = {  # of each public name: its module, and its name there if that differs
     "DEFECTS": "attnlab.defects",
+    "MLA_FAULTS": "attnlab.mla.faults",
     "AttnLabError": "attnlab.case.errors",
     "Case": "attnlab.case.case",
     "InvalidCase": "attnlab.case.errors",
     "KernelCall": "attnlab.tensors.call",
     "Lab": "attnlab.lab.lab",
+    "MlaCase": "attnlab.mla.mla_case",
     "Result": "attnlab.lab.result",
     "Unavailable": "attnlab.case.errors",
     "Verdicts": "attnlab.show.notebook",
     "capture": "attnlab.recorder.public",
     "check": "attnlab.checker.public",
+    "check_mla": "attnlab.mla.public",
     "compare": "attnlab.lab.public",
     "decode_error": "attnlab.lab.public",
     "diagnose": "attnlab.diagnosis.public",
@@ -85,6 +95,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "reference": "attnlab.lab.public",
     "replay_call": "attnlab.replay.public",
     "run": "attnlab.lab.public",
+    "run_mla": "attnlab.mla.public",
     "shrink_call": "attnlab.replay.public",
     "stages": "attnlab.lab.public",
     "violations": "attnlab.diagnosis.public",

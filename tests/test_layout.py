@@ -17,6 +17,7 @@ FOLDERS = (
     "contracts",
     "kernels",
     "lab",
+    "mla",
     "tasks",
     "defects",
     "weights",

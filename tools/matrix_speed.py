@@ -11,6 +11,8 @@ was written to holds NaN, the cache holds what production writes, and FP8 is enc
   new Lab, so that batches, caches and references are made anew. Both without waiting for the GPU between
   the steps of a run.
 - split: a third pass that waits for the GPU after every step, which gives the time of each.
+- workers: the second pass with the ids divided among processes that use the GPU together, for each number
+  of --workers. Ids that share a batch stay together.
 
 --old: a folder with another version of the package attnlab, such as "git archive OLD attnlab" unpacked. Its
 passes alternate with those of this version, in processes of their own, on the same compiled kernels.
@@ -26,12 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 IDS = ROOT / "docs" / "h200-matrix.json"
 KEEP = 8  # products of each kind that the Lab keeps
+LIMIT_S = 60.0  # for the first pass of all workers
+CHILDREN = ("compile", "passes", "shared")
 
 
 def main() -> int:
@@ -42,10 +47,11 @@ def main() -> int:
     parser.add_argument("--old", type=Path, help="a folder with another version of attnlab")
     parser.add_argument("--rounds", type=int, default=3, help="processes per version")
     parser.add_argument("--processes", type=int, help="that compile; default: one per core")
-    parser.add_argument("--child", choices=("compile", "passes"), help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, nargs="*", default=[], help="processes that run")
+    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child = compile_all if args.child == "compile" else passes
+        child = {"compile": compile_all, "passes": passes, "shared": shared_passes}[args.child]
         args.out.write_text(json.dumps(child(args)))
         return 0
     import torch
@@ -83,7 +89,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, tree in trees.items():
                 rounds[name].append(run_child("passes", args, tree, cache))
                 print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
-    return {"compile": compiled, **{name: summary(found) for name, found in rounds.items()}}
+        workers = {
+            count: [run_child("shared", args, ROOT, cache, count) for _ in range(args.rounds)]
+            for count in args.workers
+        }
+    return {
+        "compile": compiled,
+        **{name: summary(found) for name, found in rounds.items()},
+        "workers": workers,
+    }
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,12 +110,15 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {**medians, "rounds": rounds, "split": middle["split"]}
 
 
-def run_child(what: str, args: argparse.Namespace, tree: Path, cache: Path) -> dict[str, Any]:
+def run_child(
+    what: str, args: argparse.Namespace, tree: Path, cache: Path, workers: int = 0
+) -> dict[str, Any]:
     """Run this file in a new process, with the package of ``tree``; return its figures and its seconds."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, __file__, "--child", what, "--source", str(args.source)]
         command += ["--out", out.name]
         command += ["--processes", str(args.processes)] if args.processes else []
+        command += ["--workers", str(workers)] if workers else []
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
@@ -112,6 +129,7 @@ def run_child(what: str, args: argparse.Namespace, tree: Path, cache: Path) -> d
         subprocess.run(command, env=environment, check=True)
         seconds = time.perf_counter() - start
         found: dict[str, Any] = json.loads(Path(out.name).read_text())
+    print(f"{what} {workers or ''}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return {**found, "process_seconds": seconds}
 
 
@@ -158,6 +176,52 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
         "split": one_pass(args.source, matrix, wait=True),
     }
     return found
+
+
+def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the matrix in several processes at once; the child "shared". The second pass is measured."""
+    count = args.workers[0]
+    context = get_context("spawn")
+    barrier, answers = context.Barrier(count + 1), context.SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
+    started = [
+        context.Process(
+            target=work, args=(args.source, share, set(cores[i::count]), barrier, answers)
+        )
+        for i, share in enumerate(shares(cases(), count))
+    ]
+    for process in started:
+        process.start()
+    barrier.wait(LIMIT_S)
+    start = time.perf_counter()
+    found = [answers.get() for _ in started]
+    seconds = time.perf_counter() - start
+    for process in started:
+        process.join()
+    statuses = {status for one in found for status in one["outcomes"]}
+    outcomes = {status: sum(one["outcomes"].get(status, 0) for one in found) for status in statuses}
+    return {"seconds": seconds, "outcomes": outcomes, "each": [one["seconds"] for one in found]}
+
+
+def shares(matrix: list[Any], count: int) -> list[list[Any]]:
+    """Divide Cases; those that share a batch stay together."""
+    from attnlab.lab.keys import batch_key
+
+    groups: dict[Any, list[Any]] = {}
+    for case in matrix:
+        groups.setdefault(batch_key(case), []).append(case)
+    found: list[list[Any]] = [[] for _ in range(count)]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(found, key=len).extend(group)
+    return found
+
+
+def work(source: Path, matrix: list[Any], cores: set[int], barrier: Any, answers: Any) -> None:
+    """Run some Cases twice on some cores, the second time together with the other processes."""
+    os.sched_setaffinity(0, cores)  # threads of several processes on one core wait for each other
+    one_pass(source, matrix)
+    barrier.wait(LIMIT_S)
+    answers.put(one_pass(source, matrix))
 
 
 def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from attnlab.lab.cache_write import owners_of
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
+from attnlab.mla.mla_result import MlaResult
 from attnlab.mutation.report import MutationReport
 from attnlab.weights.columns import key_columns
 from attnlab.weights.xray import XRay
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Draw a Result, an ErrorMap, a StageTable, a MutationReport or an XRay, and return the Axes.
+    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay or an MlaResult.
 
-    Without ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result
-    that was rejected, because it has no errors.
+    Returns the Axes. Without ``title`` the title states the finding. Raises InvalidCase for anything
+    else, and for a Result that was rejected, because it has no errors.
     """
     with named_extra("attnlab.plot"):
-        from attnlab.show.plots import plot_error, plot_power, plot_stages, plot_weights
+        from attnlab.show.plots import plot_error, plot_mla, plot_power, plot_stages, plot_weights
 
     if isinstance(noun, Result) and noun.errors is not None:
         unwritten, cache_of = noun.unwritten_rows().cpu(), owners_of(noun.case)
@@ -36,5 +37,9 @@ def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
         return plot_power(noun.mutants, title=title, ax=ax)
     if isinstance(noun, XRay):
         return plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
-    allowed = "a Result with errors, an ErrorMap, a StageTable, a MutationReport or an XRay"
+    if isinstance(noun, MlaResult):
+        return plot_mla(noun, title=title, ax=ax)
+    allowed = (
+        "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay or an MlaResult"
+    )
     refuse("noun", allowed, noun)

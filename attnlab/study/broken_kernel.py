@@ -71,11 +71,16 @@ def vllm_source(path: str | None) -> Source:
 
 
 def plant(source: Source, name: str, folder: Path) -> Path:
+    """Write a copy of the attention ops of a vLLM with a fault of PLANTED; see :func:`plant_fault`."""
+    return plant_fault(source, PLANTED[name], name, folder)
+
+
+def plant_fault(source: Source, fault: PlantedFault, name: str, folder: Path) -> Path:
     """Write a copy of the attention ops of a vLLM with one fault, and return its folder, for a Lab.
 
     Raises Unavailable if the text of the release has not what the fault changes.
     """
-    fault, root = PLANTED[name], folder / name.replace(" ", "-")
+    root = folder / name.replace(" ", "-")
     for ops in source.ops_folders:
         shutil.copytree(source.root / ops, root / ops, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "PKG-INFO").write_text(f"Name: vllm\nVersion: {source.version}\n")

@@ -233,7 +233,7 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        why = explained(error, call, source)
+        why = explained(error, call.op, source)
         if argument_of is not None and isinstance(why, Unavailable):  # an older release
             text = f"op_argument {argument_of.op_argument} is not supported: {error}"
             raise Unsupported(text) from error

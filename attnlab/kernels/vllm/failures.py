@@ -13,7 +13,6 @@ from attnlab.case.errors import (
     Unavailable,
 )
 from attnlab.kernels.vllm.source import Source
-from attnlab.tensors.call import KernelCall
 
 # Triton's exceptions of a kernel that cannot be compiled for a GPU, or does not fit on it.
 _COMPILE_ERRORS = {"CompilationError", "OutOfResources", "PTXASError"}
@@ -22,8 +21,8 @@ _COMPILER_FILES = re.compile(r"/triton/(language|compiler|backends/\w+)/\w+\.py$
 _STATED = (ValueError, AssertionError, NotImplementedError)
 
 
-def explained(error: Exception, call: KernelCall, source: Source) -> AttnLabError:
-    """Translate an exception of an op into an error of the lab.
+def explained(error: Exception, op: str, source: Source) -> AttnLabError:
+    """Translate an exception of the op with a name into an error of the lab.
 
     - KernelRejected: the op's own Python code refuses the call before a launch, a limit that it states.
     - KernelFailed: the kernel does not compile, or Python or Triton raises in its code.
@@ -31,7 +30,7 @@ def explained(error: Exception, call: KernelCall, source: Source) -> AttnLabErro
     - Unavailable: this machine cannot run it.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return OutOfMemory(f"{call.op} of {source.text()} runs out of memory: {one_line(error)}")
+        return OutOfMemory(f"{op} of {source.text()} runs out of memory: {one_line(error)}")
     if is_compile_failure(error):
         return KernelFailed(one_line(root_of(error)))
     if isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root):
@@ -40,7 +39,7 @@ def explained(error: Exception, call: KernelCall, source: Source) -> AttnLabErro
         error, (*_STATED, ArithmeticError)
     ):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(one_line(error))
-    return Unavailable(f"{call.op} of {source.text()} cannot run here: {one_line(error)}")
+    return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
 
 
 def is_compile_failure(error: BaseException) -> bool:

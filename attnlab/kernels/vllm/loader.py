@@ -2,21 +2,37 @@
 
 An import statement calls ``__import__`` from the builtins of its module. The loader replaces that function
 for op modules: ``vllm…`` (and, on a CPU, torch and Triton) come from a private table of op modules of the
-same source and stubs. So sys.modules and an installed vLLM stay unchanged, several releases can be loaded
-in one process, and a module that fails to load leaves nothing in sys.modules.
+same source and stubs. So an installed vLLM stays unchanged, sys.modules has nothing new afterwards, several
+releases can be loaded in one process, and a module that fails to load leaves nothing in sys.modules.
 """
 
 import ast
 import builtins
 import importlib.util
 import linecache
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.triton.coverage import mark_functions, marks
 from attnlab.kernels.vllm.source import Source
+
+
+@contextmanager
+def _listed(name: str, module: ModuleType) -> Iterator[None]:
+    """List a module in sys.modules inside the block, where a dataclass looks for its names."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
 
 
 class Stub(ModuleType):
@@ -96,7 +112,8 @@ class Loader:
         code = compile(tree, module.__file__, "exec", dont_inherit=True)
         self._modules[name] = module
         try:
-            exec(code, module.__dict__)
+            with _listed(name, module):
+                exec(code, module.__dict__)
         except Exception as error:
             del self._modules[name]
             why = f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnlab.case.platforms import Platform
+from attnlab.kernels.vllm.warmup_stubs import warmup_stubs
 from attnlab.tensors.formats import FORMATS
 
 _CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "cdna": (9, 4), "rdna": (11, 0)}
@@ -60,6 +61,7 @@ def make_stubs(
             "KVQuantMode": _KVQuantMode,
             "is_quantized_kv_cache": _is_quantized,
         },
+        **warmup_stubs(),
     }
     stubs = {}
     for name, content in contents.items():

@@ -1,9 +1,10 @@
 """LatestOnly: a background worker that keeps only the newest request."""
 
+import gc
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -38,12 +39,25 @@ class Job:
             show()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Run a job without collections of cyclic garbage: each walks through all objects of torch."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class LatestOnly(Generic[R]):
     """Background worker that keeps only the newest request.
 
-    ``work(request, job)`` runs in one thread, once the request has been the newest for ``quiet_s``. It
-    must call ``job.check()`` often and publish its results with ``job.publish``. An Exception that it
-    raises goes to ``on_error(request, error)``, unless the request is outdated.
+    ``work(request, job)`` runs in one thread: at once, or, if the request follows another within
+    ``quiet_s``, as those of a slider do, once it has been the newest for that time. It must call
+    ``job.check()`` often and publish its results with ``job.publish``. An Exception that it raises goes to
+    ``on_error(request, error)``, unless the request is outdated.
     """
 
     def __init__(
@@ -54,7 +68,7 @@ class LatestOnly(Generic[R]):
     ) -> None:
         self._work, self._on_error, self._quiet_s = work, on_error, quiet_s
         self._waiting: list[R] = []  # the newest request, if the thread has not taken it
-        self._submitted = 0.0
+        self._changed_at = self._start_at = 0.0
         self._thread: threading.Thread | None = None
         self._is_working = False
         self.generation = 0
@@ -79,7 +93,10 @@ class LatestOnly(Generic[R]):
 
     def _drop(self) -> None:
         self.generation += 1
-        self._submitted = time.perf_counter()
+        now = time.perf_counter()
+        is_burst = now - self._changed_at < self._quiet_s
+        self._changed_at = now
+        self._start_at = now + self._quiet_s if is_burst else now
         self._waiting = []
         self._changed.notify_all()
 
@@ -98,7 +115,8 @@ class LatestOnly(Generic[R]):
             request, job = self._take()
             with suppress(Outdated):
                 try:
-                    self._work(request, job)
+                    with _no_collection():
+                        self._work(request, job)
                 except Exception as error:
                     job.publish(partial(self._on_error, request, error))
             with self._changed:
@@ -106,11 +124,11 @@ class LatestOnly(Generic[R]):
                 self._changed.notify_all()
 
     def _take(self) -> tuple[R, Job]:
-        """Wait until a request has been the newest for ``quiet_s``, and take it."""
+        """Wait until a request may start, and take it."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._waiting)
-                left_s = self._submitted + self._quiet_s - time.perf_counter()
+                left_s = self._start_at - time.perf_counter()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)

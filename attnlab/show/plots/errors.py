@@ -103,8 +103,8 @@ def _sequence_ticks(ax: Axes, lengths: Lengths, cache_of: int | None) -> None:
     ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
     ylabel = "sequence: new tokens on context" if cache_of is None else "slots of sequence"
     ax.set_ylabel(ylabel)
-    for i in range(1, count):
-        ax.axhline(BAND * i - 0.5, color="white", linewidth=0.6)
+    edges = BAND * np.arange(1, count) - 0.5
+    ax.hlines(edges, *ax.get_xlim(), colors="white", linewidths=0.6)
 
 
 def sequence_label(lengths: Lengths, i: int, cache_of: int | None) -> str:

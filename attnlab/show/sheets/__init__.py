@@ -33,6 +33,8 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
+    "attnlab.mla.mla_result.MlaResult": "attnlab.show.sheets.mla.mla_result",
+    "attnlab.mla.mla_report.MlaReport": "attnlab.show.sheets.mla.mla_report",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",

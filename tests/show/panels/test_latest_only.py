@@ -1,5 +1,6 @@
 """LatestOnly: only the newest request is worked on and published."""
 
+import gc
 import threading
 import time
 
@@ -19,17 +20,25 @@ def recording_worker(
     return LatestOnly(work, lambda request, error: None, quiet_s), published
 
 
-def test_only_the_last_of_a_series_is_computed() -> None:
+def test_the_first_and_the_last_of_a_series_are_computed() -> None:
+    """The first starts at once: a single change need not wait."""
     computed: list[int] = []
     worker, published = recording_worker(computed, quiet_s=0.5)
     for request in range(10):
         worker.submit(request)
         time.sleep(0.02)
     assert worker.wait(10)
-    assert (computed, published) == ([9], [9])
-    worker.submit(10)
+    assert (computed, published) == ([0, 9], [0, 9])
+
+
+def test_no_garbage_is_collected_during_a_job() -> None:
+    enabled: list[bool] = []
+    worker: LatestOnly[int] = LatestOnly(
+        lambda request, job: enabled.append(gc.isenabled()), lambda request, error: None
+    )
+    worker.submit(1)
     assert worker.wait(10)
-    assert published == [9, 10]
+    assert (enabled, gc.isenabled()) == ([False], True)
 
 
 def test_a_new_request_ends_the_running_job() -> None:

@@ -26,7 +26,7 @@ def lost():
 def hatches(ax):
     """Return the rows of the image that each hatch covers in column 0."""
     found = {}
-    for cells in ax.collections:
+    for cells in (artist for artist in ax.collections if artist.get_hatch()):
         for path in cells.get_paths():
             left, top = path.vertices.min(0)
             bottom = path.vertices.max(0)[1]

@@ -1,0 +1,166 @@
+"""How a path computes its steps: exactly in float64 with bounds, or by ops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attnlab.mla.merging import combined, merged
+from attnlab.mla.mla_case import DECODE, PREFILL, SHARDS, MlaCase
+from attnlab.mla.ops import DecodeCall, MergeCall, MlaOps, in_pages
+from attnlab.mla.partial import Partial, Seen, exact_partial, unit_and_step
+from attnlab.tensors.formats import FORMATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Last:
+    """What the last merge also does: see the fields of the same names of an MlaCase.
+
+    ``divisor``: by what the output is divided; the reader multiplies it by ``output_scale``.
+    """
+
+    tokens_with_context: int | None = None
+    output_scale: float | None = None
+    divisor: float | None = None
+
+
+class Arithmetic(Protocol):
+    """How a path computes its steps."""
+
+    def partial(self, part: Sequence[Seen]) -> Partial: ...
+    def decode(self, call: DecodeCall, part: Sequence[Seen]) -> Partial: ...
+    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial: ...
+    def combine(self, parts: list[Partial]) -> Partial: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Float64, with the bounds of ops.
+
+    ``lse_as_run``: the LSE of ranks may have the rounding of the dtype in which the case has it. By default
+    it may not: what a combination of ranks loses by it is an error.
+    """
+
+    case: MlaCase
+    lse_as_run: bool = False
+
+    def partial(self, part: Sequence[Seen]) -> Partial:
+        return exact_partial(self.case, part, self.case.partials == "op")
+
+    def decode(self, call: DecodeCall, part: Sequence[Seen]) -> Partial:
+        by_op = self.case.path == DECODE or self.case.partials == "op"
+        is_run = self.case.path == DECODE or self.lse_as_run
+        return exact_partial(self.case, part, by_op, call.lse_dtype if is_run else torch.float32)
+
+    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial:
+        found = merged(one, other, FORMATS[self.case.dtype].dtype)
+        if last is None:
+            return found
+        count = last.tokens_with_context
+        if count is not None:
+            is_new = torch.arange(len(found.lse)) >= count
+            found = _rows_of(other, found, is_new)
+        if last.output_scale is None or last.divisor is None:
+            return found
+        return self._as_fp8(found, last.output_scale, last.divisor)
+
+    def _as_fp8(self, found: Partial, scale: float, divisor: float) -> Partial:
+        """Add the rounding of an FP8 output; numbers beyond its range are clamped."""
+        dtype = FORMATS[self.case.machine.fp8_e4m3].dtype
+        unit, step = unit_and_step(dtype)
+        limit, factor = float(torch.finfo(dtype).max) * scale, scale / divisor
+        error, lse_error = found.errors
+        output = found.output * factor
+        return Partial(
+            output=output.clamp(-limit, limit),
+            lse=found.lse,
+            output_error=error * factor * (1 + unit) + unit * output.abs() + step * scale,
+            lse_error=lse_error,
+        )
+
+    def combine(self, parts: list[Partial]) -> Partial:
+        return combined(parts, FORMATS[self.case.dtype].dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The ops of a backend, on tensors of the case's dtype."""
+
+    case: MlaCase
+    ops: MlaOps
+
+    def partial(self, part: Sequence[Seen]) -> Partial:
+        case, dtype = self.case, FORMATS[self.case.dtype].dtype
+        if case.partials == "exact":
+            exact = exact_partial(case, part, by_op=False)
+            output, lse = exact.output.to(dtype), exact.lse.float()
+        else:
+            output, lse = self._by_op(part, dtype)
+        if case.path == PREFILL and case.empty_lse == "inf":
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return Partial(output=output, lse=lse)
+
+    def _by_op(self, part: Sequence[Seen], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a part by decode_attention_fwd, over keys and values of each sequence in pages."""
+        case, tokens = self.case, self.case.lengths.num_tokens
+        output = torch.zeros(tokens, case.num_heads, case.value_size, dtype=dtype)
+        lse = torch.full((tokens, case.num_heads), -torch.inf)
+        few = [one.of_keys() for one in part if one.mask.any()]
+        if not few:
+            return output, lse
+        key, table = in_pages([one.sequence.key.to(dtype) for one in few], case.block_size)
+        value, _ = in_pages([one.sequence.value.to(dtype) for one in few], case.block_size)
+        rows = torch.cat([torch.arange(tokens)[one.sequence.rows] for one in few])
+        counts = torch.tensor([one.sequence.query.shape[0] for one in few])
+        call = DecodeCall(
+            query=torch.cat([one.sequence.query for one in few]).to(dtype),
+            key=key,
+            value=value,
+            table=table.repeat_interleave(counts, 0),
+            lens=torch.cat([one.mask.sum(1) for one in few]).int(),
+            num_splits=4,
+            scale=case.scale,
+            k_scale=1.0,
+            is_mla=False,
+        )
+        output[rows], lse[rows] = self.ops.decode(call)
+        return output, lse
+
+    def decode(self, call: DecodeCall, part: Sequence[Seen]) -> Partial:
+        if self.case.partials == "exact" and self.case.path == SHARDS:
+            exact = exact_partial(self.case, part, by_op=False)
+            pair = exact.output.to(call.query.dtype), exact.lse.to(call.lse_dtype)
+        else:
+            pair = self.ops.decode(call)
+        return Partial(output=pair[0], lse=pair[1].float())
+
+    def merge(self, one: Partial, other: Partial, last: Last | None = None) -> Partial:
+        scale = None if last is None else last.output_scale
+        divisor = None if last is None else last.divisor
+        fp8 = FORMATS[self.case.machine.fp8_e4m3].dtype
+        call = MergeCall(
+            prefix=(one.output, one.lse),
+            suffix=(other.output, other.lse),
+            output=one.output.dtype if scale is None else fp8,
+            tokens_with_context=None if last is None else last.tokens_with_context,
+            scale=divisor,
+        )
+        output, lse = self.ops.merge(call)
+        return Partial(output=output if scale is None else output.float() * scale, lse=lse)
+
+    def combine(self, parts: list[Partial]) -> Partial:
+        outputs = torch.stack([one.output for one in parts])
+        output, lse = self.ops.combine(outputs, torch.stack([one.lse for one in parts]))
+        return Partial(output=output, lse=lse.float())
+
+
+def _rows_of(source: Partial, target: Partial, rows: torch.Tensor) -> Partial:
+    """Return ``target`` with the rows of ``source`` at ``rows`` [num_tokens] bool."""
+    pairs = zip(
+        (source.output, source.lse, *source.errors),
+        (target.output, target.lse, *target.errors),
+        strict=True,
+    )
+    found = [torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in pairs]
+    return Partial(output=found[0], lse=found[1], output_error=found[2], lse_error=found[3])

@@ -1,0 +1,276 @@
+"""The faults of MLA paths that have a name, each with reports of the same."""
+
+import dataclasses
+import math
+
+import torch
+
+from attnlab.mla.chunks import chunks_of
+from attnlab.mla.fault import Fault
+from attnlab.mla.mla_case import ALIGNED, DECODE, PREFILL, SHARDS, MlaCase
+from attnlab.mla.partial import Partial, finite, unit_and_step
+from attnlab.tensors.formats import FORMATS
+
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
+
+
+def _empty_as_valid(case: MlaCase, one: Partial) -> Partial:
+    """Give rows without keys the LSE 0 and the output 0."""
+    empty = one.lse.isinf()
+    output = one.output.masked_fill(empty[..., None], 0.0)
+    return dataclasses.replace(one, lse=one.lse.masked_fill(empty, 0.0), output=output)
+
+
+def _exchanged(one: Partial, other: Partial) -> tuple[Partial, Partial]:
+    return (
+        dataclasses.replace(one, lse=other.lse, lse_error=other.lse_error),
+        dataclasses.replace(other, lse=one.lse, lse_error=one.lse_error),
+    )
+
+
+def _both_empty(one: Partial, other: Partial, both: Partial) -> Partial:
+    """Return NaN for the merge of two parts without keys, 0 divided by 0; NaN stays in later merges."""
+    empty = (one.lse.isinf() | one.lse.isnan()) & other.lse.isinf() | one.lse.isnan()
+    output = both.output.masked_fill(empty[..., None], torch.nan)
+    return dataclasses.replace(both, lse=both.lse.masked_fill(empty, torch.nan), output=output)
+
+
+def _rank_order(parts: list[Partial]) -> list[Partial]:
+    """Give each rank the LSE of the next."""
+    others = [*parts[1:], parts[0]]
+    return [
+        dataclasses.replace(one, lse=other.lse, lse_error=other.lse_error)
+        for one, other in zip(parts, others, strict=True)
+    ]
+
+
+def _equal_weights(parts: list[Partial]) -> list[Partial]:
+    return [
+        dataclasses.replace(one, lse=parts[0].lse, lse_error=parts[0].lse_error) for one in parts
+    ]
+
+
+def _scaled_lse(one: Partial, factor: float) -> Partial:
+    error = None if one.lse_error is None else one.lse_error * factor
+    return dataclasses.replace(one, lse=one.lse * factor, lse_error=error)
+
+
+def _without_last(parts: list[Partial]) -> list[Partial]:
+    """Empty the last rank's part."""
+    last = parts[-1]
+    empty = dataclasses.replace(
+        last, lse=torch.full_like(last.lse, -torch.inf), output=torch.zeros_like(last.output)
+    )
+    return [*parts[:-1], empty]
+
+
+def _rounded_lse(case: MlaCase, one: Partial) -> Partial:
+    dtype = FORMATS[case.dtype].dtype
+    if one.lse_error is None:
+        return dataclasses.replace(one, lse=one.lse.to(dtype).float())
+    unit, _ = unit_and_step(dtype)
+    error = one.lse_error + unit * (finite(one.lse).abs() + one.lse_error)
+    return dataclasses.replace(one, lse_error=error)
+
+
+def _has_empty_part(case: MlaCase) -> bool:
+    """Answer whether some row has a part without keys that is merged."""
+    if case.path == SHARDS:
+        return min(case.lengths.seq_lens) <= case.interleave_size * (case.num_ranks - 1)
+    if case.path != PREFILL or not any(case.ctx_lens):
+        return False
+    if case.chunking != ALIGNED:
+        return 0 in case.ctx_lens and not case.tokens_with_context
+    chunks = -(-max(case.ctx_lens) // case.chunk_rows)
+    short = [-(-ctx_len // case.chunk_rows) < chunks for ctx_len in case.ctx_lens]
+    return any(short)
+
+
+def _is_cut(case: MlaCase) -> bool:
+    """Answer whether a context has more than one chunk."""
+    if case.path != PREFILL:
+        return False
+    return any(span.continues for spans in chunks_of(case) for span in spans)
+
+
+def _has_context(case: MlaCase) -> bool:
+    return case.path != PREFILL or any(case.ctx_lens)
+
+
+def _fewer_with_context(case: MlaCase, count: int) -> int:
+    """Return the tokens before the last sequence with a context."""
+    pairs = zip(case.query_lens, case.ctx_lens, strict=True)
+    return count - [query_len for query_len, ctx_len in pairs if ctx_len][-1]
+
+
+def _shared_length(
+    case: MlaCase, tables: torch.Tensor, lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = torch.tensor(case.query_lens)
+    return tables, torch.tensor(case.lengths.seq_lens).repeat_interleave(count).int()
+
+
+def _tables_in_turn(
+    case: MlaCase, tables: torch.Tensor, lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query_len = case.query_lens[0]
+    return tables[::query_len].repeat(query_len, 1), lens
+
+
+def _as_single_slots(cache: torch.Tensor) -> torch.Tensor:
+    """Return the cache with one slot as the distance of two blocks."""
+    return cache.as_strided(cache.shape, (cache.stride(1), *cache.stride()[1:]))
+
+
+_ALL = (
+    Fault(
+        name="empty_part_as_valid",
+        text="a part without keys has the LSE 0, so its output of 0 gets a weight",
+        paths=(PREFILL, SHARDS),
+        applies=_has_empty_part,
+        seen_in=("vLLM #49294", "SGLang #22688"),
+        partial=_empty_as_valid,
+    ),
+    Fault(
+        name="both_empty_as_nan",
+        text="the merge of two parts without keys is 0 / 0, and NaN stays in the merges after it",
+        paths=(PREFILL,),
+        applies=lambda case: (
+            _has_empty_part(case) and 0 in case.ctx_lens and case.chunking == ALIGNED
+        ),
+        seen_in=("merge_attn_states of vLLM before 0.27",),
+        merged=_both_empty,
+    ),
+    Fault(
+        name="lse_base_2",
+        text="the LSE of each part has base 2, and the merge takes it as base e",
+        paths=(PREFILL, DECODE, SHARDS),
+        applies=_has_context,
+        seen_in=("SGLang #33926",),
+        partial=lambda case, one: _scaled_lse(one, _LOG2_E),
+    ),
+    Fault(
+        name="merge_base_2",
+        text="the LSE of each part has base e, and the merge takes it as base 2",
+        paths=(PREFILL, SHARDS),
+        applies=_has_context,
+        seen_in=("SGLang #33926",),
+        operands=lambda one, other: (_scaled_lse(one, _LN_2), _scaled_lse(other, _LN_2)),
+        merged=lambda one, other, both: _scaled_lse(both, 1 / _LN_2),
+        ranks=lambda parts: [_scaled_lse(one, _LN_2) for one in parts],
+    ),
+    Fault(
+        name="lse_in_query_dtype",
+        text="the LSE of each part is rounded to the dtype of the query",
+        paths=(PREFILL, SHARDS),
+        applies=lambda case: case.dtype != "float32" and _has_context(case),
+        seen_in=("vLLM 0.33.0: TRITON_MLA allocates the LSE in the query's dtype",),
+        partial=_rounded_lse,
+        is_blur=True,
+    ),
+    Fault(
+        name="weights_exchanged",
+        text="each part of a merge is multiplied by the weight of the other",
+        paths=(PREFILL,),
+        applies=_has_context,
+        operands=_exchanged,
+    ),
+    Fault(
+        name="chunk_overwrites",
+        text="a chunk that continues a context replaces the parts before it",
+        paths=(PREFILL,),
+        applies=_is_cut,
+        overwrites=True,
+    ),
+    Fault(
+        name="chunk_starts_early",
+        text="a chunk that continues a context also has the last key of the one before",
+        paths=(PREFILL,),
+        applies=_is_cut,
+        spans=lambda case, more, start, end: (start - more * (end > start), end),
+    ),
+    Fault(
+        name="chunk_starts_late",
+        text="a chunk that continues a context lacks its first key",
+        paths=(PREFILL,),
+        applies=_is_cut,
+        spans=lambda case, more, start, end: (start + more, end),
+    ),
+    Fault(
+        name="context_tokens_short",
+        text="prefill_tokens_with_context does not count the last sequence with a context",
+        paths=(PREFILL,),
+        applies=lambda case: case.tokens_with_context and any(case.ctx_lens),
+        tokens_with_context=_fewer_with_context,
+    ),
+    Fault(
+        name="output_scale_ignored",
+        text="the output is not divided by output_scale",
+        paths=(PREFILL,),
+        applies=lambda case: case.output_scale not in (None, 1.0) and _has_context(case),
+        keeps_scale=True,
+    ),
+    Fault(
+        name="cache_scale_ignored",
+        text="the FP8 latents are read without their scale",
+        paths=(PREFILL, DECODE, SHARDS),
+        applies=lambda case: case.k_scale != 1.0 and _has_context(case),
+        read_scale=lambda case: 1.0,
+    ),
+    Fault(
+        name="value_offset",
+        text="the value is the last part of the latent, not the first",
+        paths=(DECODE,),
+        applies=lambda case: case.qk_rope_head_dim > 0,
+        value_from=lambda case: case.qk_rope_head_dim,
+    ),
+    Fault(
+        name="page_as_slot",
+        text="an entry of the block table is taken as a slot, as with a page size of 1",
+        paths=(DECODE,),
+        applies=lambda case: case.block_size > 1,
+        seen_in=("AITER #2996",),
+        slots=_as_single_slots,
+    ),
+    Fault(
+        name="rows_share_length",
+        text="every new token of a sequence sees the sequence's last token",
+        paths=(DECODE,),
+        applies=lambda case: case.query_lens[0] > 1,
+        rows=_shared_length,
+    ),
+    Fault(
+        name="tables_in_turn",
+        text="block tables are repeated in turn, not each for the tokens of its sequence",
+        paths=(DECODE,),
+        applies=lambda case: case.query_lens[0] > 1 and len(case.query_lens) > 1,
+        rows=_tables_in_turn,
+    ),
+    Fault(
+        name="ranks_exchanged",
+        text="each rank's output gets the weight of the next rank",
+        paths=(SHARDS,),
+        applies=lambda case: case.num_ranks > 1,
+        ranks=_rank_order,
+    ),
+    Fault(
+        name="equal_weights",
+        text="all ranks have the same weight",
+        paths=(SHARDS,),
+        applies=lambda case: case.num_ranks > 1,
+        ranks=_equal_weights,
+    ),
+    Fault(
+        name="rank_missing",
+        text="the last rank is not added",
+        paths=(SHARDS,),
+        applies=lambda case: case.num_ranks > 1,
+        ranks=_without_last,
+    ),
+)
+MLA_FAULTS: dict[str, Fault] = {one.name: one for one in _ALL}
+
+
+def faults_of(case: MlaCase) -> tuple[Fault, ...]:
+    """Return the faults that can change the output of a case."""
+    return tuple(one for one in _ALL if case.path in one.paths and one.applies(case))

@@ -1,0 +1,158 @@
+"""Partial attention: over some keys of each row, in float64, with a bound of what an op may round.
+
+The output of a row without keys is 0, its log-sum-exp (LSE) -inf.
+
+Errors of an op. With scores off by at most s (:meth:`attnlab.lab.rounding.Rounding.score_error`), an output
+is off by :meth:`Rounding.bound` and an LSE by s, by (n + 8)·2⁻²³ for n sums in float32, and by half a spacing
+of its dtype. An exact part is rounded to the dtype once: u·|o| + t, with u half the spacing at 1 and t the
+smallest number of the dtype.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.lab.rounding import Rounding
+from attnlab.mla.inputs import Sequence, cache_format
+from attnlab.mla.mla_case import PREFILL, MlaCase
+from attnlab.tensors.formats import FORMATS
+
+FLOAT32 = 2.0**-24  # half the spacing at 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partial:
+    """Attention of all rows over some keys, or a merge of such.
+
+    - ``output``: [num_tokens, num_heads, value_size]; ``lse``: [num_tokens, num_heads], base e.
+    - ``output_error``, ``lse_error``: by how much an op may be off, of the same shapes; None if this is what
+      an op returned.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    output_error: torch.Tensor | None = None
+    lse_error: torch.Tensor | None = None
+
+    @property
+    def errors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bounds of output and LSE of an exact part."""
+        assert self.output_error is not None
+        assert self.lse_error is not None
+        return self.output_error, self.lse_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """A sequence and which of its keys each row sees, ``mask`` [rows, keys] bool."""
+
+    sequence: Sequence
+    mask: torch.Tensor
+
+    def of_keys(self) -> "Seen":
+        """Return the same with only the keys that some row sees."""
+        keys, one = self.mask.any(0), self.sequence
+        few = Sequence(rows=one.rows, query=one.query, key=one.key[keys], value=one.value[keys])
+        return Seen(sequence=few, mask=self.mask[:, keys])
+
+
+def empty_partial(case: MlaCase, tokens: int) -> Partial:
+    """Return the exact part of rows that see no key."""
+    output = torch.zeros(tokens, case.num_heads, case.value_size).double()
+    lse = torch.full((tokens, case.num_heads), -torch.inf).double()
+    return Partial(
+        output=output,
+        lse=lse,
+        output_error=torch.zeros_like(output),
+        lse_error=torch.zeros_like(lse),
+    )
+
+
+def exact_partial(
+    case: MlaCase, part: Iterable[Seen], by_op: bool, lse_dtype: torch.dtype = torch.float32
+) -> Partial:
+    """Return a partial attention in float64 with the bound of decode_attention_fwd, or of rounding alone."""
+    found = empty_partial(case, case.lengths.num_tokens + case.padding)
+    output_error, lse_error = found.errors
+    for one in part:
+        few = one.of_keys()
+        rows = few.sequence.rows
+        if not few.mask.any():
+            continue
+        output, lse, weights = _attend(case, few)
+        errors = (
+            _op_errors(case, few.sequence, output, lse, weights, lse_dtype)
+            if by_op
+            else _rounded(case, output, lse, lse_dtype)
+        )
+        found.output[rows], found.lse[rows] = output, lse
+        output_error[rows], lse_error[rows] = errors
+    return found
+
+
+def _attend(case: MlaCase, one: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output [rows, heads, size], LSE [rows, heads] and weights [heads, rows, keys]."""
+    key, value = (_per_head(case, t) for t in (one.sequence.key, one.sequence.value))
+    scores = one.sequence.query.transpose(0, 1) @ key.transpose(1, 2) * case.scale
+    scores = scores.masked_fill(~one.mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    weights = weights.masked_fill((lse == -torch.inf)[..., None], 0.0)  # of a row without keys
+    return (weights @ value).transpose(0, 1), lse.T, weights
+
+
+def _per_head(case: MlaCase, tensor: torch.Tensor) -> torch.Tensor:
+    """Return keys or values as [num_heads, keys, size]."""
+    return tensor.transpose(0, 1).expand(case.num_heads, -1, -1)
+
+
+def _rounded(
+    case: MlaCase, output: torch.Tensor, lse: torch.Tensor, lse_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    unit, step = unit_and_step(FORMATS[case.dtype].dtype)
+    lse_unit, _ = unit_and_step(lse_dtype)
+    return unit * output.abs() + step, (lse_unit + FLOAT32) * finite(lse).abs()
+
+
+def _op_errors(
+    case: MlaCase,
+    one: Sequence,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor,
+    lse_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by how much decode_attention_fwd may be off."""
+    unit, step = unit_and_step(FORMATS[case.dtype].dtype)
+    is_fp8 = cache_format(case).is_fp8 and case.path != PREFILL  # there, it reads projected keys
+    size = one.query.shape[2]
+    is_alone = one.key.shape[1] == case.num_heads  # then it multiplies without tl.dot
+    rounding = Rounding(
+        unit=unit,
+        step=step,
+        terms=1 + is_fp8,
+        parts=0,
+        keys=is_fp8,
+        products=1 + (size - 1).bit_length() if is_alone else 0,
+        output_unit=unit,
+        output_step=step,
+    )
+    query, key = (float(t.norm(dim=2).max()) for t in (one.query, one.key))
+    scores = rounding.score_error(query, key, size, case.scale, 0.0)
+    value = _per_head(case, one.value)
+    bound = rounding.bound(weights, value, output.transpose(0, 1), scores)
+    sums = (one.key.shape[0] + 8) * 2.0**-23
+    lse_unit, _ = unit_and_step(lse_dtype)
+    return bound.transpose(0, 1), scores + sums + lse_unit * finite(lse).abs()
+
+
+def unit_and_step(dtype: torch.dtype) -> tuple[float, float]:
+    """Return half the spacing of a dtype at 1, and its smallest number."""
+    info = torch.finfo(dtype)
+    return float(info.eps) / 2, float(info.smallest_normal * info.eps)
+
+
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return an LSE with 0 where it is infinite."""
+    return lse.masked_fill(lse.isinf(), 0.0)
