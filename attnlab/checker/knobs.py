@@ -82,6 +82,7 @@ KNOBS = (
     ),
     _knob(
         "head size",
+        tuple(OPS),
         **{"64": {"head_size": 64}, "80": {"head_size": 80}, "32": {"head_size": 32}},
     ),
     _knob(
