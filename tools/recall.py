@@ -174,7 +174,7 @@ FIXES = (
         op=PREFILL,
         wrong="float32 keys are read with the packs of float16",
         kind=OUTPUT,
-        diagnosis="",
+        diagnosis="unexplained",
         has_scale=False,
     ),
     Fix(

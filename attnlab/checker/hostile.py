@@ -24,6 +24,8 @@ from attnlab.checker.knobs import values_of
 from attnlab.checker.lengths import edges, lengths_knob
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.op_functions import op_functions
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -133,12 +135,22 @@ def _make_case(
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if backend.release not in OPS[op].split_releases:
+    if not _has_splits(backend, op):
         fields["num_splits"] = None
     elif fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+@lru_cache(maxsize=64)
+def _has_splits(backend: Backend, op: str) -> bool:
+    """Return whether the op of the backend has an argument for the number of parts."""
+    if backend.release not in OPS[op].split_releases:
+        return False
+    functions = op_functions(backend.source, op) if isinstance(backend, VllmBackend) else []
+    found = [one.parameters for one in functions if one.name == OPS[op].function]
+    return not found or OPS[op].num_splits in found[0]
 
 
 def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
