@@ -66,7 +66,7 @@ def point(fields: dict[str, Any]) -> dict[str, Any]:
 
     from attnlab.case.case import Case
     from attnlab.lab.lab import Lab
-    from attnlab.lab.reference import causal_flops
+    from attnlab.lab.reference import visible_flops
 
     case = Case.from_dict({**fields, "atol": 1e-3})
     result = Lab().run(case)
@@ -75,7 +75,7 @@ def point(fields: dict[str, Any]) -> dict[str, Any]:
         "status": result.status,
         "seconds": result.seconds,
         "peak_gib": peak / (2**30 if sys.platform == "darwin" else 2**20),
-        "gflop": causal_flops(case) / 1e9,
+        "gflop": visible_flops(case) / 1e9,
     }
 
 

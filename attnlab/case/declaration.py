@@ -21,6 +21,7 @@ from attnlab.case.fields import (
     Table,
     group,
 )
+from attnlab.case.masks import CAUSAL, DATA_FIELDS, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.case.platforms import PLATFORMS
@@ -68,6 +69,16 @@ class CaseFields(Shown):
     sliding_window: int = _test(
         0, Int(0), "number of keys that a query attends to, its own included; 0 means all"
     )
+    mask: str = _test(
+        CAUSAL, OneOf(tuple(MASKS)), "which keys a row sees, together with sliding_window"
+    )
+    causal_seqs: tuple[int, ...] | None = _test(None, *DATA_FIELDS["causal_seqs"])
+    mm_prefix_range: tuple[tuple[int, ...], ...] | None = _test(
+        None, *DATA_FIELDS["mm_prefix_range"]
+    )
+    rswa_prefix_lens: tuple[int, ...] | None = _test(None, *DATA_FIELDS["rswa_prefix_lens"])
+    chunk_lookback: int | None = _test(None, *DATA_FIELDS["chunk_lookback"])
+    tree_parents: tuple[int, ...] | None = _test(None, *DATA_FIELDS["tree_parents"])
     alibi: bool = _test(
         False, Flag(), "add ALiBi's position-dependent bias to the attention scores"
     )

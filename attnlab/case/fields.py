@@ -229,9 +229,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of block numbers, one row per sequence; on a command line JSON, "[[3,1],[0,2]]"."""
+    """Rows of numbers, one row per sequence; on a command line JSON, "[[3,1],[0,2]]"."""
 
-    allowed: str = f"a list of rows of equal length, each of block numbers from 0 to {2**31 - 1}"
+    noun: str = "block numbers"
+
+    @property
+    def allowed(self) -> str:
+        return f"a list of rows of equal length, each of {self.noun} from 0 to {2**31 - 1}"
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         if not isinstance(value, list | tuple) or not value:

@@ -11,7 +11,6 @@ from typing import Any
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 
 NONE = "none"
-POSITIVE = "at least 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,57 +30,7 @@ class OpArgument:
 
 _PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
 _CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
-_WINDOW = {**_PLAIN, "sliding_window": POSITIVE}
 _ALL = (
-    OpArgument(
-        name="bidirectional",
-        ops=(WRAPPER, PREFILL, UNIFIED),
-        parameters=("causal",),
-        summary="each row sees the new tokens after it, too; a window of unified_attention has two sides",
-        needs=_PLAIN,
-    ),
-    OpArgument(
-        name="causal_by_sequence",
-        ops=(UNIFIED,),
-        parameters=("causal",),
-        summary="every second sequence is bidirectional",
-        needs=_PLAIN,
-    ),
-    OpArgument(
-        name="ranges",
-        ops=(UNIFIED,),
-        parameters=("mm_prefix_range",),
-        summary="bidirectional ranges of positions, as of images; they extend beyond a window",
-        needs=_PLAIN,
-    ),
-    OpArgument(
-        name="ranges_in_window",
-        ops=(UNIFIED,),
-        parameters=("mm_prefix_range", "mm_prefix_clamp_sliding_window"),
-        summary="bidirectional ranges that the window limits to the left",
-        needs=_WINDOW,
-    ),
-    OpArgument(
-        name="prefix_and_window",
-        ops=(UNIFIED,),
-        parameters=("rswa_prefix_lens", "rswa_window"),
-        summary="each row sees the first half of the context and a window (R-SWA)",
-        needs=_WINDOW,
-    ),
-    OpArgument(
-        name="chunks",
-        ops=(UNIFIED,),
-        parameters=("chunk_lookback",),
-        summary="each row sees its own chunk of half a window and the one before",
-        needs=_WINDOW,
-    ),
-    OpArgument(
-        name="tree",
-        ops=(UNIFIED,),
-        parameters=("qq_bias",),
-        summary="a bias between new tokens, -inf where a token is on another branch of a tree",
-        needs=_PLAIN,
-    ),
     OpArgument(
         name="alibi_sqrt",
         ops=(UNIFIED,),

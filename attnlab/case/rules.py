@@ -2,7 +2,8 @@
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin, refuse
-from attnlab.case.op_arguments import NONE, OP_ARGUMENTS, POSITIVE
+from attnlab.case.mask_rules import check_mask
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import OPS
 from attnlab.case.quantities import CaseQuantities
 
@@ -16,6 +17,7 @@ def check_rules(case: CaseQuantities) -> None:
     _check_lengths(case)
     _check_cache(case)
     _check_op(case)
+    check_mask(case)
     _check_splits(case)
     _check_interleaved(case)
     _check_op_argument(case)
@@ -197,7 +199,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
         refuse("op_argument", f"{NONE} with backend {case.backend}", name)
     for other, needed in argument.needs.items():
         value = getattr(case, other)
-        if value < 1 if needed == POSITIVE else value != needed:
+        if value != needed:
             refuse(other, f"{needed} with op_argument {name}", value)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)

@@ -1,6 +1,7 @@
-"""The variants that pass an op argument, and those that reach what is left of vLLM's ops.
+"""The variants with a mask or an op argument, and those that reach what is left of vLLM's ops.
 
-They run after all of :data:`attnlab.checker.variants.VARIANTS`, each once, on vLLM's Triton ops only.
+They run after all of :data:`attnlab.checker.variants.VARIANTS`, each once. Those without a mask run on vLLM's
+Triton ops under the interpreter only.
 """
 
 from typing import Any
@@ -23,26 +24,31 @@ def _with(name: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "op_argument": name, **fields}, reason)
 
 
+def _masked(mask: str, reason: str, **fields: Any) -> Variant:
+    """Return the variant with a mask."""
+    return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
+
+
 ARGUMENT_VARIANTS = (
-    _with("bidirectional", "Each row sees the tokens after it."),
-    _with(
+    _masked("bidirectional", "Each row sees the tokens after it."),
+    _masked(
         "bidirectional",
         "A window of unified_attention has two sides, that of the prefill kernel one.",
         sliding_window=7,
     ),
-    _with("causal_by_sequence", "Causal and bidirectional sequences in one batch."),
-    _with(
+    _masked("causal_by_sequence", "Causal and bidirectional sequences in one batch."),
+    _masked(
         "causal_by_sequence",
         "Causal and bidirectional sequences, with a window.",
         sliding_window=7,
     ),
-    _with("ranges", "Two images; the first begins in the context."),
-    _with("ranges", "A range extends beyond the window.", sliding_window=5),
-    _with("ranges_in_window", "A range that the window cuts on the left.", sliding_window=5),
-    _with("prefix_and_window", "The prefix stays visible before the window.", sliding_window=6),
-    _with("chunks", "Chunks of 8 tokens, with one chunk of lookback.", sliding_window=16),
-    _with("tree", "A tree of draft tokens, with a bias.", num_splits=0),
-    _with(
+    _masked("ranges", "Two images; the first begins in the context."),
+    _masked("ranges", "A range extends beyond the window.", sliding_window=5),
+    _masked("ranges_in_window", "A range that the window cuts on the left.", sliding_window=5),
+    _masked("prefix_and_window", "The prefix stays visible before the window.", sliding_window=6),
+    _masked("chunks", "Chunks of 8 tokens, with one chunk of lookback.", sliding_window=16),
+    _masked("tree", "A tree of draft tokens, with a bias.", num_splits=0),
+    _masked(
         "tree",
         "A tree of draft tokens in the split path.",
         query_lens=(3, 8, 1),

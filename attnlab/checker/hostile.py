@@ -15,6 +15,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
+from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE, OPS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
@@ -75,9 +76,11 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op that pass its further arguments: of vLLM's, under the interpreter."""
+    """Yield the Cases of an op with a mask; of vLLM's under the interpreter also those with op arguments."""
     is_vllm = backend.name == "vllm" and backend.device == "cpu"
-    for variant in ARGUMENT_VARIANTS if is_vllm else ():
+    for variant in ARGUMENT_VARIANTS:
+        if not is_vllm and "mask" not in variant.fields:
+            continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
             yield _make_case(backend, op, platform, variant.fields, seed)
@@ -156,6 +159,8 @@ def _has_splits(backend: Backend, op: str) -> bool:
 def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
     """Raise InvalidCase for changes that the backend or the op does not support."""
     has_sinks_and_alibi = changes.get("sinks") and changes.get("alibi")
+    if changes.get("mask", CAUSAL) not in backend.masks:
+        raise InvalidCase("the backend does not support the mask")
     if changes.get("kv_cache_dtype", "auto") not in backend.kv_cache_dtypes:
         raise InvalidCase("the backend does not support the kv_cache_dtype")
     if changes.get("dtype", "float16") not in backend.dtypes:

@@ -34,6 +34,10 @@ def _knob(name: str, ops: tuple[str, ...] = tuple(OPS), **values: Mapping[str, A
     return Knob(name, tuple(named), ops)
 
 
+def _mask(name: str, **fields: Any) -> dict[str, Any]:
+    return {"mask": name, **fields}
+
+
 def _argument(name: str, **fields: Any) -> dict[str, Any]:
     return {"op_argument": name, **fields}
 
@@ -53,14 +57,14 @@ KNOBS = (
         freed_blocks={"sliding_window": 20, "freed": "empty"},
         recycled_blocks={"sliding_window": 12, "freed": "recycled"},
         ALiBi={"alibi": True},
-        bidirectional=_argument("bidirectional"),
-        two_sided_window=_argument("bidirectional", sliding_window=7),
-        causal_by_sequence=_argument("causal_by_sequence"),
-        ranges=_argument("ranges"),
-        ranges_in_window=_argument("ranges_in_window", sliding_window=5),
-        prefix_and_window=_argument("prefix_and_window", sliding_window=6),
-        chunks=_argument("chunks", sliding_window=16),
-        tree=_argument("tree"),
+        bidirectional=_mask("bidirectional"),
+        two_sided_window=_mask("bidirectional", sliding_window=7),
+        causal_by_sequence=_mask("causal_by_sequence"),
+        ranges=_mask("ranges"),
+        ranges_in_window=_mask("ranges_in_window", sliding_window=5),
+        prefix_and_window=_mask("prefix_and_window", sliding_window=6),
+        chunks=_mask("chunks", sliding_window=16),
+        tree=_mask("tree"),
     ),
     _knob(
         CACHE,

@@ -5,12 +5,14 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.checker.case_check import INT32_WRAP, OUT_OF_BOUNDS, check_case, wrong_accesses
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
+from attnlab.tensors.case_visibility import data_of_seq
 
 MAX_TRIES = 24
 # The plain value of each feature that a Case may not need, in the order in which they are removed.
@@ -27,6 +29,8 @@ _PLAIN = {
     "block_size": 16,
     "max_blocks_per_seq": None,
 }
+
+_NO_RANGES = dict.fromkeys(("mm_prefix_range", "rswa_prefix_lens"))  # they follow from the lengths
 
 
 def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
@@ -84,7 +88,8 @@ def _fewer(case: Case) -> Iterator[dict[str, Any]]:
     query_lens, ctx_lens = case.lengths.query_lens, case.lengths.ctx_lens
     if len(query_lens) > 1:
         for i in range(len(query_lens)):
-            yield {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
+            one = {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
+            yield {**one, **data_of_seq(case, i)}
     if case.num_kv_heads > 1:
         yield {"num_heads": case.num_queries_per_kv}
     if case.num_queries_per_kv > 1:
@@ -96,6 +101,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     for field, plain in _PLAIN.items():
         if getattr(case, field) != plain:
             yield {field: plain}
+    if case.mask != CAUSAL:
+        yield {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
     if case.softcap is not None:
         yield {"softcap": None}
     if case.kv_cache_dtype != "auto":
@@ -110,7 +117,7 @@ def _shorter(case: Case) -> Iterator[dict[str, Any]]:
         return
     query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
     if query_len > 1:
-        yield {"query_lens": (query_len // 2,)}
+        yield {"query_lens": (query_len // 2,), **_NO_RANGES}
     if ctx_len > 1:
-        yield {"ctx_lens": (ctx_len // 2,)}
-        yield {"ctx_lens": (ctx_len - 1,)}
+        yield {"ctx_lens": (ctx_len // 2,), **_NO_RANGES}
+        yield {"ctx_lens": (ctx_len - 1,), **_NO_RANGES}

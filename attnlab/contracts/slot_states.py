@@ -15,6 +15,7 @@ from attnlab.contracts.contract import Contract
 from attnlab.contracts.rows import cached_lens
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.sequence_mask import mask_of
 
 
 class SlotState(StrEnum):
@@ -92,10 +93,10 @@ def contract_reads(
 ) -> list[ContractReads]:
     """Return the slots that each kernel reads by its contract for each sequence, and their states.
 
-    A kernel needs the positions from the sliding window of a sequence's first new token up to the number
-    of tokens that it takes from the cache. Slots after seq_len, which some kernels load and multiply by 0
-    (Contract.reads_tail), are not included. Without ``provenance``, as for a captured call, every state is
-    UNKNOWN.
+    A kernel needs the positions that any row of a sequence sees, as far as it takes them from the cache. With
+    a causal mask they begin with the sliding window of the first new token. Slots after seq_len, which some
+    kernels load and multiply by 0 (Contract.reads_tail), are not included. Without ``provenance``, as for a
+    captured call, every state is UNKNOWN.
     """
     reads = []
     for contract in contracts:
@@ -108,14 +109,16 @@ def _reads(
     contract: Contract, call: KernelCall, provenance: Provenance | None
 ) -> list[ContractReads]:
     """Return the reads of one kernel; they are computed for all sequences at once, then split."""
-    window, block_size = call.sliding_window, call.block_size
+    block_size = call.block_size
     lens = cached_lens(contract, call).cpu().clamp(max=call.block_table.shape[1] * block_size)
-    ctx_lens = (call.seq_lens.long() - call.query_lens).cpu()
-    begins = (ctx_lens - window + 1).clamp(min=0) if window else torch.zeros_like(lens)
-    ends = torch.maximum(begins, lens)
+    begins, ends = _visible_range(call, lens)
     counts = ends - begins
     seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
     positions = torch.arange(len(seq)) + (begins - counts.cumsum(0) + counts)[seq]
+    if not call.visibility.is_plain:
+        seen = _seen(call, lens)[seq, positions]
+        seq, positions = seq[seen], positions[seen]
+        counts = torch.bincount(seq, minlength=len(counts))
     blocks = call.block_table[seq, positions // block_size].long()
     slots = positions % block_size
     states = torch.full_like(positions, SlotState.UNKNOWN.code)
@@ -135,6 +138,31 @@ def _reads(
         )
         for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
     ]
+
+
+def _visible_range(call: KernelCall, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first position that any row of each sequence sees, and the one after the last.
+
+    Each [num_seqs] int64; ``lens``: how many tokens of each are in the cache.
+    """
+    ctx_lens = (call.seq_lens.long() - call.query_lens).cpu()
+    if call.visibility.is_plain:
+        window = call.sliding_window
+        begins = (ctx_lens - window + 1).clamp(min=0) if window else torch.zeros_like(lens)
+        return begins, torch.maximum(begins, lens)
+    seen = _seen(call, lens)
+    begins = seen.int().argmax(1)
+    ends = seen.shape[1] - seen.flip(1).int().argmax(1)
+    return begins, torch.where(seen.any(1), ends, begins)
+
+
+def _seen(call: KernelCall, lens: torch.Tensor) -> torch.Tensor:
+    """Return which cached positions any row of each sequence sees, [num_seqs, longest] bool."""
+    found = torch.zeros(len(lens), max(1, int(lens.max())) if len(lens) else 1, dtype=torch.bool)
+    for seq, length in enumerate(lens.tolist()):
+        seen = mask_of(call, seq).seen()[:length]
+        found[seq, : len(seen)] = seen
+    return found
 
 
 def _mapped(provenance: Provenance) -> torch.Tensor:

@@ -8,6 +8,8 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from attnlab.defects.bidirectional import BIDIRECTIONAL
+from attnlab.defects.branches import BRANCHES
 from attnlab.defects.decoding import DECODING
 from attnlab.defects.defect import Defect
 from attnlab.defects.heads import HEADS
@@ -23,6 +25,8 @@ from attnlab.defects.tokens import TOKENS
 
 _FAMILIES = (
     MASKS,
+    BIDIRECTIONAL,
+    BRANCHES,
     PARTITIONS,
     SOFTMAX,
     TOKENS,

@@ -22,7 +22,8 @@ class AttentionInputs:
       the cap itself, 0 for none.
     - ``sinks``: [heads], one more logit of each row's softmax without a value, or None.
     - ``first_bias``: [heads], added to the score of the key at position 0, or None.
-    - ``key_bias``: [keys], added to the score of each key, or None.
+    - ``key_bias``: [keys], added to the score of each key, or None. ``mask_bias``: [rows, n], added to the
+      scores of the first n keys, or None (qq_bias).
     - ``weigh``: replaces the softmax of the scores [heads, rows, keys], or None.
     - ``leak``: [rows, keys] bool or None: keys with weight 0 whose values are multiplied by it, so that
       a NaN reaches the output.
@@ -44,6 +45,7 @@ class AttentionInputs:
     first_bias: torch.Tensor | None = None
     leak: torch.Tensor | None = None
     key_bias: torch.Tensor | None = None
+    mask_bias: torch.Tensor | None = None
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -81,18 +83,6 @@ def _concatenated(parts: Sequence[Predicted]) -> torch.Tensor:
     )
 
 
-def visible(
-    position: torch.Tensor, seq_len: int, sliding_window: int, *, causal: bool = True
-) -> torch.Tensor:
-    """Return which keys each row sees, [rows, seq_len] bool: those up to its own if ``causal``, and
-    within the window if any."""
-    keys = torch.arange(seq_len)
-    is_visible = keys <= position[:, None] if causal else torch.ones(len(position), seq_len).bool()
-    if sliding_window:
-        is_visible &= keys > position[:, None] - sliding_window
-    return is_visible
-
-
 def scores_of(inputs: AttentionInputs) -> torch.Tensor:
     """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
     scores = inputs.query.transpose(0, 1) @ inputs.key.permute(1, 2, 0) * inputs.sm_scale
@@ -106,6 +96,8 @@ def scores_of(inputs: AttentionInputs) -> torch.Tensor:
         scores[..., 0] += inputs.first_bias[:, None].to(scores.dtype)
     if inputs.key_bias is not None:
         scores += inputs.key_bias.to(scores.dtype)
+    if inputs.mask_bias is not None:
+        scores[..., : inputs.mask_bias.shape[1]] += inputs.mask_bias.to(scores.dtype)
     return scores.masked_fill_(~inputs.visible, -torch.inf)
 
 
@@ -166,6 +158,8 @@ def score_error(inputs: AttentionInputs) -> float:
     bias = 0.0
     if inputs.alibi_slopes is not None:
         bias = float(inputs.alibi_slopes.abs().max()) * inputs.key.shape[0]
+    if inputs.mask_bias is not None:
+        bias += float(inputs.mask_bias.abs().max())
     return inputs.rounding.score_error(
         query, key, inputs.query.shape[2], inputs.sm_scale, bias, inputs.softcap
     )

@@ -4,15 +4,21 @@ import dataclasses
 
 import torch
 
-from attnlab.defects.attention_inputs import AttentionInputs, visible
+from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.defect import Compute, Defect, always, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
+from attnlab.tensors.sequence_mask import mask_of
 
 
 def hide(inputs: AttentionInputs, hidden: torch.Tensor) -> AttentionInputs:
     """Return the inputs without the keys that are ``hidden``, [keys] or [rows, keys] bool."""
     return dataclasses.replace(inputs, visible=inputs.visible & ~hidden)
+
+
+def show(inputs: AttentionInputs, shown: torch.Tensor) -> AttentionInputs:
+    """Return the inputs in which rows also see the keys that are ``shown``, [rows, keys] bool."""
+    return dataclasses.replace(inputs, visible=inputs.visible | shown)
 
 
 def key_positions(inputs: AttentionInputs) -> torch.Tensor:
@@ -34,14 +40,13 @@ def _oldest_dropped(
 
 
 def _causal(name: str, text: str, shift: int) -> Defect:
-    """Return the defect of rows that see as if their position were larger by ``shift``."""
+    """Return the defect of causal rows that see the next key, too (1), or not their own (-1)."""
 
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        window = problem.call.sliding_window
-        is_visible = visible(
-            inputs.position + shift, inputs.key.shape[0], window + shift if window else 0
-        )
-        return dataclasses.replace(inputs, visible=is_visible)
+        if not problem.call.visibility.is_causal(row_slice.seq):
+            return inputs
+        edge = key_positions(inputs) == inputs.position[:, None] + (shift > 0)
+        return hide(inputs, edge) if shift < 0 else show(inputs, edge)
 
     return Defect(
         name=name,
@@ -50,23 +55,42 @@ def _causal(name: str, text: str, shift: int) -> Defect:
         seen_in=("vllm #51257", "vllm-project/flash-attention #154"),
         touches="all",
         compute=changing_inputs(change),
-        applies=always,
+        applies=has_causal_rows,
     )
 
 
-def _has_window(problem: Problem) -> bool:
-    return problem.call.sliding_window > 0
+def has_causal_rows(problem: Problem) -> bool:
+    """Answer whether any sequence is causal."""
+    visibility = problem.call.visibility
+    return any(visibility.is_causal(seq) for seq in range(problem.num_seqs))
+
+
+def has_window(problem: Problem) -> bool:
+    """Answer whether the call has a sliding window; chunks are none."""
+    visibility = problem.call.visibility
+    return visibility.sliding_window > 0 and not visibility.has_chunks
+
+
+def with_window(
+    problem: Problem, row_slice: RowSlice, inputs: AttentionInputs, wider: int | None
+) -> torch.Tensor:
+    """Return what rows see through a window that is ``wider`` on each side, or without limit for None."""
+    rules = problem.call.visibility
+    window = 0 if wider is None else rules.sliding_window + wider
+    is_empty, right = wider is not None and window == 0, rules.window_right
+    changes = {
+        "sliding_window": 1 if is_empty else window,
+        "window_right": None if right is None else max(0, right + (wider or 0)),
+    }
+    seen = mask_of(problem.call, row_slice.seq, **changes).visible(inputs.position)
+    return seen & (key_positions(inputs) != inputs.position[:, None]) if is_empty else seen
 
 
 def _window(name: str, text: str, seen_in: tuple[str, ...], wider: int | None) -> Defect:
     """Return the defect of a window that is ``wider`` by some keys, or without limit for None."""
 
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        window = 0 if wider is None else problem.call.sliding_window + wider
-        is_visible = visible(inputs.position, inputs.key.shape[0], window)
-        if wider is not None and window == 0:  # an empty window, not the lack of one
-            is_visible = torch.zeros_like(is_visible)
-        return dataclasses.replace(inputs, visible=is_visible)
+        return dataclasses.replace(inputs, visible=with_window(problem, row_slice, inputs, wider))
 
     return Defect(
         name=name,
@@ -75,15 +99,17 @@ def _window(name: str, text: str, seen_in: tuple[str, ...], wider: int | None) -
         seen_in=seen_in,
         touches="all",
         compute=changing_inputs(change),
-        applies=_has_window,
+        applies=has_window,
     )
 
 
 def _window_both_sides(
     problem: Problem, row_slice: RowSlice, inputs: AttentionInputs
 ) -> AttentionInputs:
-    distance = (key_positions(inputs) - inputs.position[:, None]).abs()
-    return dataclasses.replace(inputs, visible=distance < problem.call.sliding_window)
+    if not problem.call.visibility.is_causal(row_slice.seq):
+        return inputs
+    after = key_positions(inputs) - inputs.position[:, None]
+    return show(inputs, (after > 0) & (after < problem.call.sliding_window))
 
 
 def _window_in_loop(
@@ -101,11 +127,8 @@ def _window_in_loop(
             ctx_len = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
             if not _has_two_loops(problem, row_slice.seq):
                 return inputs
-            keys, seq_len = key_positions(inputs), inputs.key.shape[0]
-            window = 0 if keys_more is None else problem.call.sliding_window + keys_more
-            wrong = visible(inputs.position, seq_len, window)
-            if keys_more is not None and window == 0:
-                wrong = torch.zeros_like(wrong)
+            keys = key_positions(inputs)
+            wrong = with_window(problem, row_slice, inputs, keys_more)
             in_loop = (keys < ctx_len) if of_context else (keys >= ctx_len)
             return dataclasses.replace(inputs, visible=torch.where(in_loop, wrong, inputs.visible))
 
@@ -128,7 +151,7 @@ def _window_in_loop(
         touches="all",
         compute=variants[0][1],
         applies=lambda problem: (
-            _has_window(problem)
+            has_window(problem)
             and any(_has_two_loops(problem, seq) for seq in range(problem.num_seqs))
         ),
         variants=variants if len(variants) > 1 else (),
@@ -213,6 +236,6 @@ MASKS = (
         seen_in=("vllm #51257", "vllm-project/flash-attention #154"),
         touches="all",
         compute=changing_inputs(_window_both_sides),
-        applies=_has_window,
+        applies=lambda problem: has_window(problem) and has_causal_rows(problem),
     ),
 )

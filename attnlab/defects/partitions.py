@@ -91,6 +91,7 @@ def _reversed_order(problem: Problem, row_slice: RowSlice) -> Predicted:
             key=inputs.key.flip(0).float(),
             value=inputs.value.flip(0).float(),
             visible=inputs.visible.flip(1),
+            mask_bias=None if inputs.mask_bias is None else inputs.mask_bias.flip(1),
         )
     )
 

@@ -22,7 +22,6 @@ from attnlab.defects.attention_inputs import (
     Predicted,
     attention,
     concatenate,
-    visible,
 )
 from attnlab.defects.cache_read import CacheRead
 from attnlab.defects.row_slice import RowSlice
@@ -33,6 +32,7 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 from attnlab.tensors.quantised import Formats, in_numbers
+from attnlab.tensors.sequence_mask import mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,8 +108,7 @@ class Problem:
 
     def row_starts(self) -> list[int]:
         """Return the prefix sums of the query lengths, length num_seqs + 1."""
-        row_starts: list[int] = self.call.query_start_loc.tolist()
-        return row_starts
+        return list(self.call.query_start_loc.tolist())
 
     def query_len(self, seq: int) -> int:
         """Return the number of new tokens of a sequence."""
@@ -181,15 +180,16 @@ class Problem:
     def _inputs(
         self, row_slice: RowSlice, key: torch.Tensor, value: torch.Tensor
     ) -> AttentionInputs:
-        seq_len, query_len = self.seq_len(row_slice.seq), self.query_len(row_slice.seq)
-        position = seq_len - query_len + row_slice.tokens
+        mask = mask_of(self.call, row_slice.seq)
+        position = mask.ctx_len + row_slice.tokens
         slopes, sinks, softcap = self.call.alibi_slopes, self.call.sinks, self.call.softcap
         return AttentionInputs(
             query=self.call.query[self.rows(row_slice)][:, row_slice.heads].double(),
             position=position,
             key=key,
             value=value,
-            visible=visible(position, seq_len, self.call.sliding_window, causal=self.call.causal),
+            visible=mask.visible(position),
+            mask_bias=mask.bias(position),
             sm_scale=self.sm_scale,
             alibi_slopes=None if slopes is None else slopes[row_slice.heads].double(),
             apply_softcap=(

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.defects.defect import Defect
 from attnlab.defects.problem import Problem, make_problem
@@ -14,7 +15,11 @@ from attnlab.defects.row_slices import sample_rows
 from attnlab.diagnosis.second_case import SECOND_SCALES
 
 _LARGE_QUERY = 1 << 20  # elements; a Case with a larger query is shortened first
-_SHORT: dict[str, Any] = {"query_lens": (1, 17, 40), "ctx_lens": (300, 260, 33)}
+_SHORT: dict[str, Any] = {
+    "query_lens": (1, 17, 40),
+    "ctx_lens": (300, 260, 33),
+    **dict.fromkeys(DATA_OF_LENGTHS),
+}
 _CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"distribution": "normal"},

@@ -11,6 +11,7 @@ import torch
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.reference import attend
+from attnlab.tensors.sequence_mask import mask_of
 
 _SHARP_ROWS, _SHARP_HEADS = 4, 16  # per sequence and at a time, for the sharper bound
 _ROWS_AT_ONCE = 64  # of attention without a mask
@@ -107,8 +108,6 @@ def correct_and_bound(
     key, value = problem.intended_kv(seq, kv, dtype)
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[heads]
     sinks = None if call.sinks is None else call.sinks[heads]
-    if not call.causal:
-        return _without_mask(problem, seq, heads, dtype)
     shape = (*query.shape[:2], value.shape[2])
     magnitude = torch.empty(shape, dtype=dtype)
     correct = torch.empty(shape, dtype=dtype) if known is None else known
@@ -120,7 +119,7 @@ def correct_and_bound(
             values,
             problem.sm_scale,
             output,
-            call.sliding_window,
+            mask_of(call, seq),
             slopes,
             sinks,
             call.softcap,
@@ -128,6 +127,7 @@ def correct_and_bound(
     rounding, length = problem.rounding(seq), key.shape[0]
     query_norm, key_norm = (float(tensor.float().norm(dim=2).max()) for tensor in (query, key))
     bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
+    bias += call.visibility.largest_bias
     score_error = rounding.score_error(
         query_norm, key_norm, query.shape[2], problem.sm_scale, bias, call.softcap or 0.0
     )
@@ -135,20 +135,3 @@ def correct_and_bound(
     relative += length * 2.0**-23 * (correct.dtype == torch.float32)  # sums of the reference itself
     fixed = rounding.fixed(length, float(value.abs().max()))
     return problem.clamped(correct), magnitude.mul_(relative).add_(fixed)
-
-
-def _without_mask(
-    problem: Problem, seq: int, heads: slice, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the correct output and the bound of a sequence whose rows see every key, some rows at a
-    time."""
-    tokens = torch.arange(problem.query_len(seq))
-    every = torch.arange(problem.num_heads)[heads]
-    parts = [
-        problem.correct(RowSlice(seq=seq, tokens=some, heads=every))
-        for some in tokens.split(_ROWS_AT_ONCE)
-    ]
-    correct, bound = (
-        torch.cat([getattr(one, name) for one in parts]) for name in ("output", "bound")
-    )
-    return correct.to(dtype), bound.to(dtype)

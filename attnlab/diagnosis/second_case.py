@@ -9,6 +9,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.weights.other_case import other_case
 
@@ -106,7 +107,7 @@ def _other_lens(case: Case) -> dict[str, Any]:
 
 def _lengths(case: Case, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return the fields of a batch of pairs (query_len, ctx_len); sizes that were given follow from it."""
-    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len")
+    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", *DATA_OF_LENGTHS)
     return {
         "query_lens": tuple(query for query, _ in pairs),
         "ctx_lens": tuple(ctx for _, ctx in pairs),

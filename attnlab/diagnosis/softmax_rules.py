@@ -81,7 +81,7 @@ _RUNNING: dict[str, SoftmaxLaw] = {
 
 def softmax_defects(problem: Problem) -> list[Defect]:
     """Return the rules about the softmax that a call allows, each as a defect."""
-    if problem.call.op == MERGE or not problem.call.causal:
+    if problem.call.op == MERGE or not problem.call.visibility.is_plain:
         return []
     return [
         rule_defect(FAMILY, text, text, _computed(law, division))

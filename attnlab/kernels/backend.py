@@ -12,6 +12,7 @@ from pathlib import Path
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
+from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
 from attnlab.contracts.target import Target
@@ -114,6 +115,11 @@ class Backend(ABC):
         return KV_CACHE_DTYPES
 
     @property
+    def masks(self) -> tuple[str, ...]:
+        """Return the values of ``Case.mask`` that the kernels support, as far as the op does."""
+        return (CAUSAL,)
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Return the dtypes that this machine computes as the kernels intend."""
         return tuple(DTYPE_BYTES)
@@ -158,6 +164,8 @@ class Backend(ABC):
         if case.kv_cache_dtype not in self.kv_cache_dtypes:
             allowed = " or ".join(self.kv_cache_dtypes)
             refuse("kv_cache_dtype", f"{allowed} with backend {self.name}", case.kv_cache_dtype)
+        if case.mask not in self.masks:
+            refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
 
     @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:

@@ -4,6 +4,7 @@ The function takes a KernelCall and writes every row of ``call.output``. Its att
 
 - ``op``: the op that it stands for, whose contract its callers keep (chunked_prefill_paged_decode).
 - ``kv_cache_dtypes``: the cache dtypes that it supports (all).
+- ``masks``: the values of ``Case.mask`` that it supports (causal); ``call.visibility`` has the rules.
 - ``large_caches``: whether it runs without copying the cache, so that a check can use large ones (False).
 
 It raises NotImplementedError for a call that it does not support. What it returns is ignored:
@@ -37,6 +38,7 @@ from attnlab.case.errors import (
     Unsupported,
 )
 from attnlab.case.fields import ENTRY_POINT
+from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
@@ -106,6 +108,10 @@ class PluginBackend(Backend):
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
         return tuple(getattr(self.kernel, "kv_cache_dtypes", KV_CACHE_DTYPES))
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return tuple(getattr(self.kernel, "masks", (CAUSAL,)))
 
     @property
     def large_caches(self) -> bool:

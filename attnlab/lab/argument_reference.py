@@ -5,29 +5,26 @@ rounding bound follows (:mod:`attnlab.lab.rounding`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
-from attnlab.case.ops import PREFILL, UNIFIED
+from attnlab.case.ops import PREFILL
 from attnlab.contracts.target import Target
 from attnlab.lab.reference import Reference, stored_tokens
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import (
     OUTPUT_SCALE,
     QUERY_SCALE,
-    causal_seqs,
     latent_size,
     per_token_head,
-    prefix_lens,
-    ranges,
-    tree_bias,
 )
 
 _FP8_UNIT, _FP8_STEP = 2.0**-4, 2.0**-10  # of e4m3: half the spacing at 1, half the smallest number
@@ -120,19 +117,19 @@ def _attended(
     if case.softcap is not None:
         scores = case.softcap * (scores / case.softcap).tanh()
     at, keys = torch.arange(seq_len - query_len, seq_len)[:, None], torch.arange(seq_len)
-    added = _bias(case, batch, at, keys, seq_len - query_len)
-    scores = (scores + added).masked_fill(~_visible(case, seq, at, keys), -torch.inf)
+    mask = visibility_of(case).of_seq(seq, seq_len - query_len, seq_len)
+    added = _bias(case, batch, at, keys, mask.bias(at[:, 0]))
+    scores = (scores + added).masked_fill(~mask.visible(at[:, 0]), -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if batch.sinks is not None:
         total = total.logaddexp(batch.sinks.double()[:, None, None])
-    finite = added[added.isfinite()]
     return _Sequence(
         rows=rows,
         query=query,
         key=key,
         value=value,
         weights=(scores - total).exp(),
-        bias=float(finite.abs().max()) if len(finite) else 0.0,
+        bias=float(added.abs().max()),
     )
 
 
@@ -168,11 +165,11 @@ def _stored(
 
 
 def _bias(
-    case: Case, batch: Batch, at: torch.Tensor, keys: torch.Tensor, ctx_len: int
+    case: Case, batch: Batch, at: torch.Tensor, keys: torch.Tensor, of_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return what is added to the scores, [num_heads or 1, rows, keys] float64.
 
-    ``at``: [rows, 1], positions of the rows; ``keys``: [keys], all positions.
+    ``at``: [rows, 1], positions of the rows; ``keys``: [keys], all positions; ``of_mask``: [rows, keys].
     """
     added = torch.zeros(1, len(at), len(keys), dtype=torch.float64)
     if batch.alibi_slopes is not None:
@@ -180,70 +177,7 @@ def _bias(
         if case.op_argument == "alibi_sqrt":
             distance = -(-distance).clamp(min=0).sqrt()
         added = batch.alibi_slopes.double()[:, None, None] * distance
-    if case.op_argument == "tree":
-        bias = tree_bias(case)[: len(at), : len(keys) - ctx_len]
-        added = added.repeat(1, 1, 1)
-        added[:, :, ctx_len:] += bias.double()
-    return added
-
-
-def _visible(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return which keys each row sees, [rows, keys] bool; ``at`` and ``keys`` as in :func:`_bias`."""
-    away = at - keys
-    special = _MASKS.get(case.op_argument)
-    if special is not None:
-        return special(case, seq, at, keys)
-    seen = away >= 0
-    return seen & (away < case.sliding_window) if case.sliding_window else seen
-
-
-def _bidirectional(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return a mask without an order; only unified_attention limits a window to the right."""
-    away = at - keys
-    seen = torch.ones_like(away, dtype=torch.bool)
-    if case.sliding_window:
-        seen = away < case.sliding_window
-        seen &= (away > -case.sliding_window) | (case.op != UNIFIED)
-    return seen
-
-
-def _by_sequence(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    seen = _bidirectional(case, seq, at, keys)
-    return seen & (keys <= at) if causal_seqs(case.lengths)[seq] else seen
-
-
-def _ranges(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    away = at - keys
-    window = case.sliding_window or len(keys)
-    seen = (away >= 0) & (away < window)
-    for first, last in ranges(case.lengths)[seq].tolist():
-        inside = (at >= first) & (at <= last) & (keys >= first) & (keys <= last) & (first < last)
-        if case.op_argument == "ranges_in_window":
-            inside &= away < window
-        seen |= inside
-    return seen
-
-
-def _prefix_and_window(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    away = at - keys
-    in_prefix = keys < int(prefix_lens(case.lengths)[seq])
-    return (away >= 0) & ((away < case.sliding_window) | in_prefix)
-
-
-def _chunks(case: Case, seq: int, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    size = case.sliding_window // 2
-    return (keys <= at) & (at // size - keys // size <= 1)
-
-
-_Mask = Callable[[Case, int, torch.Tensor, torch.Tensor], torch.Tensor]
-_MASKS: dict[str, _Mask] = {
-    "bidirectional": _bidirectional,
-    "causal_by_sequence": _by_sequence,
-    "ranges": _ranges,
-    "ranges_in_window": _ranges,
-    "prefix_and_window": _prefix_and_window,
-    "chunks": _chunks,
-}
+    return added if of_mask is None else added + of_mask.double()
 
 
 def _unwritten(case: Case) -> torch.Tensor:

@@ -6,6 +6,7 @@ Two Cases with the same key have the same product. A key is a plain tuple; nothi
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
 
 Key = tuple[Any, ...]
@@ -74,8 +75,10 @@ def reference_key(case: Case) -> Key:
     """
     window = case.sliding_window if case.sliding_window < max(case.lengths.seq_lens) else 0
     names = ("sm_scale", "softcap", "reference_dtype", "op_argument")
-    values = _values(case, (*_BATCH_FIELDS, *names))
-    if case.op_argument != NONE:  # the mask depends on the op
+    values = _values(case, (*_BATCH_FIELDS, *names, "mask", *MASK_DATA))
+    if case.mask != CAUSAL:  # a window to the right depends on the op
+        values, window = (*values, case.op), case.sliding_window
+    if case.op_argument != NONE:
         values = (*values, case.op, case.platform)
     if not case.is_fp8:
         return (*values, window)
@@ -94,7 +97,8 @@ def output_key(case: Case) -> Key:
 
 def prefill_key(case: Case) -> Key:
     """Return the key of the prefill kernel's rows: stage, fill and buffers do not reach them."""
-    names = (*_STORED_FIELDS, *_TABLE_FIELDS, "op", "sliding_window", "sm_scale", "max_query_len")
+    options = ("op", "sliding_window", "sm_scale", "max_query_len", "mask", *MASK_DATA)
+    names = (*_STORED_FIELDS, *_TABLE_FIELDS, *options)
     by_heads = (
         case.sm_scale is None and case.release == "0.11.2"
     )  # the scale depends on the release

@@ -38,6 +38,7 @@ from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
+from attnlab.tensors.case_visibility import visibility_of
 
 
 @dataclass(slots=True)
@@ -284,9 +285,8 @@ class Lab:
         provenance = self.cache(case).provenance
         if ran.findings is not None:
             return report(ran.findings, provenance, torch.tensor(case.lengths.seq_lens))
-        if ran.is_traced:
-            return traced(ran.log.reads, provenance, case.lengths, case.sliding_window)
-        return None
+        rules = visibility_of(case)
+        return traced(ran.log.reads, provenance, case.lengths, rules) if ran.is_traced else None
 
     @contextmanager
     def _step(self, seconds: dict[str, float], step: str) -> Iterator[None]:

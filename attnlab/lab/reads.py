@@ -15,6 +15,7 @@ from attnlab.contracts.slot_map import NOT_READ, SlotMap
 from attnlab.contracts.slot_states import STATES, SlotState, positions_of, slot_states
 from attnlab.kernels.rocm.findings import Findings, Unwritten
 from attnlab.tensors.cache import NOBODY, Provenance
+from attnlab.tensors.visibility import Visibility
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class SlotsRead:
 
     - ``seq``: the sequence, or NOBODY for programs that access no row of a query or an output.
     - ``counts``: how many slots of each state were read. Of the emulated device, OWN_FUTURE is a token at
-      or after seq_len; of a traced launch, one after the last row that the program works on.
+      or after seq_len; of a traced launch, one that no row of the program sees.
     - ``slots``: these slots, each (block, slot), in order.
     """
 
@@ -100,7 +101,7 @@ def traced(
     reads: Mapping[tuple[str, tuple[int, ...]], set[int]],
     provenance: Provenance,
     lengths: Lengths,
-    sliding_window: int,
+    visibility: Visibility,
 ) -> MemoryReport:
     """Return what the programs of a traced launch read (:mod:`attnlab.kernels.triton.trace`).
 
@@ -112,7 +113,7 @@ def traced(
     for (tensor, rows), slots in reads.items():
         read = torch.zeros(provenance.seq.shape, dtype=torch.bool)
         read.view(-1)[torch.tensor(sorted(slots))] = True
-        visible = _visible(rows, lengths, sliding_window)
+        visible = _visible(rows, lengths, visibility)
         states = {
             seq: slot_states(provenance, seq, lengths.seq_lens[seq], positions)
             for seq, positions in visible.items()
@@ -129,15 +130,16 @@ def traced(
     return MemoryReport(slots=tuple(entries), unwritten=())
 
 
-def _visible(rows: tuple[int, ...], lengths: Lengths, sliding_window: int) -> dict[int, range]:
+def _visible(rows: tuple[int, ...], lengths: Lengths, visibility: Visibility) -> dict[int, range]:
     """Return the sequences of some rows and, for each, the range of positions that its rows may see."""
     visible: dict[int, range] = {}
     for row in rows:
         seq, token = lengths.locate(row)
-        last = lengths.ctx_lens[seq] + token
-        first = max(0, last - sliding_window + 1) if sliding_window else 0
-        before = visible.get(seq, range(first, last + 1))
-        visible[seq] = range(min(first, before.start), max(last + 1, before.stop))
+        position = lengths.ctx_lens[seq] + token
+        mask = visibility.of_seq(seq, lengths.ctx_lens[seq], lengths.seq_lens[seq])
+        span = mask.span(position, position)
+        before = visible.get(seq, span)
+        visible[seq] = range(min(span.start, before.start), max(span.stop, before.stop))
     return visible
 
 

@@ -2,7 +2,8 @@
 
 For every query row only the visible keys are multiplied, in tiles of rows: the work is the causal
 triangle, not the square, and the scores of a tile stay in the processor's cache. The oracle shares no code
-with the kernel models; tests compare it with torch's ``scaled_dot_product_attention`` in float64.
+with the kernel models except the rules of masks (:mod:`attnlab.tensors.visibility`); tests compare it with
+torch's ``scaled_dot_product_attention`` in float64.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
+from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import store, written_format
+from attnlab.tensors.visibility import SequenceMask, Visibility
 
 # Scores of a tile. On a CPU they are 1.5 MiB of float32, just below the size from which torch asks for huge
 # pages; on a GPU there are enough of them to keep it busy.
@@ -55,7 +58,7 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
     output = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty(shape[:2], dtype=dtype, device=device) if with_lse else None
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
-    rows, tokens = batch.token_start_loc, batch.kv_start_loc
+    rows, tokens, visibility = batch.token_start_loc, batch.kv_start_loc, visibility_of(case)
     for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here = slice(rows[i], rows[i + 1])
         attend(
@@ -64,7 +67,7 @@ def exact_attention(case: Case, batch: Batch, *, with_lse: bool = False) -> Refe
             stored_tokens(case, batch.value[tokens[i] : tokens[i + 1]], cached, case.v_scale),
             scale,
             output[here],
-            case.sliding_window,
+            visibility.of_seq(i, batch.lengths.ctx_lens[i], batch.lengths.seq_lens[i]),
             batch.alibi_slopes,
             batch.sinks,
             case.softcap,
@@ -94,19 +97,19 @@ def attend(
     value: torch.Tensor,
     scale: float,
     output: torch.Tensor,
-    sliding_window: int = 0,
+    mask: SequenceMask | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Write causal attention of the last rows of one sequence to ``output``, in its dtype.
+    """Write attention of the last rows of one sequence to ``output``, in its dtype.
 
     - ``query``, ``output``: [query_len, num_heads, head_size]; row i is at position
       seq_len - query_len + i.
     - ``key``, ``value``: [seq_len, num_kv_heads, head_size]. If values have another width, so has
       ``output``.
-    - ``sliding_window``: the number of keys that a row sees, itself included; 0 for all.
+    - ``mask``: which keys a row sees, and what is added to their scores; None for those up to its own.
     - ``alibi_slopes``: [num_heads], multiplied by (key position - query position).
     - ``softcap``: c of c · tanh(score / c), applied before ALiBi; None for no cap.
     - ``sinks``: [num_heads], one more logit of each row's softmax, without a value.
@@ -129,7 +132,7 @@ def attend(
             slopes=None if alibi_slopes is None else alibi_slopes[heads].to(output.dtype),
             sinks=None if sinks is None else sinks[heads].to(output.dtype),
             softcap=softcap,
-            sliding_window=sliding_window,
+            mask=mask or Visibility().of_seq(0, seq_len - query_len, seq_len),
         )
         for row in range(0, query_len, rows_at_once):
             tile = slice(row, row + rows_at_once)
@@ -163,7 +166,7 @@ class _Tiles:
     slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     softcap: float | None
-    sliding_window: int
+    mask: SequenceMask
 
     def attend(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention of the rows from ``first`` to ``last``, and their scores.
@@ -171,22 +174,40 @@ class _Tiles:
         [heads, group, rows, head_size], and [heads, group, rows, keys] with -inf for hidden keys.
         """
         ctx_len = self.key.shape[1] - self.query.shape[2]
-        begin = max(0, ctx_len + first - self.sliding_window + 1) if self.sliding_window else 0
-        end = ctx_len + last
+        span = self.mask.span(ctx_len + first, ctx_len + last - 1)
+        begin, end = span.start, span.stop
         tile = self.query[:, :, first:last]
         scores = tile.flatten(1, 2) @ self.key[:, begin:end].transpose(1, 2)
         scores = scores.view(*tile.shape[:3], end - begin)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes is not None:
-            scores += _alibi(self.slopes.view(*tile.shape[:2]), last - first, end - begin)
-        bias = _bias(tile, ctx_len + first, last - first, begin, end, self.sliding_window)
+            slopes = self.slopes.view(*tile.shape[:2])
+            scores += _alibi(slopes, last - first, end - begin, ctx_len + first - begin)
+        bias = self._bias(tile, ctx_len + first, last - first, begin, end)
         scores[..., -bias.shape[1] :] += bias
         weights = scores.softmax(-1).flatten(1, 2)
         mixed = (weights @ self.value[:, begin:end]).view(*tile.shape[:3], -1)
+        if not self.mask.is_plain:  # a row that sees no key gives 0
+            mixed.masked_fill_((bias == -torch.inf).all(1)[:, None], 0.0)
         if self.sinks is not None:
             mixed.mul_(_share_of_keys(scores, self.sinks))
         return mixed, scores
+
+    def _bias(
+        self, like: torch.Tensor, position: int, rows: int, begin: int, end: int
+    ) -> torch.Tensor:
+        """Return 0 or a bias for a visible key and -inf for a hidden one, of the keys that need it.
+
+        [rows, columns]; the columns are the last ones before ``end``: those of the tile's diagonal if all
+        earlier keys are visible, else every column from ``begin``.
+        """
+        if not self.mask.is_plain:
+            return _masked(self.mask, like, position, rows, begin, end)
+        window = self.mask.rules.sliding_window
+        if not window:
+            return _diagonal(rows, like.dtype, like.device)
+        return _band(rows, position - begin, end - begin, window, like.dtype, like.device)
 
 
 def _share_of_keys(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -198,17 +219,16 @@ def _share_of_keys(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return (sums - sinks.view(*scores.shape[:2], 1, 1)).sigmoid()
 
 
-def _bias(
-    like: torch.Tensor, position: int, rows: int, begin: int, end: int, sliding_window: int
+def _masked(
+    mask: SequenceMask, like: torch.Tensor, position: int, rows: int, begin: int, end: int
 ) -> torch.Tensor:
-    """Return 0 for a visible key and -inf for a hidden one, for the keys that some row cannot see.
-
-    [rows, columns]; the columns are the last ones before ``end``: those of the tile's diagonal, or every
-    column from ``begin`` with a sliding window.
-    """
-    if not sliding_window:
-        return _diagonal(rows, like.dtype, like.device)
-    return _band(rows, position - begin, end - begin, sliding_window, like.dtype, like.device)
+    """Return the bias of visible keys and -inf for hidden ones under any mask, [rows, end - begin]."""
+    positions = torch.arange(position, position + rows, device=like.device)
+    bias = mask.bias(positions, begin, end)
+    if bias is None:
+        bias = torch.zeros(rows, end - begin, device=like.device)
+    hidden = ~mask.visible(positions, begin, end)
+    return bias.to(like.dtype).masked_fill_(hidden, float("-inf"))
 
 
 @lru_cache(maxsize=64)
@@ -238,17 +258,26 @@ def _diagonal(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.full((rows, rows), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
-def _alibi(slopes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return slope × (key position - query position), [num_kv_heads, group, rows, columns]."""
+def _alibi(slopes: torch.Tensor, rows: int, columns: int, position: int) -> torch.Tensor:
+    """Return slope × (key position - query position), [num_kv_heads, group, rows, columns].
+
+    Row 0 is at ``position``, counted from the first column.
+    """
     keys = torch.arange(columns, device=slopes.device)
-    distance = keys - keys[columns - rows :, None]
+    distance = keys - torch.arange(position, position + rows, device=slopes.device)[:, None]
     return slopes[:, :, None, None] * distance.to(slopes.dtype)
 
 
-def causal_flops(case: Case) -> int:
+def visible_flops(case: Case) -> int:
     """Return the floating-point operations of the two matrix products, counting visible keys only."""
-    pairs = 0
-    for query_len, ctx_len in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True):
-        window = case.sliding_window or ctx_len + query_len
-        pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
+    pairs, visibility = 0, visibility_of(case)
+    lens = zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+    for seq, (query_len, ctx_len) in enumerate(lens):
+        seq_len = ctx_len + query_len
+        if visibility.is_plain:
+            window = case.sliding_window or seq_len
+            pairs += sum(min(ctx_len + i + 1, window) for i in range(query_len))
+        else:
+            rows = torch.arange(ctx_len, seq_len)
+            pairs += int(visibility.of_seq(seq, ctx_len, seq_len).visible(rows).sum())
     return pairs * case.num_heads * case.head_size * 2 * 2

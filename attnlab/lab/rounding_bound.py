@@ -14,6 +14,8 @@ from attnlab.lab.reference import attend, stored_tokens
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_visibility import visibility_of
+from attnlab.tensors.visibility import SequenceMask
 
 _EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the bound is computed in float64
 _SHARP_WORK = (
@@ -36,13 +38,14 @@ def rounding_bound(
     dtype = torch.float64 if is_small else torch.float32
     bounds = torch.empty(batch.query.shape, dtype=dtype, device=batch.query.device)
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
-    sharp_seqs = _sharp_seqs(batch)
+    sharp_seqs, visibility = _sharp_seqs(batch), visibility_of(case)
     for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here, own = slice(rows[i], rows[i + 1]), slice(tokens[i], tokens[i + 1])
         query_len = batch.lengths.query_lens[i]
         sequence = _Sequence(
             case,
             batch,
+            visibility.of_seq(i, batch.lengths.ctx_lens[i], batch.lengths.seq_lens[i]),
             Rounding.of(call, Target.of(case), _serving(kernels, query_len)),
             batch.query[here],
             stored_tokens(case, batch.key[own], cached, case.k_scale),
@@ -87,19 +90,21 @@ class _Sequence:
         self,
         case: Case,
         batch: Batch,
+        mask: SequenceMask,
         rounding: Rounding,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
         """Keep the tensors, and compute the error of a score."""
-        self.case, self.batch, self.rounding = case, batch, rounding
+        self.case, self.batch, self.mask, self.rounding = case, batch, mask, rounding
         self.query, self.key, self.value = query, key, value
         self.scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
         self.is_float32 = case.reference_dtype == "float32"
         query_norm, key_norm = (float(t.float().norm(dim=2).max()) for t in (query, key))
         slopes = batch.alibi_slopes
         bias = 0.0 if slopes is None else float(slopes.abs().max()) * len(key)
+        bias += mask.rules.largest_bias
         softcap = case.softcap or 0.0
         error = rounding.score_error(
             query_norm, key_norm, case.head_size, self.scale, bias, softcap
@@ -122,7 +127,7 @@ class _Sequence:
             self.value.abs(),
             self.scale,
             bound,
-            case.sliding_window,
+            self.mask,
             batch.alibi_slopes,
             batch.sinks,
             case.softcap,
@@ -164,14 +169,14 @@ class _Sequence:
         scores = query @ key.transpose(1, 2) * self.scale
         if case.softcap is not None:
             scores = case.softcap * (scores / case.softcap).tanh()
-        position = len(self.key) - len(self.query) + tokens[:, None]
-        distance = torch.arange(len(self.key)) - position
+        position = len(self.key) - len(self.query) + tokens
         if batch.alibi_slopes is not None:
+            distance = torch.arange(len(self.key)) - position[:, None]
             scores += batch.alibi_slopes[heads].cpu().double()[:, None, None] * distance
-        hidden = distance > 0
-        if case.sliding_window:
-            hidden |= distance <= -case.sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
+        added = self.mask.bias(position)
+        if added is not None:
+            scores += added
+        scores = scores.masked_fill(~self.mask.visible(position), -torch.inf)
         total = scores.logsumexp(-1, keepdim=True)
         if batch.sinks is not None:
             total = total.logaddexp(batch.sinks[heads].cpu().double()[:, None, None])

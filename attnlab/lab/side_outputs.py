@@ -128,6 +128,7 @@ def lse_bound(case: Case, batch: Batch, call: KernelCall, expected: torch.Tensor
     rounding = Rounding.of(call, Target.of(case), decide(case).kernels)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     slope = 0.0 if batch.alibi_slopes is None else float(batch.alibi_slopes.max())
+    added = call.visibility.largest_bias
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     bound = torch.empty_like(expected)
     for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
@@ -137,7 +138,12 @@ def lse_bound(case: Case, batch: Batch, call: KernelCall, expected: torch.Tensor
             float(t.double().norm(dim=2).max()) for t in (batch.query[here], key)
         )
         error = rounding.score_error(
-            query_norm, key_norm, case.head_size, scale, slope * len(key), case.softcap or 0.0
+            query_norm,
+            key_norm,
+            case.head_size,
+            scale,
+            slope * len(key) + added,
+            case.softcap or 0.0,
         )
         bound[here] = error + (len(key) + 8) * 2.0**-23 + 3 * 2.0**-24 * expected[here].abs()
     return bound

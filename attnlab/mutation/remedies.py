@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import Defect
@@ -28,6 +29,7 @@ _SHORT = {  # contexts so short that each key counts, and longer ones with sever
     "block_table": None,
     "num_blocks": None,
     "max_blocks_per_seq": None,
+    **dict.fromkeys(DATA_OF_LENGTHS),
 }
 
 

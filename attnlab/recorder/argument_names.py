@@ -37,6 +37,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "q_scale": ("q_scale", "q_descale"),
     "output_scale": ("output_scale", "fp8_out_scale"),
     "causal": ("causal",),
+    "mm_prefix_range": ("mm_prefix_range",),
+    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
+    "rswa_prefix_lens": ("rswa_prefix_lens",),
+    "chunk_lookback": ("chunk_lookback",),
+    "qq_bias": ("qq_bias",),
     "lse": ("lse", "softmax_lse"),
     "before": ("before",),
     "op": ("op",),
@@ -46,13 +51,11 @@ REQUIRED = ("query", "key_cache", "value_cache", "block_table", "seq_lens")
 REQUIRED_OF_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 # Arguments that change the result and that attnlab has no reference for, and the values that change nothing.
 _UNMODELLED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("qq_bias", "mm_prefix_range", "rswa_prefix_lens", "rswa_window"), (None,)),
     **dict.fromkeys(("k_scale_cache", "v_scale_cache", "q_v", "mask_mod"), (None,)),
     **dict.fromkeys(("attn_mask", "gather_kv_indices", "dynamic_causal", "mask"), (None,)),
     "block_sparse_tensors": (None,),
     **dict.fromkeys(("use_alibi_sqrt", "skip_decode", "use_interleaved_v_cache"), (False,)),
     "interleaved_v": (False,),
-    "chunk_lookback": (-1, None),
     "interleaved_v_pack_factor": (0,),
     "blocksparse_vert_stride": (0,),
     "dropout_p": (0.0,),
@@ -91,7 +94,7 @@ def read_arguments(arguments: Arguments) -> Reading:
         for name, neutral in _UNMODELLED.items()
         if name in arguments and not _is_one_of(arguments[name], neutral)
     ]
-    if not isinstance(fields.get("causal", True), (bool, int, float)):
+    if not isinstance(fields.get("causal", True), (bool, int, float, torch.Tensor)):
         fields.pop("causal")
     return Reading(fields=fields, unmodelled=unmodelled)
 
@@ -131,6 +134,10 @@ def _take_window(fields: dict[str, Any], arguments: Arguments) -> None:
         fields["sliding_window"] = fields["sliding_window"][0] + 1
     if "sliding_window" in fields:
         fields["sliding_window"] = max(0, int(fields["sliding_window"]))
+    if arguments.get("rswa_window") is None:  # R-SWA needs both arguments
+        fields.pop("rswa_prefix_lens", None)
+    elif "rswa_prefix_lens" in fields:
+        fields["sliding_window"] = int(arguments["rswa_window"])
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -27,10 +27,13 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
     if "seq_lens" not in reading.fields and isinstance(starts, torch.Tensor):
         reading.fields["seq_lens"] = starts.diff()
     reading.fields["causal"] = bool(arguments.get("causal", False))
-    if not reading.fields["causal"] and reading.fields.get("sliding_window"):
-        reading.unmodelled.append("window_size without causal")
-    if reading.fields["causal"] and _right(arguments.get("window_size")) > 0:
+    right = _right(arguments.get("window_size"))
+    if reading.fields["causal"] and right > 0:
         reading.unmodelled.append("window_size to the right")
+    if not reading.fields["causal"] and right >= 0:
+        reading.fields["window_right"] = right
+        if not reading.fields.get("sliding_window"):
+            reading.unmodelled.append("window_size to the right alone")
 
     def result(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, lse = _output_of(returned)
@@ -40,7 +43,7 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
 
 
 def _right(window: Any) -> int:
-    return int(window[1]) if isinstance(window, (tuple, list)) and window[0] >= 0 else -1
+    return int(window[1]) if isinstance(window, (tuple, list)) else -1
 
 
 def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:

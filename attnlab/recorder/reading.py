@@ -25,6 +25,8 @@ def call_of_reading(
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
     for name, value in fields.items():
+        if name in _BY_SEQUENCE and isinstance(value, torch.Tensor) and value.dim() == 1:
+            continue
         if name in _NUMBERS and name not in _SCALES:
             fields[name] = number_of(name, value)
     if getattr(fields["query"], "dtype", None) not in FP8_DTYPES:
@@ -49,8 +51,10 @@ _SCALES = ("k_scale", "v_scale", "q_scale")
 _NUMBERS = {
     **dict.fromkeys(("sm_scale", "softcap", "output_scale", *_SCALES), float),
     **dict.fromkeys(("max_query_len", "max_seq_len", "sliding_window"), int),
-    "causal": bool,
+    **dict.fromkeys(("chunk_lookback", "window_right"), int),
+    **dict.fromkeys(("causal", "mm_prefix_clamp_sliding_window"), bool),
 }
+_BY_SEQUENCE = ("causal",)  # a number, or a tensor with one per sequence
 
 
 def number_of(name: str, value: Any) -> Any:

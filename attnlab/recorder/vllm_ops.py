@@ -22,6 +22,13 @@ def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
         reading.unmodelled.append("is_block_table_ptr")
 
 
+def _unified(arguments: dict[str, Any], reading: Reading) -> None:
+    """Limit a window to the right as the op does: as far as to the left, in sequences that are not causal."""
+    window = reading.fields.get("sliding_window")
+    if window and reading.fields.get("causal", True) is not True:
+        reading.fields["window_right"] = window - 1
+
+
 def _decode(arguments: dict[str, Any], reading: Reading) -> None:
     """Give each block a dimension of its own. With ``is_mla``, values are the first part of the keys."""
     page_size = arguments.get("page_size", 1)
@@ -68,7 +75,7 @@ def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
 
 def vllm_ops() -> tuple[RecordedOp, ...]:
     """Return the attention ops and the cache writes of vLLM that are recorded."""
-    adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, DECODE_FWD: _decode}
+    adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, UNIFIED: _unified, DECODE_FWD: _decode}
     found = [
         RecordedOp(
             module=f"{folder}.{OPS[name].module}",

@@ -63,6 +63,10 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor) and scale.dim() == 2:
             changes[name] = scale[seqs]
+    for name in ("causal", "mm_prefix_range", "rswa_prefix_lens"):
+        by_seq = getattr(call, name)
+        if isinstance(by_seq, torch.Tensor):
+            changes[name] = by_seq[seqs]
     kind = call.query_start_loc.dtype
     return dataclasses.replace(
         call,

@@ -8,6 +8,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import Unsupported
 from attnlab.case.fields import refuse
+from attnlab.case.masks import MASKS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
@@ -64,8 +65,10 @@ def _check_runs(call: KernelCall, backend: Backend) -> None:
         refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
     if isinstance(backend, PluginBackend):
         return
-    if not call.causal:
-        raise Unsupported(f"causal must be true: the lab calls {call.op} for causal attention")
+    for name in call.visibility.masks:
+        if name not in backend.masks or not MASKS[name].is_in(call.op, backend.release):
+            where = f"{call.op} and backend {backend.name} of vLLM {backend.release}"
+            raise Unsupported(f"mask must be causal with {where}, got {name}")
     if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
         raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
     for name in ("k_scale", "v_scale"):

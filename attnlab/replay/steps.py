@@ -25,6 +25,11 @@ _PLAIN: dict[str, Any] = {
     "sinks": None,
     "softcap": None,
     "sliding_window": 0,
+    "causal": True,
+    "mm_prefix_range": None,
+    "rswa_prefix_lens": None,
+    "chunk_lookback": -1,
+    "qq_bias": None,
     "num_splits": None,
     "padding": 0,
     "strides": "contiguous",
@@ -40,9 +45,11 @@ def smaller_calls(call: KernelCall, ratio: torch.Tensor, *, runs: bool) -> Itera
     """
     yield from _fewer_sequences(call, ratio)
     yield from _fewer_heads(call, ratio)
-    yield from _fewer_rows(call, ratio)
+    is_plain = call.visibility.is_plain  # positions and later keys matter to another mask
+    if is_plain:
+        yield from _fewer_rows(call, ratio)
     if runs:
-        yield from _shorter_contexts(call)
+        yield from _shorter_contexts(call) if is_plain else ()
         yield from _plainer(call)
         yield from _smaller_heads(call)
     fewer = with_fewer_blocks(call)
@@ -144,7 +151,9 @@ def _plainer(call: KernelCall) -> Iterator[Step]:
             yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
     if call.sliding_window > 1:
         half = call.sliding_window // 2
-        yield f"sliding_window {half}", dataclasses.replace(call, sliding_window=half)
+        right = None if call.window_right is None else min(call.window_right, half - 1)
+        smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
+        yield f"sliding_window {half}", smaller
 
 
 def _smaller_heads(call: KernelCall) -> Iterator[Step]:

@@ -25,7 +25,7 @@ def why_no_script(call: KernelCall) -> str:
     """Return why a script cannot reproduce a call, or "" if it can."""
     if call.op not in TRITON_OPS or not call.spec.attends_to_cache:
         return f"a script calls vLLM's Triton ops on a cache, and {call.op} is none"
-    if not call.causal:
+    if not call.visibility.is_plain:
         return "the reference of a script is causal"
     if call.interleave_v or call.padding or call.strides != "contiguous":
         return "a script has no interleaved values, padding or strides of the lab"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
@@ -152,6 +153,7 @@ def _setting(case: Case) -> str:
     if case.sliding_window:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
+    words += [] if case.mask == CAUSAL else [f"mask {case.mask}"]
     words += ["ALiBi"] if case.alibi else []
     words += ["sinks"] if case.sinks else []
     words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]

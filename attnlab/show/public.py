@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnlab.case.case import Case
 from attnlab.case.extras import named_extra
 from attnlab.case.fields import refuse
 from attnlab.lab.cache_write import owners_of
@@ -10,6 +11,7 @@ from attnlab.lab.result import Result
 from attnlab.lab.stage_table import StageTable
 from attnlab.mla.mla_result import MlaResult
 from attnlab.mutation.report import MutationReport
+from attnlab.tensors.case_visibility import longest_mask
 from attnlab.weights.columns import key_columns
 from attnlab.weights.xray import XRay
 
@@ -18,28 +20,33 @@ if TYPE_CHECKING:
 
 
 def plot(noun: Any, *, title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay or an MlaResult.
+    """Draw a Result, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult or a Case.
 
-    Returns the Axes. Without ``title`` the title states the finding. Raises InvalidCase for anything
-    else, and for a Result that was rejected, because it has no errors.
+    Returns the Axes. Of a Case, the mask of the sequence with the most new tokens is drawn. Without
+    ``title`` the title states the finding. Raises InvalidCase for anything else, and for a Result that was
+    rejected, because it has no errors.
     """
     with named_extra("attnlab.plot"):
-        from attnlab.show.plots import plot_error, plot_mla, plot_power, plot_stages, plot_weights
+        from attnlab.show import plots
 
     if isinstance(noun, Result) and noun.errors is not None:
         unwritten, cache_of = noun.unwritten_rows().cpu(), owners_of(noun.case)
-        return plot_error(noun.errors, unwritten=unwritten, cache_of=cache_of, title=title, ax=ax)
+        return plots.plot_error(
+            noun.errors, unwritten=unwritten, cache_of=cache_of, title=title, ax=ax
+        )
     if isinstance(noun, ErrorMap):
-        return plot_error(noun, title=title, ax=ax)
+        return plots.plot_error(noun, title=title, ax=ax)
     if isinstance(noun, StageTable):
-        return plot_stages(noun, title=title, ax=ax)
+        return plots.plot_stages(noun, title=title, ax=ax)
     if isinstance(noun, MutationReport):
-        return plot_power(noun.mutants, title=title, ax=ax)
+        return plots.plot_power(noun.mutants, title=title, ax=ax)
     if isinstance(noun, XRay):
-        return plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
+        return plots.plot_weights(key_columns(noun), which="difference", title=title, ax=ax)
     if isinstance(noun, MlaResult):
-        return plot_mla(noun, title=title, ax=ax)
-    allowed = (
-        "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay or an MlaResult"
+        return plots.plot_mla(noun, title=title, ax=ax)
+    if isinstance(noun, Case):
+        return plots.plot_mask(longest_mask(noun), title=title, ax=ax)
+    nouns = (
+        "a Result with errors, an ErrorMap, a StageTable, a MutationReport, an XRay, an MlaResult"
     )
-    refuse("noun", allowed, noun)
+    refuse("noun", f"{nouns} or a Case", noun)

@@ -13,6 +13,8 @@ _MODULES = {  # the public names of each module
     "attnlab.study.engine_batch": "compare_fills engine_case engine_run rounding_step",
     "attnlab.study.failing_test": "FAULT REPAIR call_errors case_of_call example_kernel run_failing_test",
     "attnlab.study.html_table": "table",
+    "attnlab.mla.faults": "faults_of",
+    "attnlab.study.mla_chain": "MLA_EDITS edited_ops mla_panel mla_source run_faults",
     "attnlab.study.hypotheses": "predict table_of",
     "attnlab.study.incident": "post_mortem pull_request",
     "attnlab.study.kernels": "fp8_values real_kernels",

@@ -6,6 +6,7 @@ Nothing of vLLM is part of attnlab: the text is read from an installed vLLM, a w
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnlab.case.errors import Unavailable, Unsupported
 from attnlab.kernels.vllm.source import Source, find_source
@@ -14,6 +15,9 @@ from attnlab.mla.mla_result import MlaResult
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
 from attnlab.study.broken_kernel import PlantedFault, plant_fault
+
+if TYPE_CHECKING:
+    from attnlab.show.panels.mla_panel import MlaPanel
 
 _SUMS = """\
     p_se = tl.exp(p_lse)
@@ -78,6 +82,13 @@ def run_faults(
     return {name: run_path(case, ops, name) for name in names}
 
 
+def mla_panel(cases: Mapping[str, MlaCase]) -> "MlaPanel":
+    """Return a panel with a toggle for each case and each of its faults."""
+    from attnlab.show.panels.mla_panel import MlaPanel
+
+    return MlaPanel(dict(cases))
+
+
 def cause_of_edit(name: str) -> tuple[str | None, str | None]:
     """Return the first wrong step and the cause of an edit of the installed vLLM.
 
@@ -90,6 +101,17 @@ def cause_of_edit(name: str) -> tuple[str | None, str | None]:
     with tempfile.TemporaryDirectory() as folder:
         found = run_path(case, edited_ops(source, name, Path(folder), case))
     return found.first_wrong, found.cause
+
+
+def predicted_cause() -> dict[str, str | None]:
+    """Return the first wrong step and the cause of a merge with exchanged weights, for the case above.
+
+    40 tokens of context are three chunks of at most 16. The first is copied, so the first merge is that of
+    the second.
+    """
+    if not is_mla_available():
+        return {"step": None, "cause": None}
+    return {"step": "merge chunk 1", "cause": "weights_exchanged"}
 
 
 def is_mla_available() -> bool:

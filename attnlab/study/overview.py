@@ -28,6 +28,7 @@ from attnlab.study.claims import Finding
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test
 from attnlab.study.claims.index_tensors import REFUSAL
 from attnlab.study.failing_test import example_kernel
+from attnlab.study.mla_chain import cause_of_edit
 
 Ledger: TypeAlias = Mapping[str, Finding]  # by the claim's number
 Answer: TypeAlias = tuple[str, dict[str, Any]]  # a sentence, and the facts in it
@@ -226,6 +227,16 @@ def _broken_kernel(ledger: Ledger) -> Answer:
     return f"{sentence}: {rule or 'none was found'}", {"rule": rule}
 
 
+def _mla_chain(ledger: Ledger) -> Answer:
+    """State what names a merge that exchanges the weights of its parts, planted in vLLM's Triton source."""
+    try:
+        step, cause = cause_of_edit("weights_exchanged")
+    except (Unavailable, InvalidCase) as error:
+        return f"not observed here: {error}", {"step": None, "cause": None}
+    sentence = f"a merge that exchanges two weights is first wrong at {step}, and is named {cause}"
+    return sentence, {"step": step, "cause": cause}
+
+
 _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "01": (("C1", "C2", "C4"), _int64_tables),
     "02": (("C5", "C6", "C22"), _fp8_e5m2),
@@ -237,4 +248,5 @@ _JUDGES: dict[str, tuple[tuple[str, ...], Callable[[Ledger], Answer]]] = {
     "08": (("C1", "C2", "C5"), _rocm_kernel),
     "09": ((), _failing_test),
     "10": ((), _broken_kernel),
+    "11": ((), _mla_chain),
 }

@@ -21,6 +21,7 @@ from attnlab.study.broken_kernel import is_available as can_break_kernels
 from attnlab.study.claims import FAILS, HOLDS, UNDECIDED
 from attnlab.study.claims.cache import OBSERVED
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test, seed_size
+from attnlab.study.mla_chain import predicted_cause
 from attnlab.study.production import is_available
 from attnlab.tensors.case_call import make_query_start_loc
 
@@ -236,10 +237,9 @@ def predict_chapters() -> dict[str, dict[str, Any]]:
         "06": {number: claims[number] for number in ("C17", "C18")},
         "07": {"pass": _predict_survivors(), "zeros in FP8": _predict_zeros()},
         "08": _predict_rows(),
-        "09": {
-            "cause": "window_plus_one"
-        },  # the mask of the example admits the key one window away
+        "09": {"cause": "window_plus_one"},  # the mask admits the key one window away
         "10": {"rule": _predicted_rule()},
+        "11": predicted_cause(),
     }
 
 

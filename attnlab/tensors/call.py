@@ -16,6 +16,7 @@ from attnlab.tensors.call_checks import check_call, is_fp8
 from attnlab.tensors.from_tensors import PlainCall
 from attnlab.tensors.named_blocks import copy_blocks, named_by
 from attnlab.tensors.origin import Origin
+from attnlab.tensors.visibility import Visibility
 
 _LARGE_CACHE = (
     1 << 24
@@ -48,8 +49,9 @@ class KernelCall(Shown):
     - ``lse``: [num_tokens, num_heads], the log-sum-exp of the scores that the op returned, or None.
     - ``softcap``: c of c · tanh(score / c), or None. ``sm_scale``: None leaves the scale to the op.
       ``num_splits``: None leaves the number of parts of a sequence to the op. ``interleave_v``: the
-      values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`). ``causal``: False if every
-      row sees every key of its sequence.
+      values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`).
+    - ``causal`` and the fields around it, and ``sliding_window``: which keys a row sees, see
+      :class:`attnlab.tensors.visibility.Visibility`.
     - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.layout`) where the
       lab runs it.
     - ``origin``: which program made the call, and where. ``unmodelled``: the arguments that change the
@@ -84,7 +86,13 @@ class KernelCall(Shown):
     interleave_v: bool = False
     strides: str = "contiguous"
     padding: int = 0
-    causal: bool = True
+    causal: bool | torch.Tensor = True
+    window_right: int | None = None
+    mm_prefix_range: torch.Tensor | None = None
+    mm_prefix_clamp_sliding_window: bool = False
+    rswa_prefix_lens: torch.Tensor | None = None
+    chunk_lookback: int = -1
+    qq_bias: torch.Tensor | None = None
     layout: str = "x-split"
     new_tokens: str = "given"
     before: torch.Tensor | None = None
@@ -163,6 +171,11 @@ class KernelCall(Shown):
     def spec(self) -> Op:
         """Return the record of the op."""
         return OPS[self.op]
+
+    @property
+    def visibility(self) -> Visibility:
+        """Return which keys the rows see."""
+        return Visibility(**{one.name: getattr(self, one.name) for one in fields(Visibility)})
 
     @property
     def is_foreign(self) -> bool:

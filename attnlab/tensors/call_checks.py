@@ -9,6 +9,7 @@ import torch
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS
 from attnlab.tensors.shapes import check_dims, check_index, check_shape
+from attnlab.tensors.visibility_checks import check_visibility
 
 NEW_TOKENS = ("given", "in the cache")
 _INDEX = ("block_table", "seq_lens", "query_start_loc")
@@ -26,6 +27,7 @@ def check_call(given: Mapping[str, Any]) -> None:
     for name in _INDEX:
         check_index(name, given[name])
     _check_optional(given, num_seqs)
+    check_visibility(given, num_seqs)
     if given["new_tokens"] not in NEW_TOKENS:
         text = f"new_tokens must be one of {', '.join(NEW_TOKENS)}, got {given['new_tokens']!r}"
         raise InvalidCall(text, field="new_tokens")

@@ -1,6 +1,7 @@
 """The call of a Case: its output buffer, its index tensors, and its KernelCall."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from attnlab.case.case import Case
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import PagedCache, garbage
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import FORMATS, read_format
 from attnlab.tensors.origin import Origin
 from attnlab.tensors.shapes import INDEX_DTYPES
+from attnlab.tensors.visibility import Visibility
 
 
 def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
@@ -71,6 +74,12 @@ def make_call(
     )
 
 
+def _visibility_fields(case: Case) -> dict[str, Any]:
+    """Return the fields of a call that say which keys its rows see."""
+    rules = visibility_of(case)
+    return {one.name: getattr(rules, one.name) for one in fields(Visibility)}
+
+
 def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall:
     """Return the Case's call of some ``tensors``, by their names, with its index tensors and options."""
     staging = case.staging
@@ -85,7 +94,7 @@ def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall
         max_query_len=case.passed_max_query_len,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
-        sliding_window=case.sliding_window,
+        **_visibility_fields(case),
         sm_scale=case.sm_scale,
         softcap=case.softcap,
         num_splits=case.num_splits,

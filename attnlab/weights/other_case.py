@@ -2,6 +2,7 @@
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 
 
@@ -29,7 +30,7 @@ def other_case(case: Case) -> Case | None:
         "stage": "sound",
         **dict.fromkeys(("block_table", "num_blocks", "seq_range")),
         "max_blocks_per_seq": _columns(case, pairs),
-        **dict.fromkeys(("max_query_len", "max_seq_len", "fill")),
+        **dict.fromkeys(("max_query_len", "max_seq_len", "fill", *DATA_OF_LENGTHS)),
         "first_block": 0,
         "freed": "kept",
         "cache_write": "scaled",

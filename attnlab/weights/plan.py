@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.weights.mask_entries import biased_entries, visible_entries
 from attnlab.weights.setup import AttentionSetup
 
 
@@ -114,6 +115,9 @@ class Plan:
             scores = cap * (scores / scale / cap).tanh() * scale
         if self.slopes is not None:
             scores = scores + self.slopes[:, None] * self.distance()[:, None]
+        added = biased_entries(self.setup)
+        if added is not None:
+            scores = scores + added[:, None]
         if cap is not None and self.cap_place == "after bias":
             scores = cap * (scores / cap).tanh()
         logits = scores * self.power
@@ -184,9 +188,6 @@ def right_plan(setup: AttentionSetup) -> Plan:
 
 def right_keys(setup: AttentionSetup) -> torch.Tensor:
     """Return which entries each row must see, [R, E] bool."""
-    at, position = setup.entry_position, setup.position[:, None]
+    at = setup.entry_position
     source = torch.where(setup.is_new, at >= setup.cached[:, None], at < setup.cached[:, None])
-    seen = at <= position if setup.call.causal else at < setup.seq_len[:, None]
-    visible = source & seen & (setup.entry_slot >= 0)
-    window = setup.call.sliding_window
-    return visible & (at > position - window) if window else visible
+    return source & (setup.entry_slot >= 0) & visible_entries(setup)

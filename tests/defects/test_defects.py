@@ -49,6 +49,21 @@ VARIANTS = {
     "soft cap and sinks": hostile(op="unified_attention", softcap=0.5, sinks=True),
     "soft cap, overflow": hostile(op="unified_attention", softcap=0.02, empty_slots="zeros"),
 }
+_SHORT = {"query_lens": (1, 17, 3, 20), "ctx_lens": (15, 0, 54, 40), "num_heads": 2}
+VARIANTS |= {
+    f"{mask}, window {window}": hostile(
+        op="unified_attention", mask=mask, sliding_window=window, **_SHORT
+    )
+    for mask, window in (
+        ("bidirectional", 7),
+        ("causal_by_sequence", 0),
+        ("ranges", 5),
+        ("ranges_in_window", 5),
+        ("prefix_and_window", 7),
+        ("chunks", 12),
+        ("tree", 0),
+    )
+}
 LN_2 = math.log(2)  # added to the logit of a sink, it counts the sink twice
 NO_CHANGE = {"alibi_shifted", "accumulation_order", "block_16_bit"}
 

@@ -311,11 +311,11 @@ def test_the_selected_cause_is_linked_and_has_the_widest_scope():
 
 
 def test_a_case_with_an_op_argument_is_not_diagnosed():
-    """The defects predict causal attention."""
+    """The defects do not know what it changes."""
     case = Case(
         op="unified_attention",
         backend="vllm",
-        op_argument="ranges",
+        op_argument="tensor_descriptors",
         query_lens=(3,),
         ctx_lens=(4,),
     )

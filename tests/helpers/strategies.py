@@ -1,5 +1,7 @@
 """Hypothesis strategies."""
 
+import contextlib
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -7,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Flag, Maybe, Number, OneOf
+from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import CPU_ATTENTION, OPS
 
@@ -53,11 +56,11 @@ def cases(draw):
 
 
 def _made(fields):
-    """Return a Case, without its op argument if that needs other fields."""
-    try:
-        return Case(**fields)
-    except InvalidCase:
-        return Case(**{**fields, "op_argument": NONE})
+    """Return a Case, without its op argument or mask if that needs other fields."""
+    for plain in ({}, {"op_argument": NONE}, {"mask": CAUSAL}):
+        with contextlib.suppress(InvalidCase):
+            return Case(**{**fields, **plain})
+    return Case(**{**fields, "op_argument": NONE, "mask": CAUSAL})
 
 
 def _accepted_by(op, fields):

@@ -26,6 +26,7 @@ from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reads import traced
 from attnlab.tensors.cache import NOBODY, freed_blocks
+from attnlab.tensors.visibility import Visibility
 
 pytestmark = needs_triton
 
@@ -178,10 +179,10 @@ def test_rows_of_two_sequences_and_of_none() -> None:
     """A slot counts for the sequence with the most permissive state; without rows the reader is unknown."""
     provenance = Lab().cache(CASE).provenance
     flat = {pos: provenance.slot(0, pos)[0] * 16 + provenance.slot(0, pos)[1] for pos in (2, 3)}
-    both = traced({("key", (0, 1)): {flat[2]}}, provenance, CASE.lengths, 0)
+    both = traced({("key", (0, 1)): {flat[2]}}, provenance, CASE.lengths, Visibility())
     assert [(one.seq, one.counts[SlotState.OWN]) for one in both.slots] == [(0, 1), (1, 0)]
     assert sum(sum(one.counts.values()) for one in both.slots) == 1
-    none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, 0)
+    none = traced({("key", ()): {flat[3]}}, provenance, CASE.lengths, Visibility())
     assert [(one.seq, one.counts[SlotState.UNKNOWN]) for one in none.slots] == [(NOBODY, 1)]
     assert read_counts(none)["unknown"] == 1
 
@@ -216,7 +217,7 @@ def test_the_report_has_a_table_of_reads(tmp_path: Path) -> None:
     report = checked(backend, cases=4)
     counts = report.to_dict()["reads"]["unified_attention"]
     assert counts["own"] > 200
-    assert counts["outside_window"] > 100
+    assert counts["outside_window"] > 50
     assert report.reads_allowed["unified_attention"] == ["own"]
     assert {one.kind for one in report.observations} == {"reads_outside_window"}
     text = EXAMPLE.with_name("my_attention.py")

@@ -10,12 +10,13 @@ from attnlab.case.ops import OPS
 from attnlab.lab import reference as reference_module
 from attnlab.lab.reference import (
     attend,
-    causal_flops,
     exact_attention,
     reference,
     stored_tokens,
+    visible_flops,
 )
 from attnlab.tensors.batch import alibi_slopes, make_batch, sink_logits
+from attnlab.tensors.visibility import Visibility
 
 DOUBLE = 1e-12  # float64: 1.1e-16 per operation, a few thousand operations on numbers below 10
 
@@ -179,7 +180,8 @@ def test_wrong_attention_fails_the_comparison(mutant):
     key, value = (torch.randn(30, 3, 16, generator=generator).double() for _ in range(2))
     slopes, sinks = alibi_slopes(6), sink_logits(6, 1)
     output = torch.empty_like(query)
-    attend(query, key, value, 0.3, output, 9, slopes, sinks, 2.0)
+    mask = Visibility(sliding_window=9).of_seq(0, 10, 30)
+    attend(query, key, value, 0.3, output, mask, slopes, sinks, 2.0)
     tensors = (query, key, value, slopes, sinks)
     other = MUTANTS[mutant](output, tensors) if mutant else attend_at(tensors)
     close = torch.allclose(output, other, atol=DOUBLE, rtol=DOUBLE)
@@ -188,12 +190,8 @@ def test_wrong_attention_fails_the_comparison(mutant):
 
 def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
     """A mask that is off by one fails the comparison."""
-    real = reference_module._bias
-
-    def moved(like, position, rows, begin, end, window):
-        return real(like, position, rows, begin, end, window).roll(1, 0)
-
-    monkeypatch.setattr(reference_module, "_bias", moved)
+    real = reference_module._diagonal
+    monkeypatch.setattr(reference_module, "_diagonal", lambda *args: real(*args).roll(1, 0))
     case = hostile(query_lens=(9, 1), ctx_lens=(4, 20))
     batch = make_batch(case)
     got, expected = reference(case, batch), plain_batch(case, batch)
@@ -201,14 +199,14 @@ def test_a_reference_with_the_diagonal_moved_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 400])
-def test_causal_flops_by_counting(window):
+def test_visible_flops_by_counting(window):
     """Two products, each with a multiplication and an addition per element of a visible pair."""
     case = hostile(sliding_window=window, query_lens=(7, 1, 30), ctx_lens=(0, 20, 3))
     pairs = 0
     for q, c in zip(case.query_lens, case.ctx_lens, strict=True):
         for at in range(c, c + q):
             pairs += sum(1 for key in range(at + 1) if not window or key > at - window)
-    assert causal_flops(case) == pairs * case.num_heads * 2 * 2 * case.head_size
+    assert visible_flops(case) == pairs * case.num_heads * 2 * 2 * case.head_size
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 64, 71])

@@ -36,6 +36,11 @@ OTHER_VALUES = {
     "head_size": [128, 24],
     "block_size": [32, 8],
     "sliding_window": [1, 9],
+    "causal_seqs": [(0, 1, 1, 0)],
+    "mm_prefix_range": [((0, 5), (2, 9), (1, 17), (0, 0))],
+    "rswa_prefix_lens": [(3, 0, 4, 9)],
+    "chunk_lookback": [0, 2],
+    "tree_parents": [tuple(max(0, i - 2) for i in range(17))],
     "sm_scale": [0.3, 64**-0.5],
     "softcap": [0.02, 3.0],
     "query_lens": [(1, 17, 3, 2), (17, 1, 1, 3)],
@@ -83,6 +88,8 @@ BASES = [
     {"dtype": "float32", "reference_dtype": "float32", "release": "0.11.2"},
     {"op": "unified_attention"},
     {"op": "unified_attention", "sliding_window": 3},
+    {"op": "unified_attention", "mask": "ranges"},
+    {"op": "unified_attention", "mask": "tree"},
     {"op": "reshape_and_cache_flash"},
 ]
 CHANGES = [(name, value) for name in FIELDS for value in values_of(name)]

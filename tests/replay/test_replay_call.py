@@ -76,8 +76,11 @@ def test_a_rejection_and_a_backend_without_the_op(tmp_path):
     assert found.exit_code == 3
     (one,) = attnlab.replay_call(call_of(), backends=[rejecting]).replays
     assert (one.status, one.failed) == ("rejected", True)
-    found = attnlab.replay_call(dataclasses.replace(flash_call(), causal=False))
+    found = attnlab.replay_call(dataclasses.replace(call, qq_bias=torch.zeros(99, 99)))
     assert found.replays[0].status == "cannot run"
+    assert "mask must be causal" in found.replays[0].reason
+    found = attnlab.replay_call(dataclasses.replace(flash_call(), causal=False))
+    assert found.replays[0].status == "match"
 
 
 def replays(recorded, *statuses, failed=False):

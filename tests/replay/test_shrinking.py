@@ -83,8 +83,8 @@ def test_a_call_that_does_not_fail(capsys, tmp_path):
     command = ["shrink", str(tmp_path / "call.safetensors"), "--out", str(tmp_path / "out")]
     assert document(capsys, command, 0)["files"] == []
     assert not (tmp_path / "out").exists()
-    call = dataclasses.replace(flash_call(), causal=False)
-    with pytest.raises(InvalidCall, match="causal must be true"):
+    call = dataclasses.replace(call_of(op="context_attention_fwd"), qq_bias=torch.zeros(99, 99))
+    with pytest.raises(InvalidCall, match="mask must be causal"):
         attnlab.shrink_call(call, backend="model")
 
 

@@ -59,10 +59,11 @@ def test_every_verdict_is_as_expected_as_committed(small_run: Path) -> None:
     lacking = ("unavailable", missing) if (missing := why_unavailable()) else ("passed", "")
     status = outcomes.pop(BROKEN.stem)[0]
     assert status == ("unavailable" if missing else "passed")
+    assert outcomes.pop(CHAIN.stem)[0] == status
     assert outcomes == {
         path.stem: lacking if path in PRODUCTION else ("passed", "")
         for path in NOTEBOOKS
-        if path != BROKEN
+        if path not in (BROKEN, CHAIN)
     }
 
 
@@ -121,6 +122,7 @@ def test_every_verdict_is_as_expected_on_the_rocm_source(tmp_path: Path, release
 KERNEL = next(path for path in NOTEBOOKS if path.stem.startswith("08-"))  # needs an sdist
 EXAMPLE = next(path for path in NOTEBOOKS if path.stem.startswith("09-"))  # in small_run only
 BROKEN = next(path for path in NOTEBOOKS if path.stem.startswith("10-"))  # needs an installed vLLM
+CHAIN = next(path for path in NOTEBOOKS if path.stem.startswith("11-"))  # needs an installed vLLM
 PRODUCTION = [path for path in NOTEBOOKS if path.stem.startswith("06-")]
 
 
@@ -243,7 +245,7 @@ def test_a_report_is_small_and_names_what_ran(small_run: Path) -> None:
 
 def test_every_notebook_is_run_here() -> None:
     """None is left out of the tests above."""
-    assert {*CASED, *PRODUCTION, KERNEL, EXAMPLE, BROKEN} == {*NOTEBOOKS}
+    assert {*CASED, *PRODUCTION, KERNEL, EXAMPLE, BROKEN, CHAIN} == {*NOTEBOOKS}
 
 
 def test_a_wrong_verdict_is_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
-from attnlab.lab.reference import causal_flops, reference
+from attnlab.lab.reference import reference, visible_flops
 from attnlab.lab.stage_table import stage_table
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import addresses, make_cache
@@ -66,8 +66,8 @@ def _reference(case: Case, batch: Batch) -> dict[str, float]:
     return {
         "seconds": seconds,
         "matmul_gflops": rate / 1e9,
-        "causal_gflop": causal_flops(case) / 1e9,
-        "share": causal_flops(case) / seconds / rate,
+        "causal_gflop": visible_flops(case) / 1e9,
+        "share": visible_flops(case) / seconds / rate,
     }
 
 

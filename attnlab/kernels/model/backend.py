@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnlab.case.errors import KernelRejected
+from attnlab.case.masks import MASKS
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, RELEASES, TRITON_OPS, UNIFIED, WRITE
 from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
@@ -58,6 +59,7 @@ class ModelBackend(Backend):
     name = "model"
     ops = TRITON_OPS
     models_prefill = True
+    masks = tuple(MASKS)
     blind_spots = (
         "blocks that a sliding window freed: the models do not define what is read before a window",
         "ALiBi with sinks: the models reproduce vLLM's unified_attention, which is wrong there",

@@ -16,6 +16,7 @@ from attnlab.contracts.rows import as_read, cached_lens, served
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.visibility import SequenceMask
 
 _SCORES = 1 << 19  # scores of a tile: 2 MiB of float32 stay in the processor's cache
 
@@ -72,6 +73,7 @@ def _sequence(
     ctx_len = seq_len - (stop - start)
     num_kv_heads, group = call.key.shape[1], call.num_queries_per_kv
     blocks = call.block_table[seq, : -(-cached // call.block_size)].long()
+    mask = call.visibility.of_seq(seq, ctx_len, seq_len)
     rows_at_once = max(1, 2 * PREFILL_TILE // group)
     heads_at_once = max(1, _SCORES // (group * min(rows_at_once, stop - start) * seq_len))
     for first in range(0, num_kv_heads, heads_at_once):
@@ -83,7 +85,7 @@ def _sequence(
         query = call.query[start:stop, heads].unflatten(1, (-1, group)).permute(1, 2, 0, 3).float()
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
-            out = _tile(call, target, query[:, :, row:last], key, value, ctx_len, row, heads)
+            out = _tile(call, target, query[:, :, row:last], key, value, mask, row, heads)
             call.output[start + row : start + last, heads] = (
                 out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
             )
@@ -120,7 +122,7 @@ def _tile(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ctx_len: int,
+    mask: SequenceMask,
     row: int,
     heads: slice,
 ) -> torch.Tensor:
@@ -128,26 +130,39 @@ def _tile(
 
     ``query`` and the result: [kv_heads, num_queries_per_kv, rows, head_size].
     """
-    rows, window = query.shape[2], call.sliding_window
-    terms, position = contract(call.op, target, call.op), ctx_len + row
-    begin, end = max(0, position - window + 1) if window else 0, position + rows
+    rows = query.shape[2]
+    terms, position = contract(call.op, target, call.op), mask.ctx_len + row
+    span = mask.span(position, position + rows - 1)
+    begin, end = span.start, span.stop
     scores = query.flatten(1, 2) @ key[:, begin:end].transpose(1, 2)
     scores = scores.mul_(paged.scale_of(call, target)).view(*query.shape[:3], end - begin)
     scores = paged.capped(scores, call.softcap, terms.softcap == "overflows")
-    away = torch.arange(begin, end) - torch.arange(position, end)[:, None]  # key minus query
+    at = torch.arange(position, position + rows)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes[heads].view(*query.shape[:2], 1, 1)
-        by_query = terms.alibi_from == "query"
-        scores += slopes * (away if by_query else torch.arange(begin, end) - ctx_len).float()
-    hidden = away > 0
-    if window:
-        hidden |= away <= -window
-        scores.masked_fill_(hidden, float("-inf"))
-    else:
-        scores[..., -rows:].masked_fill_(hidden[:, -rows:], float("-inf"))
+        origin = at[:, None] if terms.alibi_from == "query" else mask.ctx_len
+        scores += slopes * (torch.arange(begin, end) - origin).float()
+    scores = _masked(scores, mask, at, begin, end)
     sinks = call.sinks
     if sinks is not None:
         sinks = sinks[heads].float().view(*query.shape[:2], 1, 1)
     weights, sums = paged.weighed(scores, sinks)
     weights = paged.rounded(weights, call.value.dtype).flatten(1, 2)
     return (weights @ value[:, begin:end]).view(query.shape) / sums
+
+
+def _masked(
+    scores: torch.Tensor, mask: SequenceMask, at: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """Add a bias to scores [..., rows, keys] and set those of hidden keys to -inf; changes ``scores``.
+
+    ``at``: [rows], positions of the rows; ``begin``, ``end``: positions of the keys.
+    """
+    if mask.is_plain and not mask.rules.sliding_window:  # only the last keys are hidden
+        rows = len(at)
+        scores[..., -rows:].masked_fill_(torch.ones(rows, rows).triu(1).bool(), float("-inf"))
+        return scores
+    bias = mask.bias(at, begin, end)
+    if bias is not None:
+        scores += bias
+    return scores.masked_fill_(~mask.visible(at, begin, end), float("-inf"))

@@ -19,6 +19,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
 from attnlab.case.fields import refuse
+from attnlab.case.masks import MASKS
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
@@ -33,7 +34,7 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
-from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.failures import explained, unsupported
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
@@ -80,6 +81,7 @@ class VllmBackend(Backend):
     ops = TRITON_OPS
     traces_reads = True
     states_limits = True
+    masks = tuple(MASKS)
 
     @cached_property
     def source(self) -> Source:
@@ -233,11 +235,7 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        why = explained(error, call.op, source)
-        if argument_of is not None and isinstance(why, Unavailable):  # an older release
-            text = f"op_argument {argument_of.op_argument} is not supported: {error}"
-            raise Unsupported(text) from error
-        raise why from error
+        raise unsupported(explained(error, call.op, source), call, argument_of) from error
     finally:
         loaded.dispatch.use_custom = False
         call.output.copy_(moved.output[: len(call.output)])

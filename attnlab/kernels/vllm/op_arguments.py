@@ -17,12 +17,8 @@ from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import (
     OUTPUT_SCALE,
     QUERY_SCALE,
-    causal_seqs,
     latent_size,
     per_token_head,
-    prefix_lens,
-    ranges,
-    tree_bias,
 )
 
 Arguments = dict[str, Any]
@@ -59,19 +55,6 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
         kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
     return Passed(arguments=kept, finish=found.finish)
-
-
-def _ranges(case: Case, given: Arguments) -> Arguments:
-    clamped = {"mm_prefix_clamp_sliding_window": case.op_argument == "ranges_in_window"}
-    return {"mm_prefix_range": ranges(case.lengths), **clamped}
-
-
-def _prefix_and_window(case: Case, given: Arguments) -> Arguments:
-    return {
-        "rswa_prefix_lens": prefix_lens(case.lengths),
-        "rswa_window": case.sliding_window,
-        "window_size": (-1, -1),
-    }
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
@@ -221,13 +204,6 @@ def _head_major(case: Case, given: Arguments) -> Passed:
 
 
 _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
-    "bidirectional": lambda case, given: {"causal": False},
-    "causal_by_sequence": lambda case, given: {"causal": causal_seqs(case.lengths)},
-    "ranges": _ranges,
-    "ranges_in_window": _ranges,
-    "prefix_and_window": _prefix_and_window,
-    "chunks": lambda case, given: {"chunk_lookback": 1},
-    "tree": lambda case, given: {"qq_bias": tree_bias(case)},
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,

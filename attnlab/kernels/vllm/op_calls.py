@@ -17,6 +17,7 @@ from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
+from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import flash
@@ -85,13 +86,15 @@ def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arg
         raise Unsupported(f"softcap must be none: {call.op} of this vLLM has no argument for it")
     if call.num_splits is not None and op.num_splits not in given:
         raise Unsupported(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
+    check_masks(call, given)
     return given
 
 
 def _wrapper(call: KernelCall, target: Target) -> Arguments:
     named = {name: getattr(call, name) for name in _WRAPPER_NAMES}
     scales = {**_scales(call), "output_scale": _number(call, call.output_scale)}
-    return {**named, "use_interleaved_v_cache": call.interleave_v, **scales}
+    named |= {"use_interleaved_v_cache": call.interleave_v, **mask_arguments(call)}
+    return {**named, **scales}
 
 
 def _prefill(call: KernelCall, target: Target) -> Arguments:
@@ -115,6 +118,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
         "sinks": call.sinks,
         "fp8_out_scale": _number(call, call.output_scale),
         "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
+        **mask_arguments(call),
         **_scales(call),
     }
 
@@ -146,7 +150,6 @@ def _unified(call: KernelCall, target: Target) -> Arguments:
     """
     key, value = _flash(call, target)
     scales = _scales(call)
-    window = call.sliding_window - 1 if call.sliding_window else -1
     return {
         "q": call.query,
         "k": key,
@@ -157,8 +160,7 @@ def _unified(call: KernelCall, target: Target) -> Arguments:
         "seqused_k": call.seq_lens,
         "max_seqlen_k": call.max_seq_len,
         "softmax_scale": paged.scale_of(call, target),
-        "causal": True,
-        "window_size": (window, 0 if call.sliding_window else -1),
+        **mask_arguments(call),
         "block_table": call.block_table,
         "softcap": call.softcap or 0,
         "q_descale": _q_descale(call),

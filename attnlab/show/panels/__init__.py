@@ -24,9 +24,9 @@ def panel(
 ) -> Panel:
     """Return a small panel of a Case: controls for the fields ``knobs``, the verdict and the ``views``.
 
-    Views are the texts "dispatch" and "violations", the pictures "error", "slots" and "seqs", and "xray",
-    the attention weights, which are measured on demand. With ``lab`` the panel shares the results that the
-    notebook has already computed.
+    Views are the texts "dispatch" and "violations", the pictures "error", "slots", "seqs" and "mask", and
+    "xray", the attention weights, which are measured on demand. With ``lab`` the panel shares the results
+    that the notebook has already computed.
     """
     return Panel(case, knobs=knobs, views=views, lab=lab)
 

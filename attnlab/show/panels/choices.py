@@ -1,5 +1,6 @@
 """One plain sentence for each choice of a field of a Case, shown in the tooltip of its control."""
 
+from attnlab.case.masks import MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.platforms import PLATFORMS
 from attnlab.case.stages import STAGES
@@ -44,6 +45,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "fused": "Query, key and value are slices of one tensor; so are key and value cache.",
         "HND": "Like fused, and the heads of a block precede its slots.",
     },
+    "mask": {name: sentence(one.summary) for name, one in MASKS.items()},
     "op_argument": {
         NONE: "No further argument is passed.",
         **{name: sentence(one.summary) for name, one in OP_ARGUMENTS.items()},

@@ -83,7 +83,10 @@ def large(
             _box(
                 [texts[name] for name in ("selection", "violations", "dispatch")], "attnlab-facts"
             ),
-            _box([pictures["slots"], pictures["seqs"]], "attnlab-plots attnlab-line"),
+            _box(
+                [pictures["slots"], pictures["seqs"], pictures["mask"]],
+                "attnlab-plots attnlab-line",
+            ),
         ],
         "attnlab-grid",
     )

@@ -7,13 +7,16 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from attnlab.case.errors import AttnLabError
+from attnlab.case.masks import CAUSAL
 from attnlab.contracts.slot_map import NOT_READ
 from attnlab.contracts.slot_states import STATES
 from attnlab.show.panels.panel_data import PanelData
 from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
 from attnlab.show.plots.cache import plot_cache
 from attnlab.show.plots.errors import BAND, plot_error, plot_seq_error
+from attnlab.show.plots.mask import mask_codes, plot_mask
 from attnlab.tensors.cache import NOBODY
+from attnlab.tensors.case_visibility import longest_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +142,24 @@ def _render_seqs(data: PanelData, is_dark: bool) -> Rendered | None:
     return render(plot, size, axes_rect(size, (60, 8, 45, 26)), cells, is_dark=is_dark)
 
 
+def _render_mask(data: PanelData, is_dark: bool) -> Rendered | None:
+    """Render the mask of the sequence with the most new tokens; None for a causal one."""
+    case = data.result.case
+    if case.mask == CAUSAL:
+        return None
+    mask = longest_mask(case)
+    codes = mask_codes(mask)
+    size = (520, 230)
+    cells = Cells(
+        rows=[f"new token {token}" for token in range(codes.shape[0])],
+        columns=[f"key {position}" for position in range(codes.shape[1])],
+        values=codes,
+        names=["hidden", "visible", "visible, after the row", "visible, with a bias"],
+    )
+    rect = axes_rect(size, (60, 10, 80, 26))
+    return render(lambda ax: plot_mask(mask, ax=ax), size, rect, cells, is_dark=is_dark)
+
+
 XRAY = "xray"  # the attention weights, which are measured on demand
 
 
@@ -166,6 +187,11 @@ VIEWS = {
             name="seqs",
             hint="The largest error of each sequence. Click a sequence to select its worst token.",
             render=_render_seqs,
+        ),
+        View(
+            name="mask",
+            hint="Which keys the rows of the longest new part see, if the mask is not causal.",
+            render=_render_mask,
         ),
     )
 }

@@ -8,6 +8,7 @@ from attnlab.show.plots.cache import plot_blocks, plot_cache
 from attnlab.show.plots.candidates import plot_fits, plot_sizes
 from attnlab.show.plots.errors import plot_error, plot_seq_error
 from attnlab.show.plots.formats import plot_formats
+from attnlab.show.plots.mask import plot_mask
 from attnlab.show.plots.mla import plot_mla
 from attnlab.show.plots.power import plot_power
 from attnlab.show.plots.scratch import plot_merge
@@ -21,6 +22,7 @@ __all__ = [
     "plot_fits",
     "plot_formats",
     "plot_law",
+    "plot_mask",
     "plot_merge",
     "plot_mla",
     "plot_power",

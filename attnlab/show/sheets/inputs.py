@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
+from attnlab.case.masks import CAUSAL
 from attnlab.show.sheets.sheet import Facts, Folded, Grid, Lines, Part, Row, Sheet, Tone, Words
 from attnlab.show.sheets.tensors import lengths_grid
 
@@ -37,7 +38,8 @@ def case(one: "Case") -> Sheet:
 def describe(case: "Case") -> str:
     """Return the Case in one line: op, stage, platform, release and sizes."""
     where = f"{case.op} at stage {case.stage} on {case.platform}, vLLM {case.release}"
-    return f"{where}; {sizes(case)}"
+    masked = "" if case.mask == CAUSAL else f"; mask {case.mask}"
+    return f"{where}; {sizes(case)}{masked}"
 
 
 def sizes(case: "Case") -> str:

@@ -94,8 +94,23 @@ def test_every_op_has_its_pictures(op: str) -> None:
     if isinstance(view.error, Unavailable):
         pytest.skip(str(view.error))
     assert view.error is None
-    assert all(picture.png for picture in view.pictures.values())
+    assert {name for name, picture in view.pictures.items() if not picture.png} == {"mask"}
     assert view.result.status == "match"
+
+
+def test_a_mask_has_a_picture() -> None:
+    """With the other masks than the causal one; its cells say what a key is to a row."""
+    case = SMALL.replace(op="unified_attention", x=None, fill="all_rows", mask="bidirectional")
+    view = explorer(case)
+    assert view.wait(60)
+    picture = view.pictures["mask"]
+    assert picture.png
+    codes = np.frombuffer(picture.cells["values"], dtype="<f4")
+    codes = codes.reshape(len(picture.cells["rows"]), len(picture.cells["columns"]))
+    shown = {picture.cells["names"][int(code)] for code in np.unique(codes)}
+    assert shown == {"visible", "visible, after the row"}
+    view.show(mask="causal")
+    assert not picture.png
 
 
 def test_a_click_on_a_sequence_selects_its_worst_token() -> None:
@@ -114,8 +129,8 @@ def test_the_cells_of_a_picture_are_what_it_shows(op: str) -> None:
     """The front-end gets a name for each row and column, and the values."""
     view = explorer(SMALL.replace(op=op, x=None))
     assert view.wait(30)
-    for name, picture in view.pictures.items():
-        cells, drawn = picture.cells, view._rendered[name].cells
+    for name, rendered in view._rendered.items():
+        cells, drawn = view.pictures[name].cells, rendered.cells
         values = np.frombuffer(cells["values"], dtype="<f4")
         assert len(values) == len(cells["rows"]) * len(cells["columns"])
         assert np.array_equal(values, np.asarray(drawn.values, np.float32).ravel(), equal_nan=True)

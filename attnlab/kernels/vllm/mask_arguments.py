@@ -1,0 +1,55 @@
+"""How the mask of a call is passed to vLLM's ops (:mod:`attnlab.tensors.visibility`)."""
+
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import Unsupported
+from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
+from attnlab.tensors.call import KernelCall
+
+Arguments = dict[str, Any]
+
+
+def mask_arguments(call: KernelCall) -> Arguments:
+    """Return the arguments of an op that state which keys its rows see; of unified_attention with its window.
+
+    Source: unified_attention and context_attention_fwd, vLLM 0.33.0.
+    """
+    if call.op in (WRAPPER, PREFILL):
+        return {"causal": call.causal}
+    window = call.sliding_window - 1 if call.sliding_window else -1
+    given: Arguments = {"causal": call.causal, "window_size": (window, _right(call))}
+    if call.mm_prefix_range is not None:
+        given["mm_prefix_range"] = call.mm_prefix_range
+        given["mm_prefix_clamp_sliding_window"] = call.mm_prefix_clamp_sliding_window
+    if call.rswa_prefix_lens is not None:
+        given["rswa_prefix_lens"] = call.rswa_prefix_lens
+        given["rswa_window"] = call.sliding_window
+        given["window_size"] = (-1, -1)
+    if call.chunk_lookback > -1:
+        given["chunk_lookback"] = call.chunk_lookback
+    return given if call.qq_bias is None else {**given, "qq_bias": call.qq_bias}
+
+
+def _right(call: KernelCall) -> int:
+    """Return the window to the right, 0 for causal rows; unified_attention takes the left one for it."""
+    if not call.sliding_window:
+        return -1
+    return 0 if call.causal is True or call.window_right is None else call.window_right
+
+
+def check_masks(call: KernelCall, given: Arguments) -> None:
+    """Raise Unsupported if the op of a release lacks an argument that the call's mask needs.
+
+    ``given``: the arguments that the op has, by name.
+    """
+    if call.visibility.is_plain or call.spec.writes_cache:
+        return
+    needed = mask_arguments(call) if call.op in (WRAPPER, PREFILL, UNIFIED) else {"causal": False}
+    for name, value in needed.items():
+        is_plain = value is True or (value is False and name != "causal")
+        if name not in given and not is_plain:
+            raise Unsupported(f"mask must be causal: {call.op} of this vLLM has no argument {name}")
+    if isinstance(call.causal, torch.Tensor) and call.op != UNIFIED:
+        raise Unsupported(f"causal must be true or false: {call.op} takes no tensor")

@@ -1,0 +1,124 @@
+"""The Visibility of a Case: the data of its mask, given or from its lengths and seed."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.lengths import Lengths
+from attnlab.case.masks import CAUSAL
+from attnlab.case.ops import UNIFIED
+from attnlab.tensors.visibility import SequenceMask, Visibility
+
+_RANGES = 3
+
+
+def visibility_of(case: Case) -> Visibility:
+    """Return which keys the rows of a Case see; the tensors are shared: do not change them."""
+    if case.mask == CAUSAL:
+        return Visibility(sliding_window=case.sliding_window)
+    return _masked(case)
+
+
+@lru_cache(maxsize=16)
+def _masked(case: Case) -> Visibility:
+    """Return the Visibility of a Case whose mask is not causal."""
+    window, mask = case.sliding_window, case.mask
+    # unified_attention limits a window to the right as far as to the left, the prefill kernel does not.
+    right = window - 1 if window and case.op == UNIFIED else None
+    if mask == "bidirectional":
+        return Visibility(causal=False, sliding_window=window, window_right=right)
+    if mask == "causal_by_sequence":
+        return Visibility(causal=causal_seqs(case), sliding_window=window, window_right=right)
+    if mask in ("ranges", "ranges_in_window"):
+        clamp = mask == "ranges_in_window"
+        return Visibility(
+            sliding_window=window,
+            mm_prefix_range=ranges(case),
+            mm_prefix_clamp_sliding_window=clamp,
+        )
+    if mask == "prefix_and_window":
+        return Visibility(sliding_window=window, rswa_prefix_lens=prefix_lens(case))
+    if mask == "chunks":
+        lookback = 1 if case.chunk_lookback is None else case.chunk_lookback
+        return Visibility(sliding_window=window, chunk_lookback=min(lookback, window - 1))
+    return Visibility(sliding_window=window, qq_bias=tree_bias(case))
+
+
+def causal_seqs(case: Case) -> torch.Tensor:
+    """Return which sequences are causal, [num_seqs] int32: given, or every second one from the first."""
+    if case.causal_seqs is not None:
+        return torch.tensor(case.causal_seqs, dtype=torch.int32)
+    return (torch.arange(len(case.lengths.query_lens)) % 2 == 0).int()
+
+
+def ranges(case: Case) -> torch.Tensor:
+    """Return bidirectional ranges of positions, [num_seqs, n, 2] int32; first and last are inclusive.
+
+    They are as given. Else the first begins in the context and ends inside the new tokens, the second has the
+    rest of them; it is empty (first = last) if nothing is left. The third is unused: (0, 0).
+    """
+    if case.mm_prefix_range is not None:
+        given = torch.tensor(case.mm_prefix_range, dtype=torch.int32)
+        return given.reshape(len(given), -1, 2)
+    lengths: Lengths = case.lengths
+    found = torch.zeros(len(lengths.query_lens), _RANGES, 2, dtype=torch.int32)
+    lens = zip(lengths.query_lens, lengths.ctx_lens, strict=True)
+    for seq, (query_len, ctx_len) in enumerate(lens):
+        middle, last = ctx_len + query_len // 2, ctx_len + query_len - 1
+        found[seq, 0] = torch.tensor([max(0, ctx_len - 9), middle])
+        if middle + 1 < last:
+            found[seq, 1] = torch.tensor([middle + 1, last])
+    return found
+
+
+def prefix_lens(case: Case) -> torch.Tensor:
+    """Return the prefix that each row of a sequence sees, [num_seqs] int32: given, or half the context."""
+    given = case.rswa_prefix_lens
+    lens = [ctx_len // 2 for ctx_len in case.lengths.ctx_lens] if given is None else given
+    return torch.tensor(lens, dtype=torch.int32)
+
+
+def tree_bias(case: Case) -> torch.Tensor:
+    """Return the bias of a row for the key of a new token, [n, n] float32; n is the largest query_len.
+
+    With given parents it is 0 for a token and its ancestors, -inf for others. Else it is drawn from the seed,
+    and -inf for some tokens before the row.
+    """
+    size = max(case.lengths.query_lens)
+    if case.tree_parents is not None:
+        return _branches(case.tree_parents[:size])
+    generator = torch.Generator().manual_seed(case.seed + 6)
+    bias = torch.randn(size, size, generator=generator)
+    away = torch.arange(size)[:, None] - torch.arange(size)
+    return bias.masked_fill((away > 0) & (away % 3 == 1), -torch.inf)
+
+
+def longest_mask(case: Case) -> SequenceMask:
+    """Return the mask of the first sequence with the most new tokens."""
+    lengths = case.lengths
+    seq = max(range(len(lengths.query_lens)), key=lengths.query_lens.__getitem__)
+    return visibility_of(case).of_seq(seq, lengths.ctx_lens[seq], lengths.seq_lens[seq])
+
+
+def data_of_seq(case: Case, seq: int) -> dict[str, Any]:
+    """Return the fields of a Case with the data of its mask for one of its sequences alone."""
+    if case.mask == "causal_by_sequence":
+        return {"causal_seqs": (int(causal_seqs(case)[seq]),)}
+    found: dict[str, Any] = {}
+    for name in ("mm_prefix_range", "rswa_prefix_lens"):
+        given = getattr(case, name)
+        if given is not None:
+            found[name] = given[seq : seq + 1]
+    return found
+
+
+def _branches(parents: tuple[int, ...]) -> torch.Tensor:
+    """Return 0 for each token and its ancestors, -inf for others, [n, n] float32."""
+    bias = torch.full((len(parents), len(parents)), -torch.inf)
+    for token, parent in enumerate(parents):
+        if parent < token:
+            bias[token] = bias[parent]
+        bias[token, token] = 0.0
+    return bias
