@@ -20,6 +20,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.lab.lab import Lab
     from attnlab.lab.public import compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
+    from attnlab.lab.writes.public import check_writes
     from attnlab.mla.faults import MLA_FAULTS
     from attnlab.mla.mla_case import MlaCase
     from attnlab.mla.public import check_mla, run_mla
@@ -48,6 +49,7 @@ __all__ = [
     "capture",
     "check",
     "check_mla",
+    "check_writes",
     "compare",
     "decode_error",
     "diagnose",
@@ -82,6 +84,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "capture": "attnlab.recorder.public",
     "check": "attnlab.checker.public",
     "check_mla": "attnlab.mla.public",
+    "check_writes": "attnlab.lab.writes.public",
     "compare": "attnlab.lab.public",
     "decode_error": "attnlab.lab.public",
     "diagnose": "attnlab.diagnosis.public",

@@ -84,7 +84,7 @@ def located(
                 if is_right(lab, case) or not is_right(sound, case):
                     continue
                 began = time.process_time()
-                found = xray(case, lab=lab, limit_s=6, confirm=False) if args.xray else None
+                found = xray(case, lab=lab, limit_s=3, confirm=False) if args.xray else None
                 place = locate_lines(lab, case, found, Limit(edits=args.edits, seconds=60.0))
             except AttnLabError:
                 continue

@@ -10,7 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import CaseRun, run_case
-from attnlab.checker.evidence import evidence_label
+from attnlab.checker.evidence import evidence_fields, evidence_label
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import never_reads_empty_slots, observations
 from attnlab.contracts.dispatch import decide
@@ -138,8 +138,14 @@ def _wrong_output(
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
-    names = () if layout else tuple(one.name for one in diagnosis_of_zeros.explanations)
-    return dataclasses.replace(_finding(zeros, "wrong_output", text, label), names=names)
+    found = _finding(zeros, "wrong_output", text, label)
+    return (
+        found
+        if layout
+        else dataclasses.replace(
+            found, **evidence_fields(lab, zeros, output_of_zeros, diagnosis_of_zeros, label)
+        )
+    )
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:

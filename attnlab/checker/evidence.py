@@ -8,6 +8,7 @@ which the name that an output alone suggests does not ensure.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -100,3 +101,36 @@ def evidence_label(
     except AttnLabError:
         rule = ""
     return rule or diagnosis.status
+
+
+def evidence_fields(
+    lab: Lab, case: Case, output: torch.Tensor, diagnosis: Diagnosis, label: str
+) -> dict[str, Any]:
+    """Return the names, and what separates faults of one label: ``wrong_in``, ``right_in``, ``contents``.
+
+    A defect that explains only the rows of one kernel would change the others, too, if that kernel had it.
+    """
+    explanations = diagnosis.explanations
+    kinds = {"decode" if n == 1 else "prefill" for n in case.lengths.query_lens}
+    fields: dict[str, Any] = {"names": tuple(one.name for one in explanations)}
+    if explanations:
+        scopes = {one.scope.rows for one in explanations if one.scope is not None}
+        wrong = scopes & kinds if scopes <= kinds else set[str]()
+        wrong = wrong or (kinds if len(kinds) == 1 else set[str]())
+        right = kinds - wrong if scopes and scopes <= kinds else set[str]()
+    elif label == diagnosis.status:
+        wrong = _kinds_of(lab, case, output)
+        right = kinds - wrong
+        if diagnosis.pattern.is_complete:
+            fields["contents"] = tuple(sorted({fact.kind for fact in diagnosis.pattern.rules}))
+    else:
+        return fields
+    return {**fields, "wrong_in": tuple(sorted(wrong)), "right_in": tuple(sorted(right))}
+
+
+def _kinds_of(lab: Lab, case: Case, output: torch.Tensor) -> set[str]:
+    """Return the kinds of the sequences with wrong rows."""
+    rows = examine(lab, case, output, (), Pattern()).evidence.locations.wrong_rows
+    starts = torch.tensor(case.lengths.query_lens).cumsum(0)
+    seqs = torch.searchsorted(starts, rows.cpu(), right=True).unique().tolist()
+    return {"decode" if case.lengths.query_lens[seq] == 1 else "prefill" for seq in seqs}

@@ -32,6 +32,7 @@ OBSERVATIONS = {
     "reads_empty_slots": "a kernel reads unwritten slots of the sequence's own blocks",
     "reads_outside_window": "a kernel reads tokens before the sliding window of every row",
 }
+_TUPLES = ("names", "wrong_in", "right_in", "contents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -42,6 +43,9 @@ class Finding(Shown):
     - ``evidence``: what the run showed, in one sentence.
     - ``diagnosis``: the name of the defect that explains it, or the status of the diagnosis.
     - ``names``: all defects that explain the output of ``first``; several if that does not decide.
+    - ``wrong_in``, ``right_in``: kinds of rows, "decode" and "prefill", in which the fault shows, and in
+      which it would show if the kernel of these rows had it.
+    - ``contents``: without a diagnosis, kinds of regularities that account for all wrong numbers.
     - ``case``: the smallest Case that shows it.
     - ``first``: the Case that showed it first; None if that is ``case``.
     - ``seen``: the number of cases that showed it.
@@ -61,6 +65,9 @@ class Finding(Shown):
     lines: tuple[KernelLine, ...] = ()
     no_lines: str = ""
     names: tuple[str, ...] = ()
+    wrong_in: tuple[str, ...] = ()
+    right_in: tuple[str, ...] = ()
+    contents: tuple[str, ...] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -69,27 +76,40 @@ class Finding(Shown):
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Return (op, kind, diagnosis); findings with the same group are reported once."""
-        return self.op, self.kind, self.diagnosis
+        """Return (op, kind, what is known of the fault); findings with the same group are reported once."""
+        known = (self.diagnosis, *(f"not in {one} rows" for one in self.right_in), *self.contents)
+        return self.op, self.kind, "; ".join(known)
 
     def is_same(self, other: "Finding") -> bool:
         """Answer whether another finding may be the same fault: an equal diagnosis, or a defect that explains
-        both."""
-        if self.group == other.group:
+        both, and no evidence that separates them."""
+        if (self.op, self.kind) != (other.op, other.kind) or self._is_separate(other):
+            return False
+        return self.diagnosis == other.diagnosis or bool(set(self.names) & set(other.names))
+
+    def _is_separate(self, other: "Finding") -> bool:
+        """Answer whether rows of one kernel are wrong here and right there, or hold other contents."""
+        if set(self.wrong_in) & set(other.right_in) or set(other.wrong_in) & set(self.right_in):
             return True
-        is_alike = (self.op, self.kind) == (other.op, other.kind)
-        return is_alike and bool(set(self.names) & set(other.names))
+        return bool(self.contents and other.contents) and not set(self.contents) & set(
+            other.contents
+        )
 
     def joined(self, other: "Finding") -> "Finding":
-        """Return this finding with only the names that explain another one of the same fault, too.
+        """Return this finding with what another one of the same fault adds.
 
-        If one is left, it is the diagnosis.
+        Only names that explain both are left; a single one is the diagnosis.
         """
+        both: dict[str, Any] = {
+            name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
+            for name in ("wrong_in", "right_in")
+        }
+        joined = dataclasses.replace(self, **both)
         names = tuple(name for name in self.names if name in other.names)
         if not names:
-            return self
+            return joined
         diagnosis = names[0] if len(names) == 1 else self.diagnosis
-        return dataclasses.replace(self, names=names, diagnosis=diagnosis)
+        return dataclasses.replace(joined, names=names, diagnosis=diagnosis)
 
     @property
     def command(self) -> str:
@@ -113,11 +133,11 @@ class Finding(Shown):
 
     def to_verdict(self) -> dict[str, Any]:
         """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""
-        names = ("op", "kind", "evidence", "diagnosis", "names")
+        names = ("op", "kind", "evidence", "diagnosis", *_TUPLES)
         return {**{name: getattr(self, name) for name in names}, "case": self.case.changes()}
 
     @classmethod
     def from_verdict(cls, fields: Mapping[str, Any]) -> "Finding":
         """Return the finding of :meth:`to_verdict`."""
-        changes = {"case": Case.from_dict(fields["case"]), "names": tuple(fields.get("names", ()))}
-        return cls(**{**fields, **changes})
+        tuples = {name: tuple(fields.get(name, ())) for name in _TUPLES}
+        return cls(**{**fields, "case": Case.from_dict(fields["case"]), **tuples})

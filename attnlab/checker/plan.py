@@ -214,4 +214,4 @@ def findings_of(task: Task, outcome: Outcome) -> list[Finding]:
 
 def shrink_key(task: Task, finding: Finding) -> str:
     """Return the key of the task that shrinks a finding of a case."""
-    return f"shrink/{task.key}/{finding.kind}/{finding.diagnosis}"
+    return f"shrink/{task.key}/{finding.kind}/{finding.group[2]}"

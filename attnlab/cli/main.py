@@ -39,6 +39,7 @@ from attnlab.cli import (
     run,
     shrink,
     stages,
+    writes,
     xray,
 )
 from attnlab.cli.command import Command
@@ -50,6 +51,7 @@ COMMANDS: tuple[Command, ...] = (
     diagnose.COMMAND,
     xray.COMMAND,
     mla.COMMAND,
+    writes.COMMAND,
     replay.COMMAND,
     shrink.COMMAND,
     power.COMMAND,

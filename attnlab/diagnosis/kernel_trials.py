@@ -20,6 +20,7 @@ from attnlab.kernels.triton.replay import Replay, TooLong, Unit
 from attnlab.kernels.triton.source_edits import Edit, edits
 
 COSTS = (1, 2, 3)
+_REVIVED = 2.0  # an unused name is what a fault has left out, in units of the cost of an edit
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -137,6 +138,7 @@ class Trials:
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
                     for edit in edits(text, chosen, cost, kernel.text):
                         order = cost - suspicion(kernel.line(edit.statement))
+                        order -= _REVIVED if edit.revives else 0.0
                         found.append((order, kernel, text, edit))
         found.sort(key=lambda one: one[0])
         yield from ((kernel, text, edit) for _, kernel, text, edit in found)

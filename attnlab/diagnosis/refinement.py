@@ -27,13 +27,14 @@ from attnlab.diagnosis.withdrawal import with_slot_kinds
 from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
+from attnlab.weights.cost import most_runs
 from attnlab.weights.public import xray
 from attnlab.weights.xray import XRay
 
 _XRAY_S = 6.0  # time for the search for a description
 _RERUNS = 6  # of the kernel, before an X-ray
-_XRAY_RUNS, _XRAY_RUN_S = 20, 30.0  # further runs of an X-ray, and the time that all may take
-_XRAY_WEIGHTS = 1 << 22  # rows × heads × slots, up to which the weights are measured
+_XRAY_RUN_S = 30.0  # time that all runs of an X-ray may take
+_XRAY_WEIGHTS = 1 << 24  # rows × heads × slots, up to which the weights are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,12 +121,10 @@ def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) ->
 
 
 def _can_xray(case: Case, seconds: float) -> bool:
-    """Answer whether an X-ray takes seconds at most, if a run takes ``seconds``: it runs the kernel once for
-    every ``head_size`` slots, and some more for confirmation."""
+    """Answer whether an X-ray takes seconds at most, if a run takes ``seconds``."""
     slots = case.total_blocks * case.block_size
-    runs = _XRAY_RUNS + -(-slots // case.head_size)
     is_small = case.lengths.num_tokens * case.num_heads * slots <= _XRAY_WEIGHTS
-    return is_small and seconds * runs <= _XRAY_RUN_S
+    return is_small and seconds * most_runs(case) <= _XRAY_RUN_S
 
 
 def _if_unwritten(

@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.mutation.remedies import changes_text
+from attnlab.mutation.score import kernels_where
 
 OUTCOMES = ("killed", "survived", "equivalent")
 _RAN = {True: "passes", False: "does not pass", None: "was not run"}
@@ -18,10 +19,12 @@ _RAN = {True: "passes", False: "does not pass", None: "was not run"}
 class Mutant:
     """One mutant and what the test does with it.
 
-    - ``outcome``: "killed", "survived" or "equivalent".
-    - ``effect``: the largest absolute change of an element of the sample; ``margin``: the largest ratio
-      of a change to what the test allows there. Above 1 the test notices it; infinite for NaN.
-    - ``margins``: the same ratio over the rows of each kernel, "decode" and "prefill".
+    - ``outcome``: "killed" in each kernel whose rows it changes; "survived" if it survives in one; or
+      "equivalent".
+    - ``effect``: the largest absolute change of an element of the sample.
+    - ``margins``: by kernel, "decode" and "prefill", the largest ratio of a change of an element to what the
+      test allows there; infinite for NaN. ``margin``: the smallest of the kernels that it changes. Above 1
+      the test notices it.
     - ``remedy``: the cheapest change of the test that kills the mutant, or None.
     """
 
@@ -35,17 +38,21 @@ class Mutant:
 
     @property
     def survives_in(self) -> tuple[str, ...]:
-        """Return the kernels in which a killed mutant would survive alone: it changes their rows, but by no
-        more than the test allows."""
-        if self.outcome != "killed":
-            return ()
-        return tuple(kernel for kernel, margin in self.margins.items() if 0 < margin <= 1)
+        """Return the kernels whose rows the mutant changes by no more than the test allows."""
+        return kernels_where(self.margins, killed=False)
+
+    @property
+    def killed_in(self) -> tuple[str, ...]:
+        """Return the kernels in whose rows the test notices the mutant."""
+        return kernels_where(self.margins, killed=True)
 
     @property
     def outcome_text(self) -> str:
-        """Return the outcome in words."""
-        alone = self.survives_in
-        return f"killed; survives in {alone[0]} alone" if alone else self.outcome
+        """Return the outcome in words, such as "survived (decode; killed in prefill)"."""
+        if not (self.survives_in and self.killed_in):
+            return self.outcome
+        where, killed = (" and ".join(names) for names in (self.survives_in, self.killed_in))
+        return f"{self.outcome} ({where}; killed in {killed})"
 
     @property
     def remedy_text(self) -> str:
@@ -86,8 +93,18 @@ class MutationReport(Shown):
 
     @property
     def partly_killed(self) -> list[Mutant]:
-        """Return the mutants that are killed only because more than one kernel has them."""
-        return [mutant for mutant in self.mutants if mutant.survives_in]
+        """Return the mutants that the test notices in one kernel and not in the other."""
+        return [mutant for mutant in self.mutants if mutant.survives_in and mutant.killed_in]
+
+    def counts_by_kernel(self) -> dict[str, dict[str, int]]:
+        """Return, for the rows of each kernel, how many mutants that change them are killed and survive."""
+        return {
+            kernel: {
+                "killed": sum(kernel in mutant.killed_in for mutant in self.mutants),
+                "survived": sum(kernel in mutant.survives_in for mutant in self.mutants),
+            }
+            for kernel in dict.fromkeys(name for one in self.mutants for name in one.margins)
+        }
 
     def named(self, names: Sequence[str]) -> list[Mutant]:
         """Return the mutants with these names, in their order, without those that do not apply."""
@@ -107,13 +124,13 @@ class MutationReport(Shown):
             f"{counts['equivalent']} equivalent (no data can show them); computed on {rows} of "
             f"{all_rows} rows, {self.heads} heads each"
         ]
-        for kernel in ("decode", "prefill"):
-            alone = [mutant.name for mutant in self.partly_killed if kernel in mutant.survives_in]
-            if alone:
-                sentences.append(
-                    f"{len(alone)} of the killed would survive if only the {kernel} kernel had the fault: "
-                    f"{', '.join(alone)}"
-                )
+        kernels = self.counts_by_kernel()
+        if len(kernels) > 1:
+            parts = (
+                f"{kernel} rows: {one['killed']} killed, {one['survived']} survived"
+                for kernel, one in kernels.items()
+            )
+            sentences.append(f"by kernel, of the mutants that change its rows: {'; '.join(parts)}")
         if self.proposal is not None and self.survivors:
             left = (
                 f"{', '.join(self.left)} still survive" if self.left else "all of them are killed"
@@ -130,6 +147,7 @@ class MutationReport(Shown):
             "case": self.case.changes(),
             "mutants": [_mutant_dict(mutant) for mutant in self.mutants],
             "counts": self.counts(),
+            "counts_by_kernel": self.counts_by_kernel(),
             "proposal": self.proposal,
             "left": self.left,
             "models_pass": self.models_pass,
@@ -145,6 +163,7 @@ def _backend_text(case: Case) -> str:
 
 
 def _mutant_dict(mutant: Mutant) -> dict[str, Any]:
-    values = dataclasses.asdict(mutant) | {"survives_in": list(mutant.survives_in)}
+    values = dataclasses.asdict(mutant)
+    values |= {"survives_in": list(mutant.survives_in), "killed_in": list(mutant.killed_in)}
     values["margins"] = {kernel: json_number(n) for kernel, n in mutant.margins.items()}
     return values | {"effect": json_number(mutant.effect), "margin": json_number(mutant.margin)}

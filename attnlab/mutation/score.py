@@ -15,13 +15,16 @@ MAX_SEQS, TOKENS, HEADS = 4, 4, 4  # of the sample; a decode has one token
 CorrectSample = list[tuple[RowSlice, Predicted]]  # some rows, each with its correct output
 
 
+_NOTHING = 1e-9  # a margin that is no change
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The effect of a mutant on a sample of rows.
 
-    ``effect``: the largest absolute change of an element; ``margin``: the largest ratio of a change to
-    what the test allows there. Both are infinite if an element becomes NaN or infinite. ``margins``: the
-    same ratio by kernel, "decode" and "prefill", since a fault may be in one of them only.
+    ``effect``: the largest absolute change of an element; ``margins``: by kernel, "decode" and "prefill",
+    the largest ratio of a change to what the test allows there. Both are infinite if an element becomes NaN
+    or infinite.
     """
 
     effect: float
@@ -29,13 +32,27 @@ class Score:
 
     @property
     def margin(self) -> float:
-        """Return the largest margin of any kernel."""
-        return max(self.margins.values(), default=0.0)
+        """Return the margin of the kernel in which the mutant shows least, of those that it changes.
+
+        A fault may be in one kernel only, so the test must notice it in each.
+        """
+        return least_margin(self.margins)
 
     @property
     def is_killed(self) -> bool:
-        """Answer whether the test notices the mutant."""
+        """Answer whether the test notices the mutant in each kernel whose rows it changes."""
         return self.margin > 1
+
+
+def least_margin(margins: dict[str, float]) -> float:
+    """Return the smallest margin of the kernels whose rows change, 0 if none do."""
+    return min((one for one in margins.values() if one > _NOTHING), default=0.0)
+
+
+def kernels_where(margins: dict[str, float], *, killed: bool) -> tuple[str, ...]:
+    """Return the kernels in whose rows a mutant is killed, or survives although it changes them."""
+    changed = {kernel: one for kernel, one in margins.items() if one > _NOTHING}
+    return tuple(kernel for kernel, one in changed.items() if (one > 1) == killed)
 
 
 def sample_correct(problem: Problem) -> CorrectSample:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.weights.slot_owner import NONE
+from attnlab.weights.tile_edges import tile_edges
 from attnlab.weights.xray import XRay
 
 
@@ -17,7 +18,8 @@ class KeyColumns:
       ``foreign``.
     - ``rows``: [rows] output rows. ``positions``: number of positions; ``tail``: number of slots after them.
     - ``foreign``: labels of the last columns, sums over the slots of another sequence or of unmapped blocks.
-    - ``context``: the end of the context; ``block_size``: of the cache.
+    - ``context``: the end of the context; ``block_size``: of the cache; ``tiles``: positions at which the
+      kernel begins another tile.
     """
 
     measured: torch.Tensor
@@ -30,6 +32,7 @@ class KeyColumns:
     foreign: tuple[str, ...]
     context: int
     block_size: int
+    tiles: tuple[int, ...] = ()
 
     @property
     def own(self) -> int:
@@ -55,7 +58,7 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
     setup, owners = one.setup, one.owners
     rows = torch.nonzero(setup.seq == seq).flatten()
     at = torch.nonzero(setup.heads == head).flatten()[0]
-    length = int(setup.seq_len[rows[0]])
+    length, context = int(setup.seq_len[rows[0]]), int(setup.ctx_len[rows[0]])
     own = owners.seq == seq
     last = _last_column(one, own, length, rows, int(at))
     own &= owners.position < last
@@ -80,8 +83,11 @@ def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> K
         positions=length,
         tail=last - length,
         foreign=(*(f"seq {other}" for other in others), "unmapped"),
-        context=int(setup.ctx_len[rows[0]]),
+        context=context,
         block_size=setup.call.block_size,
+        tiles=tile_edges(
+            one, setup.kernels[int(rows[0])], context, int(setup.cached[rows[0]]), length
+        ),
     )
 
 

@@ -2,29 +2,27 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.errors import AttnLabError
+from attnlab.weights.confirmation import Other, SecondCase
 from attnlab.weights.description import Description, numbers
 from attnlab.weights.evidence import compare
 from attnlab.weights.examine import Examined, Subject, examine, is_coarse
-from attnlab.weights.fit import Law, fit_law
-from attnlab.weights.measurement import runner, unfolded
+from attnlab.weights.measurement import runner
 from attnlab.weights.pattern import pattern
-from attnlab.weights.plan import right_plan
 from attnlab.weights.rule import Constant
 from attnlab.weights.score_rules import Gain, Power, ScoreFactor
-from attnlab.weights.search import Found, describe
+from attnlab.weights.search import MAX_RULES, Found, describe
 from attnlab.weights.setup import AttentionSetup
-from attnlab.weights.slot_owner import SlotOwners
-from attnlab.weights.values import ValueFaults, reordered, value_faults
+from attnlab.weights.usable import UsableRows, usable_rows, with_elements
+from attnlab.weights.values import ValueFaults, value_faults
 from attnlab.weights.xray import XRay
 
-Other = Callable[[tuple[int, ...] | None], Subject | None]
 _NOTHING = Found(descriptions=(), tried=0)
+_ZERO_S = 2.0  # time for the search for a rule of rows of zeros
+_BE = {False: "is", True: "are"}
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
@@ -32,27 +30,22 @@ _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a cons
 def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0) -> XRay:
     """Measure a subject and conclude.
 
-    ``other`` returns another subject on the same backend, on which a description of some query heads (None:
-    of all) must hold, too, or None.
+    ``other``: as in :class:`attnlab.weights.confirmation.SecondCase`.
     ``limit_s`` bounds the search for a description. Raises what the backend raises, InvalidCase for an op
     without values, InvalidCall for a call that is too large.
     """
     began = time.perf_counter()
     found = examine(subject)
     run = runner(subject.backend, subject.target, subject.kernels, subject.options)
-    usable = _usable(found)
+    usable, second = usable_rows(found, every_slot=False), SecondCase(other)
     verdict = _Verdict(status="unreadable")
     if len(usable.rows):
         coarse = is_coarse(usable.setup, usable.measured, usable.expected)
         faults = value_faults(found.setup, found.measurement, run, 0.05 if coarse else 0.0)
         if faults.elements is not None:
-            read = reordered(found.measurement.read, faults.elements)
-            lanes = found.measurement.lanes
-            weights = unfolded(found.setup, lanes, read[..., : lanes.count])
-            measurement = dataclasses.replace(found.measurement, read=read, weights=weights)
-            found = dataclasses.replace(found, measurement=measurement)
-            usable = _usable(found)
-        verdict = _judge(usable, faults, other, limit_s)
+            found = with_elements(found, faults.elements)
+            usable = usable_rows(found, every_slot=False)
+        verdict = _judge_all(usable, faults, second, limit_s)
     return XRay(
         status=_status_of_all(verdict.status, found, usable),
         case=subject.case,
@@ -64,23 +57,12 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0)
         descriptions=verdict.search.descriptions,
         confirmed=verdict.confirmed,
         law=usable.law,
+        magnitudes=usable.magnitudes,
         sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *_limits(found)),
         drawn=found.drawn,
         tried=verdict.search.tried,
         seconds=time.perf_counter() - began,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Usable:
-    """The finite rows of a measurement: their indices, and what belongs to them."""
-
-    rows: torch.Tensor
-    setup: AttentionSetup
-    measured: torch.Tensor
-    expected: torch.Tensor
-    owners: SlotOwners
-    law: Law | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,42 +75,56 @@ class _Verdict:
     sentences: tuple[str, ...] = ()
 
 
-def _usable(found: Examined) -> _Usable:
-    """Return the rows that are finite, with their weights and the fit of their law."""
-    finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
-    rows = torch.nonzero(finite).flatten()
-    setup = found.setup.take(rows, torch.arange(len(found.setup.heads)))
-    measured, law = found.measurement.weights[rows], None
-    if len(rows):
-        plan = right_plan(setup)
-        law = fit_law(plan, measured, with_distance=plan.slopes is not None)
-    return _Usable(
-        rows=rows,
-        setup=setup,
-        measured=measured,
-        expected=found.expected[rows],
-        owners=found.owners,
-        law=law,
+def _judge_all(
+    usable: UsableRows, faults: ValueFaults, second: SecondCase, limit_s: float
+) -> _Verdict:
+    """Return what the finite rows show; rows of zeros apart, unless a rule explains them with the others."""
+    zero = usable.zero
+    if not bool(zero.any()) or bool(zero.all()):
+        return _judge(usable, faults, second, limit_s)
+    verdict = _judge(usable.take(~zero), faults, second, limit_s)
+    rest = verdict.search.descriptions
+    if rest and compare(usable.setup, usable.measured, rest[0].weights(usable.setup)).complete:
+        return verdict
+    if verdict.status == "right":
+        again = _judge(usable, faults, second, min(limit_s, _ZERO_S), 1)
+        if again.status == "described":
+            return again
+    rows = usable.setup.rows[zero].tolist()
+    words = f"{'row' if len(rows) == 1 else 'rows'} {numbers(rows)} {_BE[len(rows) > 1]} 0 in every head"
+    status = "undecided" if verdict.status == "undecided" else "described"
+    lines = (
+        f"{words}: no key has a weight",
+        *(f"other rows: {one}" for one in verdict.sentences[:1]),
     )
+    return dataclasses.replace(verdict, status=status, sentences=(*lines, *verdict.sentences[1:]))
 
 
-def _judge(usable: _Usable, faults: ValueFaults, other: Other | None, limit_s: float) -> _Verdict:
+def _judge(
+    usable: UsableRows,
+    faults: ValueFaults,
+    second: SecondCase,
+    limit_s: float,
+    max_rules: int = MAX_RULES,
+) -> _Verdict:
     """Return what the finite rows show."""
     setup, measured, expected = usable.setup, usable.measured, usable.expected
+    holds = second.confirms_values(faults) if faults.is_rule else None
+    about_values = _about_values(faults, holds)
     if compare(setup, measured, expected, 1.0).complete:
-        if not faults.sentences:
+        if not about_values:
             words = "every row attends to its keys with the right weights, within the precision"
             return _Verdict(status="right", sentences=(words,))
-        lines = (*faults.sentences, "the weights themselves are right")
-        return _Verdict(status="described", sentences=lines)
+        lines = (*about_values, "the weights themselves are right")
+        status = "undecided" if holds is False else "described"
+        return _Verdict(status=status, confirmed=holds, sentences=lines)
     coarse = is_coarse(setup, measured, expected)
-    search = describe(setup, measured, *((_COARSE_S, 1) if coarse else (limit_s,)))
-    plain = (
-        *faults.sentences,
-        *pattern(setup, measured, expected, usable.owners, usable.law),
-    )
+    search = describe(setup, measured, *((_COARSE_S, 1) if coarse else (limit_s, max_rules)))
+    plain = (*about_values, *pattern(setup, measured, expected, usable.owners, usable.law))
+    if not coarse and usable.magnitudes is not None and usable.magnitudes.text:
+        plain = (*plain, usable.magnitudes.text)
     if search.descriptions and not _is_rounding(search.descriptions[0], setup):
-        kept, confirmed = _confirmed(search, other)
+        kept, confirmed = second.confirmed(search, faults)
         if kept.descriptions:
             lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
@@ -147,7 +143,15 @@ def _judge(usable: _Usable, faults: ValueFaults, other: Other | None, limit_s: f
     return _Verdict(status="undecided", search=search, sentences=(words, *plain))
 
 
-def _status_of_all(status: str, found: Examined, usable: _Usable) -> str:
+def _about_values(faults: ValueFaults, holds: bool | None) -> tuple[str, ...]:
+    """Return the sentences about values; ``holds``: whether another case confirms the rules."""
+    ending = {True: " (confirmed on another case)", None: " (not confirmed on another case)"}
+    if holds is False:
+        return (f"{faults.rules[0]}: so it seems here, but not in another case", *faults.limits)
+    return (*(rule + ending[holds] for rule in faults.rules), *faults.limits)
+
+
+def _status_of_all(status: str, found: Examined, usable: UsableRows) -> str:
     """Return the status with the rows that are not finite: unwritten rows are a description of their own."""
     if len(usable.rows) == len(found.setup.rows):
         return status
@@ -165,27 +169,6 @@ def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
         and abs(rule.factor.of(setup) - 1) < _NEARLY_ONE
         for rule in one.rules
     )
-
-
-def _confirmed(search: Found, other: Other | None) -> tuple[Found, bool | None]:
-    """Return the descriptions that predict another subject's weights, and whether there was one."""
-    subject = None if other is None else other(search.descriptions[0].scope.heads)
-    if subject is None:
-        return search, None
-    try:
-        found = examine(subject, resolve=False)
-    except AttnLabError:
-        return search, None
-    usable, lanes = _usable(found), found.measurement.lanes
-    if not len(usable.rows):
-        return search, None
-    folded = found.measurement.folded[usable.rows]
-    kept = [
-        one
-        for one in search.descriptions
-        if compare(usable.setup, folded, lanes.fold(one.weights(usable.setup))).complete
-    ]
-    return dataclasses.replace(search, descriptions=tuple(kept)), bool(kept)
 
 
 def _stated(found: Found, confirmed: bool | None, setup: AttentionSetup) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attnlab.weights.plan import right_plan
+from attnlab.weights.plan import Plan, right_plan
 from attnlab.weights.rule import Rule
 from attnlab.weights.setup import AttentionSetup
 
@@ -69,14 +69,18 @@ class Description:
         plan = right_plan(setup)
         if not self.rules:
             return plan.weights()
-        changed = plan
-        for rule in self.rules:
-            changed = rule.apply(changed)
+        changed = self.plan(plan)
         if self.scope == EVERYTHING:
             return changed.weights()
         rows, heads = self.scope.rows_of(setup), self.scope.heads_of(setup)
         inside = rows[:, None, None] & heads[None, :, None]
         return torch.where(inside, changed.weights(), plan.weights())
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return a plan with the rules applied."""
+        for rule in self.rules:
+            plan = rule.apply(plan)
+        return plan
 
     @property
     def text(self) -> str:

@@ -21,6 +21,7 @@ from attnlab.weights.setup import AttentionSetup, make_setup
 from attnlab.weights.slot_owner import SlotOwners, holds_token, slot_owners
 
 COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
+_COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,10 +54,11 @@ class Examined:
     drawn: bool
 
 
-def examine(subject: Subject, *, resolve: bool = True) -> Examined:
+def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> Examined:
     """Measure a subject; raise InvalidCase for an op without values.
 
-    Without ``resolve`` only the sums of lanes are measured, which takes fewer runs.
+    Without ``resolve`` only the sums of lanes are measured, and without ``values`` there is no run with
+    random values, which takes fewer runs.
     """
     call, target = subject.call, subject.target
     check_weighs_values(call.spec)
@@ -72,7 +74,8 @@ def examine(subject: Subject, *, resolve: bool = True) -> Examined:
         setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
     run = runner(subject.backend, target, subject.kernels, subject.options)
     expected = right_plan(setup).weights()
-    measurement = measure(setup, run, expected, shared_lanes(call, owners), resolve=resolve)
+    lanes = shared_lanes(call, owners)
+    measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
     return Examined(
@@ -124,10 +127,17 @@ def law_is_visible(setup: AttentionSetup) -> bool:
 
 
 def is_coarse(setup: AttentionSetup, measured: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain."""
+    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain.
+
+    Rounding halves no weight, and it moves the sum of the weights by some percent at most.
+    """
     logits = right_plan(setup).logits()
     seen = (right_plan(setup).visible > 0)[:, None]
     size = float(torch.where(seen, logits.abs(), 0.0).max()) if logits.numel() else 0.0
     relative = 8 * COARSE + float(torch.tensor(2 * COARSE * size).expm1())
     absolute = COARSE * COARSE + setup.fixed[:, None, None]
-    return bool(((measured - expected).abs() <= relative * expected + absolute).all())
+    sums = (measured.sum(-1) - expected.sum(-1)).abs()
+    if bool((sums > _COARSE_SUM * expected.sum(-1) + setup.fixed[:, None]).any()):
+        return False
+    bound = min(relative, _COARSE_MOST) * expected + absolute
+    return bool(((measured - expected).abs() <= bound).all())

@@ -25,16 +25,22 @@ class Law:
     count: int
 
 
+def usable(plan: Plan, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the measured weight of each entry [R, H, E], and whether it is large enough for a fit."""
+    setup = plan.setup
+    slots = plan.value_slot.clamp(min=0)[:, None].expand(-1, weights.shape[1], -1)
+    measured = weights.gather(2, slots)
+    floor = setup.fixed[:, None, None] * _LEAST
+    seen = (plan.visible == 1) & (plan.value_slot >= 0)
+    return measured, seen[:, None] & (measured > floor)
+
+
 def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | None:
     """Fit the log of the measured weights [R, H, N] of the keys that the plan sees.
 
     Returns None if there are too few.
     """
-    setup = plan.setup
-    slots = plan.value_slot.clamp(min=0)[:, None].expand(-1, weights.shape[1], -1)
-    measured = weights.gather(2, slots)
-    floor = setup.fixed[:, None, None] * _LEAST
-    used = ((plan.visible == 1) & (plan.value_slot >= 0))[:, None] & (measured > floor)
+    measured, used = usable(plan, weights)
     used &= used.sum(-1, keepdim=True) > 2
     count = int(used.sum())
     if count < 8:

@@ -1,5 +1,6 @@
 """Measurement: the weights of a kernel, from runs of the unmodified kernel with coded values."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,8 +32,8 @@ class Measurement:
       those runs in order, divided by v_scale for slots of the cache; first one number for each lane.
     - ``weights``: [R, H, N] float64, NaN where an output was not finite.
     - ``unwritten``: [R] bool, rows that kept the contents of the output buffer.
-    - ``residual``: [R, H, head_size], the output of the run with random codes minus what the weights give;
-      ``magnitude``: the sum of their absolute terms.
+    - ``output``: [R, H, head_size], of the run with random codes. ``residual``: the output minus what the
+      weights give; ``magnitude``: the sum of their absolute terms.
     - ``needs_values``: whether rows are finite with random values, and not with values of 0 and 1.
     - ``runs``: how often the kernel ran. ``error``: the absolute error of a weight that random codes add.
     """
@@ -44,6 +45,7 @@ class Measurement:
     read: torch.Tensor
     weights: torch.Tensor
     unwritten: torch.Tensor
+    output: torch.Tensor
     residual: torch.Tensor
     magnitude: torch.Tensor
     needs_values: bool
@@ -54,6 +56,14 @@ class Measurement:
     def folded(self) -> torch.Tensor:
         """Return the sums of the weights by lane, [R, H, lanes]."""
         return self.read[..., : self.lanes.count]
+
+    def reordered(self, setup: AttentionSetup, elements: torch.Tensor) -> "Measurement":
+        """Return what was measured if the output has the elements of the values in the order ``elements``."""
+        read = torch.zeros_like(self.read).unflatten(-1, (-1, len(elements)))
+        read[..., elements] = self.read.unflatten(-1, (-1, len(elements)))
+        read = read.flatten(-2)
+        weights = unfolded(setup, self.lanes, read[..., : self.lanes.count])
+        return dataclasses.replace(self, read=read, weights=weights)
 
     @property
     def finite(self) -> torch.Tensor:
@@ -72,7 +82,13 @@ def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: 
 
 
 def measure(
-    setup: AttentionSetup, run: Run, expected: torch.Tensor, shared: Lanes, *, resolve: bool = True
+    setup: AttentionSetup,
+    run: Run,
+    expected: torch.Tensor,
+    shared: Lanes,
+    *,
+    resolve: bool = True,
+    values: bool = True,
 ) -> Measurement:
     """Measure the weights of the rows and heads of a setup.
 
@@ -81,8 +97,9 @@ def measure(
     - ``resolve``: if they are not, and the run with random codes shows that slots outside the row's sequence
       have a weight, measure the slots one by one, or, if that takes more than MOST_RUNS runs, find those
       with a weight with random signed codes.
+    - ``values``: run once more with random values.
     """
-    call, reader = setup.call, _Reader(setup, run)
+    call, reader = setup.call, _Reader(setup, run, values=values)
     single = single_lanes(call, num_slots(call))
     few, all_runs = reader.runs_of(shared), reader.runs_of(single)
     if few > MOST_LANE_RUNS:
@@ -151,8 +168,8 @@ def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> boo
 class _Reader:
     """Runs the kernel of a setup with coded values, and counts the runs."""
 
-    def __init__(self, setup: AttentionSetup, run: Run) -> None:
-        self._setup, self._run, self._runs = setup, run, 0
+    def __init__(self, setup: AttentionSetup, run: Run, *, values: bool = True) -> None:
+        self._setup, self._run, self._runs, self._values = setup, run, 0, values
 
     def runs_of(self, lanes: Lanes) -> int:
         """Return the number of runs that measure lanes."""
@@ -203,8 +220,8 @@ class _Reader:
             zeros = self._output(next(one_hot(call, lanes.of)), 0.0)
             unwritten &= (zeros == 0).flatten(1).all(1)
         codes = random_codes(call)
-        output = self._output(codes)
-        predicted, magnitude = weigh(call, weights, codes.double(), setup.heads)
+        predicted, magnitude = weigh(call, weights, codes.double(), setup.kv_head)
+        output = self._output(codes) if self._values else predicted
         return Measurement(
             call=call,
             rows=setup.rows,
@@ -213,6 +230,7 @@ class _Reader:
             read=read,
             weights=weights,
             unwritten=unwritten,
+            output=output,
             residual=output - predicted,
             magnitude=magnitude,
             needs_values=_any_finite(output[~_finite(read[..., : lanes.count])]),
@@ -252,14 +270,14 @@ def value_scale(call: KernelCall) -> float:
 
 
 def weigh(
-    call: KernelCall, weights: torch.Tensor, values: torch.Tensor, heads: torch.Tensor
+    call: KernelCall, weights: torch.Tensor, values: torch.Tensor, kv_heads: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of weights [R, H, N] on values [N, num_kv_heads, head_size], and its magnitude.
 
-    The values of the cache are stored numbers; both results are [R, H, head_size].
+    The values of the cache are stored numbers; ``kv_heads``: [H]. Both results are [R, H, head_size].
     """
     scale = torch.ones(len(values), 1, 1, dtype=torch.float64)
     scale[: cache_slots(call)] = value_scale(call)
-    value = (values * scale)[:, heads // call.num_queries_per_kv].transpose(0, 1)
+    value = (values * scale)[:, kv_heads].transpose(0, 1)
     by_head = weights.transpose(0, 1)
     return (by_head @ value).transpose(0, 1), (by_head.abs() @ value.abs()).transpose(0, 1)

@@ -83,7 +83,8 @@ def _keys(
     seq, position = int(setup.seq[row]), int(setup.position[row])
     kind = owners.kind(slot, seq, position)
     at = int(owners.position[slot])
-    where = f"position {at}, {kind}" if at >= 0 else f"slot {slot}, {kind}"
+    in_memory = slot if setup.kept is None else int(setup.kept[slot])
+    where = f"position {at}, {kind}" if at >= 0 else f"slot {in_memory}, {kind}"
     number = f"{least}" if least == most else f"{least} to {most}"
     what = ("key" if most == 1 else "keys") + words.format(have="has" if most == 1 else "have")
     return (

@@ -6,25 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.weights.mask_entries import biased_entries, visible_entries
+from attnlab.weights.rescale import Rescale
 from attnlab.weights.setup import AttentionSetup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rescale:
-    """Partial sums are rescaled by exp(power × rise of the running maximum); 1 is right, 0 is not at all.
-
-    - ``of``: what is rescaled so: "values", "sum", or "both".
-    - ``tile``: keys per step. ``loop``: the steps that are affected, "all", "context" or "new".
-    - ``split``: parts of ``tile`` keys have maxima of their own and are merged; else they run on.
-    - ``inner``: the exponential of score minus running maximum has this power.
-    """
-
-    of: str
-    tile: int
-    power: float
-    loop: str = "all"
-    split: bool = False
-    inner: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +24,8 @@ class Plan:
     - ``slopes``: [H] or None; ``alibi_from``: "query" or "first new token".
     - ``zero_keys``: [R], keys of score 0 and value 0 in the denominator. ``sinks``: [H] or None.
     - ``gain``: of the values, from the cache and from new tokens.
+    - ``head_factor``, ``head_gain``: [H], of the scores and of the output of each head; or None.
+    - ``entry_factor``: [H, E], of the scores; or None.
     - ``fixed_logit``: [R, E], logits that do not depend on the key, NaN for those that do; or None.
     """
 
@@ -62,6 +47,9 @@ class Plan:
     zero_keys: torch.Tensor
     gain: tuple[float, float] = (1.0, 1.0)
     fixed_logit: torch.Tensor | None = None
+    head_factor: torch.Tensor | None = None
+    head_gain: torch.Tensor | None = None
+    entry_factor: torch.Tensor | None = None
 
     def weights(self) -> torch.Tensor:
         """Return the weight of each slot, [R, H, N] float64; 0 for a row that sees no key."""
@@ -82,7 +70,7 @@ class Plan:
         exps = (masked - largest).exp()
         values, sums = exps, exps
         for one in self.rescale:
-            rise = self._rise(masked, one).exp()
+            rise = one.log_factor(self.setup, masked).exp()
             values = values * rise if one.of != "sum" else values
             sums = sums * rise if one.of != "values" else sums
         total = (sums * self.counted[:, None]).sum(-1, keepdim=True)
@@ -91,6 +79,8 @@ class Plan:
             total = total + (self.sinks[:, None] - largest).exp()
         found = values * self.visible[:, None] / total
         found = found * torch.where(self.setup.is_new, self.gain[1], self.gain[0])
+        if self.head_gain is not None:
+            found = found * self.head_gain[:, None]
         return found.nan_to_num(0.0, 0.0, 0.0)
 
     def scores(self) -> torch.Tensor:
@@ -103,7 +93,10 @@ class Plan:
             products = setup.products_of(self.query_head, self.kv_head)
         slots = self.key_slot.clamp(min=0)[:, None].expand(-1, products.shape[1], -1)
         scores = products.gather(2, slots) * setup.sm_scale
-        return scores * torch.where(setup.is_new, self.factor[1], self.factor[0])
+        scores = scores * torch.where(setup.is_new, self.factor[1], self.factor[0])
+        if self.entry_factor is not None:
+            scores = scores * self.entry_factor
+        return scores if self.head_factor is None else scores * self.head_factor[:, None]
 
     def logits(self) -> torch.Tensor:
         """Return what the exponential is taken of, [R, H, E], hidden keys included."""
@@ -131,37 +124,6 @@ class Plan:
         setup = self.setup
         origin = setup.position if self.alibi_from == "query" else setup.ctx_len
         return (setup.entry_position - origin[:, None]).double()
-
-    def _rise(self, logits: torch.Tensor, one: Rescale) -> torch.Tensor:
-        """Return the logarithm of the factor that each entry lacks, [R, H, E]."""
-        steps, in_loop = self._steps(one)
-        count = int(steps.max()) + 1
-        tops = logits.new_full((*logits.shape[:2], count), -torch.inf)
-        tops.scatter_reduce_(2, steps.expand(logits.shape), logits, "amax")
-        if one.split:
-            rest = tops.amax(-1, keepdim=True) - tops
-            return ((1 - one.power) * rest).nan_to_num(0.0, 0.0, 0.0)[..., steps]
-        running = tops.cummax(-1).values
-        rises = running.diff(dim=-1, prepend=running[..., :1]).nan_to_num(0.0, 0.0, 0.0)
-        rises = torch.where(in_loop, rises, 0.0)
-        after = rises.flip(-1).cumsum(-1).flip(-1) - rises
-        found = (1 - one.power) * after[..., steps]
-        if one.inner == 1.0:
-            return found
-        depth = (logits - running[..., steps]).nan_to_num(0.0, 0.0, 0.0)
-        return found + torch.where(in_loop[steps], (one.inner - 1) * depth, 0.0)
-
-    def _steps(self, one: Rescale) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the step of each entry [E], and whether each step is affected [steps]."""
-        is_new = self.setup.is_new
-        old = int((~is_new).sum())
-        before = -(-old // one.tile)
-        index = torch.arange(len(is_new))
-        steps = torch.where(is_new, before + (index - old) // one.tile, index // one.tile)
-        numbers = torch.arange(int(steps.max()) + 1)
-        if one.loop == "all":
-            return steps, torch.ones_like(numbers, dtype=torch.bool)
-        return steps, numbers >= before if one.loop == "new" else numbers < before
 
     def change(self, **changes: object) -> "Plan":
         """Return the plan with changed fields."""

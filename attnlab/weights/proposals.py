@@ -1,13 +1,16 @@
 """Proposals: the rules that are tried, chosen by what the measured weights look like."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from attnlab.weights.evidence import Traits
 from attnlab.weights.fit import Law
 from attnlab.weights.key_rules import KeyTimes, NoKeys, ZeroKeys
-from attnlab.weights.plan import Plan, Rescale
+from attnlab.weights.magnitudes import fit_magnitudes, rules_of
+from attnlab.weights.partition import LAST, LAST_SEEN, Partition
+from attnlab.weights.plan import Plan
+from attnlab.weights.rescale import Rescale
 from attnlab.weights.rule import Constant, Edge, Rule, constants_near
 from attnlab.weights.score_rules import (
     SINK_FAULTS,
@@ -24,6 +27,7 @@ from attnlab.weights.score_rules import (
 )
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, SLOPE_FORMS, KeyHead, OtherSlots, SlopeOf
+from attnlab.weights.tile_rules import fitted_tiles, partitions
 
 START = Edge("start")
 _TILES = (8, 16, 32, 64, 128, 256)
@@ -197,22 +201,38 @@ def _heads(plan: Plan) -> Iterator[Rule]:
 def _rescales(setup: AttentionSetup) -> Iterator[Rule]:
     """Yield wrong rescales of running sums and of merged parts."""
     loops = ("all", "context", "new") if len(parts_of(setup)) > 1 else ("all",)
-    for tile in tile_sizes(setup):
+    tiles = tile_sizes(setup)
+    for tile in tiles:
         for loop in loops:
             for base in ("ln(2)", "log2(e)"):
-                one = Rescale(of="both", tile=tile, power=1.0, loop=loop)
-                yield LoopBase(one, Constant(base))
+                steps = Partition(tile, loop=loop)
+                yield LoopBase(Rescale(of="both", steps=steps, power=1.0), Constant(base))
     for power in _POWERS:
-        for tile in (1, *tile_sizes(setup)):
-            for of in ("values", "sum", "both"):
-                for loop in loops:
-                    yield NotRescaled(
-                        Rescale(of=of, tile=tile, power=1.0, loop=loop), Constant(power)
-                    )
-                if tile > 1:
-                    yield NotRescaled(
-                        Rescale(of=of, tile=tile, power=1.0, split=True), Constant(power)
-                    )
+        running = (Partition(tile, loop=loop) for tile in (1, *tiles) for loop in loops)
+        merged = (Partition(tile) for tile in tiles)
+        of_parts = [one for one in partitions(setup, tiles, (None,)) if one.parts]
+        yield from _not_rescaled((*running, *of_parts), power, split=False)
+        yield from _not_rescaled((*merged, *of_parts), power, split=True)
+    yield from _not_rescaled(partitions(setup, tiles, (1, 2, 3, LAST, LAST_SEEN)), "0", split=False)
+    yield from _not_rescaled(partitions(setup, tiles, (0, 1, 2, LAST, LAST_SEEN)), "0", split=True)
+
+
+def _not_rescaled(steps: Iterable[Partition], power: str, *, split: bool) -> Iterator[Rule]:
+    """Yield that the weighted sum, the denominator or both are rescaled with this power."""
+    for one in steps:
+        for of in ("values", "sum", "both"):
+            rescale = Rescale(of=of, steps=one, power=1.0, split=split)
+            yield NotRescaled(rescale, Constant(power))
+
+
+def combinations(plan: Plan, measured: torch.Tensor, traits: Traits) -> Iterator[tuple[Rule, ...]]:
+    """Yield rules with numbers that are fitted to the measured weights [R, H, N], alone or together."""
+    if not (traits.law or traits.parts or traits.sums):
+        return
+    found = fit_magnitudes(plan, measured)
+    if found is not None:
+        yield from rules_of(found, plan)
+    yield from ((one,) for one in fitted_tiles(plan, measured, tile_sizes(plan.setup)))
 
 
 def _sums(plan: Plan, measured: torch.Tensor) -> Iterator[Rule]:
@@ -253,7 +273,8 @@ def _slots(setup: AttentionSetup, traits: Traits) -> Iterator[Rule]:
                 yield OtherSlots(of, column=column, begin=begin)
             for shift in (-1, 1):
                 yield OtherSlots(of, shift=shift, begin=begin)
-                yield OtherSlots(of, slot_shift=shift, begin=begin)
+                for slots in (1, size):
+                    yield OtherSlots(of, slot_shift=shift * slots, begin=begin)
         for tile in (*tile_sizes(setup), 4):
             if tile != size:
                 yield OtherSlots(of, divisor=tile)

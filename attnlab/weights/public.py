@@ -61,11 +61,11 @@ def xray(
     case = as_case(case, **changes)
     found = backend if isinstance(backend, Backend) else lab.backend(case)
 
-    def other(heads: tuple[int, ...] | None) -> Subject | None:
+    def other(heads: tuple[int, ...] | None, every_head: bool) -> Subject | None:
         second = other_case(case)
         if second is None:
             return None
-        part = _of_one_head(second, found, heads)
+        part = second if every_head else _of_one_head(second, found, heads)
         return _of_case(part, lab, found)
 
     return xray_of(_of_case(case, lab, found), other if confirm else None, limit_s)

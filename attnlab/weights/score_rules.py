@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.weights.plan import Plan, Rescale
+from attnlab.weights.plan import Plan
+from attnlab.weights.rescale import Rescale
 from attnlab.weights.rule import PARTS, Constant, Rule
 
 
@@ -20,6 +21,12 @@ def _factors(part: str, old: tuple[float, float], value: float) -> tuple[float, 
 
 _ONE = Constant()
 _LN_2 = math.log(2)
+_LOOPS = {"all": "", "context": " over the cached keys", "new": " over the new keys"}
+
+
+def _is_part(one: Rescale) -> int:
+    """Return 1 for each way in which not all steps are affected."""
+    return (one.steps.loop != "all") + (one.steps.only is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,7 @@ class NotRescaled(Rule):
 
     @property
     def complexity(self) -> int:  # type: ignore[override]
-        return 1 + (self.factor.name != "0") + (self.rescale.loop != "all")
+        return 1 + (self.factor.name != "0") + _is_part(self.rescale)
 
     def apply(self, plan: Plan) -> Plan:
         one = dataclasses.replace(self.rescale, power=self.factor.of(plan.setup))
@@ -191,12 +198,19 @@ class NotRescaled(Rule):
         how = "not rescaled" if self.factor.name == "0" else "rescaled by a wrong power"
         if self.factor.name != "0":
             how += f" ({self.factor.text}) of the factor"
+        steps = one.steps
         if one.split:
-            return f"{what} {how} when the parts of {one.tile} keys are merged"
-        loop = {"all": "", "context": " over the cached keys", "new": " over the new keys"}[
-            one.loop
-        ]
-        return f"{what} {how} when the maximum rises in the loop{loop} (tiles of {one.tile} keys)"
+            if steps.only is not None:
+                what = {
+                    "values": "the weighted sum of",
+                    "sum": "the denominator of",
+                    "both": "what comes from",
+                }[one.of]
+                return f"{what} {steps.which} is {how} when the parts are merged"
+            return f"{what} {how} when the parts are merged ({steps.keys})"
+        if steps.only is not None:
+            return f"{what} {how} when the maximum rises in {steps.which}"
+        return f"{what} {how} when the maximum rises in the loop{_LOOPS[steps.loop]} ({steps.keys})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +222,7 @@ class LoopBase(Rule):
 
     @property
     def complexity(self) -> int:  # type: ignore[override]
-        return 2 + (self.rescale.loop != "all")
+        return 2 + _is_part(self.rescale)
 
     def apply(self, plan: Plan) -> Plan:
         one = dataclasses.replace(self.rescale, inner=self.factor.of(plan.setup))
@@ -218,10 +232,10 @@ class LoopBase(Rule):
     def text(self) -> str:
         bases = {"ln(2)": "base 2 where it should have base e"}
         base = bases.get(self.factor.name, "base e where it should have base 2")
-        loop = {"all": "", "context": " over the cached keys", "new": " over the new keys"}
+        steps = self.rescale.steps
         return (
-            f"the exponential in the loop{loop[self.rescale.loop]} has {base}, the rescaling has not "
-            f"(tiles of {self.rescale.tile} keys)"
+            f"the exponential in the loop{_LOOPS[steps.loop]} has {base}, the rescaling has not "
+            f"({steps.keys})"
         )
 
 

@@ -14,7 +14,7 @@ from attnlab.weights.description import EVERYTHING, Description, Scope
 from attnlab.weights.evidence import Evidence, compare, traits_of
 from attnlab.weights.fit import fit_law
 from attnlab.weights.plan import Plan, right_plan
-from attnlab.weights.proposals import proposals
+from attnlab.weights.proposals import combinations, proposals
 from attnlab.weights.rule import Rule
 from attnlab.weights.setup import AttentionSetup
 
@@ -45,7 +45,9 @@ class Search:
     limit_s: float
     max_rules: int = MAX_RULES
     tried: int = 0
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(
+        default_factory=time.thread_time
+    )  # of this thread: other work does not count
 
     def run(self) -> Found:
         """Return what explains the weights."""
@@ -56,7 +58,10 @@ class Search:
         for depth in range(1, self.max_rules + 1):
             for scope in scopes(self.setup, wrong):
                 found, leftover = self._search(scope, wrong, depth)
+                if depth == 1 and not found:
+                    found = list(self._fitted(scope, wrong))
                 if found:
+                    found += self._narrower(found, wrong)
                     found.sort(key=lambda one: one.complexity)
                     return Found(descriptions=tuple(found), tried=self.tried)
                 if leftover is not None and (best is None or leftover[0] < best[0]):
@@ -66,7 +71,7 @@ class Search:
         return Found(descriptions=(), tried=self.tried, best=None if best is None else best[1])
 
     def _is_late(self) -> bool:
-        return time.perf_counter() - self.began > self.limit_s
+        return time.thread_time() - self.began > self.limit_s
 
     def _search(
         self, scope: Scope, wrong: torch.Tensor, depth: int
@@ -91,6 +96,35 @@ class Search:
             beam = scored[:_BEAM]
         leftover = (beam[0][0], Description(rules=beam[0][1], scope=scope)) if beam else None
         return whole, leftover
+
+    def _narrower(self, found: list[Description], wrong: torch.Tensor) -> list[Description]:
+        """Return descriptions of all rows for the kernel of the wrong rows alone.
+
+        They predict the same here if the rules change no other row of this call. Another case decides.
+        """
+        kernels = [one for one in scopes(self.setup, wrong) if one.kernels and one.heads is None]
+        return [
+            Description(rules=one.rules, scope=scope)
+            for one in found
+            for scope in kernels
+            if one.scope == EVERYTHING
+        ]
+
+    def _fitted(self, scope: Scope, wrong: torch.Tensor) -> Iterator[Description]:
+        """Yield the descriptions with fitted numbers that explain everything."""
+        rows, heads = sample(self.setup, wrong, scope, len(self.setup.heads))
+        setup, measured = self.setup.take(rows, heads), self.measured[rows][:, heads]
+        plan = right_plan(setup)
+        predicted = plan.weights()
+        traits = traits_of(setup, measured, predicted, predicted > 0)
+        for rules in combinations(plan, measured, traits):
+            if self._is_late():
+                return
+            self.tried += 1
+            one = Description(rules=rules, scope=scope)
+            changed = one.plan(plan)
+            if compare(setup, measured, changed.weights()).complete and self.explains(one):
+                yield one
 
     def _level(
         self,
@@ -149,12 +183,12 @@ def scopes(setup: AttentionSetup, wrong: torch.Tensor) -> Iterator[Scope]:
 
 
 def sample(
-    setup: AttentionSetup, wrong: torch.Tensor, scope: Scope
+    setup: AttentionSetup, wrong: torch.Tensor, scope: Scope, most_heads: int = _HEADS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and heads to try rules on, as indices: wrong ones first, spread over sequences."""
     rows, heads = scope.rows_of(setup), scope.heads_of(setup)
     row_order = _spread(torch.nonzero(rows).flatten(), wrong.any(1), setup.seq, _ROWS)
-    head_order = _spread(torch.nonzero(heads).flatten(), wrong.any(0), setup.kv_head, _HEADS)
+    head_order = _spread(torch.nonzero(heads).flatten(), wrong.any(0), setup.kv_head, most_heads)
     return row_order, head_order
 
 

@@ -35,6 +35,7 @@ class AttentionSetup:
     - ``is_new``: [E] bool, entries from the arguments.
     - ``query``: [R, H, head_size]; ``key``: [N, num_kv_heads, head_size], as the kernel reads the slots.
     - ``kv_head``: [H]; ``slopes``, ``sinks``: [H] or None; ``softcap``: None for no cap.
+    - ``kept``: [N] the numbers of the slots in memory, ascending, if only some are in the setup; else None.
     - ``relative``, ``fixed``: [R], the bound of a weight w is relative × w + fixed.
     """
 
@@ -60,6 +61,7 @@ class AttentionSetup:
     sm_scale: float
     relative: torch.Tensor
     fixed: torch.Tensor
+    kept: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -68,8 +70,20 @@ class AttentionSetup:
 
     @property
     def cache_slots(self) -> int:
-        """Return the number of slots of the cache."""
-        return cache_slots(self.call)
+        """Return the number of slots of the cache in the setup."""
+        old = cache_slots(self.call)
+        return old if self.kept is None else int((self.kept < old).sum())
+
+    def of_memory(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the slots of the setup for slots in memory; -1 for those that are not in it."""
+        old = cache_slots(self.call)
+        slots = torch.where((slots >= 0) & (slots < old), slots, -1)
+        return slots if self.kept is None else _places(self.kept, slots)
+
+    def with_slots(self, kept: torch.Tensor) -> "AttentionSetup":
+        """Return the setup of a part of all slots; ``kept``: [n], ascending."""
+        entry_slot = _places(kept, self.entry_slot)
+        return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=self.key[kept])
 
     @property
     def query_len(self) -> torch.Tensor:
@@ -102,6 +116,12 @@ class AttentionSetup:
         kernels = tuple(self.kernels[row] for row in rows.tolist())
         query = self.query[rows][:, heads]
         return dataclasses.replace(self, **by_row, **by_head, query=query, kernels=kernels)
+
+
+def _places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return where slots are among the kept ones, -1 for those that are not."""
+    at = torch.searchsorted(kept, slots).clamp(max=len(kept) - 1)
+    return torch.where(kept[at] == slots, at, -1)
 
 
 def cache_slots(call: KernelCall) -> int:

@@ -14,9 +14,10 @@ from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_slots
 from attnlab.weights.lanes import Lanes
 
-_NUMBERS = 1024  # M, about
+NUMBERS = 1024  # M, about
 _ROUNDS = 24  # of slots that are added
 _AT_ONCE = 32  # slots that a round adds at most
+_LEAST_EXPLAINED = 16  # rows and heads in which a round looks for slots
 _ERRORS = 10.0
 _CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
 
@@ -35,7 +36,7 @@ class Sketch:
 
 def sketch_runs(call: KernelCall) -> int:
     """Return the number of runs with signed codes."""
-    return -(-_NUMBERS // call.query.shape[2])
+    return -(-NUMBERS // call.query.shape[2])
 
 
 def signed_codes(call: KernelCall, run: int) -> torch.Tensor:
@@ -91,8 +92,9 @@ def _solve(
     size, used = moved.square().sum(1).sqrt().clamp(min=1e-12), torch.zeros_like(is_own)
     foreign, rest = _fit(moved, target, used)
     for _ in range(_ROUNDS):
-        spread = rest.square().mean(1, keepdim=True).sqrt().clamp(min=1e-12)
-        scores = ((rest / spread) @ moved.T / size).abs().amax(0)
+        spread = rest.square().mean(1).sqrt().clamp(min=1e-12)
+        least = spread.topk(min(_LEAST_EXPLAINED, len(rest))).indices
+        scores = ((rest / spread[:, None])[least] @ moved.T / size).abs().amax(0)
         new = (scores > _CHANCE) & ~used & ~is_own
         # slots of one lane correlate with each other: the best come first
         best = scores.masked_fill(~new, 0.0).topk(min(_AT_ONCE, int(new.sum())))

@@ -24,6 +24,12 @@ class SlotOwners:
     is_tail: torch.Tensor
     is_new: torch.Tensor
 
+    def take(self, slots: torch.Tensor) -> "SlotOwners":
+        """Return the owners of some slots."""
+        parts = (self.seq, self.position, self.is_tail, self.is_new)
+        seq, position, is_tail, is_new = (one[slots] for one in parts)
+        return SlotOwners(seq=seq, position=position, is_tail=is_tail, is_new=is_new)
+
     def kind(self, slot: int, seq: int, position: int) -> str:
         """Return what a slot is to a row of a sequence at a position, in words."""
         owner, at = int(self.seq[slot]), int(self.position[slot])

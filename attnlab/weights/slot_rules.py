@@ -73,7 +73,7 @@ class OtherSlots(Rule):
         inside = (index >= 0) & (index < table.numel())
         block = table.flatten()[index.clamp(0, table.numel() - 1)]
         slot = block * size + moved % (self.modulus or size) + self.slot_shift
-        return torch.where(inside & (slot >= 0) & (slot < setup.cache_slots), slot, -1)
+        return setup.of_memory(torch.where(inside, slot, -1))
 
     @property
     def text(self) -> str:

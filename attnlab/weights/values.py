@@ -7,7 +7,7 @@ import torch
 
 from attnlab.weights.codes import num_slots, random_codes, with_values
 from attnlab.weights.description import numbers
-from attnlab.weights.measurement import Measurement, Run, residual_bound
+from attnlab.weights.measurement import Measurement, Run, residual_bound, weigh
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, other_head
 
@@ -24,12 +24,48 @@ _INSPECTS = (
 class ValueFaults:
     """What is wrong with the values.
 
-    ``sentences``: none if nothing is. ``elements``: [head_size] int64, the element of the values that each
-    element of the output holds, if it is not its own.
+    - ``rules``: clauses about heads and elements, which predict other calls, too; ``limits``: sentences
+      about what cannot be read.
+    - ``kernels``: those with the fault. ``form``: which KV heads the values come from, a key of HEAD_FORMS;
+      or ``kv_heads``: pairs of query head and KV head.
+    - ``elements``: [head_size] int64, the element of the values that each element of the output holds, if it
+      is not its own.
     """
 
-    sentences: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    form: str = ""
+    kv_heads: tuple[tuple[int, int], ...] = ()
     elements: torch.Tensor | None = None
+
+    @property
+    def is_rule(self) -> bool:
+        """Answer whether anything is stated that another case must confirm."""
+        return bool(self.rules)
+
+    def kv_heads_of(self, setup: AttentionSetup) -> torch.Tensor:
+        """Return the KV head whose values each query head of a setup uses, [H]."""
+        if self.form:
+            return other_head(self.form, setup)
+        known = dict(self.kv_heads)
+        pairs = zip(setup.heads.tolist(), setup.kv_head.tolist(), strict=True)
+        return torch.tensor([known.get(head, own) for head, own in pairs])
+
+
+def predicts_values(setup: AttentionSetup, found: Measurement, faults: ValueFaults) -> torch.Tensor:
+    """Return for which rows the faults give the output with random values, [R] bool."""
+    codes = random_codes(found.call).double()
+    kv_heads = faults.kv_heads_of(setup)
+    predicted, _ = weigh(found.call, found.weights, codes, kv_heads)
+    if faults.elements is not None:
+        predicted = predicted[..., faults.elements]
+    own, _ = weigh(found.call, found.weights, codes, setup.kv_head)
+    inside = torch.tensor([name in faults.kernels for name in setup.kernels])
+    predicted = torch.where(inside[:, None, None], predicted, own)
+    bound = residual_bound(setup, found)
+    rows: torch.Tensor = ((found.output - predicted).abs() <= bound).flatten(1).all(1)
+    return rows
 
 
 def values_are_right(
@@ -51,17 +87,19 @@ def value_faults(
         return ValueFaults()
     rows = torch.nonzero(~right.all(1)).flatten()
     if not _is_linear(setup, found, run, rows):
-        return ValueFaults(sentences=(_INSPECTS,))
-    heads = _heads_of(setup, found, run, rows)
+        return ValueFaults(limits=(_INSPECTS,))
+    form, pairs = _heads_of(setup, found, run, rows)
     elements, words = _elements_of(setup, found, run, rows)
-    kernels = sorted({setup.kernels[row] for row in rows.tolist()})
+    kernels = tuple(sorted({setup.kernels[row] for row in rows.tolist()}))
     scope = f"rows of {' and '.join(kernels)}: " if set(kernels) != set(setup.kernels) else ""
-    sentences = tuple(scope + text for text in (heads, words) if text)
-    if sentences:
-        return ValueFaults(sentences=sentences, elements=elements)
+    texts = tuple(scope + text for text in (_head_text(form, pairs), words) if text)
+    if texts:
+        return ValueFaults(
+            rules=texts, kernels=kernels, form=form, kv_heads=pairs, elements=elements
+        )
     share = float((~right).double().mean())
     return ValueFaults(
-        sentences=(
+        limits=(
             f"for {share:.0%} of rows and heads, the output with random values is not the weighted sum that "
             "the weights give: the kernel depends on the values in another way (it may scale or quantise V); "
             "the weights are those for values of 0 and 1",
@@ -80,14 +118,6 @@ def _is_linear(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.
     return bool(((twice - 2 * once).abs() <= bound).all())
 
 
-def reordered(read: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """Return [R, H, runs × head_size] outputs with their elements in the right order."""
-    right = torch.zeros_like(read).unflatten(-1, (-1, len(elements)))
-    right[..., elements] = read.unflatten(-1, (-1, len(elements)))
-    found: torch.Tensor = right.flatten(-2)
-    return found
-
-
 def _ran(
     setup: AttentionSetup, found: Measurement, run: Run, code: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
@@ -102,8 +132,10 @@ def _ran(
     return output / total.clamp(min=1e-12)
 
 
-def _heads_of(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor) -> str:
-    """Return which KV heads the values come from, if they are others than they should be."""
+def _heads_of(
+    setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Return the form of the KV heads that the values come from, and pairs of query and wrong KV head."""
     kv_heads = found.call.key.shape[1]
     place, power = torch.zeros(len(setup.rows), len(setup.heads)), 1
     while power < kv_heads:
@@ -117,19 +149,22 @@ def _heads_of(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.T
         place = place + outputs.median(-1).values.nan_to_num(0.0).round() * power
         power *= _BASE
     seen = place[rows].median(0).values.long()
-    if torch.equal(seen, setup.kv_head):
-        return ""
-    for form in HEAD_FORMS:
-        if torch.equal(other_head(form, setup), seen):
-            return f"query heads use the values of other KV heads: {form}"
-    pairs = [
-        f"{head} uses {kv}"
+    pairs = tuple(
+        (head, kv)
         for head, kv, own in zip(
             setup.heads.tolist(), seen.tolist(), setup.kv_head.tolist(), strict=True
         )
         if kv != own
-    ]
-    return f"query heads use the values of other KV heads: {', '.join(pairs[:6])}"
+    )
+    forms = [form for form in HEAD_FORMS if pairs and torch.equal(other_head(form, setup), seen)]
+    return (forms[0] if forms else ""), pairs
+
+
+def _head_text(form: str, pairs: tuple[tuple[int, int], ...]) -> str:
+    if not pairs:
+        return ""
+    which = form or ", ".join(f"{head} uses {kv}" for head, kv in pairs[:6])
+    return f"query heads use the values of other KV heads: {which}"
 
 
 def _elements_of(

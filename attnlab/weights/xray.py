@@ -10,6 +10,7 @@ from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 from attnlab.weights.description import Description
 from attnlab.weights.fit import Law
+from attnlab.weights.magnitudes import Magnitudes
 from attnlab.weights.measurement import Measurement
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_owner import SlotOwners
@@ -28,7 +29,8 @@ class XRay(Shown):
       heads, and the slots (of the cache, then of new tokens). NaN where the output was not finite.
     - ``descriptions``: the rules that explain the weights, simplest first; all predict the same weights here.
     - ``confirmed``: whether the first also predicts another case that was measured; None if none was.
-    - ``law``: the fit of the log weights; None if there are too few.
+    - ``law``: the fit of the log weights; ``magnitudes``: the scales of keys, values and output; None if
+      there are too few weights.
     - ``sentences``: the conclusion, then the pattern and the limits.
     - ``drawn``: whether query and keys were replaced by N(0, 1) numbers.
     """
@@ -43,6 +45,7 @@ class XRay(Shown):
     descriptions: tuple[Description, ...]
     confirmed: bool | None
     law: Law | None
+    magnitudes: Magnitudes | None
     sentences: tuple[str, ...]
     drawn: bool
     tried: int
@@ -94,6 +97,7 @@ class XRay(Shown):
                     "spread": law.spread,
                     "weights": law.count,
                 },
+                "magnitudes": None if self.magnitudes is None else self.magnitudes.to_dict(),
                 "runs": self.measurement.runs,
                 "slots": self.setup.num_slots,
                 "relative_precision": float(self.setup.relative.max()),

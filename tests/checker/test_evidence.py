@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+from helpers.cases import hostile
 from helpers.plugins import RIGHT, checked, planted
 
 from attnlab.case.case import Case
+from attnlab.checker.case_check import check_case
+from attnlab.checker.case_run import lab_of
 from attnlab.checker.finding import Finding
 from attnlab.checker.plan import groups
 from attnlab.checker.source_lines import merged_by_line
@@ -31,6 +34,17 @@ faulty.kv_cache_dtypes = my_attention.kv_cache_dtypes
 )
 
 
+PLANTED = "        hidden = away > 0\n"
+
+
+def without_newest_key(condition: str) -> str:
+    """Return the source of a kernel that hides the newest key of a row under a condition."""
+    assert PLANTED in RIGHT
+    is_decode = "is_decode, has_cap = query.shape[1] == 1, call.softcap is not None"
+    extra = f"        {is_decode}\n        hidden = hidden | ((away == 0) & ({condition}))\n"
+    return RIGHT.replace(PLANTED, PLANTED + extra)
+
+
 @pytest.mark.parametrize(
     ("chosen", "count"),
     [('"kv"', 1), ('"kv" if call.query.shape[1] == 4 else "zero"', 2)],
@@ -51,14 +65,17 @@ FINDING = Finding(
 
 def grouped(*found: tuple[str, tuple[str, ...]]) -> list[tuple[str, int]]:
     """Return the diagnosis and the number of cases of each group; ``found``: label and names of each case."""
+    return grouped_findings(
+        *(dataclasses.replace(FINDING, diagnosis=label, names=names) for label, names in found)
+    )
+
+
+def grouped_findings(*found: Finding) -> list[tuple[str, int]]:
+    """Return the diagnosis and the number of cases of each group of findings."""
     tasks = [Task(key=str(i), payload={}, cost_s=1.0) for i in range(len(found))]
-    verdicts = [
-        dataclasses.replace(FINDING, diagnosis=label, names=names).to_verdict()
-        for label, names in found
-    ]
     outcomes = {
-        task.key: Outcome(key=task.key, status=DONE, verdict={"findings": [verdict]})
-        for task, verdict in zip(tasks, verdicts, strict=True)
+        task.key: Outcome(key=task.key, status=DONE, verdict={"findings": [one.to_verdict()]})
+        for task, one in zip(tasks, found, strict=True)
     }
     return [(one.finding.diagnosis, one.seen) for one in groups(tasks, outcomes).values()]
 
@@ -93,3 +110,42 @@ def test_findings_that_the_same_edit_repairs_are_one():
 def test_findings_that_no_edit_repairs_are_not_merged():
     suspects = [edited(7, evidence="spectrum"), edited(7, evidence="spectrum"), edited()]
     assert len(merged_by_line(suspects)) == 3
+
+
+def found_in(**fields) -> Finding:
+    return dataclasses.replace(FINDING, diagnosis="a", names=("a",), **fields)
+
+
+def test_two_faults_with_one_name_are_two_findings():
+    """Each is in another kernel: where both run, the rows of the other one are right."""
+    decode = found_in(wrong_in=("decode",), right_in=("prefill",))
+    prefill = found_in(wrong_in=("prefill",), right_in=("decode",))
+    alone = found_in(wrong_in=("decode",))
+    assert grouped_findings(decode, prefill, alone) == [("a", 2), ("a", 1)]
+    assert grouped_findings(alone, decode, prefill) == [("a", 2), ("a", 1)]
+    assert grouped_findings(found_in(wrong_in=("decode", "prefill")), alone) == [("a", 2)]
+
+
+def test_errors_without_a_name_are_separated_by_what_the_outputs_hold():
+    zeros, nan, none = (
+        dataclasses.replace(FINDING, diagnosis="unexplained", contents=contents)
+        for contents in (("zeros",), ("nan",), ())
+    )
+    assert grouped_findings(zeros, nan, none) == [("unexplained", 2), ("unexplained", 1)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "count"), [("is_decode", 1), ("is_decode != has_cap", 2)], ids=["one", "two"]
+)
+def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, count):
+    """Decodes lose their newest key without a soft cap, prefills lose it with one."""
+    backend = planted(tmp_path, without_newest_key(condition))
+    lab = lab_of(backend, "cpu")
+    case = hostile(
+        op=backend.op, backend=backend.name, platform="sm_90",
+        query_lens=(1, 5, 1), ctx_lens=(20, 18, 40),
+    )  # fmt: skip
+    alone = case.replace(query_lens=(1, 1), ctx_lens=(20, 40))
+    cases = (case, case.replace(softcap=3.0), *((alone,) if count == 1 else ()))
+    found = [one for each in cases for one in check_case(lab, backend, each)]
+    assert len(grouped_findings(*found)) == count

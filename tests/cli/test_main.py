@@ -107,6 +107,8 @@ OWN_FLAGS = [
     (["dance"], "dance"),
     (["xray", "--call", "nowhere"], "nowhere"),
     (["mla", "--path", "encode"], "path must be"),
+    (["writes", "--backend", "rocm"], "backend must be"),
+    (["writes", "--source", "/no/such"], "/no/such"),
     (["mla", "--query-lens", "3,x"], "query_lens must be"),
     (["mla", "--fault", "value_offset"], "fault must be"),
     (["mla", "--backend", "rocm"], "backend must be"),

@@ -1,6 +1,7 @@
 """Small changes of one expression of a kernel, to find the line where a change makes a wrong result right."""
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ _MOST_NAMES = 8  # of the same kind as a name
 _MOST_DEAD = 2  # names before an expression that only branches that did not run use
 _MOST_PARTS = 8  # factors, terms and conditions that are added to an expression
 
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
 Change = tuple[int, str]  # cost and text
 
 
@@ -30,6 +33,7 @@ class Edit:
 
     - ``line``: of the expression in the text, from 1; ``statement``: the first line of its statement.
     - ``cost``: 1 for another operator, number or operand, 2 for another name, 3 for an added part.
+    - ``revives``: it uses a name that the kernel has and does not use.
     """
 
     line: int
@@ -39,6 +43,7 @@ class Edit:
     before: str
     after: str
     cost: int
+    revives: bool = False
 
     def apply(self, text: str) -> str:
         """Return the changed text."""
@@ -80,6 +85,7 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
                     before=before,
                     after=after,
                     cost=cost,
+                    revives=parts.revives(before, after),
                 )
                 found.setdefault((start, end, _plain(after)), edit)
     return list(found.values())
@@ -189,7 +195,14 @@ class _Parts:
             for other in self._names
             if other != name and (other in self._strides) == (name in self._strides)
         )
-        return [other for score, other in scored if score < 0][:_MOST_NAMES]
+        close = [other for score, other in scored if score < 0]
+        unused = [other for other in close if other in self._unused]
+        return list(dict.fromkeys([*unused, *close[:_MOST_NAMES]]))
+
+    def revives(self, before: str, after: str) -> bool:
+        """Answer whether a text has a name that the kernel does not use, and that it lacked."""
+        added = set(_NAME.findall(after)) - set(_NAME.findall(before))
+        return not added.isdisjoint(self._unused)
 
     def unused(self, node: ast.expr) -> Iterator[str]:
         """Yield the expression with a name that the kernel does not use: at all, or in what ran."""

@@ -26,7 +26,7 @@ from attnlab.weights.xray import XRay
 VIEWS = ("measured", "expected", "difference", "log weights")
 _SIZE, _MARGINS = (860, 380), (62, 125, 76, 30)
 _SENTENCES = 4
-_HINT = "Weights by output row and key; thin lines are block edges."
+_HINT = "Weights by output row and key; grey lines are block edges, dashed pink ones tile edges."
 
 
 class XrayBox:

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from attnlab.show.plots.artists import hatch_cells
 
@@ -28,8 +29,8 @@ def plot_weights(
 ) -> Axes:
     """Draw the weights of a sequence's rows and one head: a row per token, a column per key.
 
-    Keys are in logical order; thin lines are block edges, the thick one is the end of the context, dashed
-    ones separate slots after the sequence's end and the sums over foreign slots. NaN is violet and hatched.
+    Keys are in logical order. :func:`edge_legend` names the lines: edges of blocks and tiles, the end of the
+    context and of the sequence, and the begin of the sums over foreign slots. NaN is violet and hatched.
     """
     ax = ax or plt.subplots(figsize=(7.5, 3.4), layout="constrained")[1]
     values = getattr(columns, which).numpy()
@@ -67,15 +68,37 @@ def _colours(values: Any, which: str) -> dict[str, Any]:
     return {"cmap": colours, "norm": LogNorm(_LEAST, 1.0)}
 
 
+_LINES: dict[str, dict[str, Any]] = {
+    "block edge": {"color": "#9a9a9a", "linewidth": 0.8},
+    "tile edge": {"color": "#e0218a", "linewidth": 0.9, "linestyle": (0, (4, 3))},
+    "end of the context": {"color": "tab:orange", "linewidth": 1.6},
+    "end of the sequence, begin of foreign slots": {
+        "color": "tab:red", "linewidth": 1.0, "linestyle": "--",
+    },
+}  # fmt: skip
+
+
 def _edges(ax: Axes, columns: "KeyColumns") -> None:
-    """Draw block edges, the end of the context, and the begin of tail and foreign slots."""
+    """Draw the edges of blocks and tiles, the end of the context, and the begin of tail and foreign slots."""
     own = columns.own
     step = columns.block_size * max(1, own // columns.block_size // 64)
-    for edge in range(step, own, step):
-        ax.axvline(edge - 0.5, color="gray", linewidth=0.4)
-    ax.axvline(columns.context - 0.5, color="tab:orange", linewidth=1.6)
-    for edge in {columns.positions, own}:
-        ax.axvline(edge - 0.5, color="tab:red", linewidth=1.0, linestyle="--")
+    thin = max(1, len(columns.tiles) // 64)
+    edges = (range(step, own, step), columns.tiles[thin - 1 :: thin], (columns.context,))
+    for (name, style), found in zip(
+        _LINES.items(), (*edges, {columns.positions, own}), strict=True
+    ):
+        for edge in found:
+            ax.axvline(edge - 0.5, gid=name, **style)
+
+
+def edge_legend(columns: "KeyColumns") -> list[Line2D]:
+    """Return the entries of a legend for the lines of a picture of weights."""
+    left_out = () if columns.tiles else ("tile edge",)
+    return [
+        Line2D([], [], label=name, **style)
+        for name, style in _LINES.items()
+        if name not in left_out
+    ]
 
 
 def _ticks(ax: Axes, columns: "KeyColumns") -> None:
@@ -128,4 +151,11 @@ def plot_xray(
     plot_weights(columns, which="expected", ax=expected)
     plot_weights(columns, which="difference", ax=difference)
     plot_law(points, ax=law)
+    figure.legend(
+        handles=edge_legend(columns),
+        loc="outside lower left",
+        ncols=4,
+        fontsize="small",
+        frameon=False,
+    )
     return figure

@@ -33,6 +33,7 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
     "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
+    "attnlab.lab.writes.write_report.WriteReport": "attnlab.show.sheets.writes.write_report",
     "attnlab.mla.mla_result.MlaResult": "attnlab.show.sheets.mla.mla_result",
     "attnlab.mla.mla_report.MlaReport": "attnlab.show.sheets.mla.mla_report",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",

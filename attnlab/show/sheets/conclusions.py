@@ -86,7 +86,7 @@ def power(one: "MutationReport") -> Sheet:
     rows: list[Row] = [
         [
             Words(mutant.name, code=True),
-            Words(mutant.outcome_text, "odd" if mutant.survives_in else _OUTCOME[mutant.outcome]),
+            Words(mutant.outcome_text, _OUTCOME[mutant.outcome]),
             f"{mutant.effect:.3g}",
             f"{mutant.margin:.3g}",
             mutant.remedy_text,

@@ -1,0 +1,184 @@
+"""Run a write by vLLM's op, or by its model, and compare the bytes of the cache with what they must be."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
+from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.vllm.backend import load
+from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.source import Source
+from attnlab.lab.writes.expected import ExpectedHalf, Stored, expected_half, scale_of_half
+from attnlab.lab.writes.write_case import (
+    DIFFKV,
+    FP8,
+    INT4,
+    INT8,
+    LATENT,
+    PER_TOKEN_HEAD,
+    WriteCase,
+    WriteInputs,
+    by_slot,
+    make_write_inputs,
+)
+
+NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE = "numbers", "scales", "zero points", "elsewhere"
+_MODES = {INT8: 2, FP8: 3, INT4: 4}  # KVQuantMode of vLLM 0.33.0
+Writer = Callable[[WriteCase, WriteInputs], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCheck:
+    """What a write got wrong: by kind, the number of wrong elements; empty if nothing is.
+
+    Kinds: "numbers", "scales" and "zero points" of written tokens; "elsewhere", bytes of slots that no token
+    has and of the gaps after pages.
+    """
+
+    case: WriteCase
+    wrong: dict[str, int]
+
+    @property
+    def status(self) -> str:
+        """Return "match" or "mismatch"."""
+        return "mismatch" if self.wrong else "match"
+
+
+def check_write(case: WriteCase, write: Writer) -> WriteCheck:
+    """Return what ``write`` gets wrong; it mutates the memory of its inputs."""
+    inputs = make_write_inputs(case)
+    before = {name: one.clone() for name, one in inputs.memory.items()}
+    write(case, inputs)
+    wrong = dict.fromkeys((NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE), 0)
+    for kind, found, expected in _written(case, inputs):
+        wrong[kind] += int(_is_wrong(found, expected).sum())
+    wrong[ELSEWHERE] = _changed_elsewhere(inputs, before)
+    return WriteCheck(case=case, wrong={name: count for name, count in wrong.items() if count})
+
+
+def model_write(case: WriteCase, inputs: WriteInputs) -> None:
+    """Write the correct bytes: a model of the op."""
+    written = inputs.slots >= 0
+    for cache, scale, columns, half in _halves(case, inputs):
+        numbers = half.stored.numbers
+        if case.cache_format == INT4:
+            pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
+            numbers = pairs[..., 0] | (pairs[..., 1] << 4)
+        block, at = (
+            inputs.slots[written] // case.block_size,
+            inputs.slots[written] % case.block_size,
+        )
+        cache[..., columns][block, at] = numbers.to(case.element)
+        if scale is not None and half.scale is not None:
+            stored = half.scale.numbers.float()
+            if half.zero is not None:
+                bits = (stored.view(torch.int32) & -16) | half.zero.numbers.int()
+                stored = bits.view(torch.float32)
+            scale[block, at] = stored
+
+
+def vllm_write(source: Source, where: str = "cpu") -> Writer:
+    """Return the writer that calls the Triton op of a release, under the interpreter or on a GPU.
+
+    It raises Unsupported for a format that the release has no Triton op for.
+    """
+
+    def write(case: WriteCase, inputs: WriteInputs) -> None:
+        loader = load(source, case.machine, where).loader
+        function, arguments = _op(case, inputs, loader)
+        try:
+            with launching(LaunchPlan()):
+                function(**arguments)
+        except AttnLabError:
+            raise
+        except Exception as error:
+            raise explained(error, function.__name__, source) from error
+
+    return write
+
+
+def _op(
+    case: WriteCase, inputs: WriteInputs, loader: Any
+) -> tuple[Callable[..., None], dict[str, Any]]:
+    """Return the function of a format and its arguments."""
+    if case.cache_format == LATENT:
+        raise Unsupported("concat_and_cache_mla is a C++ op: no Triton op of vLLM writes latents")
+    if case.dtype == "bfloat16":
+        raise Unavailable("dtype must not be bfloat16 under Triton's interpreter: it truncates")
+    given: dict[str, Any] = {
+        "key": inputs.key,
+        "value": inputs.value,
+        "slot_mapping": inputs.slots,
+        **inputs.caches,
+    }
+    if case.cache_format == INT4:
+        module = loader.load("int4_per_token_head")  # without the rotation before it
+        given |= {"packing_factor": 2, "kernel": module._reshape_cache_int4_kernel}
+        return module._run_reshape_kernel, {**given, **inputs.scales}
+    module = loader.load("triton_reshape_and_cache_flash")
+    if case.cache_format == DIFFKV:
+        scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
+        return module.triton_reshape_and_cache_flash_diffkv, {
+            **given,
+            **scales,
+            "kv_cache_dtype": case.kv_cache_dtype,
+        }
+    mode = {"kv_quant_mode": _MODES[case.cache_format]}
+    return module.triton_reshape_and_cache_flash_per_token_head_quant, {
+        **given,
+        **inputs.scales,
+        **mode,
+    }
+
+
+def _halves(
+    case: WriteCase, inputs: WriteInputs
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, slice, ExpectedHalf]]:
+    """Yield keys, then values: their cache, their scale cache, their columns, and what they must be."""
+    written = inputs.slots >= 0
+    for is_key, new in ((True, inputs.key), (False, inputs.value)):
+        half = expected_half(case, new[: len(written)][written], scale_of_half(case, is_key))
+        if case.cache_format in PER_TOKEN_HEAD:
+            name = "key_cache" if is_key else "value_cache"
+            scale = inputs.scales["k_scale_cache" if is_key else "v_scale_cache"]
+            yield inputs.caches[name], scale, slice(None), half
+        else:
+            columns = slice(0, case.head_size) if is_key else slice(case.head_size, None)
+            yield inputs.caches["kv_cache"], None, columns, half
+
+
+def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.Tensor, Stored]]:
+    """Yield what the slots of written tokens hold, as kind, numbers and what they must be."""
+    slots = inputs.slots[inputs.slots >= 0]
+    for cache, scale, columns, half in _halves(case, inputs):
+        found = by_slot(cache)[slots][..., columns]
+        if case.cache_format == INT4:
+            found = torch.stack([found & 0xF, found >> 4], -1).flatten(-2)
+        yield NUMBERS, found.double(), half.stored
+        if scale is None or half.scale is None:
+            continue
+        one = by_slot(scale)[slots]
+        yield SCALES, one.double(), half.scale
+        if half.zero is not None:
+            yield ZERO_POINTS, (one.view(torch.int32) & 0xF).double(), half.zero
+
+
+def _is_wrong(found: torch.Tensor, expected: Stored) -> torch.Tensor:
+    return ~((found - expected.numbers).abs() <= expected.bound)
+
+
+def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> int:
+    """Return how many bytes outside the slots of written tokens changed."""
+    count, slots = 0, inputs.slots[inputs.slots >= 0]
+    for name, view in {**inputs.caches, **inputs.scales}.items():
+        block, at = slots // view.shape[1], slots % view.shape[1]
+        marks = torch.zeros_like(inputs.memory[name])
+        marked = marks.view(view.dtype).as_strided(view.shape, view.stride())
+        marked[block, at] = 1
+        each = view.element_size()
+        is_own = marks.view(-1, each).any(1).repeat_interleave(each)
+        count += int(((inputs.memory[name] != before[name]) & ~is_own).sum())
+    return count

@@ -1,0 +1,111 @@
+"""UsableRows: the finite rows of a measurement, and what belongs to them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.weights.examine import Examined
+from attnlab.weights.fit import Law, fit_law
+from attnlab.weights.magnitudes import Magnitudes, fit_magnitudes
+from attnlab.weights.plan import right_plan
+from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.slot_owner import SlotOwners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UsableRows:
+    """Rows of a measurement.
+
+    - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
+    - ``law``, ``magnitudes``: fits of the weights, None if there are too few.
+    """
+
+    rows: torch.Tensor
+    setup: AttentionSetup
+    measured: torch.Tensor
+    expected: torch.Tensor
+    owners: SlotOwners
+    law: Law | None
+    magnitudes: Magnitudes | None
+
+    @property
+    def zero(self) -> torch.Tensor:
+        """Return which rows are 0 although they have keys, [n] bool."""
+        has_keys = (self.expected.sum(-1) > 0).any(1)
+        is_zero: torch.Tensor = (self.measured == 0).all(-1).all(-1) & has_keys
+        return is_zero
+
+    def take(self, keep: torch.Tensor) -> "UsableRows":
+        """Return some of the rows; ``keep``: [n] bool."""
+        return _usable(
+            self.rows[keep],
+            self.setup.take(torch.nonzero(keep).flatten(), torch.arange(len(self.setup.heads))),
+            self.measured[keep],
+            self.expected[keep],
+            self.owners,
+        )
+
+
+_MANY = 4096  # slots, beyond which those that no row reads or may read are left out
+
+
+def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
+    """Return the rows whose query and output are finite.
+
+    Without ``every_slot``, slots of a large cache are left out that have no weight and are far from the
+    blocks of all sequences.
+    """
+    finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
+    rows = torch.nonzero(finite).flatten()
+    setup = found.setup.take(rows, torch.arange(len(found.setup.heads)))
+    measured, expected, owners = found.measurement.weights[rows], found.expected[rows], found.owners
+    if every_slot or setup.num_slots <= _MANY or not len(rows):
+        return _usable(rows, setup, measured, expected, owners)
+    kept = _near_slots(setup, (measured != 0).any(0).any(0))
+    return _usable(
+        rows, setup.with_slots(kept), measured[..., kept], expected[..., kept], owners.take(kept)
+    )
+
+
+def _near_slots(setup: AttentionSetup, weighed: torch.Tensor) -> torch.Tensor:
+    """Return the slots with a weight, of new tokens, and of the blocks of sequences and next to them, [n]."""
+    call, near = setup.call, weighed.clone()
+    near[setup.cache_slots :] = True
+    blocks = call.block_table.long().cpu().flatten()
+    blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
+    blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
+    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
+    return torch.nonzero(near).flatten()
+
+
+def _usable(
+    rows: torch.Tensor,
+    setup: AttentionSetup,
+    measured: torch.Tensor,
+    expected: torch.Tensor,
+    owners: SlotOwners,
+) -> UsableRows:
+    law, magnitudes = None, None
+    if len(rows):
+        plan = right_plan(setup)
+        law = fit_law(plan, measured, with_distance=plan.slopes is not None)
+        magnitudes = fit_magnitudes(plan, measured)
+    return UsableRows(
+        rows=rows,
+        setup=setup,
+        measured=measured,
+        expected=expected,
+        owners=owners,
+        law=law,
+        magnitudes=magnitudes,
+    )
+
+
+def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
+    """Return a measurement whose outputs are read in the order ``elements``, [head_size], or as they are."""
+    if elements is None:
+        return found
+    return dataclasses.replace(
+        found, measurement=found.measurement.reordered(found.setup, elements)
+    )
