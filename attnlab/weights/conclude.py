@@ -10,12 +10,14 @@ from attnlab.weights.confirmation import Other, SecondCase
 from attnlab.weights.description import Description, numbers
 from attnlab.weights.evidence import compare
 from attnlab.weights.examine import Examined, Subject, examine, is_coarse
+from attnlab.weights.head_rules import HeadGain, HeadScore
 from attnlab.weights.measurement import runner
 from attnlab.weights.pattern import pattern
-from attnlab.weights.rule import Constant
+from attnlab.weights.rule import Constant, Rule
 from attnlab.weights.score_rules import Gain, Power, ScoreFactor
 from attnlab.weights.search import MAX_RULES, Found, describe
 from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.tile_rules import TileTimes
 from attnlab.weights.usable import UsableRows, usable_rows, with_elements
 from attnlab.weights.values import ValueFaults, value_faults
 from attnlab.weights.xray import XRay
@@ -163,12 +165,20 @@ def _status_of_all(status: str, found: Examined, usable: UsableRows) -> str:
 
 
 def _is_rounding(one: Description, setup: AttentionSetup) -> bool:
-    """Answer whether a description is only a factor that is 1 up to the rounding of a constant."""
+    """Answer whether a description only has factors that are 1 up to the rounding of a constant."""
     return all(
-        isinstance(rule, Gain | Power | ScoreFactor)
-        and abs(rule.factor.of(setup) - 1) < _NEARLY_ONE
+        (factors := _factors(rule)) and all(abs(f.of(setup) - 1) < _NEARLY_ONE for f in factors)
         for rule in one.rules
     )
+
+
+def _factors(rule: Rule) -> tuple[Constant, ...]:
+    """Return the factors that a rule consists of, none for one that says more."""
+    if isinstance(rule, Gain | Power | ScoreFactor):
+        return (rule.factor,)
+    if isinstance(rule, HeadGain | HeadScore):
+        return tuple(factor for _, factor in rule.factors)
+    return (rule.times,) if isinstance(rule, TileTimes) else ()
 
 
 def _stated(found: Found, confirmed: bool | None, setup: AttentionSetup) -> list[str]:
