@@ -180,7 +180,7 @@ def test_plot_of_each_noun():
     nouns = [result, result.errors, attnlab.stages(CASE), attnlab.power(CASE, remedies=False)]
     for noun in nouns:
         assert attnlab.plot(noun, title="t").get_title() == "t"
-    for noun in (CASE, attnlab.run(CASE, stage="int64")):
+    for noun in ("a text", attnlab.run(CASE, stage="int64")):
         with pytest.raises(attnlab.InvalidCase):
             attnlab.plot(noun)
 

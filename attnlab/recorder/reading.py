@@ -25,9 +25,7 @@ def call_of_reading(
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
     for name, value in fields.items():
-        if name in _BY_SEQUENCE and isinstance(value, torch.Tensor) and value.dim() == 1:
-            continue
-        if name in _NUMBERS and name not in _SCALES:
+        if name in _NUMBERS and name not in _SCALES and not _is_by_sequence(name, value):
             fields[name] = number_of(name, value)
     if getattr(fields["query"], "dtype", None) not in FP8_DTYPES:
         fields.pop("q_scale", None)  # ops read it with a query in FP8 only
@@ -36,6 +34,9 @@ def call_of_reading(
             fields[name] = _scale(name, fields[name], fields)
     if not fields.get("softcap"):
         fields.pop("softcap", None)
+    for name in _BY_SEQUENCE:  # an engine's buffers may have room for more sequences
+        if isinstance(fields.get(name), torch.Tensor) and fields[name].dim():
+            fields[name] = fields[name][: len(fields["seq_lens"])]
     key_cache = fields["key_cache"]
     fields["kv_cache_dtype"] = _kv_cache_dtype(fields.get("kv_cache_dtype"), key_cache)
     if origin.platform is None and isinstance(key_cache, torch.Tensor):
@@ -54,7 +55,12 @@ _NUMBERS = {
     **dict.fromkeys(("chunk_lookback", "window_right"), int),
     **dict.fromkeys(("causal", "mm_prefix_clamp_sliding_window"), bool),
 }
-_BY_SEQUENCE = ("causal",)  # a number, or a tensor with one per sequence
+_BY_SEQUENCE = ("causal", "mm_prefix_range", "rswa_prefix_lens")  # tensors with a row per sequence
+
+
+def _is_by_sequence(name: str, value: Any) -> bool:
+    """Answer whether a field that may be a number is a tensor with one number per sequence."""
+    return name in _BY_SEQUENCE and isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def number_of(name: str, value: Any) -> Any:
