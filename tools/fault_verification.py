@@ -10,11 +10,13 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
+from attnlab.diagnosis.access_check import access_facts
 from attnlab.diagnosis.bad_lines import lines_of
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
@@ -31,6 +33,7 @@ _LENGTHS = (
     ((1, 18), (290, 41)),
     ((1, 1, 1), (19, 34, 523)),
     ((1, 1, 3, 9), (0, 61, 0, 32)),
+    ((140, 2, 197), (0, 50, 21)),
 )
 
 
@@ -39,6 +42,7 @@ def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
 
     ``only_decodes``: every sequence has one new token, for statements that are about decodes alone.
     """
+    case = case.replace(first_block=0, num_blocks=None) if case.first_block else case
     for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
         has_prefill = case.spec.prefill and not only_decodes
         lengths = query_lens if has_prefill else (1,) * len(query_lens)
@@ -68,6 +72,11 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.accesses is not None:
+        facts = set(diagnosis.accesses.facts)
+        return {**base, "answer": _judged("described by its accesses", _accessed(lab, case, facts))}
+    if diagnosis.leak is not None:
+        return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -124,6 +133,26 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
             return False
         decisive += bool(found.evidence.locations.is_wrong.any())
     return decisive > 0
+
+
+def _accessed(lab: Lab, case: Case, facts: set[str]) -> bool:
+    """Return whether the stated accesses occur exactly where a fresh output is wrong."""
+    decisive = 0
+    for fresh in fresh_cases(case):
+        found, is_wrong = access_facts(lab, fresh, lab.run)
+        if (is_wrong and not facts <= found) or (not is_wrong and facts & found):
+            return False
+        decisive += is_wrong
+    return decisive > 0
+
+
+def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:
+    """Return whether NaN in unwritten slots alone makes fresh outputs wrong."""
+    found = [
+        leak_of(lab, fresh, lambda one: run_case(lab, backend, one).output)
+        for fresh in fresh_cases(case)
+    ]
+    return True in found and False not in found
 
 
 def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool:

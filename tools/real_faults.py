@@ -4,7 +4,8 @@ python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --
 python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
 python tools/real_faults.py --summary faults.jsonl
 
-With --except-seed, a draw leaves out the mutants of earlier draws, on which the diagnosis was developed.
+With --except-seed and --except-file, a draw leaves out the mutants of earlier draws, on which the diagnosis
+was developed. A draw that left out mutants itself is left out by its file.
 
 Each mutant of tools/source_mutation.py changes one expression of a kernel. It runs the hostile cases of
 `attnlab check` and is put into one of four classes:
@@ -43,6 +44,7 @@ from fault_verification import answer_of
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
@@ -78,8 +80,14 @@ def main() -> None:
     parser.add_argument(
         "--except-seed", type=int, action="append", default=[], help="leave out what it draws"
     )
+    parser.add_argument(
+        "--except-file", type=Path, action="append", default=[], help="leave out its mutants, too"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
+    parser.add_argument(
+        "--sound-folder", type=Path, help="keeps what the unchanged ops do, for further draws"
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sound", type=Path, help=argparse.SUPPRESS)
@@ -101,13 +109,14 @@ def run_all(args: argparse.Namespace) -> None:
         ops = [HIP_OP] if args.hip else args.op or list(TRITON_OPS)
         name = "rocm" if args.hip else "vllm"
         plans = [(find_source(path), op) for path in args.source for op in ops]
-        files = [Path(folder) / f"{source.version}-{name}-{op}.pt" for source, op in plans]
+        kept = args.sound_folder or Path(folder)
+        files = [kept / f"{source.version}-{name}-{op}.pt" for source, op in plans]
         list(threads.map(lambda plan, file: sound_in_process(*plan, name, file), plans, files))
         each = -(-args.count // len(ops))
         orders = [
             order
             for (source, op), file in zip(plans, files, strict=True)
-            for order in order_mutants(source, name, op, each, args, file)
+            for order in order_mutants(source, name, op, each, args, file, Path(folder))
         ]
         random.Random(args.seed).shuffle(orders)  # so that a run that is stopped has a fair sample
         with args.out.open("a") as out:
@@ -122,20 +131,33 @@ def run_all(args: argparse.Namespace) -> None:
 
 def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
     """Save what the unchanged op does on all cases, in a process of its own."""
+    if file.is_file():
+        return
     order = file.with_suffix(".order")
     order.write_text(json.dumps({"path": str(source.path), "op": op, "backend": name}))
     subprocess.run([sys.executable, __file__, "--sound", str(order)], check=True)
 
 
 def order_mutants(
-    source: Source, backend: str, op: str, count: int, args: argparse.Namespace, sound: Path
+    source: Source,
+    backend: str,
+    op: str,
+    count: int,
+    args: argparse.Namespace,
+    sound: Path,
+    folder: Path,
 ) -> Iterator[Path]:
-    """Write one file with the order of each drawn mutant; yield the files."""
+    """Write one file with the order of each drawn mutant into a folder; yield the files."""
     file = mutated_file(source, backend, op)
     find = source_mutation.mutants if backend == "vllm" else source_mutation.hip_mutants
     every = find(file.read_text())
     seen = {one for seed in args.except_seed for one in source_mutation.sample(every, count, seed)}
-    left = [one for one in every if one not in seen]
+    known = judged_before(args.except_file)
+    left = [
+        one
+        for one in every
+        if one not in seen and (source.version, f"{file.name} {one.text}") not in known
+    ]
     for i, mutant in enumerate(source_mutation.sample(left, count, args.seed)):
         order = {
             "root": str(source.root),
@@ -147,9 +169,25 @@ def order_mutants(
             "mutant": dataclasses.asdict(mutant),
             "sound": str(sound),
         }
-        path = sound.with_name(f"{sound.stem}-{i}.json")
+        path = folder / f"{sound.stem}-{i}.json"
         path.write_text(json.dumps(order))
         yield path
+
+
+def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
+    """Return the versions and texts of mutants in files.
+
+    A file has one JSON object a line, or is docs/real-faults.json.
+    """
+    found = []
+    for file in files:
+        text = file.read_text()
+        if file.suffix == ".jsonl":
+            found += [json.loads(line) for line in text.splitlines()]
+        else:
+            record = json.loads(text)
+            found += [*record["mutants"], *record["hip"]["mutants"], *record["left_out"]]
+    return {(one["version"], one["text"]) for one in found}
 
 
 def mutated_file(source: Source, backend: str, op: str) -> Path:
@@ -209,9 +247,9 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     sound = torch.load(order["sound"], weights_only=True)
     changed, missed, ran = 0, [], 0
     op = order["op"] if order["backend"] == "vllm" else HIP_OP
-    cases = all_cases(backend, op)
+    cases, num_checked = all_cases(backend, op), len(checked_cases(backend, op))
     for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
-        if i >= DEFAULT_CASES and (missed or not ran):
+        if i >= num_checked and (missed or not ran):
             break
         got = observe(lab, backend, case)
         if got is None or isinstance(expected, str) or expected is None:
@@ -219,8 +257,8 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
         ran += not isinstance(got, str)
         if not same(got, expected):
             changed += 1
-            known = sound["faults"][i] if i < DEFAULT_CASES else []
-            if i < DEFAULT_CASES and (faults := faults_of(lab, backend, case, known)):
+            known = sound["faults"][i] if i < num_checked else []
+            if i < num_checked and (faults := faults_of(lab, backend, case, known)):
                 return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
             if is_new_error(lab, backend, case, got, expected):
                 missed.append((i, case))
@@ -231,11 +269,16 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     return {"class": "missed", "case": missed[0][0], "run": missed[0][1].to_cli()}
 
 
+def checked_cases(backend: Backend, op: str) -> list[Case]:
+    """Return the hostile cases of the check, with those that pass further arguments of an op."""
+    return list(hostile_cases(backend, op, PLATFORMS[backend.name], DEFAULT_CASES, 0))
+
+
 def all_cases(backend: Backend, op: str) -> list[Case]:
     """Return the hostile cases of the check, then those of further rounds."""
-    further, platform = DEFAULT_CASES * (FURTHER_ROUNDS + 1), PLATFORMS[backend.name]
-    first = list(hostile_cases(backend, op, platform, DEFAULT_CASES, 0))
-    return first + list(hostile_cases(backend, op, platform, further, 1))[DEFAULT_CASES:]
+    first = checked_cases(backend, op)
+    count = DEFAULT_CASES * (FURTHER_ROUNDS + 1)
+    return first + list(hostile_cases(backend, op, PLATFORMS[backend.name], count, 1))[len(first) :]
 
 
 Observed = tuple[torch.Tensor | None, ...] | str | None
@@ -251,7 +294,8 @@ def observe(lab: Lab, backend: Backend, case: Case) -> Observed:
         return None
     except AttnLabError as error:
         return str(error)
-    return run.output.clone(), run.lse, run.padded
+    outputs = (run.output, run.lse, run.padded)
+    return tuple(None if one is None else one.clone() for one in outputs)  # views of large buffers
 
 
 def save_sound(order: Path) -> None:
@@ -261,9 +305,10 @@ def save_sound(order: Path) -> None:
     backend = find_backend(given["backend"], given["path"], "cpu")
     lab = Lab(source=given["path"], device="cpu", keep=3)
     cases = all_cases(backend, given["op"])
+    num_checked = len(checked_cases(backend, given["op"]))
     sound = {
         "outputs": [observe(lab, backend, case) for case in cases],
-        "faults": [kinds_of(lab, backend, case) for case in cases[:DEFAULT_CASES]],
+        "faults": [kinds_of(lab, backend, case) for case in cases[:num_checked]],
     }
     torch.save(sound, order.with_suffix(".pt"))
 
@@ -319,6 +364,8 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
     """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
+    if case.op_argument != NONE:  # the diagnosis does not know its mask or its formats
+        return {"answer": "abstained", "error": f"op_argument {case.op_argument}"}
     case = case.replace(backend=backend.name)
     try:
         diagnosis = diagnose(case, lab=lab, propose=False, limit=None)

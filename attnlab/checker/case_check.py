@@ -34,6 +34,7 @@ _SIDE_FINDINGS = {
     LSE: ("wrong_lse", "logarithm of the sum"),
     PADDING: ("wrong_output", "both parts empty"),
 }
+OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
 
 
@@ -55,14 +56,20 @@ def check_case(
     except (KernelRejected, KernelFailed) as error:
         return [_finding(case, "fails", str(error), re.sub(r"\d+", "#", str(error))[:60])]
     on_run(case, run)
-    findings = [*observations(case, run.memory)]
-    if run.outside:
-        source_line = run.outside[0].split()[0]
-        findings.append(_finding(case, "out_of_bounds", run.outside[0], source_line))
-    if run.wraps:
-        findings.append(_finding(case, "int32_wrap", run.wraps[0], "int32_wrap"))
+    findings = [*observations(case, run.memory), *wrong_accesses(case, run)]
     wrong = _check_output(lab, backend, case, run)
     return [*findings, *([wrong] if wrong is not None else _check_side_outputs(lab, case, run))]
+
+
+def wrong_accesses(case: Case, run: CaseRun) -> list[Finding]:
+    """Return the out-of-bounds access and the int32 overflow of a run, if there are."""
+    found = []
+    if run.outside:
+        source_line = run.outside[0].split()[0]
+        found.append(_finding(case, OUT_OF_BOUNDS, run.outside[0], source_line))
+    if run.wraps:
+        found.append(_finding(case, INT32_WRAP, run.wraps[0], INT32_WRAP))
+    return found
 
 
 def is_callers_fault(lab: Lab, case: Case) -> bool:

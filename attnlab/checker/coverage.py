@@ -69,6 +69,7 @@ class OpCoverage:
     """The coverage of an op.
 
     - ``parameters``: what the cases passed for the parameters of the op.
+    - ``combinations``: of knob values (:func:`attnlab.checker.combinations.combinations_of`).
     - ``missing``: gaps without a reason; ``excused``: those with one.
     - ``outdated``: entries of :mod:`attnlab.checker.unreachable` that a case reached.
     - ``functions``, ``points``: what it was computed from; the points by file.
@@ -77,6 +78,7 @@ class OpCoverage:
     lines: Count = field(default_factory=Count)
     branches: Count = field(default_factory=Count)
     parameters: list[ParameterUse] = field(default_factory=list)
+    combinations: dict[str, Any] = field(default_factory=dict)
     missing: list[Gap] = field(default_factory=list)
     excused: list[Gap] = field(default_factory=list)
     outdated: list[Gap] = field(default_factory=list)
@@ -90,6 +92,7 @@ class OpCoverage:
             "lines": self.lines.to_dict(),
             "branches": self.branches.to_dict(),
             "parameters": [one.to_dict() for one in self.parameters],
+            "combinations": self.combinations,
             **{name: [asdict(gap) for gap in found] for name, found in gaps.items()},
         }
 

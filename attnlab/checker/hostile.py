@@ -1,22 +1,32 @@
 """Hostile cases: small Cases that keep every contract and exercise what kernels often get wrong.
 
 All cases have shuffled blocks, three spare blocks, ragged lengths at the edges of blocks, and NaN in every
-slot that was never written. :mod:`attnlab.checker.variants` lists what the single cases add.
+slot that was never written. The first ones have few features each (:mod:`attnlab.checker.variants`); the rest
+combine them (:mod:`attnlab.checker.design`).
 """
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import OPS
+from attnlab.case.op_arguments import NONE
+from attnlab.case.ops import MERGE, OPS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
+from attnlab.checker.design import Design, Row, find_design
+from attnlab.checker.design_rows import design_rows
+from attnlab.checker.knobs import values_of
+from attnlab.checker.lengths import edges, lengths_knob
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.op_functions import op_functions
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -33,32 +43,36 @@ DEFAULTS: dict[str, Any] = {
     "reference_dtype": "float64",
 }
 _SPARE_BLOCKS = 3
-_EDGES = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 127, 255, 256, 257, 300)
+_MOST_ROWS = 3  # of a sequence, for merge_attn_states
+_SPLITS = (None, 0, 4)  # of the variants in turn: as vLLM splits, not at all, in four parts
 
 
 def hostile_cases(
-    backend: Backend, op: str, platform: str, count: int, seed: int
+    backend: Backend, op: str, platform: str, count: int | None, seed: int
 ) -> Iterator[Case]:
-    """Yield ``count`` Cases of an op, the most informative first.
+    """Yield ``count`` Cases of an op, the most informative first; None for all.
 
-    The first round pairs each variant with fixed lengths, later rounds with random ones. Variants that
-    the op or the backend does not support are skipped. The Cases of ARGUMENT_VARIANTS come after the first
-    round and are not counted.
+    First each variant with fixed lengths, then the Cases of ARGUMENT_VARIANTS, which are not counted, then
+    the rows of the covering design. Variants that the op or the backend does not support are skipped. The
+    Cases of a smaller ``count`` are the first of those of a larger one.
     """
     rng = random.Random(seed)
-    made = 0
-    for i in range(20 * count):
-        if made == count:
-            return
-        lengths = LENGTHS[i % len(LENGTHS)] if i < len(VARIANTS) else _random_lengths(rng)
-        fields = VARIANTS[i % len(VARIANTS)].fields
-        try:
-            yield _make_case(backend, op, platform, lengths, fields, rng.randrange(1 << 30))
-        except InvalidCase:
-            continue
-        made += 1
-        if made == len(VARIANTS):
-            yield from _argument_cases(backend, op, platform, rng)
+    first = [*islice(_variant_cases(backend, op, platform, rng), count)]
+    yield from first
+    if len(first) == count:
+        return
+    yield from _argument_cases(backend, op, platform, rng)
+    left = None if count is None else count - len(first)
+    yield from islice(covering_cases(backend, op, platform, seed), left)
+
+
+def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
+    """Yield a Case of each variant that the op and the backend support."""
+    for i, variant in enumerate(VARIANTS):
+        lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
+        fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
+        with contextlib.suppress(InvalidCase):
+            yield _make_case(backend, op, platform, fields, rng.randrange(1 << 30))
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
@@ -67,69 +81,99 @@ def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random
     for variant in ARGUMENT_VARIANTS:
         if not is_vllm and "mask" not in variant.fields:
             continue
-        lengths = variant.fields["query_lens"], variant.fields["ctx_lens"]
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
-            yield _make_case(backend, op, platform, lengths, variant.fields, seed)
+            yield _make_case(backend, op, platform, variant.fields, seed)
 
 
-def _random_lengths(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return query and context lengths of one to four sequences."""
-    count = rng.randint(1, 4)
-    query_lens = tuple(rng.choice((1, 1, 2, 8, 9, 16, 33)) for _ in range(count))
-    return query_lens, tuple(rng.choice(_EDGES) for _ in range(count))
+def covering_cases(backend: Backend, op: str, platform: str, seed: int) -> Iterator[Case]:
+    """Yield the Cases of the covering design, those that cover most first."""
+    design = hostile_design(backend, op, platform)
+    for i, row in enumerate(covering_rows(backend, op, platform, seed)):
+        yield _make_case(backend, op, platform, design.fields(row), seed * 65537 + i)
+
+
+@lru_cache(maxsize=8)
+def covering_rows(backend: Backend, op: str, platform: str, seed: int) -> tuple[Row, ...]:
+    """Return the rows of the covering design of an op, those that cover most first."""
+    return tuple(design_rows(hostile_design(backend, op, platform), seed))
+
+
+@lru_cache(maxsize=8)
+def hostile_design(backend: Backend, op: str, platform: str) -> Design:
+    """Return the design of an op: its knobs, with lengths at the edges of its tiles, and what it refuses."""
+
+    def make(fields: Mapping[str, Any]) -> Case:
+        return _make_case(backend, op, platform, fields, 0)
+
+    plain = [make(_fields(LENGTHS[0]))]
+    if OPS[op].num_splits:
+        plain.append(plain[0].replace(num_splits=_SPLITS[-1]))
+    return find_design(values_of(op, lengths_knob(op, edges(backend, plain))), make)
+
+
+def _fields(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
+    return {"query_lens": lengths[0], "ctx_lens": lengths[1]}
 
 
 def _make_case(
-    backend: Backend,
-    op: str,
-    platform: str,
-    lengths: tuple[tuple[int, ...], tuple[int, ...]],
-    variant: dict[str, Any],
-    seed: int,
+    backend: Backend, op: str, platform: str, changes: Mapping[str, Any], seed: int
 ) -> Case:
-    """Return the Case of lengths and a variant's fields; raise InvalidCase if they do not fit."""
-    _check_supported(backend, op, variant)
-    query_lens, ctx_lens = lengths
+    """Return the Case of some changed fields; raise InvalidCase if they do not fit."""
+    _check_supported(backend, op, changes)
     fields: dict[str, Any] = {
         "op": op,
         "backend": backend.name,
         "release": backend.release,
         "platform": platform,
         "seed": seed,
-        "query_lens": query_lens,
-        "ctx_lens": ctx_lens,
         **DEFAULTS,
-        **variant,
+        **changes,
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
+    if op == MERGE:  # each row is a program of its own, so that a few are enough
+        fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if backend.release not in OPS[op].split_releases:
+    if not _has_splits(backend, op):
         fields["num_splits"] = None
+    elif fields.get("num_splits") is not None:
+        fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
 
 
-def _check_supported(backend: Backend, op: str, variant: dict[str, Any]) -> None:
-    """Raise InvalidCase for a variant that the backend or the op does not support."""
-    has_sinks_and_alibi = variant.get("sinks") and variant.get("alibi")
-    if variant.get("mask", CAUSAL) not in backend.masks:
-        raise InvalidCase("the backend does not support the variant's mask")
-    if variant.get("kv_cache_dtype", "auto") not in backend.kv_cache_dtypes:
-        raise InvalidCase("the backend does not support the variant's kv_cache_dtype")
-    if variant.get("dtype", "float16") not in backend.dtypes:
-        raise InvalidCase("the backend's device does not compute the variant's dtype exactly")
-    if "first_block" in variant and not backend.large_caches:
+@lru_cache(maxsize=64)
+def _has_splits(backend: Backend, op: str) -> bool:
+    """Return whether the op of the backend has an argument for the number of parts."""
+    if backend.release not in OPS[op].split_releases:
+        return False
+    functions = op_functions(backend.source, op) if isinstance(backend, VllmBackend) else []
+    found = [one.parameters for one in functions if one.name == OPS[op].function]
+    return not found or OPS[op].num_splits in found[0]
+
+
+def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
+    """Raise InvalidCase for changes that the backend or the op does not support."""
+    has_sinks_and_alibi = changes.get("sinks") and changes.get("alibi")
+    if changes.get("mask", CAUSAL) not in backend.masks:
+        raise InvalidCase("the backend does not support the mask")
+    if changes.get("kv_cache_dtype", "auto") not in backend.kv_cache_dtypes:
+        raise InvalidCase("the backend does not support the kv_cache_dtype")
+    if changes.get("dtype", "float16") not in backend.dtypes:
+        raise InvalidCase("the backend's device does not compute the dtype exactly")
+    if "first_block" in changes and not backend.large_caches:
         raise InvalidCase("the backend may copy the cache, which is too large here")
-    if "freed" in variant and backend.name == "model":
+    if changes.get("freed", "kept") != "kept" and backend.name == "model":
         raise InvalidCase("the models do not define reads before a window")
     if has_sinks_and_alibi and backend.name == "model":
         raise InvalidCase("the models repeat an error of vLLM's op here")
     if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if OPS[op].cache_layout is None and variant.get("kv_layout", "contiguous") != "contiguous":
+    if OPS[op].cache_layout is None and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")
+    if changes.get("op_argument", NONE) != NONE and backend.device == "cuda":
+        raise InvalidCase(f"op_argument must be {NONE} on a GPU")

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.checker.case_job import CheckJob
+from attnlab.checker.combinations import combinations_of
 from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import Finding
@@ -36,7 +37,8 @@ class Plan:
     """What a check runs: hostile cases of the ops of one library.
 
     - ``library``: a name that distinguishes it from others in the same run; "" for a single one.
-    - ``cases``: for each op; ``case_limit_s``: how long a case may take in a process of its own.
+    - ``cases``: for each op, None for all.
+    - ``case_limit_s``: how long a case may take in a process of its own.
     - ``coverage``: record which points of the kernels the cases reach.
     - ``costs``: recorded times, which decide the shards; all shards need the same.
     """
@@ -44,7 +46,7 @@ class Plan:
     backend: Backend
     ops: tuple[str, ...]
     platform: str = "sm_90"
-    cases: int = 31
+    cases: int | None = None
     seed: int = 0
     case_limit_s: float = 60.0
     library: str = ""
@@ -133,12 +135,22 @@ class Plan:
             "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
             "cases": [{"key": task.key, "payload": task.payload} for task in tasks],
             "functions": self._functions(),
+            "combinations": self._combinations(),
         }
 
     def _functions(self) -> dict[str, list[dict[str, Any]]]:
         """Return the functions of each op whose coverage is measured; empty without ``coverage``."""
         ops = self.ops if self.coverage else ()
         return {op: functions_of(self.backend, op) for op in ops}
+
+    def _combinations(self) -> dict[str, dict[str, Any]]:
+        """Return the combinations of each op whose coverage is measured; empty without ``coverage``."""
+        return {
+            op: combinations_of(
+                self.backend, op, self.platform, self.seed, list(self._hostile_cases(op))
+            )
+            for op in (self.ops if self.coverage else ())
+        }
 
 
 def digest_of(case: Case) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.engine import Engine
 
-DEFAULT_CASES = 31  # for each op: every variant of the hostile cases once
+DEFAULT_CASES = 31  # for each op of many releases: as many as there are variants
 _CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
 _MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
 _SHORT_S = 10.0  # models that take less run in this process
@@ -31,7 +31,7 @@ def check(
     device: str = "cpu",
     ops: Sequence[str] | None = None,
     platform: str = "sm_90",
-    cases: int = DEFAULT_CASES,
+    cases: int | None = None,
     seconds: float | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
@@ -51,8 +51,8 @@ def check(
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
-    - ``cases``: for each op. All of them run unless ``seconds`` is given: after that time no other case
-      starts, and ``not_run`` of the report has those that are left.
+    - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
+      given: after that time no other case starts, and ``not_run`` of the report has those that are left.
     - ``case_seconds``: a case that takes longer is stopped and is a finding; None for 60, or 180 on a GPU,
       where kernels are compiled. The time that a process waits for a core does not count.
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
@@ -89,7 +89,7 @@ def check(
         backend=backend,
         ops=tuple(chosen),
         platform=platform,
-        cases=Int(1).check("cases", cases),
+        cases=None if cases is None else Int(1).check("cases", cases),
         seed=Int(0).check("seed", seed),
         case_limit_s=limit_s,
         coverage=coverage,

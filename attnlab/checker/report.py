@@ -221,7 +221,7 @@ def _reads(tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, tuple[dict[st
 def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict[str, OpCoverage]:
     """Return the coverage of each op that has functions to measure."""
     verdicts = [*_verdicts(tasks, outcomes)]
-    return {
+    found = {
         op: op_coverage(
             op,
             functions,
@@ -231,6 +231,9 @@ def _coverage(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> dict
         for op, functions in header.get("functions", {}).items()
         if functions
     }
+    for op, one in found.items():
+        one.combinations = header.get("combinations", {}).get(op, {})
+    return found
 
 
 def _passes_arguments(tasks: Sequence[Task]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import CAUSAL, MASK_DATA
-from attnlab.checker.case_check import check_case
+from attnlab.checker.case_check import INT32_WRAP, OUT_OF_BOUNDS, check_case, wrong_accesses
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import OBSERVED, observations
@@ -58,11 +58,14 @@ def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
 def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> Finding | None:
     """Return the finding of the same group at another Case, or None.
 
-    An observation of slot reads needs one run; every other finding needs the whole check.
+    An observation of slot reads, a wrong access and an overflow need one run; every other finding needs the
+    whole check.
     """
     try:
         if finding.kind in OBSERVED:
             found = [*observations(case, run_case(lab, backend, case, trace_reads=True).memory)]
+        elif finding.kind in (OUT_OF_BOUNDS, INT32_WRAP):
+            found = wrong_accesses(case, run_case(lab, backend, case))
         else:
             found = check_case(lab, backend, case)
     except AttnLabError:

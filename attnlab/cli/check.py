@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
-from attnlab.checker.public import DEFAULT_CASES
 from attnlab.cli.case_source import notice_rules
 from attnlab.cli.check_output import (
     CHECK_CODES,
@@ -44,7 +43,9 @@ _DOCUMENT = """\
   reports: the files of --report
   coverage: with --coverage, {op: {lines, branches: {total, reached, excused, percent,
     percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason},
-    parameters: list of {name, values, dtypes, strides, no_strides, far, not_far, gaps, reasons}}}
+    parameters: list of {name, values, dtypes, strides, no_strides, far, not_far, gaps, reasons},
+    combinations: {knobs: {knob: [value]}, pairs, triples: {total, covered, missing},
+    refused: {combination: reason}}}}
   left_out: limits that kernels state, and what no check covers
   pictures: the page of --pictures"""
 
@@ -94,9 +95,9 @@ def add_conditions(group: Any) -> None:
     group.add_argument(
         "--cases",
         type=int,
-        default=DEFAULT_CASES,
         metavar="N",
-        help="cases for each op (default: %(default)s)",
+        help="cases for each op, the most informative first (default: all, so that every pair of values "
+        "occurs)",
     )
     group.add_argument(
         "--seconds",

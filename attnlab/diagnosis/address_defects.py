@@ -117,6 +117,8 @@ def _keys(
     if cached and cache in memory and (cache in tensors or tensors == ("block_table",)):
         features = _features(rule, problem, row_slice, torch.arange(cached))
         features["block"] = _blocks(rule, problem, features)
+        size = problem.call.block_size
+        features["slot"] = features["block"] * size + features["p % block_size"]
         scale = problem.call.number("k_scale" if cache == "key_cache" else "v_scale")
         address = _address(rule, problem, cache, memory[cache], features)
         old = _read_cache(problem, memory[cache], address, scale).expand_as(old)

@@ -166,6 +166,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     "KV head": ("head within its group", "head", "1", "0"),
     "head": ("KV head", "head within its group", "1", "0"),
     "d": ("1", "0"),
+    "slot": ("p", "block", "1", "0"),
     "part": ("head", "row", "1", "0"),
     "d // x": ("d % x", "d", "1", "0"),
     "d % x": ("d // x", "d", "1", "0"),

@@ -17,6 +17,8 @@ from attnlab.diagnosis.address_memory import (
 )
 
 FAMILY = "addresses"
+SLOT = -2
+_OF_SLOT = ("block", "p % block_size")
 NOUNS = {
     "query": "queries",
     "key": "new keys",
@@ -37,7 +39,8 @@ NOUNS = {
 class AddressRule:
     """One changed term of the address of a tensor's elements.
 
-    - ``index``: which term; None if all terms are missing, so that the tensor's first element is read.
+    - ``index``: which term; None if all terms are missing, so that the tensor's first element is read;
+      SLOT for the terms of the block and of the slot in it together, which a kernel may compute as one.
     - ``feature``, ``stride``: what the term is instead; ``sign``: -1 if it is subtracted.
     """
 
@@ -61,7 +64,11 @@ class AddressRule:
         if self.index is None:
             return features["0"]
         found = features["0"]
+        if self.index == SLOT:
+            found = found + features[self.feature] * sizes[self.stride]
         for i, (feature, stride) in enumerate(terms):
+            if self.index == SLOT and feature in _OF_SLOT:
+                continue
             if i == self.index:
                 found = found + self.sign * features[self.feature] * sizes[self.stride]
             else:
@@ -74,7 +81,7 @@ class AddressRule:
         what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
         if self.index is None:
             return f"{what}: always that of the first element"
-        feature, stride = terms[self.index]
+        feature, stride = _own_term(terms, self.index)
         right = f"{_braced(feature)} × {stride}"
         if self.feature == "0":
             return f"{what}: the term {right} is missing"
@@ -83,6 +90,13 @@ class AddressRule:
         factor = {"1": ""}.get(self.feature, f"{_braced(self.feature)} × ")
         sign = "-" if self.sign < 0 else ""
         return f"{what}: with {sign}{factor}{self.stride} in place of {right}"
+
+
+def _own_term(terms: tuple[Term, ...], index: int) -> Term:
+    """Return the term that a rule changes."""
+    if index != SLOT:
+        return terms[index]
+    return "slot", next(stride for feature, stride in terms if feature == _OF_SLOT[1])
 
 
 def _braced(feature: str) -> str:
@@ -98,7 +112,9 @@ def rules_of(
     """
     others = set(of_others)
     yield AddressRule(tensor, None)
-    for index, (own, stride) in enumerate(memory.terms):
+    has_slots = {feature for feature, _ in memory.terms} >= set(_OF_SLOT)
+    for index in (*range(len(memory.terms)), *([SLOT] if has_slots else [])):
+        own, stride = _own_term(memory.terms, index)
         seen = {(own, sizes[stride])}
         options = [(feature, stride) for feature in INSTEAD.get(own, ())]
         options += [(own, other) for other in sizes if other != stride]

@@ -15,12 +15,12 @@ from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import second_cases
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
-# Reruns with another output buffer, or with other contents of empty slots, show these directly.
-_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", *SLOTS_OF)
+# Reruns with another output buffer show the first directly; further cases have no freed blocks.
+_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", "freed_leaked")
 
 
 def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:
@@ -28,10 +28,12 @@ def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) 
 
     A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects.
     """
-    for other in second_cases(case) if diagnosis.explanations else ():
+    for other in further_cases(case):
         if all(one.name in _SHOWN_BY_RERUNS for one in diagnosis.explanations):
             break
         known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
+        if any(one.name in SLOTS_OF for one in diagnosis.explanations):
+            known = known.replace(empty_slots="nan")  # finite numbers times 0 would not show it
         try:
             output = rerun(known)
         except AttnLabError:
@@ -55,6 +57,8 @@ def is_refuted(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate)
         return not bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
     if again.diagnosis.is_wrong:
         return not again.diagnosis.explanations
+    if candidate.name in SLOTS_OF:  # the case may have no such slots
+        return False
     return not is_hidden(again.problem, candidate.defect)
 
 

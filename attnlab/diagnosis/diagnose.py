@@ -16,6 +16,7 @@ from attnlab.contracts.violation import Violations
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
+from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.decision import collect_evidence, conclude
@@ -80,6 +81,7 @@ def diagnose(
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+        diagnosis = with_accesses(lab, case, diagnosis, own.run)
         diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
         diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
         diagnosis = _with_location(own, case, diagnosis, limit)

@@ -8,11 +8,13 @@ from typing import Any
 from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
+from attnlab.diagnosis.access_claim import AccessClaim
 from attnlab.diagnosis.candidate_text import candidate_dict
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
+from attnlab.diagnosis.leak_claim import LeakClaim
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
@@ -67,6 +69,8 @@ class Diagnosis(Shown):
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
     - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
+    - ``accesses``: wrong accesses that recur wherever the output of a further case is wrong, or None.
+    - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
@@ -99,6 +103,8 @@ class Diagnosis(Shown):
     xray: XRay | None = None
     weights: DescribedWeights | None = None
     rule: ConfirmedRule | None = None
+    accesses: AccessClaim | None = None
+    leak: LeakClaim | None = None
     claim: PatternClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
@@ -198,6 +204,8 @@ class Diagnosis(Shown):
             return f"described: {self.rule.text}"
         if self.weights is not None:
             return f"described by the X-ray: {self.weights.text}"
+        if (found := self.leak or self.accesses) is not None:
+            return f"described: {found.text}"
         claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
         if self.status == "described" and self.bad_lines:
             lines = " or ".join(self.bad_lines)
@@ -244,6 +252,8 @@ class Diagnosis(Shown):
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
             "side_errors": [one.sentence for one in self.side_errors],
             "weights": None if self.weights is None else self.weights.text,
+            "accesses": None if self.accesses is None else self.accesses.text,
+            "leak": None if self.leak is None else self.leak.text,
             "claim": None if self.claim is None else self.claim.text,
             "locations": [line.to_dict() for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,

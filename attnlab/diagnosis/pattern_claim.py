@@ -9,6 +9,11 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_places import Sizes, row_rules, sequence_rules
 
 _SCALE = "the output of another softmax scale: "
+# What several facts have in common: the kinds of facts, and the statement.
+_MULTIPLES = "multiples of the correct output: only the sum of the weights is wrong"
+_ADDED = "the correct output and one number that is added to all elements of a head"
+_FAMILIES = ((_MULTIPLES, {"zeros", "factor", "factors"}), (_ADDED, {"added"}))
+_GENERAL = frozenset({_MULTIPLES, _ADDED})
 EVERY, ALL = "every sequence", "all rows of these sequences"
 
 
@@ -60,7 +65,7 @@ class PatternClaim:
         is_scale = any(text.startswith(_SCALE) for text in self.values)
         if is_scale:
             return self.values & others
-        return self.values if self.values == others else frozenset()
+        return self.values if self.values == others else self.values & others & _GENERAL
 
     def predicts_none(self, sizes: Sizes) -> bool:
         """Answer whether no sequence of another batch has the rule, so that its output must be correct."""
@@ -81,7 +86,8 @@ class PatternClaim:
         if self.elements is not None:
             words.append(f"in {len(self.elements)} elements, the first of them {self.elements[0]}")
         if self.values:
-            words.append(f"which hold: {'; '.join(sorted(self.values))}")
+            shown = self.values - _GENERAL or self.values
+            words.append(f"which hold: {'; '.join(sorted(shown))}")
         return ", ".join(words) + (" (only decodes ran)" if self.only_decodes else "")
 
 
@@ -102,14 +108,13 @@ def claim_of(
     }
     tokens = {seq: found for seq, found in tokens.items() if found}
     elements = [fact.values["elements"] for fact in pattern.of("elements")]
-    whole = pattern.is_complete and not pattern.of("factors")
     return PatternClaim(
         sequences=_sequences(set(tokens), sizes),
         rows=_rows(tokens, sizes),
         heads=tuple(heads),
         all_heads=heads == ran_heads,
         elements=tuple(elements[0]) if elements else None,
-        values=_values(pattern) if whole else frozenset(),
+        values=_values(pattern) if pattern.is_complete else frozenset(),
         only_decodes=max(sizes.query_lens, default=0) <= 1,
     )
 
@@ -118,7 +123,12 @@ def _values(pattern: Pattern) -> frozenset[str]:
     scales = pattern.of("softmax_scale")
     if scales:
         return frozenset(f"{_SCALE}{name}" for name in scales[0].values["names"])
-    return frozenset(fact.what for fact in pattern.rules)
+    kinds = {fact.kind for fact in pattern.rules}
+    general = {text for text, family in _FAMILIES if kinds <= family}
+    if kinds == {"zeros"}:
+        general = set()
+    exact = set() if "factors" in kinds else {fact.what for fact in pattern.rules}
+    return frozenset(exact | general)
 
 
 def _sequences(wrong: set[int], sizes: Sizes) -> tuple[str, ...]:

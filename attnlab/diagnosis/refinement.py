@@ -19,6 +19,7 @@ from attnlab.diagnosis.decision import (
 )
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import Examination, examine
+from attnlab.diagnosis.leak_check import confirmed_leak
 from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
 from attnlab.diagnosis.rule_search import find_rule
@@ -94,9 +95,36 @@ def with_reruns(
     diagnosis = _with_weights(lab, case, kernel, _with_xray(case, kernel, diagnosis, seconds))
     if diagnosis.explanations or diagnosis.weights is not None:
         return diagnosis
+    if len(dependence.on_slots) and not len(dependence.on_finite_slots):
+        leak = confirmed_leak(lab, case, kernel.run)
+        if leak is not None:
+            return dataclasses.replace(diagnosis, status="described", leak=leak)
     claim = confirmed_claim(lab, case, first, kernel.run)
     status = "unexplained" if claim is None else "described"
-    return dataclasses.replace(diagnosis, status=status, claim=claim)
+    diagnosis = dataclasses.replace(diagnosis, status=status, claim=claim)
+    if status == "unexplained" and case.first_block:
+        return _from_the_first_block(lab, case, diagnosis, kernel)
+    return diagnosis
+
+
+def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Kernel) -> Diagnosis:
+    """Return the diagnosis with what describes the kernel in a small cache, if it is wrong there, too.
+
+    A cache that begins with unused blocks is too large for most rules.
+    """
+    small = case.replace(first_block=0, num_blocks=None)
+    try:
+        output = kernel.run(small)
+    except AttnLabError:
+        return diagnosis
+    first = examine(lab, small, output, ())
+    if not first.diagnosis.is_wrong:
+        return diagnosis
+    found = with_reruns(lab, small, output, first, kernel, ())
+    if found.status != "described":
+        return diagnosis
+    names = ("status", "rule", "weights", "leak", "claim")
+    return dataclasses.replace(diagnosis, **{name: getattr(found, name) for name in names})
 
 
 def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:

@@ -14,7 +14,7 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.scratch_rules import scratch_defects
-from attnlab.diagnosis.second_case import second_cases, with_known_contents
+from attnlab.diagnosis.second_case import further_cases, with_known_contents
 from attnlab.diagnosis.softmax_rules import softmax_defects
 from attnlab.lab.lab import Lab
 
@@ -23,20 +23,24 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     """Return the first rule that explains the output of a Case and those of further cases, or None.
 
     All cases run with finite numbers in empty slots and in the output buffer, so that a rule predicts what
-    is read there.
+    is read there. Of a batch of decodes, only decodes must agree: an op may compute other batches in another
+    way.
     """
     left = _explanations(lab, with_known_contents(case), rerun)
     cases, only_decodes = 0, max(case.lengths.query_lens) == 1
-    for other in second_cases(case) if left else ():
+    for other in further_cases(case):
+        if not left:
+            return None
         try:
             known = with_known_contents(other)
             output = rerun(known)
         except AttnLabError:
             continue
         kept, is_wrong = _confirmed(lab, known, output, left)
-        if is_wrong:
+        has_prefill = max(other.lengths.query_lens) > 1
+        if is_wrong and not (only_decodes and has_prefill and not kept):
             left, cases = kept, cases + 1
-            only_decodes &= max(other.lengths.query_lens) == 1
+            only_decodes &= not has_prefill
     if not left or not cases:
         return None
     return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)

@@ -23,6 +23,7 @@ _FURTHER = (
     ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
     ((2, 5), (35, 16), (1, 0), (1, 280)),
     ((1, 44), (2, 18)),
+    ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
 _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths

@@ -11,6 +11,7 @@ import torch
 
 from attnlab.diagnosis.softmax_divisions import Parts
 
+ALL_KEYS = 1 << 40  # more keys than any sequence has
 _LOWEST = -1e30  # in place of -inf, so that differences are defined
 
 
@@ -63,7 +64,8 @@ class SoftmaxLaw:
             return parts
         moved = []
         for tiles in parts:
-            first, last = tiles[0][0] + self.start, min(tiles[-1][1] + self.stop, length)
+            first = max(0, tiles[0][0] + self.start)
+            last = min(tiles[-1][1] + self.stop, length)
             moved.append([(first, last, 0, 0)] if first < last else [(0, 0, 0, 0)])
         return moved
 

@@ -15,7 +15,7 @@ from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.diagnosis.softmax_divisions import Division, divisions
-from attnlab.diagnosis.softmax_law import SoftmaxLaw
+from attnlab.diagnosis.softmax_law import ALL_KEYS, SoftmaxLaw
 
 FAMILY = "running softmax"
 _LN_2 = math.log(2)
@@ -49,6 +49,8 @@ _PARTS: dict[str, SoftmaxLaw] = {
     "each part lacks its first key": SoftmaxLaw(start=1),
     "each part lacks its last key": SoftmaxLaw(stop=-1),
     "the first key of each part also counts in the part before": SoftmaxLaw(stop=1),
+    "each part goes on to the end of the sequence": SoftmaxLaw(stop=ALL_KEYS),
+    "each part begins at the first key": SoftmaxLaw(start=-ALL_KEYS),
 }
 # What a merge does wrongly.
 _MERGES: dict[str, SoftmaxLaw] = {

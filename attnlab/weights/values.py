@@ -149,6 +149,8 @@ def _heads_of(
         place = place + outputs.median(-1).values.nan_to_num(0.0).round() * power
         power *= _BASE
     seen = place[rows].median(0).values.long()
+    if not _are_indices(seen, kv_heads):
+        return "", ()
     pairs = tuple(
         (head, kv)
         for head, kv, own in zip(
@@ -182,7 +184,7 @@ def _elements_of(
         power *= _BASE
     seen = place[rows].flatten(0, 1).median(0).values.long()
     own = torch.arange(size)
-    if torch.equal(seen, own):
+    if torch.equal(seen, own) or not _are_indices(seen, size):
         return None, ""
     off = torch.nonzero(seen != own).flatten()
     shift = (seen - own)[off].unique()
@@ -190,7 +192,12 @@ def _elements_of(
     words = (
         f"elements {numbers(off.tolist())} of the output hold another element of the values: {how}"
     )
-    return (seen if bool((seen < size).all()) else None), words
+    return seen, words
+
+
+def _are_indices(seen: torch.Tensor, count: int) -> bool:
+    """Answer whether decoded codes are possible; a kernel that reads other memory gives any number."""
+    return bool(((seen >= 0) & (seen < count)).all())
 
 
 def _pairs(off: torch.Tensor, seen: torch.Tensor) -> str:

@@ -1,9 +1,18 @@
 """Hostile cases and their variants: valid, explained, and all in use."""
 
+import pytest
+
 from attnlab.case.declaration import FIELDS
+from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.variants import LENGTHS, VARIANTS
+from attnlab.checker.combinations import combinations_of
+from attnlab.checker.hostile import (
+    covering_cases,
+    covering_rows,
+    hostile_cases,
+    hostile_design,
+)
+from attnlab.checker.variants import VARIANTS
 from attnlab.kernels.model.backend import ModelBackend
 
 
@@ -25,8 +34,42 @@ def test_cases_are_reproducible_and_depend_on_the_seed() -> None:
         assert {case.seed for case in first}.isdisjoint(case.seed for case in other)
 
 
-def test_later_rounds_have_other_lengths() -> None:
-    fixed = {lengths for lengths in LENGTHS}
-    cases = list(hostile_cases(ModelBackend(rules="0.33.0"), "unified_attention", "sm_90", 60, 0))
-    late = cases[len(VARIANTS) :]
-    assert any((c.query_lens, c.ctx_lens) not in fixed for c in late)
+def test_fewer_cases_are_the_first_of_all() -> None:
+    subject = ModelBackend(rules="0.33.0")
+    for op in TRITON_OPS[-2:]:
+        every = list(hostile_cases(subject, op, "sm_90", None, 0))
+        for count in (1, 12, 31, len(every)):
+            assert list(hostile_cases(subject, op, "sm_90", count, 0)) == every[:count]
+        assert len(set(every)) == len(every)
+
+
+def test_every_allowed_combination_occurs_in_a_case() -> None:
+    """The check of the check: without the rows that have one value, its pairs are missing."""
+    subject = ModelBackend(rules="0.33.0")
+    for op in ("unified_attention", "reshape_and_cache_flash"):
+        cases = list(covering_cases(subject, op, "sm_90", 0))
+        found = combinations_of(subject, op, "sm_90", 0, cases)
+        assert found["pairs"]["covered"] == found["pairs"]["total"] > 50
+        assert not found["pairs"]["missing"] + found["triples"]["missing"]
+        knob, names = next(iter(found["knobs"].items()))
+        rows = covering_rows(subject, op, "sm_90", 0)
+        kept = [c for c, row in zip(cases, rows, strict=True) if row[knob] != names[-1]]
+        missing = combinations_of(subject, op, "sm_90", 0, kept)["pairs"]["missing"]
+        assert f"{knob} {names[-1]}" in missing[0]
+
+
+def test_what_is_refused_has_a_reason_and_is_refused() -> None:
+    subject = ModelBackend(rules="0.33.0")
+    design = hostile_design(subject, "unified_attention", "sm_90")
+    assert {len(entry) for entry in design.refused} == {1, 2}
+    assert all(design.refused.values())
+    for entry in design.refused:
+        if len(entry) == 2:
+            with pytest.raises(InvalidCase):
+                design.make(design.fields({**design.plain(), **dict(entry)}))
+
+
+def test_rows_depend_on_the_seed() -> None:
+    subject = ModelBackend(rules="0.33.0")
+    one, other = (covering_rows(subject, TRITON_OPS[0], "sm_90", seed) for seed in (0, 1))
+    assert one != other

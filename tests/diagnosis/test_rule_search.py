@@ -60,7 +60,7 @@ def test_a_wrong_read_is_described_by_its_address(change, parts):
     case = hostile(op="unified_attention", platform="sm_90", empty_slots="garbage")
     diagnosis = diagnose(case, lab=ReadsWrong(change=change))
     assert diagnosis.status == "described"
-    assert diagnosis.rule.cases == 2
+    assert diagnosis.rule.cases > 2
     assert not diagnosis.rule.only_decodes
     assert all(part in diagnosis.rule.text for part in parts)
 

@@ -40,7 +40,7 @@ from attnlab.case.errors import Unavailable
 from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.triton.bool_ops import with_bool_ops
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
-from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan, is_recorded
 from attnlab.kernels.triton.memory import Accesses, Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
@@ -142,6 +142,8 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     arguments = inspect.getcallargs(
         kernel, *args, **{k: v for k, v in kwargs.items() if k in names}
     )
+    if is_recorded(kernel.__name__, arguments):
+        return
     converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))

@@ -32,7 +32,16 @@ class LaunchPlan:
     watched: Watched | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchParameters:
+    """A kernel's name and the parameters of its launch that are integers, such as BLOCK_M."""
+
+    kernel: str
+    numbers: dict[str, int]
+
+
 _PLAN: ContextVar[LaunchPlan | None] = ContextVar("plan", default=None)
+_RECORDED: ContextVar[list["LaunchParameters"] | None] = ContextVar("recorded", default=None)
 _TURN = threading.RLock()
 
 
@@ -54,3 +63,24 @@ def launching(plan: LaunchPlan) -> Iterator[None]:
 def current_plan() -> LaunchPlan | None:
     """Return the plan of the block that this thread is in, or None."""
     return _PLAN.get()
+
+
+@contextmanager
+def recording_launches() -> Iterator[list[LaunchParameters]]:
+    """Record the launches of this thread inside the block instead of running their programs."""
+    found: list[LaunchParameters] = []
+    token = _RECORDED.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDED.reset(token)
+
+
+def is_recorded(kernel: str, arguments: dict[str, Any]) -> bool:
+    """Record a launch if this thread records launches; return whether it does."""
+    found = _RECORDED.get()
+    if found is None:
+        return False
+    numbers = {name: value for name, value in arguments.items() if type(value) is int}
+    found.append(LaunchParameters(kernel, numbers))
+    return True

@@ -59,7 +59,7 @@ def _prefill(args: dict[str, Any], program: Program, subset: Subset) -> bool:
     if not subset.has(seq, head // args["num_queries_per_kv"]):
         return False
     query_len = _query_len(args["B_Start_Loc"], seq)
-    skipped = args["SKIP_DECODE"] and query_len == 1
+    skipped = args.get("SKIP_DECODE", False) and query_len == 1
     return not skipped and bool(tile * args["BLOCK_M"] < query_len)
 
 

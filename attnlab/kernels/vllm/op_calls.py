@@ -109,6 +109,7 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
         "b_loc": call.block_table,
         "b_start_loc": call.query_start_loc,
         "b_seq_len": call.seq_lens,
+        "b_ctx_len": call.seq_lens - call.query_start_loc.diff(),  # up to 0.7
         "max_seq_len": call.max_seq_len,
         "max_input_len": call.max_query_len,
         "alibi_slopes": call.alibi_slopes,

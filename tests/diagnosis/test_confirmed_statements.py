@@ -1,0 +1,175 @@
+"""Statements beyond names and rules: leaks, accesses, common factors; each must hold in further cases."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.case.case import Case
+from attnlab.case.ops import DECODE_FWD
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.slot_states import STATES, SlotState
+from attnlab.contracts.target import Target
+from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.access_check import with_accesses
+from attnlab.diagnosis.address_defects import address_defects
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.leak_check import confirmed_leak
+from attnlab.diagnosis.pattern_check import confirmed_claim
+from attnlab.diagnosis.rule_search import find_rule
+from attnlab.kernels.backend import RunOutput
+from attnlab.kernels.model import backend as model
+from attnlab.lab.lab import Lab
+from attnlab.lab.reads import MemoryReport, SlotsRead
+from attnlab.lab.result import Result
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output
+
+SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90"}
+DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
+MIXED = hostile(op="unified_attention", query_lens=(1, 5), ctx_lens=(20, 18), **SMALL)
+TRACED = MIXED.replace(backend="vllm")
+Spoil = Callable[[Case, torch.Tensor], None]
+
+
+@dataclasses.dataclass(slots=True)
+class Spoiled(Lab):
+    """A lab whose outputs are changed."""
+
+    spoil: Spoil = lambda case, output: None
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        model.run(call, Target.of(case), decide(case).kernels)
+        self.spoil(case, call.output)
+        return RunOutput()
+
+
+def is_decode(case: Case) -> bool:
+    return max(case.lengths.query_lens) == 1
+
+
+def nan_from_slots(case: Case, output: torch.Tensor) -> None:
+    if case.empty_slots == "nan":
+        output[0] = torch.nan
+
+
+def always_nan(case: Case, output: torch.Tensor) -> None:
+    output[0] = torch.nan
+
+
+@pytest.mark.parametrize(("spoil", "is_leak"), [(nan_from_slots, True), (always_nan, False)])
+def test_a_leak_is_stated_if_finite_numbers_make_all_outputs_right(spoil, is_leak):
+    found = confirmed_leak(Lab(), MIXED, Spoiled(spoil=spoil).output)
+    assert (found is not None) == is_leak
+    assert found is None or found.cases > 2
+
+
+def test_a_name_of_a_leak_must_hold_in_further_cases():
+    """NaN also reaches the rows of sequences without slots after their end: the name says too little."""
+
+    def leaks(case: Case, output: torch.Tensor) -> None:
+        if case.empty_slots == "nan":
+            output[:] = torch.nan
+
+    case = DECODES.replace(empty_slots="nan")
+    lab = Spoiled(spoil=leaks)
+    alone = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    assert "tail_leaked" in [one.name for one in alone.explanations]
+    again = diagnose(case, lab=lab, limit=None, propose=False)
+    assert again.explanations == []
+    assert again.leak is not None
+
+
+def factors_of_rows(case: Case, output: torch.Tensor) -> None:
+    output *= torch.linspace(0.3, 0.7, output.shape[0] * 4).view(-1, 4, 1).to(output.dtype)
+
+
+@pytest.mark.parametrize("is_general", [True, False])
+def test_multiples_of_the_correct_output_are_stated_if_further_outputs_are_such(is_general):
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        factors_of_rows(case, output)
+        if case.lengths != MIXED.lengths and not is_general:
+            output[:, 1] += 1.0
+
+    lab = Spoiled(spoil=spoil)
+    case = MIXED.replace(empty_slots="zeros", output_init="zeros")
+    claim = confirmed_claim(Lab(), case, examine(Lab(), case, lab.output(case), ()), lab.output)
+    assert ("multiples of the correct output" in (claim.text if claim else "")) == is_general
+
+
+def read(seq: int, state: SlotState) -> SlotsRead:
+    """Return the read of one slot of the key cache for a sequence."""
+    counts = {one: int(one == state) for one in STATES}
+    return SlotsRead(tensor="K_cache", seq=seq, counts=counts, slots={state: ((0, 0),)})
+
+
+def accesses(slots: Callable[[Case], tuple[SlotsRead, ...]], spoil: Spoil) -> tuple[str, ...]:
+    """Return the accesses that describe an output with these reads."""
+    lab = Spoiled(spoil=spoil)
+    first = examine(Lab(), TRACED, lab.output(TRACED), ()).diagnosis
+    first = dataclasses.replace(first, status="unexplained")
+
+    def run(case: Case) -> Result:
+        report = MemoryReport(slots=slots(case), unwritten=())
+        return dataclasses.replace(lab.run(case.replace(trace_reads=False)), memory=report)
+
+    found: Diagnosis = with_accesses(Lab(), TRACED, first, run)
+    assert (found.status == "described") == (found.accesses is not None)
+    return () if found.accesses is None else found.accesses.facts
+
+
+def test_a_read_of_another_sequence_describes_a_fault_if_it_recurs():
+    facts = accesses(lambda case: (read(0, SlotState.OTHER_SEQUENCE),), always_nan)
+    assert any("do not belong to the sequence" in fact for fact in facts)
+
+
+def test_values_that_are_never_read_describe_a_fault():
+    """Only keys are read, as if the addresses of all values were those of another tensor."""
+    facts = accesses(lambda case: (read(0, SlotState.OWN),), always_nan)
+    assert "cached values that a sequence must read are never read" in facts
+
+
+def test_a_read_that_right_outputs_share_describes_nothing():
+    """It is made in every case; the outputs are wrong in batches with several new tokens alone."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        if case.lengths == TRACED.lengths or len(case.lengths.query_lens) == 4:
+            always_nan(case, output)
+
+    facts = accesses(lambda case: (read(0, SlotState.OTHER_SEQUENCE),), spoil)
+    assert not any("belong" in fact for fact in facts)
+
+
+def test_rows_that_are_never_written_describe_a_fault():
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        output[-1] = make_output(case)[-1]
+
+    assert "no kernel writes some rows of the output" in accesses(lambda case: (), spoil)
+
+
+def test_the_stride_of_a_slot_may_be_another():
+    """A kernel that computes block × block_size + offset multiplies that number by one stride."""
+    problem = make_problem(hostile(op=DECODE_FWD, query_lens=(1,), ctx_lens=(20,), **SMALL))
+    texts = [defect.text for defect in address_defects(problem)]
+    assert any("with slot × stride 2 in place of slot × stride 1" in text for text in texts)
+
+
+def test_a_rule_of_decodes_may_fail_for_other_batches():
+    """Another kernel may compute those, with another fault; the rule says that it is about decodes."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        if is_decode(case):
+            call = Lab().call(case)
+            heads = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
+            wrong = dataclasses.replace(call, query=call.query[:, heads].clone(), output=output)
+            model.run(wrong, Target.of(case), decide(case).kernels)
+        else:
+            output += 1.0
+
+    found = find_rule(Lab(), DECODES, Spoiled(spoil=spoil).output)
+    assert found is not None
+    assert found.only_decodes
