@@ -26,6 +26,9 @@ from attnlab.diagnosis.other_run import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
 from attnlab.lab.stage_table import stage_table
+from attnlab.lab.writes.write_case import WriteCase
+from attnlab.lab.writes.write_report import WriteReport, WriteResult
+from attnlab.mla.mla_report import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
 from attnlab.reports.baseline import Change
 from attnlab.reports.notebook_result import Outcome, Results
@@ -100,6 +103,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         executed=Path("x.ipynb"),
         html=Path("x.html"),
     )
+    chain = attnlab.run_mla(attnlab.MlaCase(num_heads=1), fault="weights_exchanged")
     made = [
         case,
         lab.batch(case),
@@ -146,6 +150,20 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         attnlab.shrink_call(result.call, seconds=1.0),
         attnlab.probe_call(lab.call(case.replace(stage="sound"))),
         CAPTURED,
+        chain,
+        MlaReport(
+            release="0.33.0",
+            backend="model",
+            results=(VariantResult(reason="a < b", case=chain.case, result=chain),),
+        ),
+        WriteReport(
+            backend="model",
+            results=(
+                WriteResult(
+                    name="one <write>", case=WriteCase(cache_format="diffkv"), wrong={"numbers": 3}
+                ),
+            ),
+        ),
         outcome.verdicts[0],
         Verdicts(),
         Results(
