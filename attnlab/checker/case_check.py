@@ -190,7 +190,10 @@ def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
 
 
 def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
-    """Return the fault of an output of a Case with an op argument, or None; it is not diagnosed."""
+    """Return the fault of an output of a Case with an op argument, or None.
+
+    It is diagnosed only if the output is also wrong without the argument.
+    """
     for empty_slots in (case.empty_slots, "garbage"):
         case = case.replace(empty_slots=empty_slots)
         output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
@@ -204,11 +207,21 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
             return _finding(
                 case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
             )
+        if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
+            return wrong
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
         return _finding(case if is_leak else zeros, kind, text, f"op_argument {case.op_argument}")
     return None
+
+
+def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:
+    """Return the fault of the output of a Case without its op argument, or None."""
+    plain = case.replace(op_argument=NONE)
+    output = run_case(lab, backend, plain).output
+    diagnosis = _diagnose(lab, plain, output)
+    return _wrong_output(lab, backend, plain, output, diagnosis) if diagnosis.is_wrong else None
 
 
 def _output_errors(lab: Lab, case: Case, output: torch.Tensor) -> ErrorMap:

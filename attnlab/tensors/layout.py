@@ -71,9 +71,15 @@ def _padded(call: KernelCall) -> KernelCall:
     last = call.query_start_loc[-1:].expand(call.padding)
     empty = call.seq_lens.new_zeros(call.padding)
     rows = call.block_table.new_zeros(call.padding, call.block_table.shape[1])
+    masks: dict[str, Any] = {
+        name: torch.cat([mask, mask.new_zeros(call.padding, *mask.shape[1:])])
+        for name in ("causal", "mm_prefix_range", "rswa_prefix_lens")
+        if isinstance(mask := getattr(call, name), torch.Tensor)
+    }
     return dataclasses.replace(
         call,
         **tokens,
+        **masks,
         query_start_loc=torch.cat([call.query_start_loc, last]),
         seq_lens=torch.cat([call.seq_lens, empty]),
         block_table=torch.cat([call.block_table, rows]),

@@ -1,18 +1,22 @@
 """Visibility: the mask of each sequence is that of a plain statement, and spans have every visible key."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from helpers.cases import call_of, same_bits
 from helpers.masked_cases import random_case, sees
 
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.masks import MASKS
 from attnlab.lab.reference import exact_attention, visible_flops
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import visibility_of
+from attnlab.tensors.hollow_call import hollow_call
+from attnlab.tensors.layout import presented
 from attnlab.tensors.sequence_mask import mask_of
 from attnlab.tensors.visibility import Visibility
 
@@ -122,3 +126,24 @@ def test_data_that_do_not_fit_a_call(changes, field):
     with pytest.raises(InvalidCall) as caught:
         dataclasses.replace(call, **changes)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("mask", ["causal_by_sequence", "ranges", "prefix_and_window"])
+def test_a_padded_batch_has_mask_data_for_each_sequence(mask):
+    """The sequences that pad a batch are empty, and see nothing."""
+    window = 7 if mask == "prefix_and_window" else 0
+    fields: dict[str, Any] = {"mask": mask, "sliding_window": window, "query_lens": (2, 3)}
+    call = hollow_call(
+        Case(
+            op="unified_attention",
+            num_heads=2,
+            head_size=16,
+            pad_batch=3,
+            ctx_lens=(9, 4),
+            **fields,
+        )
+    )
+    padded = presented(call)
+    assert len(padded.seq_lens) == 5
+    data = [getattr(padded, name) for name in ("causal", "mm_prefix_range", "rswa_prefix_lens")]
+    assert [len(one) for one in data if isinstance(one, torch.Tensor)] == [5]
