@@ -13,7 +13,7 @@ from attnlab.cli.output import print_json, progress, show
 from attnlab.mla.mla_case import MlaCase
 
 _FIELDS = {one.name: one for one in dataclasses.fields(MlaCase)}
-_WORDS = {"true": True, "false": False, "none": None}
+_BOOLS = {"true": True, "false": False}
 _HELP = {
     "path": "prefill, decode or shards (context parallelism)",
     "num_heads": "query heads",
@@ -117,11 +117,9 @@ def _value(name: str, text: str) -> Any:
     if isinstance(default, tuple):
         return tuple(_number(name, one, int) for one in text.split(",")) if text else ()
     if isinstance(default, bool):
-        return (
-            _WORDS.get(text.lower(), text)
-            if text.lower() in ("true", "false")
-            else refuse(name, "true or false", text)
-        )
+        if text.lower() not in _BOOLS:
+            refuse(name, "true or false", text)
+        return _BOOLS[text.lower()]
     if default is None and text.lower() == "none":
         return None
     if isinstance(default, int):

@@ -58,16 +58,25 @@ PLANTED: Mapping[str, PlantedFault] = {
 
 
 def vllm_source(path: str | None) -> Source:
+    """Return the vLLM at ``path``, or the installed one, in which every fault of PLANTED can be planted."""
+    return editable_source(path, PLANTED)
+
+
+def editable_source(path: str | None, faults: Mapping[str, PlantedFault]) -> Source:
     """Return the vLLM at ``path``, or the installed one; raise Unavailable if it is not the text to edit."""
     source = find_source(path or None)
-    for name, fault in PLANTED.items():
+    for name, fault in faults.items():
         try:
-            text = source.op_file(fault.module).read_text()
+            _check_has(source.op_file(fault.module).read_text(), fault, name, source)
         except Unsupported as error:
             raise Unavailable(str(error)) from error
-        if fault.before not in text:
-            raise Unavailable(f"vLLM {source.version} has no text for the fault {name!r} to change")
     return source
+
+
+def _check_has(text: str, fault: PlantedFault, name: str, source: Source) -> None:
+    """Raise Unavailable if a text has not what a fault changes."""
+    if fault.before not in text:
+        raise Unavailable(f"vLLM {source.version} has no text for the fault {name!r} to change")
 
 
 def plant(source: Source, name: str, folder: Path) -> Path:
@@ -86,8 +95,7 @@ def plant_fault(source: Source, fault: PlantedFault, name: str, folder: Path) ->
     (root / "PKG-INFO").write_text(f"Name: vllm\nVersion: {source.version}\n")
     file = find_source(root).op_file(fault.module)
     text = file.read_text()
-    if fault.before not in text:
-        raise Unavailable(f"vLLM {source.version} has no text for the fault {name!r} to change")
+    _check_has(text, fault, name, source)
     file.write_text(text.replace(fault.before, fault.after))
     return root
 

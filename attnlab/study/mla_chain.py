@@ -14,7 +14,7 @@ from attnlab.mla.mla_case import MlaCase
 from attnlab.mla.mla_result import MlaResult
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
-from attnlab.study.broken_kernel import PlantedFault, plant_fault
+from attnlab.study.broken_kernel import PlantedFault, editable_source, plant_fault
 
 if TYPE_CHECKING:
     from attnlab.show.panels.mla_panel import MlaPanel
@@ -58,15 +58,7 @@ MLA_EDITS: Mapping[str, PlantedFault] = {
 
 def mla_source(path: str | None) -> Source:
     """Return the vLLM at ``path``, or the installed one; raise Unavailable without the text to edit."""
-    source = find_source(path or None)
-    for name, fault in MLA_EDITS.items():
-        try:
-            text = source.op_file(fault.module).read_text()
-        except Unsupported as error:
-            raise Unavailable(str(error)) from error
-        if fault.before not in text:
-            raise Unavailable(f"vLLM {source.version} has no text for the fault {name!r} to change")
-    return source
+    return editable_source(path, MLA_EDITS)
 
 
 def edited_ops(source: Source, name: str, folder: Path, case: MlaCase) -> VllmOps:
