@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
@@ -46,6 +46,14 @@ class Batch(Shown):
     def token_start_loc(self) -> list[int]:
         """Return the first row of each sequence in ``query``, and the number of rows; length num_seqs + 1."""
         return [0, *accumulate(self.lengths.query_lens)]
+
+    def cpu(self) -> "Batch":
+        """Return the batch with its tensors on the CPU; itself if they are there."""
+        if self.query.device.type == "cpu":
+            return self
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved = {name: one.cpu() for name, one in given.items() if isinstance(one, torch.Tensor)}
+        return replace(self, **moved)
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of key and value of the new tokens, in the order of ``query``.

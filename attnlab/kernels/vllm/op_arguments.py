@@ -60,7 +60,7 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
     format = FORMATS[case.machine.fp8_e4m3]
     query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
-    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE])}
+    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE], device=query.device)}
 
 
 def _fp8_output(case: Case, given: Arguments) -> Passed:
@@ -73,7 +73,7 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     def finish(output: torch.Tensor) -> None:
         output.copy_(stored[: len(output)].float() * OUTPUT_SCALE)
 
-    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE])}
+    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE], device=stored.device)}
     if case.op == MERGE:
         changed |= _suffix_only(case, given)
     return Passed(arguments={**given, **changed}, finish=finish)
