@@ -8,15 +8,16 @@ through backend "vllm", as every command does. ``--device cpu`` runs them under 
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
 import platform
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from helpers.masked_cases import random_case  # noqa: E402
 from attnlab.case.case import Case  # noqa: E402
 from attnlab.case.errors import (  # noqa: E402
     AttnLabError,
+    DeviceLost,
     KernelFailed,
     OutOfMemory,
     Unsupported,
@@ -45,7 +47,8 @@ from attnlab.lab.lab import Lab  # noqa: E402
 
 _VARIANTS = 31  # variants before the Cases with a mask or an op argument
 _SIZES = {"head_size": 32, "block_size": 16, "dtype": "float16", "softcap": None}
-_FAR = "far_rows"  # an op argument whose fault may end the process's CUDA context
+_FAR = "far_rows"  # an op argument whose tensors take much memory on a GPU
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 def main() -> int:
@@ -87,24 +90,66 @@ def _jobs(source: Path, device: str, count: int) -> Iterator[tuple[str, str, str
 def _run(
     args: argparse.Namespace, jobs: list[tuple[str, str, str]], end: float
 ) -> list[dict[str, Any]]:
-    """Return the outcomes of jobs; each Case with far rows has a process of its own, one at a time."""
-    context = multiprocessing.get_context("spawn")
-    with (
-        ProcessPoolExecutor(1, context, max_tasks_per_child=1) as alone,
-        ProcessPoolExecutor(args.processes, context) as pool,
-    ):
-        started = [
-            (alone if _FAR in job[1] else pool).submit(outcome, args.source, args.device, *job, end)
-            for job in jobs
-        ]
-        return [_answer(one, job) for one, job in zip(started, jobs, strict=True)]
+    """Return the outcomes of jobs, from several workers at once; far rows take most memory, one at a time."""
+    found: list[dict[str, Any] | None] = [None] * len(jobs)
+    queues = [deque(), deque()]  # with far rows, and the others
+    for i, job in enumerate(jobs):
+        queues[_FAR not in job[1]].append(i)
+
+    def serve(todo: deque[int]) -> None:
+        worker = Worker(args.source, args.device)
+        while todo:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                i = todo.popleft()
+                found[i] = worker.answer((*jobs[i], end))
+        worker.stop()
+
+    threads = [threading.Thread(target=serve, args=(queues[0],))]
+    threads += [threading.Thread(target=serve, args=(queues[1],)) for _ in range(args.processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [one for one in found if one is not None]
 
 
-def _answer(future: Future[dict[str, Any]], job: tuple[str, str, str]) -> dict[str, Any]:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return {"part": job[0], "name": job[1], "status": "process ended"}
+class Worker:
+    """A process that runs Cases; a new one after a Case that ended it or broke its CUDA context."""
+
+    def __init__(self, source: Path, device: str) -> None:
+        """Keep what the process needs; it begins with the first Case."""
+        self.given = (source, device)
+        self.process: multiprocessing.process.BaseProcess | None = None
+
+    def answer(self, job: tuple[str, str, str, float]) -> dict[str, Any]:
+        """Return the outcome of a Case."""
+        if self.process is None:
+            self.pipe, theirs = _SPAWN.Pipe()
+            self.process = _SPAWN.Process(target=_serve, args=(*self.given, theirs), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send(job)
+        try:
+            found: dict[str, Any] = self.pipe.recv()
+        except EOFError:
+            found = {"part": job[0], "name": job[1], "status": "process ended"}
+        if found["status"] in ("process ended", DeviceLost.__name__):
+            self.stop()
+        return found
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+        self.process = None
+
+
+def _serve(source: Path, device: str, pipe: Any) -> None:
+    """Answer each Case that arrives."""
+    while True:
+        pipe.send(outcome(source, device, *pipe.recv()))
 
 
 def outcome(
@@ -113,25 +158,25 @@ def outcome(
     """Return what a Case passes, and how many elements are off by more than their rounding bound."""
     case = Case.from_json(text)
     names = ("op", "mask", "op_argument", "sliding_window", "num_splits", "platform")
-    told = {"part": part, "name": name, **{one: getattr(case, one) for one in names}}
+    passed = {"part": part, "name": name, **{one: getattr(case, one) for one in names}}
     if time.perf_counter() > end:
-        return {**told, "status": "not run"}
+        return {**passed, "status": "not run"}
     backend, lab = _backend_and_lab(source, device)
     try:
         output = run_case(lab, backend, case).output
     except Unsupported as error:
-        return {**told, "status": "refused", "error": _line(error)}
+        return {**passed, "status": "refused", "error": _line(error)}
     except KernelFailed as error:
-        return {**told, "status": "fails", "error": _line(error)}
+        return {**passed, "status": "fails", "error": _line(error)}
     except OutOfMemory as error:
-        return {**told, "status": "out of memory", "error": _line(error)}
+        return {**passed, "status": "out of memory", "error": _line(error)}
     except (AttnLabError, RuntimeError) as error:
-        return {**told, "status": type(error).__name__, "error": _line(error)}
+        return {**passed, "status": type(error).__name__, "error": _line(error)}
     call = lab.call(case)
     call.output.copy_(output)
     errors = lab.errors(case, call, lab.reference(case))
     return {
-        **told,
+        **passed,
         "status": "mismatch" if errors.mismatched else "match",
         "elements": output.numel(),
         "wrong": errors.mismatched,
