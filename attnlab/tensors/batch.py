@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -51,9 +51,14 @@ class Batch(Shown):
         """Return the batch with its tensors on the CPU; itself if they are there."""
         if self.query.device.type == "cpu":
             return self
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved = {name: one.cpu() for name, one in given.items() if isinstance(one, torch.Tensor)}
-        return replace(self, **moved)
+        return Batch(
+            lengths=self.lengths,
+            query=self.query.cpu(),
+            key=self.key.cpu(),
+            value=self.value.cpu(),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes.cpu(),
+            sinks=None if self.sinks is None else self.sinks.cpu(),
+        )
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of key and value of the new tokens, in the order of ``query``.

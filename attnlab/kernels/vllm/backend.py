@@ -209,7 +209,7 @@ def run(
     function = loaded.function(call.op)
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
-        passed = _passed(argument_of, passed.arguments, function, source)
+        passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
     if is_measuring():
         note_arguments(argument_facts(function, passed.arguments))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels
@@ -240,16 +240,6 @@ def run(
         call.output.copy_(moved.output[: len(call.output)])
     plan.observed.padded = moved.output[len(call.output) :].cpu() if call.padding else None
     return plan.observed
-
-
-def _passed(
-    case: Case, arguments: dict[str, Any], function: Callable[..., None], source: Source
-) -> Passed:
-    """Return the arguments with the Case's op argument, some of which take much memory on a GPU."""
-    try:
-        return pass_argument(case, arguments, parameters_of(function))
-    except torch.OutOfMemoryError as error:
-        raise explained(error, case.op, source) from error
 
 
 def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> None:
