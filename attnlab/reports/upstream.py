@@ -228,7 +228,7 @@ def expression(name: str, value: Any, call: KernelCall) -> str:
         return "block_table"
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    if value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
+    if name[0] in "kv" and value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
         return "key_cache" if name.startswith("k") else "value_cache"
     if value.is_floating_point() and value.isnan().all():
         return f'torch.full({tuple(value.shape)}, float("nan"))'

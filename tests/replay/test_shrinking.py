@@ -155,7 +155,7 @@ SOUND = {
         "sliding_window": 9,
     },
     "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1), "ctx_lens": (9, 20)},
-    "mask": {"mask": "prefix_and_window", "sliding_window": 6},
+    "mask": {"op": "context_attention_fwd", "mask": "bidirectional", "sliding_window": 6},
 }
 
 
