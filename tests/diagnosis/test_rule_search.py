@@ -47,7 +47,8 @@ class ReadsWrong(Lab):
             for row in range(rows):
                 for head in range(heads):  # the last one wins
                     to = row * heads * size + head * self.head_stride(case)
-                    written[to : to + size] = call.output[row, head]
+                    room = written[to : to + size]
+                    room.copy_(call.output[row, head][: len(room)])
             call.output.copy_(written.view(rows, heads, size))
         return RunOutput()
 
