@@ -11,7 +11,13 @@ from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
+from attnlab.kernels.vllm.strides import (
+    USED_STRIDES,
+    far_apart,
+    far_heads,
+    with_gaps,
+    with_padded_heads,
+)
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import (
@@ -165,6 +171,17 @@ def _other_strides(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed}, finish=finish)
 
 
+def _padded_heads(case: Case, given: Arguments) -> Passed:
+    """Pass outputs [num_tokens, num_heads, head_size] whose heads have a gap after them."""
+    names = ("output", "prefix_output", "suffix_output")
+    changed: Arguments = {name: with_padded_heads(given[name]) for name in names}
+
+    def finish(output: torch.Tensor) -> None:
+        output.copy_(changed["output"][: len(output)])
+
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
 def _short_scratch(case: Case, given: Arguments) -> Arguments:
     """Pass scratch memory for one token less."""
     names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
@@ -228,6 +245,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     },
     "gaps": _other_strides,
     "far_rows": _other_strides,
+    "padded_heads": _padded_heads,
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,
