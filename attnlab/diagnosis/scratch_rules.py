@@ -118,13 +118,10 @@ def _rules(problem: Problem) -> Iterator[tuple[ScratchRule, str]]:
             return
         seen.add(str(parts))
         slots = max(division.slots, *map(len, parts))
-        every = _memory(problem, slots, problem.call.op)
-        groups = {name: (name,) for name in every}
+        every = dict(_memory(problem, slots, problem.call.op))
+        groups: dict[str, tuple[str, ...]] = {name: (name,) for name in every}
         if _MAXIMA in every:
-            every, groups = (
-                {**every, _SCALARS: every[_MAXIMA]},
-                {**groups, _SCALARS: (_MAXIMA, _SUMS)},
-            )
+            every[_SCALARS], groups[_SCALARS] = every[_MAXIMA], (_MAXIMA, _SUMS)
         for name, memory in every.items():
             sizes = dict(memory.strides) | sizes_of(problem.call)
             for rule in rules_of(name, memory, sizes):
