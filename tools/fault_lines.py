@@ -5,8 +5,8 @@ python tools/fault_lines.py --summary lines.jsonl
 
 Each mutant of tools/source_mutation.py changes one expression. Mutants are drawn, the releases and ops in
 turn, until enough of them give a wrong output. A mutant is located with the first hostile case of `attnlab
-check` whose output is wrong where that of the unchanged op is right, with an X-ray of that case. The trial edits are of
-the same kinds as the mutations, so the figures hold for faults of one expression, not for others.
+check` whose output is wrong where that of the unchanged op is right, with an X-ray of that case. The trial
+edits are of the same kinds as the mutations, so the figures hold for faults of one expression.
 
 A planted line counts as listed if a listed line is in the same statement. With --except-file, a draw leaves
 out the mutants of earlier draws, on which the ranking was developed.
