@@ -80,7 +80,7 @@ def split(call: KernelCall) -> None:
 
 
 def _sequences(call: KernelCall, device: str = "cpu"):
-    """Yield query, key and value [heads, tokens, head_size] on a device, and hidden keys, of each sequence."""
+    """Yield query, key, value [heads, tokens, head_size] on a device, and hidden keys, of each sequence."""
     caches = [cache.to(device) for cache in to_flash(call.key_cache, call.value_cache)]
     queries, table = call.query.to(device), call.block_table.long().to(device)
     for seq, seq_len in enumerate(call.seq_lens.tolist()):

@@ -92,7 +92,7 @@ class Trials:
       the unchanged kernels.
     - ``repairs``: what was found; ``tried``: the number of edits.
     - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
-      that store nothing.
+      that store nothing, else some that store right elements.
     """
 
     replay: Replay
@@ -108,7 +108,7 @@ class Trials:
         units = self.replay.units
         self.wrong_units = [unit for unit in units if bool((unit.cells & ~self.right).any())]
         idle = sorted(self.replay.idle, key=lambda unit: -len(unit.lines))
-        self.suspects = self.wrong_units or idle[:_MOST_IDLE]
+        self.suspects = self.wrong_units or idle[:_MOST_IDLE] or units[:_MOST_IDLE]
         every = [*units, *self.replay.idle]
         wrong, ran = (
             set[Line]().union(*(unit.lines for unit in some)) for some in (self.suspects, every)
