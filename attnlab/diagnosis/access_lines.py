@@ -17,7 +17,7 @@ def lines_of_accesses(trials: Trials, outside: Iterable[str]) -> list[tuple[Line
 
     ``outside``: texts of bad accesses, "file:line …", as of :class:`attnlab.lab.result.Result`.
     """
-    found: dict[Line, tuple[int, str]] = {}
+    found: dict[Line, tuple[int, int, str]] = {}
     for place in sorted(lines_of(outside)):
         name, _, number = place.rpartition(":")
         for kernel in trials.kernels:
@@ -30,7 +30,7 @@ def lines_of_accesses(trials: Trials, outside: Iterable[str]) -> list[tuple[Line
                 why = f"it feeds line {number}, which accesses memory outside its tensors"
                 if not distance:
                     why = "it accesses memory outside its tensors"
-                one = (distance, why)
+                one = (distance, abs(line - at), why)  # the last of several values of a name
                 found[kernel.line(line)] = min(found.get(kernel.line(line), one), one)
-    ranked = sorted(found.items(), key=lambda one: (one[1][0], one[0]))
-    return [(line, "outside", why) for line, (_, why) in ranked]
+    ranked = sorted(found.items(), key=lambda one: (*one[1][:2], one[0]))
+    return [(line, "outside", why) for line, (_, _, why) in ranked]
