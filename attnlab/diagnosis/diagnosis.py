@@ -230,7 +230,7 @@ class Diagnosis(Shown):
         count = len(self.candidates)
         if claim:
             return f"none of {count} candidates explains the output{claim}"
-        return f"{f'none of {count} candidates does, but ' if count else ''}the rules above reproduce the output"
+        return f"none of {count} candidates does, but the rules above reproduce the output"
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]
