@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 
 NONE = "none"
 
@@ -88,6 +88,13 @@ _ALL = (
         needs=_CAUSAL,
     ),
     OpArgument(
+        name="sinks_of_key_0",
+        ops=(ENCODER,),
+        parameters=("sinks_bias_key0",),
+        summary="a sink is added to the score of key 0, and has no weight of its own",
+        needs={**_CAUSAL, "sinks": True},
+    ),
+    OpArgument(
         name="skip_decode",
         ops=(PREFILL,),
         parameters=("skip_decode",),
@@ -136,14 +143,14 @@ _ALL = (
     ),
     OpArgument(
         name="gaps",
-        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
         parameters=("query", "q", "output", "key"),
         summary="every stride that the kernels use is larger than that of a contiguous tensor",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
         name="far_rows",
-        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
         parameters=("query", "q", "output", "key"),
         summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},

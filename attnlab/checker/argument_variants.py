@@ -6,6 +6,7 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
+from attnlab.case.ops import ENCODER
 from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
@@ -106,6 +107,13 @@ ARGUMENT_VARIANTS = (
         query_lens=(1, 1),
         ctx_lens=(20, 37),
     ),
+    _with("sinks_of_key_0", "A sink changes the score of the first key.", sinks=True),
+    _with(
+        "sinks_of_key_0",
+        "A window hides the first key, to which the sink is added.",
+        sinks=True,
+        sliding_window=7,
+    ),
     _with(
         "skip_decode", "Rows of sequences with one new token stay as they are.", output_init="zeros"
     ),
@@ -201,6 +209,12 @@ ARGUMENT_VARIANTS = (
     Variant(
         {"query_lens": (1, 1), "ctx_lens": (20, 37), "platform": "gfx942", "head_size": 128},
         "The dispatch to ROCm's own decode kernel.",
+    ),
+    Variant({**_LENGTHS, "platform": "gfx1100"}, "The narrower tiles of RDNA.", (ENCODER,)),
+    Variant(
+        {"query_lens": (3, 2), "ctx_lens": (62, 3), "platform": "cpu"},
+        "The tiles of devices that are no GPU.",
+        (ENCODER,),
     ),
     Variant({**_LENGTHS, "platform": "sm_80"}, "An older GPU, with smaller tiles."),
     Variant(

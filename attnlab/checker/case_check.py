@@ -48,7 +48,7 @@ def check_case(
 
     The Case runs with NaN in the empty slots and, if that output is correct, once more with finite
     garbage in them; both outputs must have the same bits. The second run is left out if the first one was
-    traced and read no empty slot. ``on_run`` is called with the first run.
+    traced and read no empty slot, or if the op gets no cache. ``on_run`` is called with the first run.
     Raises Unavailable if the backend does not have the op.
     """
     try:
@@ -100,7 +100,7 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
         return _wrong_output(lab, backend, case, run.output, diagnosis)
-    if never_reads_empty_slots(run):
+    if not _gets_cache(case) or never_reads_empty_slots(run):
         return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
@@ -189,12 +189,18 @@ def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
     return _output_errors(lab, case, run.output)
 
 
+def _gets_cache(case: Case) -> bool:
+    """Answer whether the op of a Case gets a cache, so that its result may depend on empty slots."""
+    return case.spec.cache_layout is not None
+
+
 def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of an output of a Case with an op argument, or None.
 
     It is diagnosed only if the output is also wrong without the argument.
     """
-    for empty_slots in (case.empty_slots, "garbage"):
+    contents = (case.empty_slots, "garbage") if _gets_cache(case) else (case.empty_slots,)
+    for empty_slots in contents:
         case = case.replace(empty_slots=empty_slots)
         output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
         errors = _output_errors(lab, case, output)

@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "reference_dtype": "float64",
 }
 _SPARE_BLOCKS = 3
+_LENS = ("query_lens", "ctx_lens")
 _MOST_ROWS = 3  # of a sequence, for merge_attn_states
 _SPLITS = (None, 0, 4)  # of the variants in turn: as vLLM splits, not at all, in four parts
 
@@ -56,6 +57,8 @@ def hostile_cases(
     the rows of the covering design. Variants that the op or the backend does not support are skipped. The
     Cases of a smaller ``count`` are the first of those of a larger one.
     """
+    if backend.release not in OPS[op].releases:
+        return
     rng = random.Random(seed)
     first = [*islice(_variant_cases(backend, op, platform, rng), count)]
     yield from first
@@ -69,6 +72,8 @@ def hostile_cases(
 def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
     """Yield a Case of each variant that the op and the backend support."""
     for i, variant in enumerate(VARIANTS):
+        if not variant.is_for(op):
+            continue
         lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
         fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
         with contextlib.suppress(InvalidCase):
@@ -79,7 +84,7 @@ def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random
     """Yield the Cases of an op with a mask; of vLLM's under the interpreter also those with op arguments."""
     is_vllm = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
-        if not is_vllm and "mask" not in variant.fields:
+        if not variant.is_for(op) or (not is_vllm and "mask" not in variant.fields):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -132,6 +137,9 @@ def _make_case(
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
+    if not OPS[op].context:
+        fields["query_lens"] = tuple(map(sum, zip(*(fields[n] for n in _LENS), strict=True)))
+        fields["ctx_lens"] = (0,) * len(fields["query_lens"])
     if op == MERGE:  # each row is a program of its own, so that a few are enough
         fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
@@ -173,7 +181,7 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the models repeat an error of vLLM's op here")
     if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if OPS[op].cache_layout is None and changes.get("kv_layout", "contiguous") != "contiguous":
+    if op == MERGE and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")
     if changes.get("op_argument", NONE) != NONE and backend.device == "cuda":
         raise InvalidCase(f"op_argument must be {NONE} on a GPU")

@@ -121,7 +121,7 @@ def _attended(
     added = _bias(case, batch, at, keys, mask.bias(at[:, 0]))
     scores = (scores + added).masked_fill(~mask.visible(at[:, 0]), -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
-    if batch.sinks is not None:
+    if batch.sinks is not None and case.op_argument != "sinks_of_key_0":
         total = total.logaddexp(batch.sinks.double()[:, None, None])
     return _Sequence(
         rows=rows,
@@ -177,6 +177,8 @@ def _bias(
         if case.op_argument == "alibi_sqrt":
             distance = -(-distance).clamp(min=0).sqrt()
         added = batch.alibi_slopes.double()[:, None, None] * distance
+    if batch.sinks is not None and case.op_argument == "sinks_of_key_0":
+        added = batch.sinks.double()[:, None, None] * (keys == 0)
     return added if of_mask is None else added + of_mask.double()
 
 

@@ -212,6 +212,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
+    "sinks_of_key_0": lambda case, given: {"sinks_bias_key0": True},
     "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.tensors.cache import untouched
 
 FAR = 2**31
@@ -22,6 +22,7 @@ USED_STRIDES: dict[str, dict[str, int]] = {
         **{"q": 3, "k": 3, "v": 3, "o": 3},
         **{"k_cache": 5, "v_cache": 4, "b_loc": 2},
     },
+    ENCODER: {"q": 2, "k": 2, "v": 2, "o": 2},
     UNIFIED: {
         **{"q": 2, "out": 2, "k": 4, "v": 4, "block_table": 1},
         **{"k_scale_cache": 3, "v_scale_cache": 3},

@@ -27,6 +27,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "chunked_prefill_paged_decode": "Attention of a mixed batch: prefill rows by the prefill kernel, "
         "decode rows by a paged decode kernel.",
         "context_attention_fwd": "The prefill kernel alone: new tokens attend to a paged context.",
+        "triton_prefill_attention": "Attention of whole sequences without a cache, as in an encoder.",
         "unified_attention": "One kernel for prefill and decode rows, which reads all keys from the cache.",
         "decode_attention_fwd": "Decode of one token per sequence, split along the keys.",
         "merge_attn_states": "Merges two partial attention outputs by their log-sum-exp.",
