@@ -6,7 +6,7 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
-from attnlab.case.ops import ENCODER
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER
 from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
@@ -20,6 +20,9 @@ _NO_ROWS: dict[str, Any] = {
 }
 
 
+SCORING = (WRAPPER, PREFILL, ENCODER, UNIFIED, MERGE)
+
+
 def _with(name: str, reason: str, **fields: Any) -> Variant:
     """Return the variant that passes an op argument."""
     return Variant({**_LENGTHS, "op_argument": name, **fields}, reason)
@@ -30,7 +33,45 @@ def _masked(mask: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
 
 
+_VALUES: dict[str, Any] = {"query_lens": (3, 1), "ctx_lens": (30, 37), "num_splits": 0}
+_SPLIT_VALUES: dict[str, Any] = {"query_lens": (1, 1), "ctx_lens": (37, 65), "num_splits": 4}
+
+
+def _valued(name: str, reason: str, split_reason: str, **fields: Any) -> tuple[Variant, ...]:
+    """Return the variants with a distribution of values; the second is for the ops that can split."""
+    named = {"distribution": name, **fields}
+    return (
+        Variant({**_VALUES, **named}, reason, SCORING),
+        Variant({**_SPLIT_VALUES, **named}, split_reason, (UNIFIED, DECODE_FWD)),
+    )
+
+
 ARGUMENT_VARIANTS = (
+    *_valued(
+        "large_scores",
+        "Scores beyond ±10000, so that the score of a hidden key must not be a finite number near that.",
+        "Scores beyond ±10000 in the parts of a split sequence.",
+    ),
+    *_valued(
+        "ties",
+        "All scores of a row are equal, and each block of a head has its own values.",
+        "Equal scores in the parts of a split sequence.",
+    ),
+    *_valued(
+        "dominant_key",
+        "One key has nearly all the weight, and the weights of others underflow.",
+        "One part of a split sequence has all the weight.",
+    ),
+    *_valued(
+        "near_limit",
+        "Sums of values near 65504, which a sum in float16 exceeds before the division.",
+        "Sums near 65504 in the parts of a split sequence.",
+    ),
+    Variant(
+        {**_VALUES, "distribution": "near_limit", "kv_cache_dtype": "fp8", "v_scale": 128.0},
+        "Values near the limit of FP8, and their products with the scale near that of float16.",
+        SCORING,
+    ),
     _masked("bidirectional", "Each row sees the tokens after it."),
     _masked(
         "bidirectional",

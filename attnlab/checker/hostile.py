@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
 }
 _SPARE_BLOCKS = 3
 _LENS = ("query_lens", "ctx_lens")
+_EVERYWHERE = {"mask", "distribution"}  # fields of variants that run on every backend
 _MOST_ROWS = 3  # of a sequence, for merge_attn_states
 _SPLITS = (None, 0, 4)  # of the variants in turn: as vLLM splits, not at all, in four parts
 
@@ -81,10 +82,11 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op with a mask; of vLLM's under the interpreter also those with op arguments."""
+    """Yield the Cases of an op with a mask or unusual values; of vLLM's under the interpreter also those
+    with op arguments."""
     is_vllm = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
-        if not variant.is_for(op) or (not is_vllm and "mask" not in variant.fields):
+        if not variant.is_for(op) or not (is_vllm or _EVERYWHERE & set(variant.fields)):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):

@@ -99,6 +99,10 @@ CHOICES: dict[str, dict[str, str]] = {
     "distribution": {
         "uniform_1e-3": "Uniform between -1e-3 and 1e-3, as in vLLM's test.",
         "normal": "Normal with standard deviation 1.",
+        "large_scores": "Normal, with all scores of a row near ±147456 times the scale.",
+        "ties": "Normal, with equal scores; values are tags of a head and 16 tokens.",
+        "dominant_key": "Normal, with one key per sequence and head that has nearly all the weight.",
+        "near_limit": "Normal, with values near 65504, the limit of float16.",
     },
     "output_init": {
         "recycled": "The output buffer holds finite numbers, as torch.empty may return.",
