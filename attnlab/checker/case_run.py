@@ -39,6 +39,7 @@ class CaseRun:
     lse: torch.Tensor | None
     padded: torch.Tensor | None
     memory: MemoryReport | None
+    launches: tuple[str, ...]
     wraps: tuple[str, ...]
     outside: tuple[str, ...]
 
@@ -70,6 +71,7 @@ def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = Fals
         lse=None if result.lse is None else result.lse.cpu(),
         padded=None if result.padded is None else result.padded.cpu(),
         memory=result.memory,
+        launches=result.launches,
         wraps=result.wraps,
         outside=result.outside,
     )

@@ -17,12 +17,12 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import MERGE, OPS
+from attnlab.case.ops import MERGE, OPS, UNIFIED
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.design import Design, Row, find_design
 from attnlab.checker.design_rows import design_rows
 from attnlab.checker.knobs import values_of
-from attnlab.checker.lengths import edges, lengths_knob
+from attnlab.checker.lengths import edges, launches, lengths_knob
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.backend import VllmBackend
@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "output_init": "nan",
     "reference_dtype": "float64",
 }
+_LONGEST_SPLIT = 8  # MAX_3D_QUERY_LEN of unified_attention (0.33.0)
 _SPARE_BLOCKS = 3
 _LENS = ("query_lens", "ctx_lens")
 _EVERYWHERE = {"mask", "distribution"}  # fields of variants that run on every backend
@@ -152,8 +153,35 @@ def _make_case(
         fields["num_splits"] = None
     elif fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
+    if op == UNIFIED and fields.get("num_splits"):
+        fields |= _short_rows(fields, longest_split(backend))
     case = Case(**fields)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return lengths with at most ``most`` new tokens per sequence, so that unified_attention splits them.
+
+    The others become context, so that the sequences keep their lengths.
+    """
+    lens = [*zip(fields["query_lens"], fields["ctx_lens"], strict=True)]
+    return {
+        "query_lens": tuple(min(q, most) for q, _ in lens),
+        "ctx_lens": tuple(c + max(0, q - most) for q, c in lens),
+    }
+
+
+@lru_cache(maxsize=64)
+def longest_split(backend: Backend) -> int:
+    """Return the most new tokens of a sequence that unified_attention of a backend splits.
+
+    It is read from the launches of a release: 8 in 0.33.0, 1 in older ones.
+    """
+    if backend.name != "vllm" or backend.device != "cpu":
+        return _LONGEST_SPLIT
+    lens = {"query_lens": (_LONGEST_SPLIT,), "ctx_lens": (40,)}
+    case = Case(op=UNIFIED, backend="vllm", release=backend.release, **DEFAULTS, **lens)
+    return _LONGEST_SPLIT if len(launches(backend, case)) > 1 else 1
 
 
 @lru_cache(maxsize=64)
