@@ -30,6 +30,13 @@ class OpArgument:
 
 _PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
 _CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
+# The ops by dimension of a tensor whose stride they use; dimension 0 is that of "far_rows".
+_FAR_DIMS = {
+    1: (WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
+    2: (WRAPPER, PREFILL, UNIFIED, DECODE_FWD, WRITE),
+    3: (WRAPPER, PREFILL, UNIFIED),
+    4: (WRAPPER, PREFILL),
+}
 _ALL = (
     OpArgument(
         name="alibi_sqrt",
@@ -154,6 +161,22 @@ _ALL = (
         parameters=("query", "q", "output", "key"),
         summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+    ),
+    *(
+        OpArgument(
+            name=f"far_dim_{dim}",
+            ops=ops,
+            parameters=("query", "q", "output", "key_cache"),
+            summary=f"the last index of dimension {dim} is beyond 2^31 elements in each tensor whose stride "
+            "the kernels use",
+            needs={
+                "kv_layout": "contiguous",
+                "pad_batch": 0,
+                "interleave_v": False,
+                "first_block": 0,
+            },
+        )
+        for dim, ops in _FAR_DIMS.items()
     ),
     OpArgument(
         name="short_scratch",

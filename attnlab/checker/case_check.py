@@ -36,6 +36,7 @@ _SIDE_FINDINGS = {
 }
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
+_FAR = "offset beyond 2^31 elements"
 
 
 def check_case(
@@ -136,7 +137,7 @@ def _wrong_output(
     text = diagnosis_of_zeros.sentences()[0]
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
         text = f"{text}; correct with small block numbers"
-        return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
+        return _finding(zeros, "wrong_output", text, f"block {_FAR}")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
     found = _finding(zeros, "wrong_output", text, label)
     return (
@@ -218,8 +219,13 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
-        return _finding(case if is_leak else zeros, kind, text, f"op_argument {case.op_argument}")
+        return _finding(case if is_leak else zeros, kind, text, _argument_label(case.op_argument))
     return None
+
+
+def _argument_label(name: str) -> str:
+    """Return the diagnosis of a wrong result with an op argument."""
+    return _FAR if name.startswith("far_") else f"op_argument {name}"
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

@@ -22,6 +22,7 @@ from attnlab.tensors.op_argument_data import (
 )
 
 Arguments = dict[str, Any]
+_FAR_DIM = "far_dim_"
 _INT8, _FP8 = 2, 3  # KVQuantMode of vLLM 0.33.0
 
 
@@ -141,22 +142,30 @@ def _latent_cache(case: Case, given: Arguments) -> Passed:
 
 
 def _other_strides(case: Case, given: Arguments) -> Passed:
-    """Pass tensors with gaps, or with rows far apart; :attr:`Passed.finish` reads the result from them."""
+    """Pass tensors with gaps, or with a dimension far apart; :attr:`Passed.finish` reads the result from
+    them."""
     changed: Arguments = {}
+    dim = int(case.op_argument[-1]) if case.op_argument.startswith(_FAR_DIM) else 0
     for name, used in USED_STRIDES[case.op].items():
-        if isinstance(given.get(name), torch.Tensor):
-            is_gap = case.op_argument == "gaps"
-            far = far_heads if case.op == MERGE and given[name].dim() == 3 else far_apart
-            changed[name] = with_gaps(given[name], used) if is_gap else far(given[name])
+        tensor = given.get(name)
+        if not isinstance(tensor, torch.Tensor) or dim >= used:
+            continue
+        if case.op_argument == "gaps":
+            changed[name] = with_gaps(tensor, used)
+        elif case.op == MERGE and tensor.dim() == 3:
+            changed[name] = far_heads(tensor, dim)
+        else:
+            changed[name] = far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
+    found = {**given, **changed}
 
     def finish(output: torch.Tensor) -> None:
         if case.spec.writes_cache:
-            output.copy_(written_cache(changed["key_cache"], changed["value_cache"]))
+            output.copy_(written_cache(found["key_cache"], found["value_cache"]))
         else:
-            written = next(changed[name] for name in ("out", "output", "o") if name in changed)
+            written = next(found[name] for name in ("out", "output", "o") if name in found)
             output.copy_(written[: len(output)])
 
-    return Passed(arguments={**given, **changed}, finish=finish)
+    return Passed(arguments=found, finish=finish)
 
 
 def _short_scratch(case: Case, given: Arguments) -> Arguments:
@@ -223,6 +232,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     },
     "gaps": _other_strides,
     "far_rows": _other_strides,
+    **{name: _other_strides for name in OP_ARGUMENTS if name.startswith(_FAR_DIM)},
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,

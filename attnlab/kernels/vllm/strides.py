@@ -67,11 +67,12 @@ def far_apart(tensor: torch.Tensor, steps: int = 0) -> torch.Tensor:
     return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
 
 
-def far_heads(tensor: torch.Tensor) -> torch.Tensor:
+def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a copy of a tensor [tokens, heads, head_size] with its heads far apart.
 
-    merge_attn_states computes the stride of a token from that of a head.
+    The last token, or with ``dim`` 1 the last head of a token, is beyond 2^31 elements. merge_attn_states
+    computes the stride of a token from that of a head.
     """
     tokens, heads, _ = tensor.shape
-    rows = far_apart(tensor.flatten(0, 1), (tokens - 1) * heads)
+    rows = far_apart(tensor.flatten(0, 1), heads - 1 if dim else (tokens - 1) * heads)
     return rows.view(tokens, heads, -1)
