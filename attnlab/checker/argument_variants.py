@@ -185,7 +185,7 @@ ARGUMENT_VARIANTS = (
     _with(
         "latent_cache",
         "MLA: the value is a part of the key, and all heads share one KV head.",
-        head_size=72,
+        head_size=144,
         num_queries_per_kv=4,
     ),
     _with(

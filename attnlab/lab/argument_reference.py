@@ -48,21 +48,27 @@ class _Sequence:
 
 
 def reference_with_argument(case: Case, batch: Batch) -> Reference:
-    """Return the right result of a Case with an op argument, without the log-sum-exp."""
+    """Return the right result of a Case with an op argument, without the log-sum-exp.
+
+    It is computed on the CPU, and lies on the batch's device.
+    """
     dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32
     output = torch.empty(batch.query.shape, dtype=dtype)
-    for one in _sequences(case, batch):
+    for one in _sequences(case, batch.cpu()):
         output[one.rows] = (one.weights @ one.value).transpose(0, 1).to(dtype)
     output[_unwritten(case)] = 0.0
-    return Reference(output=output, lse=None)
+    return Reference(output=output.to(batch.query.device), lse=None)
 
 
 def bound_with_argument(
     case: Case, batch: Batch, call: KernelCall, kernels: Sequence[str]
 ) -> torch.Tensor:
-    """Return by how much each element may be off, [num_tokens, num_heads, head_size] float32."""
+    """Return by how much each element may be off, [num_tokens, num_heads, head_size] float32.
+
+    It is computed on the CPU, and lies on the batch's device.
+    """
     bound = torch.empty(batch.query.shape)
-    for one in _sequences(case, batch):
+    for one in _sequences(case, batch.cpu()):
         rounding = _rounding(case, call, kernels, one)
         size = float(one.query.norm(dim=2).max()), float(one.key.norm(dim=2).max())
         error = rounding.score_error(
@@ -74,7 +80,7 @@ def bound_with_argument(
             found = found * (1 + _FP8_UNIT) + output.abs() * _FP8_UNIT + _FP8_STEP * OUTPUT_SCALE
         bound[one.rows] = found.transpose(0, 1).float()
     bound[_unwritten(case)] = 0.0
-    return bound
+    return bound.to(batch.query.device)
 
 
 def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequence) -> Rounding:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import Unsupported
+from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
@@ -41,7 +41,8 @@ class Passed:
 def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
     """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
 
-    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one.
+    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one, OutOfMemory
+    if the tensors do not fit on a GPU.
     """
     name = case.op_argument
     if name == NONE:
@@ -49,7 +50,10 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     if not parameters & set(OP_ARGUMENTS[name].parameters):
         text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
         raise Unsupported(text)
-    made = _MAKERS[name](case, dict(arguments))
+    try:
+        made = _MAKERS[name](case, dict(arguments))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
     lacking = set(found.arguments) - set(arguments) - parameters
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
@@ -61,7 +65,7 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
     format = FORMATS[case.machine.fp8_e4m3]
     query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
-    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE])}
+    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE], device=query.device)}
 
 
 def _fp8_output(case: Case, given: Arguments) -> Passed:
@@ -74,7 +78,7 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     def finish(output: torch.Tensor) -> None:
         output.copy_(stored[: len(output)].float() * OUTPUT_SCALE)
 
-    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE])}
+    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE], device=stored.device)}
     if case.op == MERGE:
         changed |= _suffix_only(case, given)
     return Passed(arguments={**given, **changed}, finish=finish)
@@ -89,7 +93,9 @@ def _per_token_head(case: Case, given: Arguments) -> Arguments:
     dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
     changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
     for name in ("k", "v"):
-        stored, scale = per_token_head(given[name], dtype)
+        device = given[name].device
+        # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
+        stored, scale = (one.to(device) for one in per_token_head(given[name].cpu(), dtype))
         is_far = (name == "v") == is_int8
         scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
         changed |= {name: stored, f"{name}_scale_cache": scales}

@@ -26,6 +26,7 @@ NEUTRAL = {
     *(
         "gaps",
         "far_rows",
+        *(f"far_dim_{dim}" for dim in range(1, 5)),
         "default_scales",
         "no_lse",
         "short_scratch",
@@ -121,3 +122,20 @@ def test_impossible_combinations(fields, field):
     with pytest.raises(InvalidCase) as caught:
         Case(**{**good, **fields})
     assert caught.value.field == field
+
+
+@pytest.mark.releases
+def test_a_gpu_gets_the_arguments_but_not_the_fp8_format_of_another_vendor(backend, monkeypatch):
+    """The hostile Cases of a GPU by NVIDIA; nothing runs."""
+    monkeypatch.setattr(type(backend), "device", property(lambda self: "cuda"))
+    found = cases(backend, "unified_attention")
+    assert {case.op_argument for case in found} == {
+        name for name, one in OP_ARGUMENTS.items() if "unified_attention" in one.ops
+    }
+    assert {case.platform for case in found} == {"sm_90"}
+    case = next(one for one in found if one.op_argument == "fp8_query")
+    backend.check(case)
+    with pytest.raises(InvalidCase) as caught:
+        backend.check(case.replace(platform="gfx942"))
+    assert caught.value.field == "platform"
+    backend.check(case.replace(platform="gfx942", op_argument=NONE, kv_cache_dtype="auto"))
