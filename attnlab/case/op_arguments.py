@@ -73,6 +73,16 @@ _ALL = (
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
+    *(
+        OpArgument(
+            name=f"far_{name}_int8_per_token_head",
+            ops=(UNIFIED,),
+            parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+            summary=f"as int8_per_token_head, with {name} of the scale caches beyond 2^31 elements",
+            needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        )
+        for name in ("slots", "heads")
+    ),
     OpArgument(
         name="tensor_descriptors",
         ops=(UNIFIED,),

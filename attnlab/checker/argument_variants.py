@@ -136,6 +136,8 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_SHORT,
     ),
+    _far("far_slots_int8_per_token_head", "Slots of scale caches beyond 2^31 elements."),
+    _far("far_heads_int8_per_token_head", "Heads of scale caches beyond 2^31 elements."),
     _with("tensor_descriptors", "Loads and stores by tensor descriptors."),
     _with("tensor_descriptors", "Descriptors of keys and values alone.", head_size=48),
     _with("tensor_descriptors", "Tensor descriptors in the split path.", num_splits=4, **_SHORT),

@@ -184,7 +184,7 @@ def longest_split(backend: Backend) -> int:
     """
     if backend.name != "vllm" or backend.device != "cpu":
         return _LONGEST_SPLIT
-    lens = {"query_lens": (_LONGEST_SPLIT,), "ctx_lens": (40,)}
+    lens: dict[str, Any] = {"query_lens": (_LONGEST_SPLIT,), "ctx_lens": (40,)}
     case = Case(op=UNIFIED, backend="vllm", release=backend.release, **DEFAULTS, **lens)
     return _LONGEST_SPLIT if len(launches(backend, case)) > 1 else 1
 

@@ -157,7 +157,7 @@ def _stored(
     """Return key and value of a sequence as the op reads them."""
     name = case.op_argument
     if name.endswith("per_token_head"):
-        dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
+        dtype = torch.int8 if "int8" in name else FORMATS[case.machine.fp8_e4m3].dtype
         pairs = (per_token_head(tokens, dtype) for tokens in (key, value))
         decoded = [stored.double() * scale.double()[..., None] for stored, scale in pairs]
         return decoded[0], decoded[1]

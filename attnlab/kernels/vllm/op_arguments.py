@@ -23,6 +23,8 @@ from attnlab.tensors.op_argument_data import (
 
 Arguments = dict[str, Any]
 _FAR_DIM = "far_dim_"
+# By the dimension of a scale cache that is far apart.
+_FAR_SCALES = ("", "far_slots_int8_per_token_head", "far_heads_int8_per_token_head")
 _INT8, _FP8 = 2, 3  # KVQuantMode of vLLM 0.33.0
 
 
@@ -87,9 +89,10 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
 def _per_token_head(case: Case, given: Arguments) -> Arguments:
     """Pass a quantised cache, with NaN as the scales of empty slots.
 
-    One scale cache has gaps; the blocks of the other are far apart.
+    One scale cache has gaps; the blocks of the other are far apart. Other op arguments ask for far slots or
+    far heads in both.
     """
-    is_int8 = case.op_argument.startswith("int8")
+    is_int8 = "int8" in case.op_argument
     dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
     changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
     for name in ("k", "v"):
@@ -97,9 +100,20 @@ def _per_token_head(case: Case, given: Arguments) -> Arguments:
         # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
         stored, scale = (one.to(device) for one in per_token_head(given[name].cpu(), dtype))
         is_far = (name == "v") == is_int8
-        scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
-        changed |= {name: stored, f"{name}_scale_cache": scales}
+        changed |= {
+            name: stored,
+            f"{name}_scale_cache": _scale_cache(scale, case.op_argument, is_far),
+        }
     return changed
+
+
+def _scale_cache(scale: torch.Tensor, op_argument: str, is_far: bool) -> torch.Tensor:
+    """Return a scale cache [num_blocks, block_size, num_kv_heads] with the layout that an op argument asks
+    for; without one, with far blocks or with gaps."""
+    dim = next((i for i, name in enumerate(_FAR_SCALES) if op_argument == name), 0)
+    if dim or is_far:
+        return far_apart(scale.movedim(dim, 0)).movedim(0, dim)
+    return with_gaps(scale, scale.dim())
 
 
 def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
@@ -224,6 +238,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "fp8_output": _fp8_output,
     "int8_per_token_head": _per_token_head,
     "fp8_per_token_head": _per_token_head,
+    **dict.fromkeys(_FAR_SCALES[1:], _per_token_head),
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,

@@ -17,6 +17,7 @@ from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
+from attnlab.kernels.vllm.encoder_call import encoder_arguments
 from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
@@ -120,21 +121,6 @@ def _prefill(call: KernelCall, target: Target) -> Arguments:
         "interleaved_v_pack_factor": call.interleave_v * 16 // call.value_cache.element_size(),
         **mask_arguments(call),
         **_scales(call),
-    }
-
-
-def _encoder(call: KernelCall, target: Target) -> Arguments:
-    return {
-        "q": call.query,
-        "k": call.key,
-        "v": call.value,
-        "o": call.output,
-        "b_start_loc": call.query_start_loc,
-        "b_seq_len": call.seq_lens,
-        "max_input_len": call.max_query_len,
-        "softmax_scale": call.sm_scale,
-        "sinks": call.sinks,
-        **mask_arguments(call),
     }
 
 
@@ -306,7 +292,7 @@ def _finish_write(call: KernelCall, arguments: Arguments) -> None:
 OP_CALLS = {
     WRAPPER: OpCall(arguments=_wrapper),
     PREFILL: OpCall(arguments=_prefill),
-    ENCODER: OpCall(arguments=_encoder),
+    ENCODER: OpCall(arguments=encoder_arguments),
     UNIFIED: OpCall(arguments=_unified),
     DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
     MERGE: OpCall(arguments=_merge, lse=_merged_lse),

@@ -221,7 +221,9 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
 
 def _forms_grid(one: "Report") -> Grid:
     """Return which kernels the cases of each op launched."""
-    rows = [[op, form, count] for op, forms in one.forms.items() for form, count in forms.items()]
+    rows: list[Row] = [
+        [op, form, count] for op, forms in one.forms.items() for form, count in forms.items()
+    ]
     return Grid(["op", "kernels", "cases"], rows, most=len(rows))
 
 
