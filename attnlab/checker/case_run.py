@@ -39,9 +39,9 @@ class CaseRun:
     lse: torch.Tensor | None
     padded: torch.Tensor | None
     memory: MemoryReport | None
-    launches: tuple[str, ...]
     wraps: tuple[str, ...]
     outside: tuple[str, ...]
+    launches: tuple[str, ...] = ()
 
 
 def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> CaseRun:

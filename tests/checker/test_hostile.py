@@ -42,7 +42,9 @@ def test_fewer_cases_are_the_first_of_all() -> None:
     for op in TRITON_OPS[-2:]:
         every = list(hostile_cases(subject, op, "sm_90", None, 0))
         for count in (1, 12, 31, len(every)):
-            assert list(hostile_cases(subject, op, "sm_90", count, 0)) == every[:count]
+            few = list(hostile_cases(subject, op, "sm_90", count, 0))
+            assert few == every[: len(few)]
+            assert len(few) >= count  # those with unusual values are not counted
         assert len(set(every)) == len(every)
 
 

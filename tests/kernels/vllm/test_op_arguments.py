@@ -18,8 +18,8 @@ from attnlab.kernels.vllm import op_arguments
 from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.lab.lab import Lab
 
-# Faults of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0, and int32 products
-# of a stride and an index overflow.
+# Faults of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0, and products of a
+# stride and an index overflow int32.
 KNOWN = {"tensor_descriptors", "far_dim_3", "far_slots_int8_per_token_head"}
 # Arguments without an effect on the result, because only where or how the op works depends on them.
 NEUTRAL = {
