@@ -190,7 +190,7 @@ def _backend_and_lab(source: Path, device: str) -> tuple[VllmBackend, Lab]:
     """Return the backend on the device, and the Lab that compares on the CPU."""
     torch.set_num_threads(1)
     backend = VllmBackend(path=source, requested_device=device)
-    return backend, Lab(source=source, device="cpu")
+    return backend, Lab(source=source, device="cpu", is_native=device == "cuda")
 
 
 def _line(error: Exception) -> str:

@@ -6,11 +6,13 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER
+from attnlab.checker.value_variants import VALUE_VARIANTS
 from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
+_ROWS: dict[str, Any] = {"query_lens": (1, 1, 1), "ctx_lens": (17, 40, 0)}
 _NO_ROWS: dict[str, Any] = {
     "query_lens": (130, 2),
     "ctx_lens": (0, 3),
@@ -18,9 +20,6 @@ _NO_ROWS: dict[str, Any] = {
     "num_queries_per_kv": 1,
     "head_size": 16,
 }
-
-
-SCORING = (WRAPPER, PREFILL, ENCODER, UNIFIED, MERGE)
 
 
 def _with(name: str, reason: str, **fields: Any) -> Variant:
@@ -39,45 +38,8 @@ def _masked(mask: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
 
 
-_VALUES: dict[str, Any] = {"query_lens": (3, 1), "ctx_lens": (30, 37), "num_splits": 0}
-_SPLIT_VALUES: dict[str, Any] = {"query_lens": (1, 1), "ctx_lens": (37, 65), "num_splits": 4}
-
-
-def _valued(name: str, reason: str, split_reason: str, **fields: Any) -> tuple[Variant, ...]:
-    """Return the variants with a distribution of values; the second is for the ops that can split."""
-    named = {"distribution": name, **fields}
-    return (
-        Variant({**_VALUES, **named}, reason, SCORING),
-        Variant({**_SPLIT_VALUES, **named}, split_reason, (UNIFIED, DECODE_FWD)),
-    )
-
-
 ARGUMENT_VARIANTS = (
-    *_valued(
-        "large_scores",
-        "Scores beyond ±10000, so that the score of a hidden key must not be a finite number near that.",
-        "Scores beyond ±10000 in the parts of a split sequence.",
-    ),
-    *_valued(
-        "ties",
-        "All scores of a row are equal, and each block of a head has its own values.",
-        "Equal scores in the parts of a split sequence.",
-    ),
-    *_valued(
-        "dominant_key",
-        "One key has nearly all the weight, and the weights of others underflow.",
-        "One part of a split sequence has all the weight.",
-    ),
-    *_valued(
-        "near_limit",
-        "Sums of values near 65504, which a sum in float16 exceeds before the division.",
-        "Sums near 65504 in the parts of a split sequence.",
-    ),
-    Variant(
-        {**_VALUES, "distribution": "near_limit", "kv_cache_dtype": "fp8", "v_scale": 128.0},
-        "Values near the limit of FP8, and their products with the scale near that of float16.",
-        SCORING,
-    ),
+    *VALUE_VARIANTS,
     _masked("bidirectional", "Each row sees the tokens after it."),
     _masked(
         "bidirectional",
@@ -136,8 +98,28 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_SHORT,
     ),
-    _far("far_slots_int8_per_token_head", "Slots of scale caches beyond 2^31 elements."),
-    _far("far_heads_int8_per_token_head", "Heads of scale caches beyond 2^31 elements."),
+    _far("int8_far_slots_per_token_head", "Slots of scale caches beyond 2^31 elements."),
+    _far("int8_far_heads_per_token_head", "Heads of scale caches beyond 2^31 elements."),
+    _with(
+        "int4_per_token_head", "Rotated nibbles with a scale and a zero point per token and head."
+    ),
+    _with(
+        "int4_per_token_head",
+        "An INT4 cache in the split path, with a head that is no power of two.",
+        head_size=96,
+        num_splits=4,
+        **_ROWS,
+    ),
+    _with("diffkv", "Values narrower than keys, in one cache."),
+    _with("diffkv", "Values narrower than keys in the split path.", num_splits=4, **_SHORT),
+    _with(
+        "diffkv",
+        "Values narrower than keys in an FP8 cache, with a window.",
+        kv_cache_dtype="fp8",
+        k_scale=0.25,
+        v_scale=2.0,
+        sliding_window=7,
+    ),
     _with("tensor_descriptors", "Loads and stores by tensor descriptors."),
     _with("tensor_descriptors", "Descriptors of keys and values alone.", head_size=48),
     _with("tensor_descriptors", "Tensor descriptors in the split path.", num_splits=4, **_SHORT),

@@ -225,7 +225,7 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
 
 def _argument_label(name: str) -> str:
     """Return the diagnosis of a wrong result with an op argument."""
-    return _FAR if name.startswith("far_") else f"op_argument {name}"
+    return _FAR if "far_" in name else f"op_argument {name}"
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

@@ -35,8 +35,9 @@ from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
 from attnlab.kernels.vllm.failures import explained, unsupported
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.native_limits import check_fp8_format
-from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
+from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
+from attnlab.kernels.vllm.passed import Passed, with_function
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
@@ -214,6 +215,7 @@ def run(
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
         passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
+        function, passed = with_function(loaded.loader, function, passed)
     if is_measuring():
         note_arguments(argument_facts(function, passed.arguments))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels

@@ -1,8 +1,7 @@
 """How the op argument of a Case is passed (:mod:`attnlab.case.op_arguments`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -11,33 +10,14 @@ from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
+from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, per_token_head_cache
+from attnlab.kernels.vllm.passed import Arguments, Passed
+from attnlab.kernels.vllm.strides import USED_STRIDES, far_dim, far_heads, with_gaps
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.op_argument_data import (
-    OUTPUT_SCALE,
-    QUERY_SCALE,
-    latent_size,
-    per_token_head,
-)
+from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
 
-Arguments = dict[str, Any]
 _FAR_DIM = "far_dim_"
-# By the dimension of a scale cache that is far apart.
-_FAR_SCALES = ("", "far_slots_int8_per_token_head", "far_heads_int8_per_token_head")
-_INT8, _FP8 = 2, 3  # KVQuantMode of vLLM 0.33.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """The arguments of an op with a Case's op argument.
-
-    ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
-    into the cache of a cache write. None if the op wrote it there.
-    """
-
-    arguments: Arguments
-    finish: Callable[[torch.Tensor], None] | None = None
 
 
 def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
@@ -61,7 +41,7 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
         kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
-    return Passed(arguments=kept, finish=found.finish)
+    return replace(found, arguments=kept)
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
@@ -84,36 +64,6 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     if case.op == MERGE:
         changed |= _suffix_only(case, given)
     return Passed(arguments={**given, **changed}, finish=finish)
-
-
-def _per_token_head(case: Case, given: Arguments) -> Arguments:
-    """Pass a quantised cache, with NaN as the scales of empty slots.
-
-    One scale cache has gaps; the blocks of the other are far apart. Other op arguments ask for far slots or
-    far heads in both.
-    """
-    is_int8 = "int8" in case.op_argument
-    dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
-    changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
-    for name in ("k", "v"):
-        device = given[name].device
-        # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
-        stored, scale = (one.to(device) for one in per_token_head(given[name].cpu(), dtype))
-        is_far = (name == "v") == is_int8
-        changed |= {
-            name: stored,
-            f"{name}_scale_cache": _scale_cache(scale, case.op_argument, is_far),
-        }
-    return changed
-
-
-def _scale_cache(scale: torch.Tensor, op_argument: str, is_far: bool) -> torch.Tensor:
-    """Return a scale cache [num_blocks, block_size, num_kv_heads] with the layout that an op argument asks
-    for; without one, with far blocks or with gaps."""
-    dim = next((i for i, name in enumerate(_FAR_SCALES) if op_argument == name), 0)
-    if dim or is_far:
-        return far_apart(scale.movedim(dim, 0)).movedim(0, dim)
-    return with_gaps(scale, scale.dim())
 
 
 def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
@@ -140,27 +90,6 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
     return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
 
 
-def _latent_cache(case: Case, given: Arguments) -> Passed:
-    """Pass values that are the first part of the keys, and an output of their width."""
-    size = latent_size(case)
-    seqs, heads, _ = given["o"].shape
-    narrow = given["o"].new_full((seqs, heads, size), float("nan"))
-    logits = given["attn_logits"][..., : size + 1].contiguous()
-    changed = {
-        "v_buffer": given["k_buffer"][..., :size],
-        "v_scale": given["k_scale"],
-        "attn_logits": logits,
-        "o": narrow,
-        "is_mla": True,
-    }
-
-    def finish(output: torch.Tensor) -> None:
-        output.zero_()
-        output[..., :size] = narrow[: len(output)]
-
-    return Passed(arguments={**given, **changed}, finish=finish)
-
-
 def _other_strides(case: Case, given: Arguments) -> Passed:
     """Pass tensors with gaps, or with a dimension far apart; :attr:`Passed.finish` reads the result from
     them."""
@@ -175,7 +104,7 @@ def _other_strides(case: Case, given: Arguments) -> Passed:
         elif case.op == MERGE and tensor.dim() == 3:
             changed[name] = far_heads(tensor, dim)
         else:
-            changed[name] = far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
+            changed[name] = far_dim(tensor, dim)
     found = {**given, **changed}
 
     def finish(output: torch.Tensor) -> None:
@@ -236,9 +165,12 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
-    "int8_per_token_head": _per_token_head,
-    "fp8_per_token_head": _per_token_head,
-    **dict.fromkeys(_FAR_SCALES[1:], _per_token_head),
+    "int8_per_token_head": per_token_head_cache,
+    "fp8_per_token_head": per_token_head_cache,
+    "int4_per_token_head": per_token_head_cache,
+    "int8_far_slots_per_token_head": per_token_head_cache,
+    "int8_far_heads_per_token_head": per_token_head_cache,
+    "diffkv": diffkv,
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
@@ -246,7 +178,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
-    "latent_cache": _latent_cache,
+    "latent_cache": latent_cache,
     "default_scales": lambda case, given: {"k_scale": None, "v_scale": None},
     "flat_buffers": lambda case, given: {
         name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")

@@ -67,6 +67,11 @@ def far_apart(tensor: torch.Tensor, steps: int = 0) -> torch.Tensor:
     return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
 
 
+def far_dim(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a copy of a tensor whose last index of a dimension is beyond 2^31 elements."""
+    return far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
+
+
 def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a copy of a tensor [tokens, heads, head_size] with its heads far apart.
 

@@ -60,8 +60,9 @@ def make_stubs(
         },
         "vllm.utils.math_utils": {
             "RCP_LN2": _RCP_LN2,
-            "cdiv": lambda a, b: -(-a // b),
-            "largest_power_of_2_divisor": lambda n: n & -n,
+            "cdiv": lambda number, size: -(-number // size),
+            "largest_power_of_2_divisor": lambda number: number & -number,
+            "next_power_of_2": lambda number: 1 << max(0, number - 1).bit_length(),
         },
         "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized},
         "vllm.v1.kv_cache_interface": {
