@@ -45,11 +45,8 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
 ALL = Subset()
-_ONE_OUTPUT = (
-    WRAPPER,
-    PREFILL,
-    ENCODER,
-)  # ops that write only call.output, which processes can share
+# Ops that write only call.output, which processes can share.
+_ONE_OUTPUT = (WRAPPER, PREFILL, ENCODER)
 _NOTICE_S = 60.0  # announce a run that takes longer
 
 
