@@ -186,7 +186,8 @@ def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
             found += [json.loads(line) for line in text.splitlines()]
         else:
             record = json.loads(text)
-            found += [*record["mutants"], *record["hip"]["mutants"], *record["left_out"]]
+            draws = (record, record["hip"], record["further"])
+            found += [one for draw in draws for one in draw["mutants"]] + record["left_out"]
     return {(one["version"], one["text"]) for one in found}
 
 
@@ -210,7 +211,11 @@ def judge_in_process(path: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {**described(order), "class": "found", "kind": "does not end"}
     if done.returncode < 0:  # a signal: `attnlab check`, which runs kernels in a worker, reports it
-        return {**described(order), "class": "found", "kind": f"ends with signal {-done.returncode}"}
+        return {
+            **described(order),
+            "class": "found",
+            "kind": f"ends with signal {-done.returncode}",
+        }
     if done.returncode:
         text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {**described(order), "class": "error", "error": text}
