@@ -1,5 +1,6 @@
 """PagedCache: keys and values in blocks, and which token each slot holds."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +32,6 @@ class Provenance(Shown):
     seq: torch.Tensor
     pos: torch.Tensor
     block_table: torch.Tensor
-
-    def copy(self) -> "Provenance":
-        """Return a copy with tensors of its own."""
-        seq, pos, table = (one.clone() for one in (self.seq, self.pos, self.block_table))
-        return Provenance(seq=seq, pos=pos, block_table=table)
 
     def slot(self, seq: int, pos: int) -> tuple[int, int]:
         """Return (block, offset) of a sequence's position."""
@@ -222,7 +218,7 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
         format=format,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
-        provenance=provenance.copy(),
+        provenance=copy.deepcopy(provenance),
     )
 
 

@@ -13,9 +13,10 @@ from helpers.notebooks import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
 
 from attnlab.reports import investigate as module
 from attnlab.reports.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
+from attnlab.reports.kernel_manager import SIGNALS
 from attnlab.reports.notebook_result import Results, all_ok, write_verdicts
 from attnlab.reports.pages import write_index
-from attnlab.reports.runner import _SIGNALS, _last_words
+from attnlab.reports.runner import _last_words
 from attnlab.show.sheets import plain
 
 
@@ -101,12 +102,12 @@ def run(tmp_path_factory):
         (
             "segfault",
             "died",
-            f"the kernel died (SIGSEGV: {_SIGNALS['SIGSEGV']}) in cell 2 of 2: {SEGFAULT}",
+            f"the kernel died (SIGSEGV: {SIGNALS['SIGSEGV']}) in cell 2 of 2: {SEGFAULT}",
         ),
         (
             "killed",
             "died",
-            f"the kernel died (SIGKILL: {_SIGNALS['SIGKILL']}) in cell 2 of 2: {OOM_KILL}",
+            f"the kernel died (SIGKILL: {SIGNALS['SIGKILL']}) in cell 2 of 2: {OOM_KILL}",
         ),
         ("silent", "failed", "wrong: expected 1, found 2"),
         ("lacks", "unavailable", "needs a package"),
