@@ -119,9 +119,9 @@ class _Kernel:
 
     def __call__(self) -> None:
         arguments, environment, folder = self._given
-        end_with_parent(
-            os.getppid()
-        )  # the fork server, which ends with the process that started it
+        # The fork server ends with the process that started it, unless a child keeps its pipe open.
+        os.close(vars(forkserver)["_forkserver"]._forkserver_alive_fd)
+        end_with_parent(os.getppid())
         tracker: Any = vars(resource_tracker)["_resource_tracker"]
         tracker._fd = tracker._pid = None  # its semaphores are tracked by a process of its own
         os.setsid()

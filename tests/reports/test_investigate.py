@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -25,7 +26,11 @@ def write_all(root):
     write_notebook(
         root / "01-pass.ipynb",
         "It passes",
-        f"{VERDICTS}import os\nverdicts.record('seed', expected=7, found=seed, folder=os.getcwd())",
+        f"{VERDICTS}import multiprocessing, os\n"
+        "parent = multiprocessing.parent_process()\n"
+        "facts = {'folder': os.getcwd(), 'parent': parent and parent.pid}\n"
+        "facts['threads'] = os.environ['OMP_NUM_THREADS']\n"
+        "verdicts.record('seed', expected=7, found=seed, **facts)",
         "verdicts.conclude()",
         parameters="seed = 0",
     )
@@ -149,6 +154,8 @@ def test_a_notebook_runs_in_its_folder_with_its_parameters(run):
     assert verdict.found == 7
     assert verdict.evidence["folder"] != str(reports)
     assert os.path.exists(os.path.join(verdict.evidence["folder"], "01-pass.ipynb"))
+    assert verdict.evidence["parent"] == (os.getpid() if sys.platform == "linux" else None)
+    assert int(verdict.evidence["threads"]) >= 1
 
 
 def test_a_verdict_that_ends_a_cell_is_shown_once(run):
