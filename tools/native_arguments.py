@@ -1,117 +1,237 @@
-"""Run the masks and op arguments of unified_attention on this machine's GPU; compare with the reference.
+"""Run Cases with masks and op arguments natively on this machine's GPU; compare with the reference.
 
 python tools/native_arguments.py --source vllm-0.33.0.whl --out docs/h100-arguments.json
 
-The Cases are those of ``attnlab check``: masks, trees, an FP8 query and output, quantised caches and tensor
-descriptors. Each runs with the tensors that the check passes to the interpreted op, copied to the GPU. Cases
-with other strides are left out: a copy does not keep them.
+Two parts. The Cases of ``attnlab check`` with a mask or an op argument, of every op. Random Cases of each
+mask, as those of the tests under the interpreter, with few sizes so that few kernels are compiled. Both run
+through backend "vllm", as every command does. ``--device cpu`` runs them under the interpreter, to compare.
 """
 
 import argparse
+import contextlib
 import datetime
-import inspect
 import json
+import multiprocessing
 import platform
 import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.masks import CAUSAL
-from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import UNIFIED
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
-from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.kernels.vllm.backend import VllmBackend, load
-from attnlab.kernels.vllm.op_arguments import pass_argument
-from attnlab.kernels.vllm.op_calls import bind
-from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
-from attnlab.tensors.batch import make_batch
-from attnlab.tensors.cache import make_cache
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_call, make_output
-from attnlab.tensors.layout import presented
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 
-_STRIDES = ("gaps", "far_rows", "int8_per_token_head", "fp8_per_token_head")
+from helpers.masked_cases import random_case  # noqa: E402
+
+from attnlab.case.case import Case  # noqa: E402
+from attnlab.case.errors import (  # noqa: E402
+    AttnLabError,
+    DeviceLost,
+    KernelFailed,
+    OutOfMemory,
+    Unsupported,
+)
+from attnlab.case.masks import CAUSAL, MASKS  # noqa: E402
+from attnlab.case.op_arguments import NONE  # noqa: E402
+from attnlab.case.ops import TRITON_OPS  # noqa: E402
+from attnlab.checker.case_run import run_case  # noqa: E402
+from attnlab.checker.hostile import hostile_cases  # noqa: E402
+from attnlab.kernels.vllm.backend import VllmBackend  # noqa: E402
+from attnlab.lab.lab import Lab  # noqa: E402
+
+_VARIANTS = 31  # variants before the Cases with a mask or an op argument
+_SIZES = {"head_size": 32, "block_size": 16, "dtype": "float16", "softcap": None}
+_FAR = "far_rows"  # an op argument whose tensors take much memory on a GPU
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 def main() -> int:
-    """Run every Case, write the document and print it; return 2 without a GPU."""
+    """Run every Case, write the document and print its counts; return 2 without a GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="a wheel, sdist or checkout")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--random", type=int, default=200, help="random Cases of each mask")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=200.0, help="no job begins after these")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("native_arguments.py needs a GPU that torch can use", file=sys.stderr)
         return 2
+    began = time.perf_counter()
+    jobs = [*_jobs(args.source, args.device, args.random)]
+    found = _run(args, jobs, began + args.seconds)
+    args.out.write_text(json.dumps(_document(args, found), indent=1) + "\n")
+    print(json.dumps(_counts(found), indent=1))
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+def _jobs(source: Path, device: str, count: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the Cases: the part they belong to, a name, and the Case as JSON."""
+    backend = VllmBackend(path=source, requested_device=device)
+    for op in TRITON_OPS:
+        for case in hostile_cases(backend, op, "sm_90", _VARIANTS, 0):
+            if (case.op_argument, case.mask) != (NONE, CAUSAL):
+                name = case.mask if case.op_argument == NONE else case.op_argument
+                yield "hostile", f"{op} {name}", case.to_json()
+    for mask in MASKS:
+        for number in range(count if mask != CAUSAL else 0):
+            case = random_case(mask, number, backend="vllm", **_SIZES)
+            yield "random", f"{mask} {number}", case.to_json()
+
+
+def _run(
+    args: argparse.Namespace, jobs: list[tuple[str, str, str]], end: float
+) -> list[dict[str, Any]]:
+    """Return the outcomes of jobs, from several workers at once; far rows take most memory, one at a time."""
+    found: list[dict[str, Any] | None] = [None] * len(jobs)
+    queues = [deque(), deque()]  # with far rows, and the others
+    for i, job in enumerate(jobs):
+        queues[_FAR not in job[1]].append(i)
+
+    def serve(todo: deque[int]) -> None:
+        worker = Worker(args.source, args.device)
+        while todo:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                i = todo.popleft()
+                found[i] = worker.answer((*jobs[i], end))
+        worker.stop()
+
+    threads = [threading.Thread(target=serve, args=(queues[0],))]
+    threads += [threading.Thread(target=serve, args=(queues[1],)) for _ in range(args.processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [one for one in found if one is not None]
+
+
+class Worker:
+    """A process that runs Cases; a new one after a Case that ended it or broke its CUDA context."""
+
+    def __init__(self, source: Path, device: str) -> None:
+        """Keep what the process needs; it begins with the first Case."""
+        self.given = (source, device)
+        self.process: multiprocessing.process.BaseProcess | None = None
+
+    def answer(self, job: tuple[str, str, str, float]) -> dict[str, Any]:
+        """Return the outcome of a Case."""
+        if self.process is None:
+            self.pipe, theirs = _SPAWN.Pipe()
+            self.process = _SPAWN.Process(target=_serve, args=(*self.given, theirs), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send(job)
+        try:
+            found: dict[str, Any] = self.pipe.recv()
+        except EOFError:
+            found = {"part": job[0], "name": job[1], "status": "process ended"}
+        if found["status"] in ("process ended", DeviceLost.__name__):
+            self.stop()
+        return found
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+        self.process = None
+
+
+def _serve(source: Path, device: str, pipe: Any) -> None:
+    """Answer each Case that arrives."""
+    while True:
+        pipe.send(outcome(source, device, *pipe.recv()))
+
+
+def outcome(
+    source: Path, device: str, part: str, name: str, text: str, end: float
+) -> dict[str, Any]:
+    """Return what a Case passes, and how many elements are off by more than their rounding bound."""
+    case = Case.from_json(text)
+    names = ("op", "mask", "op_argument", "sliding_window", "num_splits", "platform")
+    passed = {"part": part, "name": name, **{one: getattr(case, one) for one in names}}
+    if time.perf_counter() > end:
+        return {**passed, "status": "not run"}
+    backend, lab = _backend_and_lab(source, device)
+    try:
+        output = run_case(lab, backend, case).output
+    except Unsupported as error:
+        return {**passed, "status": "refused", "error": _line(error)}
+    except KernelFailed as error:
+        return {**passed, "status": "fails", "error": _line(error)}
+    except OutOfMemory as error:
+        return {**passed, "status": "out of memory", "error": _line(error)}
+    except (AttnLabError, RuntimeError) as error:
+        return {**passed, "status": type(error).__name__, "error": _line(error)}
+    call = lab.call(case)
+    call.output.copy_(output)
+    errors = lab.errors(case, call, lab.reference(case))
+    return {
+        **passed,
+        "status": "mismatch" if errors.mismatched else "match",
+        "elements": output.numel(),
+        "wrong": errors.mismatched,
+        "nan": int(output.isnan().sum()),
+        "largest_error": float(errors.error.nan_to_num(0.0).max()),
+    }
+
+
+@lru_cache(maxsize=1)
+def _backend_and_lab(source: Path, device: str) -> tuple[VllmBackend, Lab]:
+    """Return the backend on the device, and the Lab that compares on the CPU."""
+    torch.set_num_threads(1)
+    backend = VllmBackend(path=source, requested_device=device)
+    return backend, Lab(source=source, device="cpu", is_native=device == "cuda")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _document(args: argparse.Namespace, found: list[dict[str, Any]]) -> dict[str, Any]:
     import triton
 
-    backend = VllmBackend(path=args.source, requested_device="cpu")
-    cases = hostile_cases(backend, UNIFIED, "sm_90", DEFAULT_CASES, 0)
-    chosen = [
-        case
-        for case in cases
-        if case.op_argument not in _STRIDES and (case.op_argument, case.mask) != (NONE, CAUSAL)
-    ]
-    document = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "source": backend.source.text(),
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "Triton interpreter"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "where": where,
+        "source": VllmBackend(path=args.source, requested_device=args.device).source.text(),
         "versions": {
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
-        "cases": [outcome(backend, case) for case in chosen],
-    }
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, indent=1))
-    return 0
-
-
-def outcome(backend: VllmBackend, case: Case) -> dict[str, Any]:
-    """Return what a Case passes, and how many elements are off by more than their rounding bound."""
-    names = ("mask", "op_argument", "sliding_window", "num_splits")
-    passed = {name: getattr(case, name) for name in names}
-    batch = make_batch(case)
-    call = make_call(case, batch, make_cache(case, batch), make_output(case))
-    try:
-        output = native_output(backend, case, presented(call))
-    except Exception as error:  # what a kernel raises differs by release
-        return {**passed, "error": " ".join(f"{type(error).__name__}: {error}".split())[:160]}
-    expected = reference_with_argument(case, batch).output
-    bound = bound_with_argument(case, batch, call, decide(case).kernels)
-    difference = (output.double() - expected.double()).abs()
-    wrong = ~(difference <= bound)
-    return {
-        **passed,
-        "elements": wrong.numel(),
-        "wrong": int(wrong.sum()),
-        "nan": int(output.isnan().sum()),
-        "largest_error": float(difference.nan_to_num(0).max()),
+        "counts": _counts(found),
+        "hostile": [_without_part(one) for one in found if one["part"] == "hostile"],
+        "random_not_matching": [
+            _without_part(one)
+            for one in found
+            if (one["part"], one["status"]) != ("random", "match") and one["part"] == "random"
+        ],
     }
 
 
-def native_output(backend: VllmBackend, case: Case, call: KernelCall) -> torch.Tensor:
-    """Run the op on the GPU; return the output, [num_tokens, num_heads, head_size], on the CPU."""
-    target = Target.of(case)
-    function = load(backend.source, target.platform, "cuda").function(call.op)
-    parameters = set(inspect.signature(function).parameters)
-    passed = pass_argument(case, bind(function, call, target), parameters)
-    given = passed.arguments
-    moved = {
-        name: one.cuda() if isinstance(one, torch.Tensor) else one for name, one in given.items()
-    }
-    function(**moved)
-    torch.cuda.synchronize()
-    given["out"].copy_(moved["out"])
-    if passed.finish is not None:
-        passed.finish(call.output)
-    return call.output[: case.lengths.num_tokens]
+def _without_part(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "part"}
+
+
+def _counts(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return how many outcomes of each status there are, by hostile op or random mask."""
+    counts: dict[str, dict[str, int]] = {}
+    for one in found:
+        group = f"{one['part']} {one['name'].split()[0]}"
+        each = counts.setdefault(group, {})
+        each[one["status"]] = each.get(one["status"], 0) + 1
+    return counts
 
 
 if __name__ == "__main__":

@@ -246,8 +246,7 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
     """Run the hostile cases, then further ones, until one output differs from the sound one."""
     sound = torch.load(order["sound"], weights_only=True)
     changed, missed, ran = 0, [], 0
-    op = order["op"] if order["backend"] == "vllm" else HIP_OP
-    cases, num_checked = all_cases(backend, op), len(checked_cases(backend, op))
+    cases, num_checked = [Case.from_json(one) for one in sound["cases"]], len(sound["faults"])
     for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
         if i >= num_checked and (missed or not ran):
             break
@@ -307,6 +306,7 @@ def save_sound(order: Path) -> None:
     cases = all_cases(backend, given["op"])
     num_checked = len(checked_cases(backend, given["op"]))
     sound = {
+        "cases": [case.to_json() for case in cases],  # a mutant's process need not make them again
         "outputs": [observe(lab, backend, case) for case in cases],
         "faults": [kinds_of(lab, backend, case) for case in cases[:num_checked]],
     }

@@ -1,17 +1,21 @@
 """Flags: conversion of a command line to a Case, or to parameters of a notebook."""
 
 import argparse
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Flag, Maybe
+from attnlab.case.fields import FieldType, Flag, Maybe
 from attnlab.case.suggestion import suggestion
+
+# Fields by name, each declared with a group, a type and a help text.
+Declarations = Mapping[str, "dataclasses.Field[Any]"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,23 +62,39 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start from the Case in this JSON file; - means standard input",
     )
+    add_field_flags(parser, FIELDS)
+
+
+def add_field_flags(parser: argparse.ArgumentParser, fields: Declarations) -> None:
+    """Add a flag for each of the declared fields, in their groups."""
     groups: dict[str, Any] = {}
-    for name, field in FIELDS.items():
+    for name, field in fields.items():
         title = field.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        kind = field_type(name)
+        kind: FieldType = field.metadata["kind"]
         inner = kind.kind if isinstance(kind, Maybe) else kind
         optional = {"nargs": "?", "const": "true"} if isinstance(inner, Flag) else {}
+        default = kind.text(field.default)
         groups[title].add_argument(
             "--" + name.replace("_", "-"),
             dest="field_" + name,
             metavar="VALUE",
-            help=f"{field.metadata['help']}; {kind.allowed} (default: {field.default})".replace(
+            help=f"{field.metadata['help']}; {kind.allowed} (default: {default})".replace(
                 "%", "%%"
             ),
             **optional,
         )
+
+
+def given_fields(args: argparse.Namespace, fields: Declarations) -> dict[str, Any]:
+    """Return the values of the declared fields that the command line sets; raise InvalidCase."""
+    texts = {name: getattr(args, "field_" + name) for name in fields}
+    return {
+        name: fields[name].metadata["kind"].parse(name, text)
+        for name, text in texts.items()
+        if text is not None
+    }
 
 
 def add_source_flag(parser: argparse.ArgumentParser) -> None:
@@ -103,11 +123,7 @@ def case_of(args: argparse.Namespace) -> Case:
         case = Case.from_test_id(args.test_id)
     elif args.case is not None:
         case = Case.from_json(read_text(str(args.case)))
-    flags = {name: getattr(args, "field_" + name) for name in FIELDS}
-    changes = {
-        name: field_type(name).parse(name, text) for name, text in flags.items() if text is not None
-    }
-    return case.replace(**changes)
+    return case.replace(**given_fields(args, FIELDS))
 
 
 def read_text(file: str) -> str:

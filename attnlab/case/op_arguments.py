@@ -67,6 +67,20 @@ _ALL = (
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
     OpArgument(
+        name="int4_per_token_head",
+        ops=(UNIFIED,),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
+        needs={**_CAUSAL, "kv_cache_dtype": "auto", "mask": "causal"},
+    ),
+    OpArgument(
+        name="diffkv",
+        ops=(UNIFIED,),
+        parameters=("k", "v"),
+        summary="values are narrower than keys, in one cache, by unified_attention_diffkv",
+        needs={**_CAUSAL, "mask": "causal"},
+    ),
+    OpArgument(
         name="tensor_descriptors",
         ops=(UNIFIED,),
         parameters=("use_td",),

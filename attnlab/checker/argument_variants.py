@@ -10,6 +10,7 @@ from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
+_ROWS: dict[str, Any] = {"query_lens": (1, 1, 1), "ctx_lens": (17, 40, 0)}
 _NO_ROWS: dict[str, Any] = {
     "query_lens": (130, 2),
     "ctx_lens": (0, 3),
@@ -88,6 +89,26 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_SHORT,
     ),
+    _with(
+        "int4_per_token_head", "Rotated nibbles with a scale and a zero point per token and head."
+    ),
+    _with(
+        "int4_per_token_head",
+        "An INT4 cache in the split path, with a head that is no power of two.",
+        head_size=96,
+        num_splits=4,
+        **_ROWS,
+    ),
+    _with("diffkv", "Values narrower than keys, in one cache."),
+    _with("diffkv", "Values narrower than keys in the split path.", num_splits=4, **_SHORT),
+    _with(
+        "diffkv",
+        "Values narrower than keys in an FP8 cache, with a window.",
+        kv_cache_dtype="fp8",
+        k_scale=0.25,
+        v_scale=2.0,
+        sliding_window=7,
+    ),
     _with("tensor_descriptors", "Loads and stores by tensor descriptors."),
     _with("tensor_descriptors", "Descriptors of keys and values alone.", head_size=48),
     _with("tensor_descriptors", "Tensor descriptors in the split path.", num_splits=4, **_SHORT),
@@ -130,7 +151,7 @@ ARGUMENT_VARIANTS = (
     _with(
         "latent_cache",
         "MLA: the value is a part of the key, and all heads share one KV head.",
-        head_size=72,
+        head_size=144,
         num_queries_per_kv=4,
     ),
     _with(

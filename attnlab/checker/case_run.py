@@ -114,7 +114,8 @@ def _far_lab(backend: Backend) -> Lab:
 
 def lab_of(backend: Backend, device: str, keep: int = 3) -> Lab:
     """Return a Lab whose tensors are on a device, with the given backend if that runs there."""
-    lab = Lab(source=backend.path, device=device, keep=keep)
+    is_native = backend.device == "cuda"
+    lab = Lab(source=backend.path, device=device, keep=keep, is_native=is_native)
     if backend.device == device:
         lab.shared.get("backend", backend.name, lambda: backend)
     return lab

@@ -16,7 +16,6 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE, OPS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.design import Design, Row, find_design
@@ -26,6 +25,7 @@ from attnlab.checker.lengths import edges, lengths_knob
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.native_limits import check_fp8_format
 from attnlab.kernels.vllm.op_functions import op_functions
 
 DEFAULTS: dict[str, Any] = {
@@ -76,10 +76,14 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op with a mask; of vLLM's under the interpreter also those with op arguments."""
-    is_vllm = backend.name == "vllm" and backend.device == "cpu"
+    """Yield the Cases of an op with a mask, and of vLLM's ops those with an op argument.
+
+    The others exercise what Triton's interpreter runs alone.
+    """
+    names = {"mask"} | ({"op_argument"} if backend.name == "vllm" else set())
+    is_interpreted = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
-        if not is_vllm and "mask" not in variant.fields:
+        if not (is_interpreted or names & set(variant.fields)):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -143,6 +147,8 @@ def _make_case(
     elif fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     case = Case(**fields)
+    if isinstance(backend, VllmBackend) and backend.device == "cuda":
+        check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
 
 
@@ -175,5 +181,3 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
     if OPS[op].cache_layout is None and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")
-    if changes.get("op_argument", NONE) != NONE and backend.device == "cuda":
-        raise InvalidCase(f"op_argument must be {NONE} on a GPU")

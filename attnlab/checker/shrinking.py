@@ -5,16 +5,16 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.masks import CAUSAL, MASK_DATA
+from attnlab.case.masks import CAUSAL, DATA_OF_LENGTHS, MASK_DATA
 from attnlab.checker.case_check import INT32_WRAP, OUT_OF_BOUNDS, check_case, wrong_accesses
 from attnlab.checker.case_run import run_case
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
-from attnlab.tensors.case_visibility import data_of_seq
+from attnlab.tensors.case_visibility import data_of_lengths, data_of_seq
 
-MAX_TRIES = 24
+MAX_TRIES = 40
 # The plain value of each feature that a Case may not need, in the order in which they are removed.
 _PLAIN = {
     "freed": "kept",
@@ -30,14 +30,12 @@ _PLAIN = {
     "max_blocks_per_seq": None,
 }
 
-_NO_RANGES = dict.fromkeys(("mm_prefix_range", "rswa_prefix_lens"))  # they follow from the lengths
-
 
 def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     """Return the same finding at a smaller Case.
 
     The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
-    from there. It stops when no step succeeds, or after 24 tries. It does not depend on time, so that
+    from there. It stops when no step succeeds, or after 40 tries. It does not depend on time, so that
     every machine returns the same Case.
     """
     tries = 0
@@ -103,6 +101,8 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
             yield {field: plain}
     if case.mask != CAUSAL:
         yield {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
+        if case.sliding_window > 1:
+            yield {"sliding_window": case.sliding_window // 2}
     if case.softcap is not None:
         yield {"softcap": None}
     if case.kv_cache_dtype != "auto":
@@ -112,12 +112,24 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _shorter(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield steps that halve the lengths of a single sequence, or shorten its context by one token."""
+    """Yield steps that shorten a single sequence: half of its new tokens, half of its context, or one less.
+
+    The data of a mask follow from the new lengths, if they were not given; otherwise, and as a second try,
+    they are cut.
+    """
     if len(case.lengths.query_lens) > 1:
         return
     query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
-    if query_len > 1:
-        yield {"query_lens": (query_len // 2,), **_NO_RANGES}
-    if ctx_len > 1:
-        yield {"ctx_lens": (ctx_len // 2,), **_NO_RANGES}
-        yield {"ctx_lens": (ctx_len - 1,), **_NO_RANGES}
+    lens = [(query_len // 2, ctx_len), (query_len, ctx_len // 2), (query_len, ctx_len - 1)]
+    if case.mask != CAUSAL:  # a fault of a mask often needs the first and the last row of a range
+        lens.append((query_len - 1, ctx_len))
+    is_given = any(getattr(case, name) is not None for name in DATA_OF_LENGTHS)
+    for shorter in dict.fromkeys(lens):
+        if shorter[0] < 1 or shorter[1] < 0 or shorter == (query_len, ctx_len):
+            continue
+        step = {"query_lens": shorter[:1], "ctx_lens": shorter[1:]}
+        data = data_of_lengths(case, *shorter)
+        if not is_given or not data:
+            yield step
+        if data:
+            yield {**step, **data}

@@ -108,12 +108,6 @@ UNREACHABLE = (
     ),
     Unreachable(
         function="unified_attention",
-        text="kv_quant_mode == KVQuantMode.INT4_PER_TOKEN_HEAD",
-        outcome=True,
-        reason="INT4 attention is an op of its own, which attnlab does not check.",
-    ),
-    Unreachable(
-        function="unified_attention",
         text="mm_prefix_range.ndim == 3",
         outcome=False,
         reason=_REFUSED,

@@ -20,13 +20,12 @@ def with_bad_lines(
 
     An access that does not recur where an output is wrong is no description of the fault. ``lab`` has its
     tensors on the CPU; ``run`` runs the kernels. If nothing else explains the output, the status is
-    "described". Wrong reads of slots say more: whether an address is out of bounds also depends on where
-    the allocator puts other tensors.
+    "described".
     """
     is_known = (
         diagnosis.explanations or diagnosis.rule is not None or diagnosis.accesses is not None
     )
-    if is_known or not diagnosis.wrong_rows:
+    if is_known or diagnosis.bad_lines or not diagnosis.wrong_rows:
         return diagnosis
     left, cases = lines_of((*diagnosis.outside, *diagnosis.wraps)), 0
     for other in further_cases(case) if left else ():

@@ -15,7 +15,7 @@ from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.distinction import Distinction
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.leak_claim import LeakClaim
-from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern import Pattern, list_text
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.side_claim import SideClaim
@@ -66,6 +66,7 @@ class Diagnosis(Shown):
       (after a sequence's last token), "freed" (before the window) or "unmapped" (in no sequence).
     - ``wraps``, ``outside``: source lines with int32 overflow and with out-of-bounds access in the run.
     - ``bad_lines``: those of them that recur wherever the output of a further case is wrong.
+    - ``outside_rows``: rows that depend on memory outside of the kernel's tensors, which may hold anything.
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
     - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
@@ -99,6 +100,7 @@ class Diagnosis(Shown):
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     bad_lines: tuple[str, ...] = ()
+    outside_rows: tuple[int, ...] = ()
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
     weights: DescribedWeights | None = None
@@ -169,18 +171,22 @@ class Diagnosis(Shown):
             sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
         if self.unwritten:
             source = _UNWRITTEN_BY[self.unwritten_by]
-            sentences.append(f"no kernel writes {rows_text(self.unwritten)} ({source})")
+            sentences.append(f"no kernel writes {list_text('row', self.unwritten)} ({source})")
         if self.slot_dependent:
-            rows = rows_text(self.slot_dependent)
+            rows = list_text("row", self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
         for kind, kind_rows in self.slot_kinds.items():
-            sentences.append(f"NaN in {_SLOTS[kind]} changes {rows_text(kind_rows)}")
+            sentences.append(f"NaN in {_SLOTS[kind]} changes {list_text('row', kind_rows)}")
         return sentences
 
     def _run_sentences(self) -> list[str]:
         """Return what the run itself reported."""
         wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
-        return [*wraps, *(f"out-of-bounds access: {text}" for text in self.outside)]
+        accesses = [f"out-of-bounds access: {text}" for text in self.outside]
+        if self.outside_rows:
+            rows = list_text("row", self.outside_rows)
+            accesses.append(f"the result of {rows} depends on memory outside of the tensors")
+        return [*wraps, *accesses]
 
     def _xray_sentences(self) -> list[str]:
         """Return the conclusion of the X-ray, if it has one about the weights."""
@@ -200,28 +206,31 @@ class Diagnosis(Shown):
         if self.side_errors and not self.wrong_rows:
             words = "; ".join(one.sentence for one in self.side_errors)
             return f"{self.status}: {words}"
-        if self.rule is not None:
-            return f"described: {self.rule.text}"
-        if self.weights is not None:
-            return f"described by the X-ray: {self.weights.text}"
-        if (found := self.leak or self.accesses) is not None:
-            return f"described: {found.text}"
-        claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
-        if self.status == "described" and self.bad_lines:
-            lines = " or ".join(self.bad_lines)
-            return f"described: wherever a further output is wrong, {lines} has a bad access, too{claim}"
-        if self.status == "described" and self.claim is not None:
-            return f"described: no candidate explains the output{claim}"
         if self.status == "described":
-            return (
-                f"described: none of {len(self.candidates)} candidates explains the output, but the rules "
-                "above reproduce it"
-            )
+            by = " by the X-ray" if self.weights is not None else ""
+            return f"described{by}: {self._description()}"
         if self.cause is None or self.cause.scope is None:
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
         return f"{self.cause.name} in {self.cause.scope.text}: {self.cause.text}{same}"
+
+    def _description(self) -> str:
+        """Return what is stated of a fault without a name."""
+        lines = " or ".join(self.bad_lines)
+        if lines and self.outside_rows:
+            why = "" if self.rule is None else f"; {self.rule.text}"
+            return f"wherever a further output is wrong, {lines} reads out of bounds{why}"
+        found = self.rule or self.weights or self.leak or self.accesses
+        if found is not None:
+            return found.text
+        claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
+        if lines:
+            return f"wherever a further output is wrong, {lines} has a bad access, too{claim}"
+        count = len(self.candidates)
+        if claim:
+            return f"none of {count} candidates explains the output{claim}"
+        return f"none of {count} candidates does, but the rules above reproduce the output"
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]
@@ -247,6 +256,7 @@ class Diagnosis(Shown):
             "wraps": list(self.wraps),
             "outside": list(self.outside),
             "bad_lines": list(self.bad_lines),
+            "outside_rows": list(self.outside_rows),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else _xray_dict(self.xray),
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
@@ -288,12 +298,3 @@ def _xray_dict(found: XRay) -> dict[str, Any]:
         "confirmed": found.confirmed,
         "sentences": list(found.sentences),
     }
-
-
-def rows_text(rows: list[int]) -> str:
-    """Return "row 5", "rows 5–9" or "rows 5, 7, 9, …"."""
-    if len(rows) == 1:
-        return f"row {rows[0]}"
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return f"rows {rows[0]}–{rows[-1]}"
-    return f"rows {', '.join(map(str, rows[:6]))}{', …' if len(rows) > 6 else ''}"

@@ -18,6 +18,7 @@ from attnlab.diagnosis.address_memory import (
     LSE_TERMS,
     ROW_TERMS,
     TensorMemory,
+    memory_of,
     row_features,
     sizes_of,
 )
@@ -46,7 +47,7 @@ class OutputRule:
         if before is None:
             return right
         memory = TensorMemory.of(before, ROW_TERMS)
-        features, sizes = features_of_rows(problem), _sizes(problem.call, memory)
+        features, sizes = features_of_rows(problem), _sizes(problem, memory)
         to = self.rule.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         inside = (to >= 0) & (to < len(memory.flat))
@@ -68,7 +69,7 @@ class MergeRule:
         read = {}
         for name, one in memory.items():
             rule = self.rule if name == self.rule.tensor else OWN
-            features, sizes = features_of_rows(problem), _sizes(problem.call, one)
+            features, sizes = features_of_rows(problem), _sizes(problem, one)
             stored, inside = one.read(rule.address(one.terms, features, sizes))
             read[name] = torch.where(inside, stored.double(), 0.0)
         lse = torch.stack([read[name].expand(*shape, 1) for name in ("prefix_lse", "suffix_lse")])
@@ -90,7 +91,7 @@ class MergeLaw:
         right, memory = right_output(problem), _merge_memory(problem.call, problem)
         read = {}
         for name, one in memory.items():
-            address = OWN.address(one.terms, features_of_rows(problem), _sizes(problem.call, one))
+            address = OWN.address(one.terms, features_of_rows(problem), _sizes(problem, one))
             read[name] = one.read(address)[0].double()
         lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
         scales = MERGE_LAWS[self.kind](lse)
@@ -177,12 +178,13 @@ def output_defects(problem: Problem) -> list[Defect]:
 def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw, str]]:
     call = problem.call
     memory = TensorMemory.of(call.output, ROW_TERMS)
-    for rule in rules_of("output", memory, _sizes(call, memory)):
+    others = _other_strides(problem)
+    for rule in rules_of("output", memory, _sizes(problem, memory), others):
         yield OutputRule(rule), rule.text(ROW_TERMS)
     if call.op == MERGE:
         yield from ((MergeLaw(kind), f"in the merge, {kind}") for kind in MERGE_LAWS)
         for name, one in _merge_memory(call, problem).items():
-            for rule in rules_of(name, one, _sizes(call, one)):
+            for rule in rules_of(name, one, _sizes(problem, one), others):
                 yield MergeRule(rule), rule.text(one.terms)
 
 
@@ -235,5 +237,15 @@ def _merge_memory(call: KernelCall, problem: Problem) -> dict[str, TensorMemory]
     return {name: TensorMemory.of(getattr(parts, name), terms[name]) for name in _PARTS}
 
 
-def _sizes(call: KernelCall, memory: TensorMemory) -> dict[str, int]:
-    return dict(memory.strides) | sizes_of(call)
+def _sizes(problem: Problem, memory: TensorMemory) -> dict[str, int]:
+    """Return the strides of a tensor, the sizes of the call, and the strides of other tensors."""
+    return dict(memory.strides) | sizes_of(problem.call) | _other_strides(problem)
+
+
+@lru_cache(maxsize=2)
+def _other_strides(problem: Problem) -> dict[str, int]:
+    """Return the strides of the op's tensors, which may be taken for those of another tensor."""
+    call = problem.call
+    memory = dict(_merge_memory(call, problem)) if call.op == MERGE else dict(memory_of(call))
+    memory["output"] = TensorMemory.of(call.output, ROW_TERMS)
+    return {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}

@@ -9,7 +9,7 @@ import torch
 from attnlab.case.json import json_value
 from attnlab.diagnosis.cells import Cells
 
-_PLACES = ("sequences", "rows", "heads")
+PLACES = ("sequences", "rows", "heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Pattern:
 
     def sentences(self) -> list[str]:
         """Return the pattern in words: one sentence about places, then one per fact."""
-        places = "; ".join(fact.sentence for fact in self.facts if fact.kind in _PLACES)
-        others = [fact.sentence for fact in self.facts if fact.kind not in _PLACES]
+        places = "; ".join(fact.sentence for fact in self.facts if fact.kind in PLACES)
+        others = [fact.sentence for fact in self.facts if fact.kind not in PLACES]
         return [places, *others] if places else others
 
     def to_dict(self) -> dict[str, Any]:

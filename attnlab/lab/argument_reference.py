@@ -14,16 +14,19 @@ from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import PREFILL
 from attnlab.contracts.target import Target
+from attnlab.lab.int4_rounding import Int4Rounding
 from attnlab.lab.reference import Reference, stored_tokens
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.int4 import int4_scale, pack_int4, rotate_back, unpack_int4
 from attnlab.tensors.op_argument_data import (
     OUTPUT_SCALE,
     QUERY_SCALE,
     latent_size,
+    narrow_size,
     per_token_head,
 )
 
@@ -37,6 +40,7 @@ class _Sequence:
     - ``rows``: its rows of the output. ``query``: [num_heads, query_len, head_size]; ``key``, ``value``:
       [num_heads, seq_len, head_size]; ``weights``: [num_heads, query_len, seq_len].
     - ``bias``: the largest magnitude that was added to a score.
+    - ``ranges``: of INT4, 15 times the scale of each key and value, each [num_heads, seq_len].
     """
 
     rows: slice
@@ -45,36 +49,55 @@ class _Sequence:
     value: torch.Tensor
     weights: torch.Tensor
     bias: float
+    ranges: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def reference_with_argument(case: Case, batch: Batch) -> Reference:
-    """Return the right result of a Case with an op argument, without the log-sum-exp."""
+    """Return the right result of a Case with an op argument, without the log-sum-exp.
+
+    It is computed on the CPU, and lies on the batch's device.
+    """
     dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32
     output = torch.empty(batch.query.shape, dtype=dtype)
-    for one in _sequences(case, batch):
+    for one in _sequences(case, batch.cpu()):
         output[one.rows] = (one.weights @ one.value).transpose(0, 1).to(dtype)
     output[_unwritten(case)] = 0.0
-    return Reference(output=output, lse=None)
+    return Reference(output=output.to(batch.query.device), lse=None)
 
 
 def bound_with_argument(
-    case: Case, batch: Batch, call: KernelCall, kernels: Sequence[str]
+    case: Case,
+    batch: Batch,
+    call: KernelCall,
+    kernels: Sequence[str],
+    *,
+    is_native: bool = False,
 ) -> torch.Tensor:
-    """Return by how much each element may be off, [num_tokens, num_heads, head_size] float32."""
+    """Return by how much each element may be off, [num_tokens, num_heads, head_size] float32.
+
+    It is computed on the CPU, and lies on the batch's device. ``is_native``: the kernels ran on a GPU, not
+    under Triton's interpreter.
+    """
     bound = torch.empty(batch.query.shape)
-    for one in _sequences(case, batch):
+    for one in _sequences(case, batch.cpu()):
         rounding = _rounding(case, call, kernels, one)
         size = float(one.query.norm(dim=2).max()), float(one.key.norm(dim=2).max())
         error = rounding.score_error(
             *size, case.head_size, _scale(case), one.bias, case.softcap or 0.0
         )
         output = one.weights @ one.value
-        found = rounding.bound(one.weights, one.value, output, error)
+        if one.ranges is None:
+            found = rounding.bound(one.weights, one.value, output, error)
+        else:
+            keys, values = one.ranges
+            int4 = Int4Rounding.of(rounding, is_native)
+            error += int4.score_error(*size, float(keys.max()), case.head_size, _scale(case))
+            found = int4.bound(one.weights, one.value, values, error)
         if case.op_argument == "fp8_output":
             found = found * (1 + _FP8_UNIT) + output.abs() * _FP8_UNIT + _FP8_STEP * OUTPUT_SCALE
         bound[one.rows] = found.transpose(0, 1).float()
     bound[_unwritten(case)] = 0.0
-    return bound
+    return bound.to(batch.query.device)
 
 
 def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequence) -> Rounding:
@@ -85,7 +108,10 @@ def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequen
     if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
         terms = 1 + round(_FP8_UNIT / rounding.unit)
         return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
-    if case.op_argument.endswith("per_token_head"):  # weights times a scale are rounded
+    if case.op_argument in (
+        "int8_per_token_head",
+        "fp8_per_token_head",
+    ):  # weights times a scale are rounded
         return dataclasses.replace(rounding, step=rounding.step * 448)
     return rounding
 
@@ -99,7 +125,17 @@ def _sequences(case: Case, batch: Batch) -> Iterator[_Sequence]:
             one.double().transpose(0, 1).repeat_interleave(case.num_queries_per_kv, 0)
             for one in _stored(case, batch.key[own], batch.value[own], cached)
         )
-        yield _attended(case, batch, seq, here, query, key, value)
+        found = _attended(case, batch, seq, here, query, key, value)
+        if case.op_argument.startswith("int4"):
+            ranges = (_range(case, batch.key[own]), _range(case, batch.value[own]))
+            found = dataclasses.replace(found, ranges=ranges)
+        yield found
+
+
+def _range(case: Case, tokens: torch.Tensor) -> torch.Tensor:
+    """Return 15 times the scale of each token and query head of INT4, [num_heads, seq_len] float64."""
+    scales = 15 * int4_scale(pack_int4(tokens)[1])
+    return scales.T.repeat_interleave(case.num_queries_per_kv, 0)
 
 
 def _attended(
@@ -150,6 +186,9 @@ def _stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key and value of a sequence as the op reads them."""
     name = case.op_argument
+    if name.startswith("int4"):
+        decoded = [rotate_back(unpack_int4(*pack_int4(tokens))) for tokens in (key, value)]
+        return decoded[0], decoded[1]
     if name.endswith("per_token_head"):
         dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
         pairs = (per_token_head(tokens, dtype) for tokens in (key, value))
@@ -161,7 +200,11 @@ def _stored(
         value = key.clone()
         value[..., latent_size(case) :] = 0.0
         return key, value
-    return key, stored_tokens(case, value, cached, case.v_scale)
+    value = stored_tokens(case, value, cached, case.v_scale)
+    if name == "diffkv":
+        value = value.clone()
+        value[..., narrow_size(case) :] = 0.0
+    return key, value
 
 
 def _bias(

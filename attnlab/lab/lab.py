@@ -54,6 +54,7 @@ class Lab:
       installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
       batch, the cache and the comparison of such a Case are there, too.
+    - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.
     - ``on_step``: called with the name of each step of a run before it begins.
     - ``on_notice``: called with a message before a run that will take minutes.
     """
@@ -61,6 +62,7 @@ class Lab:
     keep: int = 2
     source: Path | str | None = None
     device: str | None = None
+    is_native: bool | None = None
     on_step: OnStep | None = None
     on_notice: Callable[[str], None] = lambda text: None
     shared: SharedProducts = field(init=False, repr=False)
@@ -75,17 +77,13 @@ class Lab:
         return self.shared.get("backend", case.backend, make)[0]
 
     def where(self, case: Case) -> str:
-        """Return the device of the Case's tensors, "cuda" or "cpu".
-
-        Raises Unavailable if the Lab's device is a GPU that torch does not see.
-        """
+        """Return the device of the Case's tensors; raise Unavailable for a GPU that torch does not see."""
         return self.backend(case).device
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch, shared: do not change it."""
-        where = self.where(case)
+        key = (batch_key(case), where := self.where(case))
         make = lambda: make_batch(case, where)  # noqa: E731
-        key = (batch_key(case), where)
         return self.shared.get("batch", key, make, in_file=where == "cpu")[0]
 
     def cache(self, case: Case) -> PagedCache:
@@ -228,7 +226,9 @@ class Lab:
     def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
         kernels = decide(case).kernels
-        bound = rounding_bound if case.op_argument == NONE else bound_with_argument
+        native = self.where(case) == "cuda" if self.is_native is None else self.is_native
+        special = functools.partial(bound_with_argument, is_native=native)
+        bound = rounding_bound if case.op_argument == NONE else special
         make = lambda: bound(case, self.batch(case), call, kernels)  # noqa: E731
         key = (reference_key(case), self.where(case), kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]

@@ -14,35 +14,29 @@ the output (vllm/model_executor/layers/attention/mla_attention.py, 0.33.0):
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import refuse
+from attnlab.case.fields import (
+    FieldType,
+    Flag,
+    Int,
+    Lens,
+    Maybe,
+    Number,
+    OneOf,
+    group,
+    refuse,
+)
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS, Platform
 
 PREFILL, DECODE, SHARDS = PATHS = ("prefill", "decode", "shards")
 PACKED, ALIGNED = CHUNKINGS = ("packed", "aligned")
-_CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "path": PATHS,
-    "chunking": CHUNKINGS,
-    "partials": ("exact", "op"),
-    "dtype": ("float16", "bfloat16", "float32"),
-    "lse_dtype": ("float32", "query"),
-    "empty_lse": ("-inf", "inf"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "release": RELEASES,
-    "platform": tuple(PLATFORMS),
-}
-_COUNTS = (
-    *("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "block_size", "chunk_rows"),
-    *("num_ranks", "interleave_size", "num_splits"),
-)
-_NOT_NEGATIVE = ("qk_rope_head_dim", "padding", "seed")
 _MOST_SCORES = 1 << 27  # elements of a float64 score matrix over all heads
 _OF_PATH = {
     PREFILL: (
@@ -56,6 +50,12 @@ _OF_PATH = {
     DECODE: ("num_splits", "padding"),
     SHARDS: ("num_ranks", "interleave_size", "lse_dtype", "num_splits", "partials"),
 }
+
+
+# Each declares a field of its group: default, type, help text.
+_path, _sizes, _lengths = group("the path"), group("sizes"), group("lengths")
+_prefill, _decode, _shards = (group(f"path {path}") for path in PATHS)
+_data = group("data and vLLM")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,63 +79,83 @@ class MlaCase:
     - ``spread``: the query's standard deviation. Larger scores make the parts' LSE differ more.
     """
 
-    path: str = PREFILL
-    num_heads: int = 4
-    kv_lora_rank: int = 32
-    qk_rope_head_dim: int = 16
-    qk_nope_head_dim: int = 16
-    v_head_dim: int = 16
-    block_size: int = 16
-    query_lens: tuple[int, ...] = (5, 3, 4)
-    ctx_lens: tuple[int, ...] = (70, 20, 0)
-    chunk_rows: int = 32
-    chunking: str = PACKED
-    empty_lse: str = "-inf"
-    partials: str = "exact"
-    output_scale: float | None = None
-    tokens_with_context: bool = False
-    num_ranks: int = 2
-    interleave_size: int = 1
-    lse_dtype: str = "float32"
-    padding: int = 0
-    num_splits: int = 4
-    dtype: str = "float16"
-    kv_cache_dtype: str = "auto"
-    k_scale: float = 1.0
-    spread: float = 2.0
-    seed: int = 0
-    release: str = RELEASES[-1]
-    platform: str = "sm_90"
+    path: str = _path(
+        PREFILL, OneOf(PATHS), "prefill, decode, or shards for decode with context parallelism"
+    )
+    num_heads: int = _sizes(4, Int(1), "number of query heads")
+    kv_lora_rank: int = _sizes(
+        32, Int(1), "elements of a latent from which keys and values are computed"
+    )
+    qk_rope_head_dim: int = _sizes(
+        16, Int(0), "elements of a latent that the keys of all heads share"
+    )
+    qk_nope_head_dim: int = _sizes(16, Int(1), "elements of a head's key that come from the latent")
+    v_head_dim: int = _sizes(16, Int(1), "elements of a head's value")
+    block_size: int = _sizes(16, Int(1), "tokens per cache block")
+    query_lens: tuple[int, ...] = _lengths((5, 3, 4), Lens(1), "new tokens of each sequence")
+    ctx_lens: tuple[int, ...] = _lengths((70, 20, 0), Lens(0), "cached tokens of each sequence")
+    chunk_rows: int = _prefill(32, Int(1), "tokens of context that are attended at once")
+    chunking: str = _prefill(
+        PACKED,
+        OneOf(CHUNKINGS),
+        "packed: several requests in one chunk; aligned: the same positions of all",
+    )
+    empty_lse: str = _prefill(
+        "-inf", OneOf(("-inf", "inf")), "log-sum-exp (LSE) of a row without keys"
+    )
+    partials: str = _path(
+        "exact",
+        OneOf(("exact", "op")),
+        "partial attentions: exact up to their dtype, or those of decode_attention_fwd",
+    )
+    output_scale: float | None = _prefill(
+        None,
+        Maybe(Number(), "not FP8"),
+        "the last merge writes FP8, divided by this",
+    )
+    tokens_with_context: bool = _prefill(
+        False, Flag(), "the last merge receives the number of tokens with context"
+    )
+    num_ranks: int = _shards(2, Int(1), "ranks that share the context")
+    interleave_size: int = _shards(1, Int(1), "tokens in a run of one rank")
+    lse_dtype: str = _shards(
+        "float32", OneOf(("float32", "query")), "dtype of a rank's LSE; query: that of the query"
+    )
+    padding: int = _decode(0, Int(0), "rows of length 0 after the last sequence")
+    num_splits: int = _path(4, Int(1), "splits of decode_attention_fwd")
+    dtype: str = _data("float16", OneOf(tuple(DTYPE_BYTES)), "dtype of the query")
+    kv_cache_dtype: str = _data(
+        "auto", OneOf(("auto", "fp8")), "dtype of the cache; auto is the dtype of the query"
+    )
+    k_scale: float = _data(1.0, Number(), "scale of an FP8 cache")
+    spread: float = _data(
+        2.0,
+        Number(),
+        "standard deviation of the query; larger scores make the LSE of the parts differ more",
+    )
+    seed: int = _data(0, Int(0), "seed of the data")
+    release: str = _data(
+        RELEASES[-1], OneOf(RELEASES), "the release of vLLM whose chain is followed"
+    )
+    platform: str = _data("sm_90", OneOf(tuple(PLATFORMS)), "the platform that is modelled")
 
     def __post_init__(self) -> None:
         """Check every field; raise InvalidCase before anything is allocated."""
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                refuse(name, f"one of {', '.join(allowed)}", getattr(self, name))
-        for name in _COUNTS + _NOT_NEGATIVE:
-            value, least = getattr(self, name), int(name in _COUNTS)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not least <= value < 1 << 31
-            ):
-                refuse(name, f"an integer of at least {least}", value)
-        for name, least in (("query_lens", 1), ("ctx_lens", 0)):
-            object.__setattr__(self, name, _lens(name, getattr(self, name), least))
+        for name, one in MLA_FIELDS.items():
+            kind: FieldType = one.metadata["kind"]
+            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         if len(self.ctx_lens) != len(self.query_lens):
             refuse("ctx_lens", f"as many as query_lens ({len(self.query_lens)})", self.ctx_lens)
-        for name in ("k_scale", "spread", "output_scale"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not _is_positive(value)):
-                refuse(name, "a positive finite number", value)
         self._check_path()
         self._check_size()
 
     def _check_path(self) -> None:
         """Refuse combinations that vLLM does not have."""
         for name in sorted({one for names in _OF_PATH.values() for one in names}):
-            if name not in _OF_PATH[self.path] and getattr(self, name) != _DEFAULTS[name]:
-                refuse(name, f"{_DEFAULTS[name]!r} on path {self.path}", getattr(self, name))
+            if name not in _OF_PATH[self.path] and getattr(self, name) != MLA_FIELDS[name].default:
+                refuse(
+                    name, f"{MLA_FIELDS[name].default!r} on path {self.path}", getattr(self, name)
+                )
         for name, is_wrong, allowed in self._rules():
             if is_wrong:
                 refuse(name, allowed, getattr(self, name))
@@ -228,23 +248,14 @@ class MlaCase:
 def check_names(fields: Mapping[str, Any]) -> None:
     """Raise InvalidCase for a name that is no field of an MlaCase."""
     for name in fields:
-        if name not in _DEFAULTS:
+        if name not in MLA_FIELDS:
             raise InvalidCase(f"{name} is not a field of an MlaCase", field=name)
-
-
-def _lens(name: str, value: Any, least: int) -> tuple[int, ...]:
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    if not is_list or any(type(one) is not int or not least <= one < 1 << 31 for one in value):
-        refuse(name, f"a list of integers of at least {least}", value)
-    return tuple(value)
 
 
 def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(MlaCase)}
+MLA_FIELDS: dict[str, "dataclasses.Field[Any]"] = {
+    one.name: one for one in dataclasses.fields(MlaCase)
+}

@@ -1,11 +1,12 @@
-"""Comparisons: what a test passed to torch.testing.assert_close and torch.allclose.
+"""Comparisons: what a test passed to a comparison of torch or numpy.
 
 They are observed like ops: wrapped where they are defined and under every name in other modules.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,8 @@ import torch
 from attnlab.recorder.patches import Function, Patches
 from attnlab.recorder.snapshot import copied
 
-_TARGETS = {
-    "torch.testing": ("assert_close",),
-    "torch.testing._comparison": ("assert_close",),
-    "torch": ("allclose",),
-}
+# Actual and expected tensor, atol and rtol; None if a comparison is not one of tensors.
+Compared = tuple[torch.Tensor, torch.Tensor, float, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +53,8 @@ class Comparisons:
         self._sizes = sizes
         self._on_error = on_error
         self._host = host
-        self._patches = Patches(_TARGETS, self._wrapper)
+        self._is_paused = False
+        self._patches = Patches(_READERS, self._wrapper)
 
     def start(self) -> None:
         """Wrap the functions."""
@@ -65,8 +64,17 @@ class Comparisons:
         """Put the functions back."""
         self._patches.remove()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the context, where attnlab itself compares tensors."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _wrapper(self, module: str, function: str, original: Function) -> Function:
-        read = _assert_close if function == "assert_close" else _allclose
+        read = _READERS[module][function]
 
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +90,8 @@ class Comparisons:
         return observed
 
     def _add(self, read: Callable[..., Any], args: Any, kwargs: Any, passed: bool) -> None:
+        if self._is_paused:
+            return
         try:
             found = read(*args, **kwargs)
             if found is None or found[0].numel() not in self._sizes():
@@ -107,7 +117,7 @@ def _assert_close(
     rtol: float | None = None,
     atol: float | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, float, float] | None:
+) -> Compared:
     """Return what torch.testing.assert_close compares; the default tolerances are those of the dtypes."""
     if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return None
@@ -120,6 +130,27 @@ def _assert_close(
 
 def _allclose(
     input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, float, float] | None:
+) -> Compared:
     """Return what torch.allclose compares."""
     return _assert_close(input, other, rtol=rtol, atol=atol)
+
+
+def _equal(input: Any, other: Any) -> Compared:
+    """Return what torch.equal compares."""
+    return _assert_close(input, other, rtol=0.0, atol=0.0)
+
+
+def _numpy_allclose(
+    actual: Any, desired: Any, rtol: float = 1e-07, atol: float = 0, *_: Any, **__: Any
+) -> Compared:
+    """Return what numpy.testing.assert_allclose compares."""
+    return _assert_close(torch.as_tensor(actual), torch.as_tensor(desired), rtol=rtol, atol=atol)
+
+
+_READERS: dict[str, dict[str, Callable[..., Compared]]] = {
+    "torch.testing": {"assert_close": _assert_close},
+    "torch.testing._comparison": {"assert_close": _assert_close},
+    "torch": {"allclose": _allclose, "equal": _equal},
+    "numpy.testing": {"assert_allclose": _numpy_allclose},
+    "numpy.testing._private.utils": {"assert_allclose": _numpy_allclose},
+}

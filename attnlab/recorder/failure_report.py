@@ -11,7 +11,8 @@ from pathlib import Path
 
 from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.output_file import write_text
-from attnlab.diagnosis.diagnosis import Diagnosis, rows_text
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.pattern import list_text
 from attnlab.recorder.comparisons import Comparison
 from attnlab.recorder.failing_side import Judgement, judge, output_matches
 from attnlab.recorder.recorded import Recorded
@@ -200,14 +201,16 @@ def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
 
 def _rows(diagnosis: Diagnosis) -> str:
     if diagnosis.place is None:
-        return f"not written: {rows_text(diagnosis.unwritten)}" if diagnosis.unwritten else ""
+        return (
+            f"not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""
+        )
     place = diagnosis.place
     text = (
         f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the worst in sequence {place.seq}, token "
         f"{place.token} (row {place.row}), head {place.head}"
     )
     return text + (
-        f"; not written: {rows_text(diagnosis.unwritten)}" if diagnosis.unwritten else ""
+        f"; not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""
     )
 
 

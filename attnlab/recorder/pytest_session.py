@@ -79,7 +79,8 @@ class Session:
         if not is_reported and not is_scored:
             return report
         try:
-            with torch.device("cpu"):  # whatever default device the test has set
+            # The test may have set another default device.
+            with torch.device("cpu"), self._comparisons.paused():
                 if is_reported:
                     self._add_section(item, report)
                 else:

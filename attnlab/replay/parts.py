@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnlab.replay.masks import cut_bias, cut_masks
 from attnlab.tensors.call import KernelCall
 
 _BY_TOKEN = ("query", "key", "value", "output", "before", "lse", "slot_mapping")
@@ -47,7 +48,7 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
     """Return a call with some sequences, or parts of them.
 
     The maxima become the true ones, unless the call's are smaller. Tokens before ``first`` become context:
-    the cache must hold them.
+    the cache must hold them. The data of a mask are cut to what is kept (:mod:`attnlab.replay.masks`).
     """
     starts, query_lens = call.query_start_loc.tolist(), call.query_lens.tolist()
     rows = [torch.arange(starts[one.seq] + one.first, starts[one.seq] + one.last) for one in kept]
@@ -63,10 +64,9 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor) and scale.dim() == 2:
             changes[name] = scale[seqs]
-    for name in ("causal", "mm_prefix_range", "rswa_prefix_lens"):
-        by_seq = getattr(call, name)
-        if isinstance(by_seq, torch.Tensor):
-            changes[name] = by_seq[seqs]
+    dropped = [one.blocks * call.block_size for one in kept]
+    changes |= cut_masks(call, seqs, dropped, seq_lens.tolist())
+    changes |= cut_bias(call, [one.first for one in kept], lens)
     kind = call.query_start_loc.dtype
     return dataclasses.replace(
         call,
@@ -164,6 +164,7 @@ def without_tokens(call: KernelCall, count: int) -> KernelCall | None:
     shorter = dataclasses.replace(
         call,
         **caches,
+        **cut_masks(call, [0], [count], [seq_len - count]),
         seq_lens=call.seq_lens - count,
         max_seq_len=min(call.max_seq_len, seq_len - count),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from attnlab.replay.masks import can_drop_first_rows
 from attnlab.replay.parts import (
     KeptSequence,
     whole,
@@ -45,11 +46,10 @@ def smaller_calls(call: KernelCall, ratio: torch.Tensor, *, runs: bool) -> Itera
     """
     yield from _fewer_sequences(call, ratio)
     yield from _fewer_heads(call, ratio)
-    is_plain = call.visibility.is_plain  # positions and later keys matter to another mask
-    if is_plain:
+    if runs or call.visibility.is_plain:  # under another mask a row may see the rows after it
         yield from _fewer_rows(call, ratio)
     if runs:
-        yield from _shorter_contexts(call) if is_plain else ()
+        yield from _shorter_contexts(call)
         yield from _plainer(call)
         yield from _smaller_heads(call)
     fewer = with_fewer_blocks(call)
@@ -108,7 +108,7 @@ def _fewer_rows(call: KernelCall, ratio: torch.Tensor) -> Iterator[Step]:
         own = ratio[starts[one.seq] : starts[one.seq + 1]].nan_to_num(torch.inf).amax(1)
         worst, half = int(own.argmax()), one.last // 2
         spans = [(0, worst + 1), (0, half), (0, one.last - 1)]
-        if call.spec.new_tokens_from == "cache":
+        if call.spec.new_tokens_from == "cache" and can_drop_first_rows(call):
             spans = [(worst, worst + 1), (half, one.last), (0, half), (1, one.last), *spans]
         for first, last in dict.fromkeys(spans):
             if (first, last) == (0, one.last):
@@ -149,11 +149,22 @@ def _plainer(call: KernelCall) -> Iterator[Step]:
         given = getattr(call, field)
         if given is not None and (isinstance(given, torch.Tensor) or given != plain):
             yield f"{field} {plain}", dataclasses.replace(call, **{field: plain})
+    yield from _fewer_ranges(call)
     if call.sliding_window > 1:
         half = call.sliding_window // 2
         right = None if call.window_right is None else min(call.window_right, half - 1)
         smaller = dataclasses.replace(call, sliding_window=half, window_right=right)
         yield f"sliding_window {half}", smaller
+
+
+def _fewer_ranges(call: KernelCall) -> Iterator[Step]:
+    """Yield calls without one of several ranges, or with the used ones only."""
+    ranges = call.mm_prefix_range
+    if ranges is None or ranges.shape[1] < 2:
+        return
+    for i in range(ranges.shape[1]):
+        rest = torch.cat([ranges[:, :i], ranges[:, i + 1 :]], 1)
+        yield f"without range {i}", dataclasses.replace(call, mm_prefix_range=rest)
 
 
 def _smaller_heads(call: KernelCall) -> Iterator[Step]:

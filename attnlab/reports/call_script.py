@@ -13,6 +13,7 @@ from attnlab.contracts.rows import cached_lens
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.vllm.op_calls import OP_CALLS
+from attnlab.reports.mask_script import mask_facts
 from attnlab.reports.upstream import expression, render
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
@@ -25,8 +26,6 @@ def why_no_script(call: KernelCall) -> str:
     """Return why a script cannot reproduce a call, or "" if it can."""
     if call.op not in TRITON_OPS or not call.spec.attends_to_cache:
         return f"a script calls vLLM's Triton ops on a cache, and {call.op} is none"
-    if not call.visibility.is_plain:
-        return "the reference of a script is causal"
     if call.interleave_v or call.padding or call.strides != "contiguous":
         return "a script has no interleaved values, padding or strides of the lab"
     if has_fp8_query(call) or has_scaled_output(call):
@@ -99,6 +98,7 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
         "k_scale": call.k_scale,
         "v_scale": call.v_scale,
         "setting": _setting(call),
+        **mask_facts(call),
     }
 
 
@@ -111,6 +111,7 @@ def _setting(call: KernelCall) -> str:
     ]
     words += [] if call.kv_cache_dtype == "auto" else [f"kv_cache_dtype {call.kv_cache_dtype}"]
     words += [f"a sliding window of {call.sliding_window}"] if call.sliding_window else []
+    words += [f"mask {name}" for name in call.visibility.masks]
     words += [] if call.alibi_slopes is None else ["ALiBi"]
     words += [] if call.sinks is None else ["sinks"]
     words += [] if call.softcap is None else [f"a soft cap of {call.softcap:g}"]

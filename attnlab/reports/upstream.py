@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.masks import CAUSAL
+from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
@@ -22,6 +22,7 @@ from attnlab.contracts.rows import cached_lens
 from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
+from attnlab.reports.mask_script import MASK_TENSORS, mask_facts
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.formats import written_format
@@ -69,6 +70,7 @@ _KNOWN = (  # fields that the script implements or that do not affect it
         "rtol",
     ),
     *("reference_dtype", "sinks", "softcap", "first_block"),
+    *("mask", *MASK_DATA),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
@@ -202,6 +204,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "cached": cached.tolist(),
         "arguments": arguments,
         "output": next(name for name, text in arguments.items() if text == "output"),
+        **mask_facts(call),
     }
 
 
@@ -217,14 +220,15 @@ def expression(name: str, value: Any, call: KernelCall) -> str:
         "value_cache",
         "alibi_slopes",
         "sinks",
+        *MASK_TENSORS,
     ):
-        if value is not None and value is getattr(call, field):
+        if isinstance(value, torch.Tensor) and value is getattr(call, field):
             return names.get(field, field)
     if value is call.block_table:
         return "block_table"
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    if value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
+    if name[0] in "kv" and value.dim() == 4 and value.shape[0] == call.key_cache.shape[0]:
         return "key_cache" if name.startswith("k") else "value_cache"
     if value.is_floating_point() and value.isnan().all():
         return f'torch.full({tuple(value.shape)}, float("nan"))'

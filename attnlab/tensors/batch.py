@@ -47,6 +47,19 @@ class Batch(Shown):
         """Return the first row of each sequence in ``query``, and the number of rows; length num_seqs + 1."""
         return [0, *accumulate(self.lengths.query_lens)]
 
+    def cpu(self) -> "Batch":
+        """Return the batch with its tensors on the CPU; itself if they are there."""
+        if self.query.device.type == "cpu":
+            return self
+        return Batch(
+            lengths=self.lengths,
+            query=self.query.cpu(),
+            key=self.key.cpu(),
+            value=self.value.cpu(),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes.cpu(),
+            sinks=None if self.sinks is None else self.sinks.cpu(),
+        )
+
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of key and value of the new tokens, in the order of ``query``.
 

@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import UNIFIED
+from attnlab.tensors.cut_masks import cut_prefixes, cut_ranges
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
 _RANGES = 3
@@ -112,6 +113,25 @@ def data_of_seq(case: Case, seq: int) -> dict[str, Any]:
         if given is not None:
             found[name] = given[seq : seq + 1]
     return found
+
+
+def data_of_lengths(case: Case, query_len: int, ctx_len: int) -> dict[str, Any]:
+    """Return the fields with the data of the mask of a Case with one sequence, cut to shorter lengths.
+
+    The last new tokens and the first tokens of the context are dropped. Data that have no positions stay.
+    """
+    dropped = [case.lengths.ctx_lens[0] - ctx_len]
+    seq_lens = [ctx_len + query_len]
+    if case.mask in ("ranges", "ranges_in_window"):
+        kept = cut_ranges(ranges(case), dropped, seq_lens)
+        used = kept[0][kept[0].any(-1)].flatten().tolist()
+        return {"mm_prefix_range": (tuple(used or (0, 0)),)}
+    if case.mask == "prefix_and_window":
+        kept = cut_prefixes(prefix_lens(case), dropped, seq_lens)
+        return {"rswa_prefix_lens": tuple(kept.tolist())}
+    if case.tree_parents is not None:
+        return {"tree_parents": case.tree_parents[:query_len]}
+    return {}
 
 
 def _branches(parents: tuple[int, ...]) -> torch.Tensor:

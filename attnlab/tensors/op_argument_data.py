@@ -27,3 +27,8 @@ def per_token_head(tokens: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tens
 def latent_size(case: Case) -> int:
     """Return the width of the values in a latent cache: eight ninths of a multiple of 9, else all."""
     return case.head_size // 9 * 8 if case.head_size % 9 == 0 else case.head_size
+
+
+def narrow_size(case: Case) -> int:
+    """Return the width of values that are narrower than keys: two thirds of it, as in MiMo V2."""
+    return case.head_size // 3 * 2

@@ -25,10 +25,14 @@ Change = Callable[[KernelCall], dict[str, object]]
 
 @dataclasses.dataclass(slots=True)
 class ReadsWrong(Lab):
-    """A lab whose kernels get changed arguments; ``last_row_only`` writes all rows to row 0."""
+    """A lab whose kernels get changed arguments and write elsewhere.
+
+    ``last_row_only`` writes all rows to row 0; ``head_stride``, if given, replaces that of the output.
+    """
 
     change: Change = lambda call: {}
     last_row_only: bool = False
+    head_stride: Callable[[Case], int] | None = None
 
     def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
         model.run(
@@ -37,6 +41,15 @@ class ReadsWrong(Lab):
         if self.last_row_only:
             call.output[0] = call.output[-1]
             call.output[1:] = make_output(case)[1:]
+        if self.head_stride is not None:
+            rows, heads, size = call.output.shape
+            written = make_output(case).flatten()
+            for row in range(rows):
+                for head in range(heads):  # the last one wins
+                    to = row * heads * size + head * self.head_stride(case)
+                    room = written[to : to + size]
+                    room.copy_(call.output[row, head][: len(room)])
+            call.output.copy_(written.view(rows, heads, size))
         return RunOutput()
 
 
@@ -73,6 +86,16 @@ def test_rows_written_to_one_row_are_described_by_the_missing_term():
     assert "the term row × stride 0 is missing" in diagnosis.rule.text
 
 
+def test_rows_written_with_the_stride_of_another_tensor():
+    """A log-sum-exp [heads, rows] has the number of rows as its stride of heads."""
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 3, 1), ctx_lens=(9, 15, 40)
+    )
+    lab = ReadsWrong(head_stride=lambda one: one.lengths.num_tokens)
+    diagnosis = diagnose(case, lab=lab)
+    assert "with head × prefix_lse stride 0 in place of head × stride 1" in diagnosis.rule.text
+
+
 def test_a_fault_that_no_rule_predicts_gets_none():
     """Values one element of memory later: no term of the address is changed, one is added."""
     case = hostile(op="context_attention_fwd", platform="sm_90", empty_slots="garbage")
@@ -81,7 +104,9 @@ def test_a_fault_that_no_rule_predicts_gets_none():
     assert diagnosis.rule is None
 
 
-@pytest.mark.parametrize("op", ["chunked_prefill_paged_decode", "unified_attention"])
+@pytest.mark.parametrize(
+    "op", ["chunked_prefill_paged_decode", "unified_attention", "merge_attn_states"]
+)
 def test_rules_have_names_of_their_own(op):
     problem = make_problem(hostile(op=op, platform="sm_90", empty_slots="garbage"))
     found = [one.name for one in (*address_defects(problem), *output_defects(problem))]

@@ -1,4 +1,4 @@
-"""Random small Cases of unified_attention with a mask, and a plain statement of which keys each row sees."""
+"""Random small Cases of unified_attention with a mask, and the keys of each row without the library."""
 
 import random
 

@@ -1,6 +1,7 @@
 """Which mutants a test notices with its data and tolerance, and which changes make it notice more."""
 
 import dataclasses
+import itertools
 import json
 
 import matplotlib.pyplot as plt
@@ -13,7 +14,7 @@ from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import MUTANTS, NINE
 from attnlab.mutation.power import power
-from attnlab.mutation.remedies import is_equivalent
+from attnlab.mutation.remedies import is_equivalent, ladder
 from attnlab.show.plots.power import plot_power
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}
@@ -104,6 +105,16 @@ def test_the_proposal_kills_the_survivors_and_the_models_pass(changes, left):
     assert {"scale_doubled", "newest_slot_zero"} <= {mutant.name for mutant in again.of("killed")}
     equivalent = {mutant.name for mutant in report.of("equivalent")} | {"tail_leaked"}
     assert {mutant.name for mutant in again.survivors} - equivalent == left
+
+
+def test_proposed_scales_of_an_fp8_cache_are_not_mistaken_for_each_other():
+    """With 0.5 and 0.25, a K scaled by v_scale equals one scaled by k_scale squared."""
+    case = hostile(kv_cache_dtype="fp8", cache_write="numeric")
+    proposed = {(step["k_scale"], step["v_scale"]) for step in ladder(case) if "k_scale" in step}
+    assert proposed
+    for k, v in proposed:
+        factors = sorted([1.0, k, v, k * k, v * v, k * v])
+        assert all(b / a > 1.1 for a, b in itertools.pairwise(factors))
 
 
 def test_at_a_huge_tolerance_only_nan_is_noticed():

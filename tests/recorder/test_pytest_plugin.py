@@ -19,6 +19,7 @@ TESTS = """
 import sys
 
 import kern
+import numpy
 import pytest
 import torch
 
@@ -64,6 +65,16 @@ def test_expected(monkeypatch):
 def test_tolerance(monkeypatch):
     output, expected = computed(monkeypatch)
     assert torch.allclose(output, expected + 1e-4, atol=1e-6, rtol=0)
+
+
+def test_bits(monkeypatch):
+    output, expected = computed(monkeypatch)
+    assert torch.equal(output, expected + 1e-4)
+
+
+def test_numpy(monkeypatch):
+    output, expected = computed(monkeypatch, kernel=2.0)
+    numpy.testing.assert_allclose(output.numpy(), expected.numpy(), atol=1e-3)
 
 
 def test_good(monkeypatch):
@@ -136,6 +147,8 @@ SIDES = {
     "test_odd_scale": "the kernel",
     "test_expected": "the expected value",
     "test_tolerance": "the tolerance",
+    "test_bits": "the tolerance",
+    "test_numpy": "the kernel",
     "test_plain_assert": "the kernel",
     "test_the_second_of_two_calls": "the kernel",
     "test_both_of_two_calls": "the kernel",

@@ -138,7 +138,7 @@ def test_parts_keep_their_numbers(tmp_path):
 def test_calls_without_a_script():
     assert why_no_script(call_of()) == ""
     assert "Triton ops" in why_no_script(call_of(op="merge_attn_states"))
-    assert "causal" in why_no_script(dataclasses.replace(call_of(), causal=False))
+    assert why_no_script(dataclasses.replace(call_of(), causal=False)) == ""
     assert "strides" in why_no_script(call_of(kv_layout="HND"))
 
 
@@ -155,6 +155,7 @@ SOUND = {
         "sliding_window": 9,
     },
     "decode": {"op": "decode_attention_fwd", "query_lens": (1, 1), "ctx_lens": (9, 20)},
+    "mask": {"op": "context_attention_fwd", "mask": "bidirectional", "sliding_window": 6},
 }
 
 

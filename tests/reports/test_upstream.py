@@ -35,6 +35,7 @@ RIGHT = {  # cases in which 0.33.0 is correct
     },
     "sinks": {"op": "unified_attention", "sinks": True},
     "window": {"op": "unified_attention", "sliding_window": 9},
+    "mask": {"op": "unified_attention", "mask": "ranges_in_window", "sliding_window": 5},
     "small soft cap": {"op": "unified_attention", "softcap": 0.02, "dtype": "float32"},
     "sinks, soft cap": {"op": "unified_attention", "softcap": 0.7, "sinks": True},
     "fp8": {"op": "unified_attention", "kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0},
@@ -85,6 +86,20 @@ def test_a_script_of_alibi_with_sinks(tmp_path: Path, version: str) -> None:
         lens = {"query_lens": query_lens, "ctx_lens": (5, 20)}
         case = CASE.replace(fill="all_rows", **fields, **lens)
         got, text = script_outcome(written(tmp_path, case, "wrong_output"), of_release(version))
+        assert got == code, text
+
+
+@pytest.mark.releases
+def test_a_script_of_a_mask(tmp_path: Path) -> None:
+    """A two-sided window loses keys of later rows. Triton's interpreter cannot run the bias of a tree."""
+    fields = {"op": "unified_attention", "fill": "all_rows", "empty_slots": "zeros"}
+    lens = {"query_lens": (2,), "ctx_lens": (0,), "num_blocks": None}
+    for changes, code in (
+        ({"mask": "bidirectional", "sliding_window": 1}, 1),
+        ({"mask": "tree", "tree_parents": (0, 0)}, 2),
+    ):
+        script = written(tmp_path, CASE.replace(**fields, **lens, **changes), "wrong_output")
+        got, text = script_outcome(script, of_release("0.33.0"))
         assert got == code, text
 
 

@@ -9,6 +9,7 @@ import pytest
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.lab.lab import Lab
+from attnlab.replay.parts import KeptSequence, with_kv_heads, with_sequences
 from attnlab.serving.kept_calls import MOST_WRONG, KeptCalls
 from attnlab.serving.observation import Observation
 from attnlab.serving.page import write_page
@@ -87,9 +88,11 @@ def test_calls_are_kept_up_to_a_number_of_bytes(tmp_path, call):
     full = KeptCalls(records, records.saved_bytes() + size // 2)
     assert full.keep(call, why="requested", name="more") == ""
     assert full.keep(call, why="requested", name="more") == ""
-    assert len(list((tmp_path / CALLS).iterdir())) == MOST_WRONG + 1
+    one_row = with_sequences(call, [KeptSequence(seq=0, first=0, last=1)])
+    assert full.keep(with_kv_heads(one_row, range(1)), why="requested", name="small")
+    assert len(list((tmp_path / CALLS).iterdir())) == MOST_WRONG + 2
     report = read_report(tmp_path)
-    assert len(report.saved) == MOST_WRONG + 1
+    assert len(report.saved) == MOST_WRONG + 2
     assert sum("max-bytes" in note for note in report.notes) == 1
 
 

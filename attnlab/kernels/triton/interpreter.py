@@ -13,7 +13,8 @@ functions defined here. The launch differs from Triton's own in these points:
 - A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.versions`).
 - The language is patched once per launch, not at every call of a device function.
 - Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
-  unrelated memory. Overflows of int32 products are recorded, too.
+  unrelated memory. Kernels get addresses far apart, so that one tensor is never read in place of another.
+  Overflows of int32 products are recorded, too.
 - Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
   compare the result bit by bit with the whole grid in one process.
 """
@@ -144,7 +145,8 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     )
     if is_recorded(kernel.__name__, arguments):
         return
-    converted = {name: _converted(kernel, name, value) for name, value in arguments.items()}
+    memory = Memory(arguments)
+    converted = {n: _converted(kernel, n, value, memory) for n, value in arguments.items()}
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
     plan = current_plan() or LaunchPlan()
@@ -194,8 +196,11 @@ def prepared(
         yield
 
 
-def _converted(kernel: Any, name: str, value: Any) -> Any:
-    """Return an argument as the kernel receives it; its annotation may be constexpr or tl.int64."""
+def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
+    """Return an argument as the kernel receives it; its annotation may be constexpr or tl.int64.
+
+    A tensor becomes its address in ``memory``.
+    """
     from triton.runtime import interpreter
     from triton.runtime.jit import _normalize_ty
 
@@ -207,7 +212,10 @@ def _converted(kernel: Any, name: str, value: Any) -> Any:
         int64 = interpreter.tl.int64
         handle = interpreter.TensorHandle(np.array([value], dtype=np.int64), int64)
         return interpreter.tl.tensor(handle, int64)
-    return interpreter._implicit_cvt(value)
+    converted = interpreter._implicit_cvt(value)
+    if isinstance(value, torch.Tensor):
+        converted.handle.data = np.array([memory.address(value)], dtype=np.uint64)
+    return converted
 
 
 def _run_all(run: Callable[[Program], None], programs: list[Program], plan: LaunchPlan) -> None:

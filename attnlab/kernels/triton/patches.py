@@ -1,14 +1,16 @@
 """Patches of Triton's language for the time of a launch: fixes, caches and checks."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from attnlab.kernels.triton.fp8 import converter
-from attnlab.kernels.triton.memory import Memory
+from attnlab.kernels.triton.memory import Memory, values_outside
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.type_cache import cache_types
+
+Placed = Callable[[str, Any, Any], tuple[Any, Any]]  # verb, pointers, mask: own addresses, mask
 
 
 @contextmanager
@@ -81,25 +83,22 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
     """Record int32 overflows; mask and record accesses outside the launch's tensors."""
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
-
-    def checked(verb: str, pointers: Any, mask: Any) -> Any:
-        inside, stray = memory.inside(pointers.data, mask.data)
-        if not stray:
-            return mask
-        observed.stray(verb, stray)
-        return interpreter.TensorHandle(inside, mask.dtype)
+    placed = _placed(interpreter, observed, memory)
 
     def multiplied(self: Any, left: Any, right: Any) -> Any:
         return self.binary_op(left, right, observed.multiply)
 
-    def loaded(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        mask = checked("reads", pointers, mask)
+    def loaded(self: Any, pointers: Any, asked: Any, *rest: Any, **named: Any) -> Any:
+        pointers, mask = placed("reads", pointers, asked)
         if memory.trace is not None:
             memory.trace.loaded(pointers.data, mask.data)
-        return load(self, pointers, mask, *rest, **named)
+        found = load(self, pointers, mask, *rest, **named)
+        if mask is not asked:
+            found.data = values_outside(found.data, asked.data, mask.data)
+        return found
 
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        mask = checked("writes", pointers, mask)
+        pointers, mask = placed("writes", pointers, mask)
         if memory.trace is not None:
             memory.trace.stored(pointers.data, mask.data)
         return store(self, pointers, value, mask, *rest, **named)
@@ -107,3 +106,36 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
     scope.set_attr(builder, "create_mul", multiplied)
     scope.set_attr(builder, "create_masked_load", loaded)
     scope.set_attr(builder, "create_masked_store", stored)
+    _place_atomics(builder, scope, placed)
+
+
+def _placed(interpreter: Any, observed: RunLog, memory: Memory) -> Placed:
+    """Return a function that replaces a kernel's addresses by the tensors' own.
+
+    It masks and records accesses outside of them.
+    """
+
+    def placed(verb: str, pointers: Any, mask: Any) -> tuple[Any, Any]:
+        own, inside, stray = memory.inside(pointers.data, mask.data)
+        pointers = interpreter.TensorHandle(own, pointers.dtype)
+        if not stray:
+            return pointers, mask
+        observed.stray(verb, stray)
+        return pointers, interpreter.TensorHandle(inside, mask.dtype)
+
+    return placed
+
+
+def _place_atomics(builder: Any, scope: Any, placed: Placed) -> None:
+    """Give atomic operations the tensors' own addresses; tl.atomic_cas is refused."""
+    change = builder.create_atomic_rmw
+
+    def changed(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        pointers, mask = placed("writes", pointers, mask)
+        return change(self, op, pointers, value, mask, *rest)
+
+    def exchanged(self: Any, *given: Any) -> Any:
+        raise NotImplementedError("tl.atomic_cas is not supported under the interpreter")
+
+    scope.set_attr(builder, "create_atomic_rmw", changed)
+    scope.set_attr(builder, "create_atomic_cas", exchanged)

@@ -18,9 +18,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
-from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
-from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
 from attnlab.contracts.target import ROCM_DECODE, Target
@@ -36,8 +34,10 @@ from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
 from attnlab.kernels.vllm.failures import explained, unsupported
 from attnlab.kernels.vllm.loader import Loader
-from attnlab.kernels.vllm.op_arguments import Passed, pass_argument
+from attnlab.kernels.vllm.native_limits import check_fp8_format
+from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
+from attnlab.kernels.vllm.passed import Passed, with_function
 from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
@@ -131,8 +131,8 @@ class VllmBackend(Backend):
 
     def check(self, case: Case) -> None:
         super().check(case)
-        if case.op_argument != NONE and self.device == "cuda":
-            refuse("op_argument", f"{NONE} on a GPU", case.op_argument)
+        if self.device == "cuda":
+            check_fp8_format(case)
         dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
         check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
         check_release(self.source, case)
@@ -211,6 +211,7 @@ def run(
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
         passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
+        function, passed = with_function(loaded.loader, function, passed)
     if is_measuring():
         note_arguments(argument_facts(function, passed.arguments))
     loaded.dispatch.use_custom = ROCM_DECODE in kernels

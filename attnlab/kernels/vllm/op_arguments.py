@@ -1,46 +1,28 @@
 """How the op argument of a Case is passed (:mod:`attnlab.case.op_arguments`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import Unsupported
+from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
+from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, per_token_head_cache
+from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.op_argument_data import (
-    OUTPUT_SCALE,
-    QUERY_SCALE,
-    latent_size,
-    per_token_head,
-)
-
-Arguments = dict[str, Any]
-_INT8, _FP8 = 2, 3  # KVQuantMode of vLLM 0.33.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """The arguments of an op with a Case's op argument.
-
-    ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
-    into the cache of a cache write. None if the op wrote it there.
-    """
-
-    arguments: Arguments
-    finish: Callable[[torch.Tensor], None] | None = None
+from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
 
 
 def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
     """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
 
-    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one.
+    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one, OutOfMemory
+    if the tensors do not fit on a GPU.
     """
     name = case.op_argument
     if name == NONE:
@@ -48,19 +30,22 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     if not parameters & set(OP_ARGUMENTS[name].parameters):
         text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
         raise Unsupported(text)
-    made = _MAKERS[name](case, dict(arguments))
+    try:
+        made = _MAKERS[name](case, dict(arguments))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
     lacking = set(found.arguments) - set(arguments) - parameters
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
         kept |= {key: arguments[key] for key in ("prefix_output", "prefix_lse")}
-    return Passed(arguments=kept, finish=found.finish)
+    return replace(found, arguments=kept)
 
 
 def _fp8_query(case: Case, given: Arguments) -> Arguments:
     format = FORMATS[case.machine.fp8_e4m3]
     query = format.encode(given["q"], QUERY_SCALE).view(format.dtype)
-    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE])}
+    return {"q": query, "q_descale": torch.tensor([QUERY_SCALE], device=query.device)}
 
 
 def _fp8_output(case: Case, given: Arguments) -> Passed:
@@ -73,26 +58,10 @@ def _fp8_output(case: Case, given: Arguments) -> Passed:
     def finish(output: torch.Tensor) -> None:
         output.copy_(stored[: len(output)].float() * OUTPUT_SCALE)
 
-    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE])}
+    changed = {name: stored, scale: torch.tensor([OUTPUT_SCALE], device=stored.device)}
     if case.op == MERGE:
         changed |= _suffix_only(case, given)
     return Passed(arguments={**given, **changed}, finish=finish)
-
-
-def _per_token_head(case: Case, given: Arguments) -> Arguments:
-    """Pass a quantised cache, with NaN as the scales of empty slots.
-
-    One scale cache has gaps; the blocks of the other are far apart.
-    """
-    is_int8 = case.op_argument.startswith("int8")
-    dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
-    changed: Arguments = {"kv_quant_mode": _INT8 if is_int8 else _FP8}
-    for name in ("k", "v"):
-        stored, scale = per_token_head(given[name], dtype)
-        is_far = (name == "v") == is_int8
-        scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
-        changed |= {name: stored, f"{name}_scale_cache": scales}
-    return changed
 
 
 def _cached_new_tokens(case: Case, given: Arguments) -> Arguments:
@@ -117,27 +86,6 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
     prefix, lse = given["prefix_output"].clone(), given["prefix_lse"].clone()
     prefix[count:], lse[:, count:] = float("nan"), float("nan")
     return {"prefill_tokens_with_context": count, "prefix_output": prefix, "prefix_lse": lse}
-
-
-def _latent_cache(case: Case, given: Arguments) -> Passed:
-    """Pass values that are the first part of the keys, and an output of their width."""
-    size = latent_size(case)
-    seqs, heads, _ = given["o"].shape
-    narrow = given["o"].new_full((seqs, heads, size), float("nan"))
-    logits = given["attn_logits"][..., : size + 1].contiguous()
-    changed = {
-        "v_buffer": given["k_buffer"][..., :size],
-        "v_scale": given["k_scale"],
-        "attn_logits": logits,
-        "o": narrow,
-        "is_mla": True,
-    }
-
-    def finish(output: torch.Tensor) -> None:
-        output.zero_()
-        output[..., :size] = narrow[: len(output)]
-
-    return Passed(arguments={**given, **changed}, finish=finish)
 
 
 def _other_strides(case: Case, given: Arguments) -> Passed:
@@ -207,15 +155,17 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
-    "int8_per_token_head": _per_token_head,
-    "fp8_per_token_head": _per_token_head,
+    "int8_per_token_head": per_token_head_cache,
+    "fp8_per_token_head": per_token_head_cache,
+    "int4_per_token_head": per_token_head_cache,
+    "diffkv": diffkv,
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
     "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
-    "latent_cache": _latent_cache,
+    "latent_cache": latent_cache,
     "default_scales": lambda case, given: {"k_scale": None, "v_scale": None},
     "flat_buffers": lambda case, given: {
         name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")

@@ -1,5 +1,6 @@
 """Stubs for the modules that vLLM's attention ops import: vLLM's own, and torch without a GPU."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -55,6 +56,12 @@ def make_stubs(
         "vllm.model_executor.layers.quantization.utils.quant_utils": {
             "FP8_DTYPE": fp8,
             "get_fp8_min_max": lambda: (torch.finfo(fp8).min, torch.finfo(fp8).max),
+        },
+        "vllm.utils.math_utils": {
+            "RCP_LN2": 1 / math.log(2),
+            "cdiv": lambda number, size: -(-number // size),
+            "largest_power_of_2_divisor": lambda number: number & -number,
+            "next_power_of_2": lambda number: 1 << max(0, number - 1).bit_length(),
         },
         "vllm.utils.torch_utils": {"is_quantized_kv_cache": _is_quantized},
         "vllm.v1.kv_cache_interface": {

@@ -1,5 +1,6 @@
 """Run a write by vLLM's op, or by its model, and compare the bytes of the cache with what they must be."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +90,10 @@ def vllm_write(source: Source, where: str = "cpu") -> Writer:
     def write(case: WriteCase, inputs: WriteInputs) -> None:
         loader = load(source, case.machine, where).loader
         function, arguments = _op(case, inputs, loader)
+        known = inspect.signature(function).parameters  # older releases have no kv_quant_mode
         try:
             with launching(LaunchPlan()):
-                function(**arguments)
+                function(**{name: one for name, one in arguments.items() if name in known})
         except AttnLabError:
             raise
         except Exception as error:

@@ -8,6 +8,7 @@ import torch
 
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
+from attnlab.kernels.triton.memory import Memory, other_outside
 from attnlab.kernels.triton.run_log import RunLog
 
 pytestmark = pytest.mark.skipif(
@@ -107,6 +108,35 @@ def test_a_read_outside_is_masked_and_told(triton):
     with launching(masked):
         kernels(triton)["copy"][(1,)](memory[4:], target, 4, SIZE=8)
     assert not masked.observed.outside
+
+
+@pytest.mark.parametrize("first", ["source", "target"])
+def test_one_tensor_is_never_read_in_place_of_another(triton, first):
+    """Two tensors that touch in memory: a read past the end of one, or before the other, is outside."""
+    memory = bytearray(64)
+    halves = [torch.frombuffer(memory, dtype=torch.float32, count=8, offset=at) for at in (0, 32)]
+    source, target = halves if first == "source" else halves[::-1]
+    source.copy_(torch.arange(1.0, 9.0))
+    found = []
+    for number in (0, 7):
+        plan = LaunchPlan()
+        with launching(plan), other_outside(number):
+            kernels(triton)["copy"][(1,)](source[4:], target, 8, SIZE=8)
+        (stray,) = plan.observed.outside.values()
+        assert stray.place == "0 bytes after the end of source"
+        found.append(target.tolist())
+    assert found == [[5.0, 6.0, 7.0, 8.0, *[number] * 4] for number in (0, 7)]
+
+
+def test_addresses_depend_on_the_order_of_the_tensors_alone():
+    """Views of one storage keep their distance; a stored pointer is valid, too."""
+    for _ in range(2):
+        one, two = torch.zeros(8), torch.zeros(4)
+        memory = Memory({"one": one, "part": one[2:], "two": two})
+        assert [memory.address(t) - memory.address(one) for t in (one[2:], two)] == [8, 1 << 44]
+        own = np.array([two.data_ptr()], dtype=np.uint64)
+        address, mask, stray = memory.inside(own, np.array([True]))
+        assert (address.tolist(), mask.tolist(), stray) == (own.tolist(), [True], "")
 
 
 def test_a_write_outside_is_masked_and_told(triton):

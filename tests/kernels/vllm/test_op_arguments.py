@@ -4,19 +4,25 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.argument_cases import FORMATS, random_format_case
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.platforms import PLATFORMS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
+from attnlab.kernels.vllm.backend import VllmBackend, load
 from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.lab.lab import Lab
+from attnlab.tensors.int4 import int4_scale, pack_int4, rotate, rotate_back, unpack_int4
+
+EACH = 3
 
 # Fault of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0.
 KNOWN = {"tensor_descriptors"}
@@ -91,6 +97,98 @@ def test_a_wrong_value_is_found(backend, monkeypatch):
     assert (fault.kind, fault.diagnosis) == ("wrong_output", "op_argument alibi_sqrt")
 
 
+@pytest.mark.releases
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_cases_agree_with_the_release(backend, name):
+    """200 Cases of each agree (docs/coverage.md)."""
+    lab = Lab(source=backend.path, device="cpu")
+    for number in range(EACH):
+        assert lab.run(random_format_case(name, number)).status == "match", number
+
+
+def _next_slot(scales):
+    """Return the scales of the slot before, each in its block."""
+    return scales.roll(1, dims=1)
+
+
+def _swapped(stored):
+    """Return bytes with their nibbles exchanged."""
+    return (stored >> 4) | (stored << 4)
+
+
+FAULTS = {
+    "scale of another token": lambda given: {"v_scale_cache": _next_slot(given["v_scale_cache"])},
+    "scale of keys for values": lambda given: {"v_scale_cache": given["k_scale_cache"]},
+    "nibbles exchanged": lambda given: {name: _swapped(given[name]) for name in ("k", "v")},
+    "values from one element before": lambda given: {
+        "v": given["v"].as_strided(
+            given["v"].shape, given["v"].stride(), given["v"].storage_offset() - 1
+        )
+    },
+    "values of the next row": lambda given: {"v": given["v"].roll(1, dims=1)},
+}
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *((name, fault) for name in FORMATS[:3] for fault in list(FAULTS)[:2]),
+        ("int4_per_token_head", "nibbles exchanged"),
+        ("diffkv", "values from one element before"),
+        ("diffkv", "values of the next row"),
+    ],
+)
+def test_a_planted_fault_of_a_format_is_found(backend, monkeypatch, name, fault):
+    """The op gets another cache than the reference reads."""
+    make, lab = op_arguments._MAKERS[name], Lab(source=backend.path, device="cpu")
+
+    def faulty(case, given):
+        made = make(case, given)
+        if isinstance(made, dict):
+            return {**made, **FAULTS[fault](made)}
+        arguments = {**made.arguments, **FAULTS[fault](made.arguments)}
+        return dataclasses.replace(made, arguments=arguments)
+
+    case = random_format_case(name, 1, query_lens=(1, 5), ctx_lens=(20, 7), sliding_window=0)
+    assert lab.run(case).status == "match"
+    monkeypatch.setitem(op_arguments._MAKERS, name, faulty)
+    assert lab.run(case).status == "mismatch"
+
+
+@pytest.mark.parametrize("head_size", [16, 48])
+def test_int4_rotates_packs_and_unpacks(head_size):
+    """The inverse gives the tokens; stored numbers are off by half a step, or by one where they are cut."""
+    tokens = torch.randn(5, 3, head_size, generator=torch.Generator().manual_seed(1)).double()
+    assert torch.allclose(rotate_back(rotate(tokens)), tokens)
+    stored, scales = pack_int4(tokens)
+    assert (stored.shape[-1], stored.dtype) == (head_size // 2, torch.uint8)
+    off = (unpack_int4(stored, scales) - rotate(tokens)).abs() / int4_scale(scales)[..., None]
+    assert float(off.max()) <= 1.01
+    assert float(off.mean()) < 0.3
+    tokens[0, 0, 1] = float("nan")
+    assert pack_int4(tokens)[1].isnan().nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.releases
+def test_the_rotation_is_that_of_the_release(backend):
+    """R of vLLM and of the reference, for sizes that are powers of two and others."""
+    source = VllmBackend(path=backend.path, requested_device="cpu").source
+    module = load(source, PLATFORMS["sm_90"], "cpu").loader.load("int4_per_token_head")
+    for size in (16, 48, 64):
+        tokens = torch.randn(3, size)
+        assert torch.allclose(module.single_rht(tokens).double(), rotate(tokens), atol=1e-4)
+
+
+@pytest.mark.releases
+def test_a_release_without_diffkv_is_unsupported():
+    source = of_release("0.11.2")
+    lab = Lab(source=source.path, device="cpu")
+    case = random_format_case("diffkv", 0, release="0.11.2", num_splits=None)
+    with pytest.raises((Unsupported, InvalidCase), match="diffkv"):
+        lab.run(case)
+
+
 def test_a_release_without_the_argument_is_unsupported():
     case = Case(
         op="unified_attention",
@@ -113,6 +211,9 @@ def test_a_release_without_the_argument_is_unsupported():
         ({"sliding_window": 4, "alibi": False, "op_argument": "fp8_query"}, "kv_cache_dtype"),
         ({"op_argument": "tensor_descriptor"}, "op_argument"),
         ({"kv_head_range": (0, 1)}, "op_argument"),
+        ({"op_argument": "int4_per_token_head", "mask": "bidirectional"}, "mask"),
+        ({"op_argument": "int4_per_token_head", "head_size": 63, "x": 1}, "head_size"),
+        ({"op_argument": "diffkv", "head_size": 2, "x": 1}, "head_size"),
     ],
 )
 def test_impossible_combinations(fields, field):
@@ -121,3 +222,20 @@ def test_impossible_combinations(fields, field):
     with pytest.raises(InvalidCase) as caught:
         Case(**{**good, **fields})
     assert caught.value.field == field
+
+
+@pytest.mark.releases
+def test_a_gpu_gets_the_arguments_but_not_the_fp8_format_of_another_vendor(backend, monkeypatch):
+    """The hostile Cases of a GPU by NVIDIA; nothing runs."""
+    monkeypatch.setattr(type(backend), "device", property(lambda self: "cuda"))
+    found = cases(backend, "unified_attention")
+    assert {case.op_argument for case in found} == {
+        name for name, one in OP_ARGUMENTS.items() if "unified_attention" in one.ops
+    }
+    assert {case.platform for case in found} == {"sm_90"}
+    case = next(one for one in found if one.op_argument == "fp8_query")
+    backend.check(case)
+    with pytest.raises(InvalidCase) as caught:
+        backend.check(case.replace(platform="gfx942"))
+    assert caught.value.field == "platform"
+    backend.check(case.replace(platform="gfx942", op_argument=NONE, kv_cache_dtype="auto"))

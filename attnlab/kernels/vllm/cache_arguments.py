@@ -1,0 +1,87 @@
+"""Op arguments that pass the cache in another format: scales per token and head, INT4, narrow values."""
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.kernels.vllm.passed import Arguments, Passed
+from attnlab.kernels.vllm.strides import far_apart, with_gaps
+from attnlab.tensors.formats import FORMATS
+from attnlab.tensors.int4 import pack_int4
+from attnlab.tensors.op_argument_data import latent_size, narrow_size, per_token_head
+
+_INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
+_DIFFKV = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
+
+
+def per_token_head_cache(case: Case, given: Arguments) -> Arguments:
+    """Pass a quantised cache, with NaN as the scales of empty slots.
+
+    One scale cache has gaps; the blocks of the other are far apart.
+    """
+    kind = case.op_argument.partition("_")[0]
+    changed: Arguments = {"kv_quant_mode": {"int8": _INT8, "fp8": _FP8, "int4": _INT4}[kind]}
+    for name in ("k", "v"):
+        # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
+        stored, scale = stored_per_token_head(case, given[name].cpu())
+        is_far = (name == "v") == (kind != "fp8")
+        scale = scale.to(given[name].device)
+        scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
+        changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
+    return changed
+
+
+def stored_per_token_head(case: Case, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [..., head_size] as the cache stores them, and the scale of each [...] float32."""
+    if case.op_argument.startswith("int4"):
+        return pack_int4(tokens)
+    is_int8 = case.op_argument.startswith("int8")
+    dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
+    return per_token_head(tokens, dtype)
+
+
+def latent_cache(case: Case, given: Arguments) -> Passed:
+    """Pass values that are the first part of the keys, and an output of their width."""
+    size = latent_size(case)
+    seqs, heads, _ = given["o"].shape
+    narrow = given["o"].new_full((seqs, heads, size), float("nan"))
+    logits = given["attn_logits"][..., : size + 1].contiguous()
+    changed = {
+        "v_buffer": given["k_buffer"][..., :size],
+        "v_scale": given["k_scale"],
+        "attn_logits": logits,
+        "o": narrow,
+        "is_mla": True,
+    }
+    return _narrow(narrow, {**given, **changed})
+
+
+def diffkv(case: Case, given: Arguments) -> Passed:
+    """Pass keys and narrower values as parts of one cache, and an output of the values' width.
+
+    The function is that of the Triton backend for such models; its scratch memory has their width, too.
+    """
+    size, key = narrow_size(case), given["k"]
+    # torch cannot concatenate FP8; bytes of both are what the cache holds.
+    parts = [one.view(torch.uint8) for one in (key, given["v"][..., :size].contiguous())]
+    cache = torch.cat(parts, -1).view(key.dtype)
+    narrow = given["out"].new_full((*given["out"].shape[:2], size), float("nan"))
+    changed = {
+        "k": cache[..., : key.shape[-1]],
+        "v": cache[..., key.shape[-1] :],
+        "out": narrow,
+    }
+    if "softmax_segm_output" in given:
+        padded = 1 << (size - 1).bit_length()
+        changed["softmax_segm_output"] = given["softmax_segm_output"][..., :padded].contiguous()
+    passed = _narrow(narrow, {**given, **changed})
+    return Passed(arguments=passed.arguments, finish=passed.finish, function=_DIFFKV)
+
+
+def _narrow(narrow: torch.Tensor, arguments: Arguments) -> Passed:
+    """Return what is passed with a narrow output [rows, heads, size]; the rest of the output becomes 0."""
+
+    def finish(output: torch.Tensor) -> None:
+        output.zero_()
+        output[..., : narrow.shape[-1]] = narrow[: len(output)]
+
+    return Passed(arguments=arguments, finish=finish)
