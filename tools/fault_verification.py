@@ -68,7 +68,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         return {**base, "right": right, "answer": _judged(kind, bool(right))}
     if diagnosis.rule is not None:
         verified = _predicts(lab, backend, case, diagnosis.rule.candidate.defect, diagnosis.rule)
-        if diagnosis.outside_rows:
+        if diagnosis.bad_lines:
             verified &= _accesses(lab, backend, case, set(diagnosis.bad_lines))
         return {**base, "answer": _judged("described by a rule", verified)}
     if diagnosis.weights is not None:

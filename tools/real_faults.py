@@ -209,6 +209,12 @@ def judge_in_process(path: Path) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {**described(order), "class": "found", "kind": "does not end"}
+    if done.returncode < 0:  # a signal: `attnlab check`, which runs kernels in a worker, reports it
+        return {
+            **described(order),
+            "class": "found",
+            "kind": f"ends with signal {-done.returncode}",
+        }
     if done.returncode:
         text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {**described(order), "class": "error", "error": text}

@@ -139,8 +139,12 @@ MERGE_LAWS: dict[str, Scales] = {
     "the weight of the prefix has the wrong sign in its exponent": _scaled(prefix=-1.0),
     "the weight of the suffix has the wrong sign in its exponent": _scaled(suffix=-1.0),
     "the weights are not divided by their sum": lambda lse: (lse - lse.amax(0)).exp(),
-    "the prefix has the weight 1": lambda lse: torch.cat([lse[:1] * 0 + 1, _scaled()(lse)[1:]]),
-    "the suffix has the weight 1": lambda lse: torch.cat([_scaled()(lse)[:1], lse[1:] * 0 + 1]),
+    "the prefix has the weight 1": lambda lse: torch.cat(
+        [torch.ones_like(lse[:1]), _scaled()(lse)[1:]]
+    ),
+    "the suffix has the weight 1": lambda lse: torch.cat(
+        [_scaled()(lse)[:1], torch.ones_like(lse[1:])]
+    ),
     "the prefix is not divided by the sum": lambda lse: torch.cat(
         [(lse - lse.amax(0)).exp()[:1], _scaled()(lse)[1:]]
     ),
@@ -248,4 +252,6 @@ def _other_strides(problem: Problem) -> dict[str, int]:
     call = problem.call
     memory = dict(_merge_memory(call, problem)) if call.op == MERGE else dict(memory_of(call))
     memory["output"] = TensorMemory.of(call.output, ROW_TERMS)
-    return {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}
+    found = {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}
+    heads = call.query.shape[1]  # kernels compute the stride of a row from that of a head
+    return found | {f"num_heads × {name}": heads * n for name, n in found.items()}

@@ -32,6 +32,8 @@ _OUTPUTS, _MAXIMA, _SUMS, _LOGS = (
     "sums of the parts",
     "log-sum-exps of the parts",
 )
+_SCALARS = "maxima and sums of the parts"
+_LONGEST = 8  # new tokens of a sequence up to which unified_attention of 0.33.0 uses segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +47,13 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class ScratchRule:
-    """One tensor of the parts is ``stored`` or read at wrong addresses; ``rule``: at which."""
+    """One tensor of the parts is ``stored`` or read at wrong addresses; ``rule``: at which.
+
+    ``tensors``: those that the rule is about. Maxima and sums share an address.
+    """
 
     rule: AddressRule
+    tensors: tuple[str, ...]
     stored: bool
     division: Division
     slots: int
@@ -58,7 +64,7 @@ class ScratchRule:
         memory = _memory(problem, self.slots, problem.call.op)
         read = {}
         for name, numbers in found.numbers.items():
-            rule = self.rule if name == self.rule.tensor else OWN
+            rule = self.rule if name in self.tensors else OWN
             read[name] = self._through(memory[name], numbers, rule, problem)
         output = _merged(read, found.count, problem.call.op)
         right = right_output(problem)
@@ -88,8 +94,8 @@ def scratch_defects(problem: Problem) -> list[Defect]:
     call = problem.call
     if call.op not in (UNIFIED, DECODE_FWD) or call.output.numel() > MOST_ELEMENTS:
         return []
-    if max(map(problem.query_len, problem.computed_seqs())) > 1:
-        return []  # unified_attention has segments in batches of decodes only
+    if max(map(problem.query_len, problem.computed_seqs())) > _LONGEST:
+        return []
     return [
         rule_defect(
             FAMILY,
@@ -112,12 +118,16 @@ def _rules(problem: Problem) -> Iterator[tuple[ScratchRule, str]]:
             return
         seen.add(str(parts))
         slots = max(division.slots, *map(len, parts))
-        for name, memory in _memory(problem, slots, problem.call.op).items():
+        every = dict(_memory(problem, slots, problem.call.op))
+        groups: dict[str, tuple[str, ...]] = {name: (name,) for name in every}
+        if _MAXIMA in every:
+            every[_SCALARS], groups[_SCALARS] = every[_MAXIMA], (_MAXIMA, _SUMS)
+        for name, memory in every.items():
             sizes = dict(memory.strides) | sizes_of(problem.call)
             for rule in rules_of(name, memory, sizes):
                 for stored, verb in ((False, "are read at"), (True, "are stored at")):
                     text = rule.text(memory.terms).replace("are read at", verb)
-                    yield ScratchRule(rule, stored, division, slots), text
+                    yield ScratchRule(rule, groups[name], stored, division, slots), text
 
 
 def _ends(division: Division, problem: Problem, seq: int) -> list[tuple[int, int]]:

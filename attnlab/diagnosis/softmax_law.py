@@ -21,6 +21,7 @@ class SoftmaxLaw:
 
     - ``weight``, ``rescale_sum``, ``rescale_output``: factors of the exponents of a tile's weights, and of
       the rescaling of the sum and of the accumulator: 1 for base e, ln(2) for base 2, 0 for none.
+    - ``keep_sum``, ``keep_output``: whether the sum and the accumulator of earlier tiles are kept at all.
     - ``loop``: the loop in which they hold, None for all; it is right in the others.
     - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
     - ``padding``: the slots of a tile after its last key count with score 0 and value 0.
@@ -33,6 +34,8 @@ class SoftmaxLaw:
     weight: float = 1.0
     rescale_sum: float = 1.0
     rescale_output: float = 1.0
+    keep_sum: bool = True
+    keep_output: bool = True
     loop: int | None = None
     first_sum: float = 0.0
     first_max: float | None = None
@@ -137,10 +140,11 @@ class _Part:
             if law.padding and is_wrong and slots:
                 higher = higher.clamp(min=0.0)
             exps = _exp(tile - higher, power)
-            total = total * _exp(maximum - higher, of_sum) + exps.sum(-1, keepdim=True)
+            total = total * _exp(maximum - higher, of_sum) * (law.keep_sum or not is_wrong)
+            total = total + exps.sum(-1, keepdim=True)
             if law.padding and is_wrong and slots:
                 total = total + slots * _exp(-higher, power)
-            weights *= _exp(maximum - higher, of_output)
+            weights *= _exp(maximum - higher, of_output) * (law.keep_output or not is_wrong)
             weights[..., first:last] += exps
             maximum = higher
         return cls(weights, maximum, total)

@@ -36,6 +36,9 @@ _STEPS: dict[str, SoftmaxLaw] = {
         rescale_sum=0.0, first_sum=1.0
     ),
     "the accumulator of earlier tiles is not rescaled": SoftmaxLaw(rescale_output=0.0),
+    "the sum of earlier tiles is lost": SoftmaxLaw(keep_sum=False),
+    "the accumulator of earlier tiles is lost": SoftmaxLaw(keep_output=False),
+    "earlier tiles are lost": SoftmaxLaw(keep_sum=False, keep_output=False),
     "earlier tiles are not rescaled": SoftmaxLaw(rescale_sum=0.0, rescale_output=0.0),
     "the slots of a tile after its last key count with score 0 and value 0": SoftmaxLaw(
         padding=True

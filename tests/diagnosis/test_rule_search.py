@@ -13,7 +13,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.output_rules import output_defects
+from attnlab.diagnosis.output_rules import MERGE_LAWS, output_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
@@ -94,6 +94,16 @@ def test_rows_written_with_the_stride_of_another_tensor():
     lab = ReadsWrong(head_stride=lambda one: one.lengths.num_tokens)
     diagnosis = diagnose(case, lab=lab)
     assert "with head × prefix_lse stride 0 in place of head × stride 1" in diagnosis.rule.text
+
+
+@pytest.mark.parametrize("name", [name for name in MERGE_LAWS if "weight 1" in name])
+def test_a_part_with_weight_1_may_be_empty(name):
+    """The log-sum-exp of an empty part is -inf; its output is 0."""
+    lse = torch.tensor([[0.5, -torch.inf], [1.5, 2.0]])[:, :, None, None]
+    found = MERGE_LAWS[name](lse).squeeze()
+    part = 0 if "prefix" in name else 1
+    assert found[part].tolist() == [1.0, 1.0]
+    assert found.isfinite().all()
 
 
 def test_a_fault_that_no_rule_predicts_gets_none():

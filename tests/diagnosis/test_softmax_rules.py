@@ -14,6 +14,7 @@ from attnlab.defects.problem import make_problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.rule_search import rules_of
+from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.diagnosis.softmax_divisions import divisions
 from attnlab.diagnosis.softmax_law import SoftmaxLaw
 from attnlab.diagnosis.softmax_rules import softmax_defects
@@ -111,3 +112,35 @@ def test_an_output_of_nan_shows_no_rule():
     diagnosis = diagnose(DECODES, lab=Splits(kernel=spoil))
     assert diagnosis.status == "described"
     assert diagnosis.rule is None
+
+
+def test_earlier_tiles_are_lost():
+    """Only the last tile of 16 keys has weights, those of its own softmax."""
+    problem = make_problem(small("decode_attention_fwd"))
+    division = next(one for one in divisions(problem) if one.text == "tiles of 16")
+    row_slice = next(iter(all_rows(problem)))
+    scores, parts = scores_of(problem.attention_inputs(row_slice)), division.parts(problem, 0)
+    first = parts[0][-1][0]
+    law = SoftmaxLaw(keep_sum=False, keep_output=False)
+    found = law.weights(scores, parts, "", None)
+    assert (found[..., :first] == 0).all()
+    torch.testing.assert_close(found[..., first:], scores[..., first:].softmax(-1))
+    lost = SoftmaxLaw(keep_sum=False).weights(scores, parts, "", None)
+    assert (lost.sum(-1) > 1).all()
+
+
+def test_maxima_and_sums_of_segments_share_an_address():
+    """Without the term of the head, each head gets the scales of head 0."""
+    problem = make_problem(small("unified_attention", query_lens=(1, 5), ctx_lens=(300, 90)))
+    rules = {one.text: one for one in scratch_defects(problem)}
+    (text,) = [
+        one
+        for one in rules
+        if one.startswith("maxima and sums") and "term head × stride 1 is missing" in one
+        and "are read" in one
+    ]  # fmt: skip
+    for row_slice in all_rows(problem):
+        output = rules[text].compute(problem, row_slice).output
+        right = problem.correct(row_slice).output
+        torch.testing.assert_close(output[:, 0], right[:, 0])
+        assert not torch.allclose(output[:, 1:], right[:, 1:], rtol=0.01)
