@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.access_check import with_accesses
+from attnlab.diagnosis.argument_diagnosis import diagnose_argument
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.decision import collect_evidence, conclude
@@ -59,13 +61,14 @@ def diagnose(
     - ``limit``: of the search for the source lines of a fault, if ``output`` is None; None does not search.
 
     Raises InvalidCall if ``output`` has another shape or dtype than the Case's output, InvalidCase for a
-    cache write and an op argument. If the kernel raises for the Case, the status is "rejected".
+    cache write. If the kernel raises for the Case, the status is "rejected".
     """
     began = time.perf_counter()
     if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
-    if case.op_argument != NONE:  # the defects do not know its mask
-        refuse("op_argument", f"{NONE} to be diagnosed", case.op_argument)
+    if case.op_argument != NONE:
+        diagnose_plain = partial(diagnose, lab=lab, defects=defects, propose=propose, limit=limit)
+        return diagnose_argument(lab or Lab(), case, output, diagnose_plain)
     defects = tuple(defects)
     lab = lab or Lab()
     ran, kernel = None, None if rerun is None else Kernel(run=rerun)

@@ -14,6 +14,7 @@ from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.ops import PREFILL
 from attnlab.contracts.target import Target
+from attnlab.lab.argument_reads import Read, StoredHalf
 from attnlab.lab.int4_rounding import Int4Rounding
 from attnlab.lab.reference import Reference, stored_tokens
 from attnlab.lab.rounding import Rounding
@@ -52,14 +53,15 @@ class _Sequence:
     ranges: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def reference_with_argument(case: Case, batch: Batch) -> Reference:
+def reference_with_argument(case: Case, batch: Batch, read: Read | None = None) -> Reference:
     """Return the right result of a Case with an op argument, without the log-sum-exp.
 
-    It is computed on the CPU, and lies on the batch's device.
+    It is computed on the CPU, and lies on the batch's device. ``read``: a wrong read of the cache, for the
+    result that it gives.
     """
     dtype = torch.float64 if case.reference_dtype == "float64" else torch.float32
     output = torch.empty(batch.query.shape, dtype=dtype)
-    for one in _sequences(case, batch.cpu()):
+    for one in _sequences(case, batch.cpu(), read):
         output[one.rows] = (one.weights @ one.value).transpose(0, 1).to(dtype)
     output[_unwritten(case)] = 0.0
     return Reference(output=output.to(batch.query.device), lse=None)
@@ -108,22 +110,19 @@ def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequen
     if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
         terms = 1 + round(_FP8_UNIT / rounding.unit)
         return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
-    if case.op_argument in (
-        "int8_per_token_head",
-        "fp8_per_token_head",
-    ):  # weights times a scale are rounded
+    if case.op_argument.startswith(("int8_", "fp8_per_")):  # weights times a scale are rounded
         return dataclasses.replace(rounding, step=rounding.step * 448)
     return rounding
 
 
-def _sequences(case: Case, batch: Batch) -> Iterator[_Sequence]:
+def _sequences(case: Case, batch: Batch, read: Read | None = None) -> Iterator[_Sequence]:
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     for seq, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here, own = slice(rows[seq], rows[seq + 1]), slice(tokens[seq], tokens[seq + 1])
         query = _query(case, batch.query[here]).double().transpose(0, 1)
         key, value = (
             one.double().transpose(0, 1).repeat_interleave(case.num_queries_per_kv, 0)
-            for one in _stored(case, batch.key[own], batch.value[own], cached)
+            for one in _stored(case, batch.key[own], batch.value[own], cached, read)
         )
         found = _attended(case, batch, seq, here, query, key, value)
         if case.op_argument.startswith("int4"):
@@ -157,7 +156,7 @@ def _attended(
     added = _bias(case, batch, at, keys, mask.bias(at[:, 0]))
     scores = (scores + added).masked_fill(~mask.visible(at[:, 0]), -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
-    if batch.sinks is not None:
+    if batch.sinks is not None and case.op_argument != "sinks_of_key_0":
         total = total.logaddexp(batch.sinks.double()[:, None, None])
     return _Sequence(
         rows=rows,
@@ -182,29 +181,48 @@ def _query(case: Case, query: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(
-    case: Case, key: torch.Tensor, value: torch.Tensor, cached: int
+    case: Case, key: torch.Tensor, value: torch.Tensor, cached: int, read: Read | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return key and value of a sequence as the op reads them."""
+    """Return key and value of a sequence as the op reads them; ``read``: a wrong read, or None."""
     name = case.op_argument
-    if name.startswith("int4"):
-        decoded = [rotate_back(unpack_int4(*pack_int4(tokens))) for tokens in (key, value)]
-        return decoded[0], decoded[1]
-    if name.endswith("per_token_head"):
-        dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
-        pairs = (per_token_head(tokens, dtype) for tokens in (key, value))
-        decoded = [stored.double() * scale.double()[..., None] for stored, scale in pairs]
-        return decoded[0], decoded[1]
-    cached = len(key) if name == "cached_new_tokens" else cached
-    key = stored_tokens(case, key, cached, case.k_scale)
     if name == "latent_cache":
+        key = stored_tokens(case, key, cached, case.k_scale)
         value = key.clone()
         value[..., latent_size(case) :] = 0.0
         return key, value
-    value = stored_tokens(case, value, cached, case.v_scale)
+    cached = len(key) if name == "cached_new_tokens" else cached
+    halves = (
+        _half(case, key, cached, case.k_scale),
+        _half(case, value, cached, case.v_scale),
+    )
+    keys, values = halves if read is None else read(case, *halves)
+    key, value = _decoded(case, keys), _decoded(case, values)
     if name == "diffkv":
         value = value.clone()
         value[..., narrow_size(case) :] = 0.0
     return key, value
+
+
+def _half(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> StoredHalf:
+    """Return what is stored for keys or values [seq_len, num_kv_heads, head_size]."""
+    name = case.op_argument
+    if not name.endswith("per_token_head"):
+        return StoredHalf(numbers=stored_tokens(case, tokens, cached, scale))
+    if name.startswith("int4"):
+        stored, scales = pack_int4(tokens)
+    else:
+        dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
+        stored, scales = per_token_head(tokens, dtype)
+    return StoredHalf(numbers=stored, scale=scales)
+
+
+def _decoded(case: Case, half: StoredHalf) -> torch.Tensor:
+    """Return the tokens that are stored, [seq_len, num_kv_heads, head_size]."""
+    if half.scale is None:
+        return half.numbers
+    if case.op_argument.startswith("int4"):
+        return rotate_back(unpack_int4(half.numbers, half.scale))
+    return half.numbers.double() * half.scale.double()[..., None]
 
 
 def _bias(
@@ -220,6 +238,8 @@ def _bias(
         if case.op_argument == "alibi_sqrt":
             distance = -(-distance).clamp(min=0).sqrt()
         added = batch.alibi_slopes.double()[:, None, None] * distance
+    if batch.sinks is not None and case.op_argument == "sinks_of_key_0":
+        added = batch.sinks.double()[:, None, None] * (keys == 0)
     return added if of_mask is None else added + of_mask.double()
 
 

@@ -6,6 +6,8 @@ size. R times its transpose is b times the identity. Element 2·i is the low nib
 the high one. The zero point is in the lowest four bits of the scale.
 """
 
+from functools import lru_cache
+
 import torch
 
 _SIGN_SEED = 0x9E3779B9
@@ -62,6 +64,7 @@ def int4_scale(scales: torch.Tensor) -> torch.Tensor:
     return (scales.view(torch.int32) & ~_ZERO_BITS).view(torch.float32).double()
 
 
+@lru_cache(maxsize=8)
 def _hadamard(size: int) -> torch.Tensor:
     """Return the Hadamard matrix of a power of two, [size, size] float64."""
     found = torch.ones(1, 1, dtype=torch.float64)
@@ -70,6 +73,7 @@ def _hadamard(size: int) -> torch.Tensor:
     return found
 
 
+@lru_cache(maxsize=8)
 def _signs(size: int) -> torch.Tensor:
     """Return the signs of a rotation, [size] float64."""
     generator = torch.Generator().manual_seed(_SIGN_SEED)

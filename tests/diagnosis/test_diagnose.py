@@ -308,17 +308,3 @@ def test_the_selected_cause_is_linked_and_has_the_widest_scope():
     assert select_cause([unlinked, narrow, wide]) is wide
     assert select_cause([unlinked, wide, dataclasses.replace(wide, name="other")]) is None
     assert select_cause([unlinked, dataclasses.replace(unlinked, name="other")]) is None
-
-
-def test_a_case_with_an_op_argument_is_not_diagnosed():
-    """The defects do not know what it changes."""
-    case = Case(
-        op="unified_attention",
-        backend="vllm",
-        op_argument="tensor_descriptors",
-        query_lens=(3,),
-        ctx_lens=(4,),
-    )
-    with pytest.raises(InvalidCase) as caught:
-        diagnose(case)
-    assert caught.value.field == "op_argument"

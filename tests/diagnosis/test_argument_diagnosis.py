@@ -1,0 +1,96 @@
+"""Wrong outputs of Cases with an op argument: the read that explains them, or a plain description."""
+
+import pytest
+import torch
+from helpers.argument_cases import FORMATS, random_format_case
+from helpers.sources import of_release
+
+from attnlab.case.op_arguments import NONE
+from attnlab.diagnosis.argument_diagnosis import KIND, diagnose_argument
+from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.kernels.vllm import op_arguments
+from attnlab.lab.argument_reads import wrong_reads
+from attnlab.lab.argument_reference import reference_with_argument
+from attnlab.lab.lab import Lab
+
+
+def case_of(name):
+    """Return a small Case with more than one KV head and more than one block per sequence."""
+    return random_format_case(
+        name, 2, query_lens=(1, 5), ctx_lens=(32, 7), sliding_window=0, num_heads=4, block_size=8
+    ).replace(num_queries_per_kv=2, dtype="float16", num_splits=None, head_size=16, sinks=False)
+
+
+def named(diagnosis):
+    """Return the names of the facts about the op argument."""
+    return {fact.values["name"] for fact in diagnosis.pattern.of(KIND)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_wrong_read_is_described_by_its_name(name):
+    """The output that a read gives is described by it; reads that change nothing are not wrong."""
+    lab, case = Lab(device="cpu"), case_of(name)
+    right = reference_with_argument(case, lab.batch(case)).output
+    assert diagnose(case, right.half(), lab=lab).status == "nothing wrong"
+    reads = dict(list(wrong_reads(case).items())[::2])  # every second one, for time
+    for read_name, read in reads.items():
+        output = reference_with_argument(case, lab.batch(case), read).output.half()
+        found = diagnose(case, output, lab=lab)
+        if bool(output.isnan().flatten(1).all(1).logical_not().any()):
+            assert (found.status, named(found)) == ("described", {read_name}), read_name
+            assert found.sentences()
+            assert found.to_dict()["place"]
+
+
+def test_another_error_is_described_by_its_values():
+    """A scaled output, NaN in a row, and an output of other numbers."""
+    lab, case = Lab(device="cpu"), case_of("int8_per_token_head")
+    right = reference_with_argument(case, lab.batch(case)).output
+    scaled = diagnose(case, (2 * right).half(), lab=lab)
+    assert (scaled.status, named(scaled)) == ("described", set())
+    assert scaled.pattern.of("factor")
+    row = right.half()
+    row[3] = float("nan")
+    found = diagnose(case, row, lab=lab)
+    assert (found.wrong_rows, found.place.row) == (1, 3)
+    generator = torch.Generator().manual_seed(0)
+    other = diagnose(case, torch.randn(right.shape, generator=generator).half(), lab=lab)
+    assert (other.status, named(other)) == ("unexplained", set())
+
+
+@pytest.mark.releases
+def test_a_run_is_confirmed_with_other_data(monkeypatch):
+    """The op gets the scales of keys for values, then the call without its argument."""
+    case = case_of("fp8_per_token_head")
+    lab = Lab(source=of_release("0.33.0").path, device="cpu")
+    make = op_arguments._MAKERS[case.op_argument]
+    assert diagnose(case, lab=lab).status == "nothing wrong"
+
+    def exchanged(case, given):
+        made = make(case, given)
+        return {**made, "v_scale_cache": made["k_scale_cache"]}
+
+    monkeypatch.setitem(op_arguments._MAKERS, case.op_argument, exchanged)
+    found = diagnose(case, lab=lab)
+    assert (found.status, named(found)) == ("described", {"k_scale_for_values"})
+    monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
+    plain = case.replace(op_argument=NONE, alibi=True)
+    found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab)
+    assert (found.status, named(found)) == ("described", {"argument_ignored"})
+
+
+@pytest.mark.releases
+def test_an_output_that_is_wrong_without_the_argument_is_diagnosed_as_that(monkeypatch):
+    """0.33.0 is wrong with ALiBi and sinks."""
+    monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
+    case = case_of("diffkv").replace(op_argument="alibi_sqrt", alibi=True, sinks=True)
+    lab = Lab(source=of_release("0.33.0").path, device="cpu")
+    asked = []
+
+    def plain(case):
+        asked.append(case.op_argument)
+        return Diagnosis(status="explained", unknown=["more"])
+
+    found = diagnose_argument(lab, case, None, plain)
+    assert (found.status, asked, len(found.unknown)) == ("explained", [NONE], 2)
