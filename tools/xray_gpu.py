@@ -26,14 +26,15 @@ SIZES = {  # heads, query_len, ctx_len, head_size
     "64 keys, 8 heads": (8, 16, 48, 128),
     "one sequence of the test, 8 heads": (8, 880, 410, 128),
     "one sequence of the test, 32 heads": (32, 880, 410, 128),
+    "one sequence of the test, 64 heads": (64, 880, 410, 128),
 }
 
 
 def flash(call: KernelCall) -> None:
     """Run torch's FlashAttention kernel, sequence by sequence; it raises if torch cannot use it."""
-    for seq, (query, key, value, _) in enumerate(xray_sound._sequences(call)):
+    for seq, (query, key, value, _) in enumerate(xray_sound._sequences(call, "cuda")):
         mask = causal_lower_right(query.shape[1], key.shape[1])
-        parts = [part[None].cuda() for part in (query, key, value)]
+        parts = [part[None] for part in (query, key, value)]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             output = torch.nn.functional.scaled_dot_product_attention(
                 *parts, mask, scale=call.sm_scale

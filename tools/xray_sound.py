@@ -46,7 +46,7 @@ def sdpa(call: KernelCall) -> None:
 
 def sdpa_gpu(call: KernelCall) -> None:
     """Run torch's scaled_dot_product_attention on a GPU; without window and ALiBi that is a fused kernel."""
-    for seq, (query, key, value, hidden) in enumerate(_sequences(call)):
+    for seq, (query, key, value, hidden) in enumerate(_sequences(call, "cuda")):
         plain = call.alibi_slopes is None and not call.sliding_window
         mask: object = causal_lower_right(query.shape[1], key.shape[1])
         if not plain:
@@ -55,7 +55,7 @@ def sdpa_gpu(call: KernelCall) -> None:
                 bias = bias + call.alibi_slopes[:, None, None] * _away(call, seq)
             mask = bias.to(query.dtype).cuda()
         output = torch.nn.functional.scaled_dot_product_attention(
-            *(part[None].cuda() for part in (query, key, value)), mask, scale=call.sm_scale
+            query[None], key[None], value[None], mask, scale=call.sm_scale
         )
         _write(call, seq, output[0].cpu())
 
@@ -79,12 +79,13 @@ def split(call: KernelCall) -> None:
         _write(call, seq, sum(torch.exp2(part[0] - top) * part[2] for part in parts) / total)
 
 
-def _sequences(call: KernelCall):
-    """Yield query, key and value [heads, tokens, head_size] and the hidden keys of each sequence."""
-    caches = to_flash(call.key_cache, call.value_cache)
+def _sequences(call: KernelCall, device: str = "cpu"):
+    """Yield query, key, value [heads, tokens, head_size] on a device, and hidden keys, of each sequence."""
+    caches = [cache.to(device) for cache in to_flash(call.key_cache, call.value_cache)]
+    queries, table = call.query.to(device), call.block_table.long().to(device)
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
         rows = slice(*call.query_start_loc[seq : seq + 2].tolist())
-        blocks = call.block_table[seq].long()
+        blocks = table[seq]
         key, value = (
             cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(call.num_queries_per_kv, 1)
             for cache in caches
@@ -93,7 +94,7 @@ def _sequences(call: KernelCall):
         hidden = away > 0
         if call.sliding_window:
             hidden = hidden | (away <= -call.sliding_window)
-        yield call.query[rows].transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), hidden
+        yield queries[rows].transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), hidden
 
 
 def _away(call: KernelCall, seq: int) -> torch.Tensor:

@@ -6,9 +6,10 @@ The evidence, the strongest first:
    wrong, here and in a second case.
 2. "spectrum": programs with wrong elements execute the line, or reach it from another one, more often than
    programs with right ones do, by Ochiai's coefficient.
-3. "part": a change makes some of the wrong elements of a program right.
-4. "load": the line loads a slot that has a weight although it must not count, by the X-ray.
-5. "role": the line computes what the X-ray finds wrong, by the data flow of the source.
+3. "outside": the line accesses memory outside its tensors, or feeds such an access.
+4. "part": a change makes some of the wrong elements of a program right.
+5. "load": the line loads a slot that has a weight although it must not count, by the X-ray.
+6. "role": the line computes what the X-ray finds wrong, by the data flow of the source: a backward slice.
 
 If there is no evidence, no line is stated.
 """
@@ -21,6 +22,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.contracts.dispatch import decide
+from attnlab.diagnosis.access_lines import lines_of_accesses
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.kernel_trials import COSTS, FULL, Limit, Repair, Trials
 from attnlab.diagnosis.second_case import second_case
@@ -34,13 +36,16 @@ from attnlab.lab.lab import Lab
 from attnlab.weights.other_case import other_case
 from attnlab.weights.xray import XRay
 
-_MOST_LINES = 12
+_MOST_LINES = 25
 _LEAST_EXCESS = 0.05
-# Suspicion of lines by the X-ray, in units of the cost of an edit: cheap edits of any line come before
-# costly ones of suspicious lines.
-_FIRST_ROLE, _OTHER_ROLE = 1.4, 0.7
+# Suspicion of the first line by accesses or the X-ray, in units of the cost of an edit, and by how much that
+# of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
+_FIRST, _STEP = 1.3, 0.03
+_MOST_SUSPICIOUS = 40  # lines
 _MOST_CASE_S = 4.0  # estimated time of a case that is small enough
-_EVIDENCE = {"edit": 1.0, "spectrum": 0.6, "part": 0.45, "load": 0.4, "role": 0.3}
+_EVIDENCE = {
+    "edit": 1.0, "spectrum": 0.6, "outside": 0.5, "part": 0.45, "load": 0.4, "role": 0.3,
+}  # fmt: skip
 
 
 Ranked = tuple[Line, str, float, str]  # line, evidence, score, reason
@@ -64,7 +69,7 @@ def locate_lines(
     judge = judge_of(lab, small)
     right, replay = judge(output), Replay(probe.launches, output.shape)
     trials = Trials(replay=replay, judge=judge, right=right)
-    if not trials.wrong_units:
+    if not trials.suspects:
         return KernelLocation(why_none="no program of a Triton kernel writes a wrong row")
     return _located(lab, small, trials, found, limit)
 
@@ -118,15 +123,18 @@ def _located(
     units = comparable_units(trials.replay.units, trials.right)
     scores = spectrum(units, trials.right)
     is_same = found is not None and _layout(found.case) == _layout(case)
-    by_xray = lines_of_xray(trials, lab.call(case) if is_same else None, found)
-    of_roles = list(dict.fromkeys(line for line, _, _ in by_xray))
-    first = {line for line, _, why in by_xray if why == by_xray[0][2]} if by_xray else set()
+    by_xray = [
+        *lines_of_accesses(trials, lab.run(case).outside),
+        *lines_of_xray(trials, lab.call(case) if is_same else None, found),
+    ]
+    order = {line: at for at, line in enumerate(dict.fromkeys(line for line, _, _ in by_xray))}
+    near = [line for line, at in order.items() if at < _MOST_SUSPICIOUS]
 
     def suspicion(line: Line) -> float:
-        by_rule = _FIRST_ROLE if line in first else _OTHER_ROLE if line in of_roles else 0.0
+        by_rule = max(0.0, _FIRST - _STEP * order[line]) if line in order else 0.0
         return by_rule + scores.get(line, 0.0) / 5
 
-    trials.run(suspicion, of_roles or scores, limit)
+    trials.run(suspicion, near or scores, limit)
     ranked = [
         *_of_repairs(lab, case, trials),
         *_of_spectrum(units, trials.right, scores),
@@ -205,7 +213,6 @@ def _merged(found: Iterable[Ranked], scores: dict[Line, float]) -> tuple[KernelL
         if one[0] not in best or one[2] > best[one[0]][2]:
             best[one[0]] = one
     ranked = sorted(best.values(), key=lambda one: (-one[2], -scores.get(one[0], 0.0)))
-    certain = [one for one in ranked if one[1] == "edit"]
     return tuple(
         KernelLine(
             file=file,
@@ -215,7 +222,7 @@ def _merged(found: Iterable[Ranked], scores: dict[Line, float]) -> tuple[KernelL
             evidence=evidence,
             reason=reason,
         )
-        for (file, line), evidence, score, reason in (certain or ranked)[:_MOST_LINES]
+        for (file, line), evidence, score, reason in ranked[:_MOST_LINES]
     )
 
 

@@ -13,8 +13,8 @@ class KernelLine:
     """A line of a kernel's source that may hold the fault.
 
     - ``file``: the path of the source; ``line``: from 1; ``source``: its text.
-    - ``score``: from 0 to 1, by which lines are ranked. ``evidence``: "edit", "spectrum", "part", "load" or
-      "role" (:mod:`attnlab.diagnosis.kernel_lines`). ``reason``: why, without a full stop.
+    - ``score``: from 0 to 1, by which lines are ranked. ``evidence``: "edit", "spectrum", "outside", "part",
+      "load" or "role" (:mod:`attnlab.diagnosis.kernel_lines`). ``reason``: why, without a full stop.
     """
 
     file: str
@@ -51,7 +51,9 @@ class KernelLocation:
         """Return the first lines in words, or why there are none."""
         if not self.lines:
             return [f"location in the kernel: none, because {self.why_none}"]
-        return [f"location in the kernel: {one.text}" for one in self.lines[:_MOST_SENTENCES]]
+        certain = [one for one in self.lines if one.evidence == "edit"]
+        shown = (certain or self.lines)[:_MOST_SENTENCES]
+        return [f"location in the kernel: {one.text}" for one in shown]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attnlab.kernels.triton.kernel_text import (
+    KernelTree,
     branch_lines,
     compile_text,
     statement_lines,
@@ -20,7 +21,12 @@ from attnlab.kernels.triton.replay import Replay, TooLong, Unit
 from attnlab.kernels.triton.source_edits import Edit, edits
 
 COSTS = (1, 2, 3)
-_REVIVED = 2.0  # an unused name is what a fault has left out, in units of the cost of an edit
+# What an edit that uses an unused name gains, in units of the cost: a fault may have left it out. The first
+# is for a statement with similar names.
+_REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
+_MOST_IDLE = (
+    4  # programs that store nothing, of those that run if no program stores a wrong element
+)
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -85,6 +91,8 @@ class Trials:
     - ``judge``: returns which rows and heads of an output are right, [rows, heads] bool; ``right``: those of
       the unchanged kernels.
     - ``repairs``: what was found; ``tried``: the number of edits.
+    - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
+      that store nothing, else some that store right elements.
     """
 
     replay: Replay
@@ -93,13 +101,17 @@ class Trials:
     tried: int = 0
     repairs: list[Repair] = field(default_factory=list)
     wrong_units: list[Unit] = field(init=False)
+    suspects: list[Unit] = field(init=False)
     kernels: list[KernelText] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.replay.units
         self.wrong_units = [unit for unit in units if bool((unit.cells & ~self.right).any())]
+        idle = sorted(self.replay.idle, key=lambda unit: -len(unit.lines))
+        self.suspects = self.wrong_units or idle[:_MOST_IDLE] or units[:_MOST_IDLE]
+        every = [*units, *self.replay.idle]
         wrong, ran = (
-            set[Line]().union(*(unit.lines for unit in some)) for some in (self.wrong_units, units)
+            set[Line]().union(*(unit.lines for unit in some)) for some in (self.suspects, every)
         )
         self.kernels = [_kernel_text(function, wrong, ran) for function in _functions(self.replay)]
 
@@ -112,15 +124,26 @@ class Trials:
         If edits of one cost repair everything, more costly ones are not tried.
         """
         end = time.process_time() + limit.seconds
-        first = min(self.wrong_units, key=lambda unit: unit.cost)
+        trees: dict[tuple[int, str], KernelTree] = {}
+        first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
         for kernel, text, edit in self._edits(suspicion, lines):
             is_done = any(one.share == 1 and one.edit.cost < edit.cost for one in self.repairs)
             if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
-            share = self._share([first], kernel, text, edit)
-            if share == 1:
-                share = max(self._share(self.replay.units, kernel, text, edit), 0.5)
+            key = (id(kernel), text)
+            if key not in trees:
+                trees[key] = KernelTree(kernel.function, text)
+            try:
+                compiled = trees[key].compiled(edit.apply(text), edit.statement)
+            except (
+                Exception
+            ):  # an edited text may be no Python, or none that the interpreter accepts
+                continue
+            edited = {kernel.function.fn: compiled}
+            share, is_elsewhere = self._share(first or self.suspects, edited)
+            if share == 1 or is_elsewhere:
+                share = max(self._share(None, edited)[0], 0.5 * (share == 1))
             if share > 0:
                 self.repairs.append(Repair(kernel=kernel, text=text, edit=edit, share=share))
 
@@ -138,24 +161,30 @@ class Trials:
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
                     for edit in edits(text, chosen, cost, kernel.text):
                         order = cost - suspicion(kernel.line(edit.statement))
-                        order -= _REVIVED if edit.revives else 0.0
+                        if edit.revives:
+                            order -= _REVIVED if edit.is_kin else _REVIVED_ELSEWHERE
                         found.append((order, kernel, text, edit))
         found.sort(key=lambda one: one[0])
         yield from ((kernel, text, edit) for _, kernel, text, edit in found)
 
-    def _share(self, units: Sequence[Unit], kernel: KernelText, text: str, edit: Edit) -> float:
-        """Return which share of the wrong elements of units an edit makes right; 0 if it makes one wrong."""
-        repair = Repair(kernel=kernel, text=text, edit=edit, share=0.0)
+    def _share(self, units: Sequence[Unit] | None, edited: dict[Any, Any]) -> tuple[float, bool]:
+        """Return which share of the wrong elements of units an edit makes right, 0 if it makes one wrong.
+
+        The second result is whether it makes elements right that are not of the units: the edited programs
+        store other rows. None stands for all programs and all elements.
+        """
         try:
-            output = self.replay.run(units, repair.edited())
+            right = self.judge(self.replay.run(units, edited))
         except (Exception, TooLong):  # an edited kernel may raise anything
-            return 0.0
-        cells = torch.stack([unit.cells for unit in units]).any(0)
-        right = self.judge(output)
-        if bool((cells & self.right & ~right).any()):
-            return 0.0
-        wrong = cells & ~self.right
-        return float((wrong & right).sum() / wrong.sum())
+            return 0.0, False
+        cells = torch.ones_like(right)
+        if units is not None:
+            cells = torch.stack([unit.cells for unit in units]).any(0)
+        gained, wrong = right & ~self.right, cells & ~self.right
+        is_elsewhere = bool((gained & ~cells).any())
+        if bool((cells & self.right & ~right).any()) or not bool(wrong.any()):
+            return 0.0, is_elsewhere
+        return float((gained & cells).sum() / wrong.sum()), is_elsewhere
 
 
 def _functions(replay: Replay) -> list[Any]:

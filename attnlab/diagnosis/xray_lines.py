@@ -1,12 +1,14 @@
 """Lines of a kernel that compute what an X-ray finds wrong: by the data flow of the source, and by loads."""
 
+import re
 from collections.abc import Iterator
 
 import torch
 
 from attnlab.diagnosis.kernel_trials import Trials
+from attnlab.kernels.triton.kernel_text import statement_texts
 from attnlab.kernels.triton.probe import Line
-from attnlab.kernels.triton.roles import roles
+from attnlab.kernels.triton.roles import overwriting, roles
 from attnlab.kernels.triton.trace import Region, Watched
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.xray import XRay
@@ -14,9 +16,9 @@ from attnlab.weights.xray import XRay
 # What lines a rule of an X-ray is about: roles of attnlab.kernels.triton.roles, the likeliest first.
 _ROLES = {
     "KeyTimes": ("mask", "bounds"),
-    "NoKeys": ("mask", "bounds"),
+    "NoKeys": ("mask", "output", "bounds", "place"),
     "ZeroKeys": ("mask", "update", "carried"),
-    "ScoreFactor": ("score",),
+    "ScoreFactor": ("score", "address"),
     "Power": ("score", "update", "carried"),
     "AlibiFactor": ("score",),
     "AlibiOrigin": ("score", "mask"),
@@ -24,11 +26,16 @@ _ROLES = {
     "Softcap": ("score",),
     "MaskCapped": ("score", "mask"),
     "NotRescaled": ("update", "carried", "output"),
+    "LoopBase": ("update", "score", "carried"),
     "Sinks": ("update", "carried", "output"),
     "Gain": ("output", "update", "carried", "score"),
     "OtherSlots": ("address",),
     "KeyHead": ("address",),
+    "TileTimes": ("bounds", "mask", "update"),
+    "HeadScore": ("address", "score"),
+    "HeadGain": ("output", "address", "update"),
 }
+_ANY = ("score", "update", "output", "address", "carried", "mask", "bounds", "place")
 _WORDS = {
     "mask": "a mask",
     "bounds": "the range of a loop",
@@ -37,49 +44,80 @@ _WORDS = {
     "update": "what a loop carries",
     "carried": "what updates a value that a loop carries",
     "output": "what is stored",
+    "place": "the address of a store",
 }
+_OF_ROLE = 0.5  # steps of data flow by which lines of the next role of a rule are later
+_OF_WORD = 1.5  # steps by which lines are earlier that have a name with a word of the rule
+_WORD = re.compile(r"[a-z]{4,}")
 Found = tuple[Line, str, str]  # line, evidence, reason
 
 
 def lines_of_xray(trials: Trials, call: KernelCall | None, found: XRay | None) -> list[Found]:
-    """Return lines with their evidence, "load" or "role"; none without an X-ray that finds a fault.
+    """Return lines with their evidence, "load" or "role"; none without an X-ray.
 
     ``call``: the call of the trials, None if the X-ray is of another one.
     """
-    if found is None or found.status not in ("described", "undecided"):
+    if found is None:
         return []
-    loads = [] if call is None else _loads(trials, call, found)
-    return [*loads, *_of_roles(trials, found)]
+    is_wrong = found.status in ("described", "undecided")
+    loads = [] if call is None or not is_wrong else list(_loads(trials, call, found))
+    return [*_of_overwriting(trials), *loads, *_of_roles(trials, found)]
 
 
-def _of_roles(trials: Trials, found: XRay) -> Iterator[Found]:
-    """Yield the executed lines of the roles that the rules of the X-ray are about."""
-    wanted = list(_by_weights(found))
+def _of_overwriting(trials: Trials) -> Iterator[Found]:
+    """Yield the executed lines that replace a value which was computed and not used."""
+    for kernel in trials.kernels:
+        for number in sorted(overwriting(kernel.text) & kernel.executed):
+            yield kernel.line(number), "role", "it replaces a value that was computed and not used"
+
+
+def _of_roles(trials: Trials, found: XRay) -> list[Found]:
+    """Return the executed lines of the roles that the X-ray is about, those nearest by data flow first.
+
+    Of equally near lines, those of the first role come first, and those that share a word with the rule.
+    """
+    ranked: dict[Line, tuple[float, str]] = {}
+    for order, (role, why) in enumerate(_wanted(found).items()):
+        words = set(_WORD.findall(why.lower().replace("soft cap", "softcap")))
+        for kernel in trials.kernels:
+            texts = statement_texts(kernel.text)
+            for number, distance in roles(kernel.text)[role].items():
+                if number not in kernel.executed:
+                    continue
+                is_named = not words.isdisjoint(re.split(r"[^a-z]+", texts[number].lower()))
+                cost = distance + _OF_ROLE * order - (_OF_WORD if is_named else 0.0)
+                text = f"it feeds {_WORDS[role]}; X-ray: {why}"
+                line = kernel.line(number)
+                ranked[line] = min(ranked.get(line, (cost, text)), (cost, text))
+    order_of = sorted(ranked.items(), key=lambda one: (one[1][0], one[0]))
+    return [(line, "role", text) for line, (_, text) in order_of]
+
+
+def _wanted(found: XRay) -> dict[str, str]:
+    """Return the roles that an X-ray is about, with the reason, the likeliest first."""
+    wanted: dict[str, str] = {}
     for description in found.descriptions:
         for rule in description.rules:
-            wanted += [(role, rule.text) for role in _ROLES.get(type(rule).__name__, ())]
-    reasons: dict[str, str] = {}
-    for role, why in wanted:
-        reasons.setdefault(role, why)
-    for role, why in reasons.items():
-        for kernel in trials.kernels:
-            for number in sorted(roles(kernel.text)[role] & kernel.executed):
-                yield kernel.line(number), "role", f"it feeds {_WORDS[role]}; X-ray: {why}"
+            for role in _ROLES.get(type(rule).__name__, ()):
+                wanted.setdefault(role, rule.text)
+    return wanted or dict(_by_weights(found))
 
 
 def _by_weights(found: XRay) -> Iterator[tuple[str, str]]:
-    """Yield the roles that the weights themselves show, if there is no description."""
-    if found.descriptions:
-        return
+    """Yield the roles that the weights themselves show, if there is no rule."""
     extra, missing = _extra(found), _missing(found)
-    if bool(extra.any()) or bool(missing.any()):
+    if bool(found.measurement.unwritten.any()):
+        yield from ((role, "rows are not written") for role in ("place", "bounds"))
+    elif found.status == "right":
+        what = "the weights are right and the output is not"
+        yield from ((role, what) for role in ("address", "output", "place"))
+    elif found.status == "unreadable":
+        yield from ((role, "the output is not finite") for role in _ANY)
+    elif bool(extra.any()) or bool(missing.any()):
         what = "keys count that must not" if bool(extra.any()) else "keys do not count that must"
         yield from ((role, what) for role in ("mask", "bounds", "address"))
-        return
-    yield from (
-        (role, "keys have other weights")
-        for role in ("score", "address", "update", "carried", "output")
-    )
+    else:
+        yield from ((role, "keys have other weights") for role in _ANY)
 
 
 def _floor(found: XRay) -> torch.Tensor:
@@ -115,8 +153,8 @@ def _loads(trials: Trials, call: KernelCall, found: XRay) -> Iterator[Found]:
 def _loading(trials: Trials, call: KernelCall, row: int, slot: int) -> Iterator[Line]:
     """Yield the lines that load a slot of the cache in programs that write a row."""
     watched = Watched.of(call)
-    for unit in trials.wrong_units:
-        if not bool(unit.cells[row].any()):
+    for unit in trials.suspects:
+        if trials.wrong_units and not bool(unit.cells[row].any()):
             continue
         for index, log in unit.programs:
             arguments = trials.replay.launches[index].arguments

@@ -1,6 +1,7 @@
 """Check that a Case's tensors fit into the memory of this machine."""
 
 import os
+from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
@@ -35,3 +36,13 @@ def needed_bytes(case: Case, cache_copies: int = 1) -> int:
 def total_bytes() -> int:
     """Return the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes() -> int:
+    """Return the memory that programs can get now, by Linux's estimate; elsewhere half of all."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total_bytes() // 2
+    found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return found[0] * 1024 if found else total_bytes() // 2

@@ -55,7 +55,8 @@ def with_values(call: KernelCall, target: Target, codes: torch.Tensor) -> Kernel
     blocks, kv_heads, head_size, block_size = call.value_cache.shape
     format = format_of(call, target)
     plain = codes[:old].view(blocks, block_size, kv_heads, head_size).permute(0, 2, 3, 1)
-    stored = plain.float().to(format.dtype).contiguous().view(format.storage)
+    numbers = plain.float() if format.is_fp8 else plain
+    stored = numbers.to(format.dtype).contiguous().view(format.storage)
     if call.interleave_v:
         stored = interleaved(stored)
     value_cache, value = _like(call.value_cache, stored), call.value

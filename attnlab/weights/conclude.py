@@ -8,7 +8,7 @@ import torch
 
 from attnlab.weights.confirmation import Other, SecondCase
 from attnlab.weights.description import Description, numbers
-from attnlab.weights.evidence import compare
+from attnlab.weights.evidence import compare, explained
 from attnlab.weights.examine import Examined, Subject, examine, is_coarse
 from attnlab.weights.head_rules import HeadGain, HeadScore
 from attnlab.weights.measurement import runner
@@ -42,7 +42,8 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0)
     usable, second = usable_rows(found, every_slot=False), SecondCase(other)
     verdict = _Verdict(status="unreadable")
     if len(usable.rows):
-        coarse = is_coarse(usable.setup, usable.measured, usable.expected)
+        three = usable.setup, usable.measured, usable.expected
+        coarse = bool(explained(*three, 1.0).all()) or is_coarse(*three)
         faults = value_faults(found.setup, found.measurement, run, 0.05 if coarse else 0.0)
         if faults.elements is not None:
             found = with_elements(found, faults.elements)
@@ -113,7 +114,7 @@ def _judge(
     setup, measured, expected = usable.setup, usable.measured, usable.expected
     holds = second.confirms_values(faults) if faults.is_rule else None
     about_values = _about_values(faults, holds)
-    if compare(setup, measured, expected, 1.0).complete:
+    if bool(explained(setup, measured, expected, 1.0).all()):
         if not about_values:
             words = "every row attends to its keys with the right weights, within the precision"
             return _Verdict(status="right", sentences=(words,))

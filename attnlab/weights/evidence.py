@@ -1,9 +1,11 @@
 """Evidence: how measured weights differ from predicted ones, and whether a prediction explains them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from attnlab.weights.head_groups import head_groups
 from attnlab.weights.setup import AttentionSetup
 
 # A rule explains weights within so many bounds: its scores may be larger than the right ones.
@@ -36,11 +38,32 @@ def compare(
     setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, slack: float = SLACK
 ) -> Evidence:
     """Compare weights, both [R, H, N]; NaN explains nothing."""
-    bound = predicted.abs() * setup.relative[:, None, None] + setup.fixed[:, None, None]
-    ratio = ((measured - predicted).abs() / (slack * bound)).nan_to_num(1e30, 1e30, 1e30)
-    worst = ratio.amax(-1)
-    cost = float(torch.log1p(ratio).sum(-1).mean()) + float((worst > 1).double().mean()) * 5
+    found = [
+        (ratio.amax(-1), torch.log1p(ratio).sum(-1))
+        for ratio in _ratios(setup, measured, predicted, slack)
+    ]
+    worst, logs = (torch.cat(several, 1) for several in zip(*found, strict=True))
+    cost = float(logs.mean()) + float((worst > 1).double().mean()) * 5
     return Evidence(ratio=worst, cost=cost)
+
+
+def explained(
+    setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, slack: float = SLACK
+) -> torch.Tensor:
+    """Return which rows and heads of measured weights a prediction explains, [R, H] bool."""
+    ratios = _ratios(setup, measured, predicted, slack)
+    return torch.cat([ratio.amax(-1) for ratio in ratios], 1) <= 1.0
+
+
+def _ratios(
+    setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, slack: float
+) -> Iterator[torch.Tensor]:
+    """Yield |measured - predicted| in bounds for groups of heads, [R, heads of the group, N]."""
+    relative, fixed = setup.relative[:, None, None], setup.fixed[:, None, None]
+    for group in head_groups(*measured.shape):
+        given, right = measured[:, group], predicted[:, group]
+        bound = (right.abs() * relative).add_(fixed)
+        yield (given - right).abs_().div_(slack * bound).nan_to_num_(1e30, 1e30, 1e30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

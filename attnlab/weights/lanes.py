@@ -30,7 +30,7 @@ class Lanes:
     def fold(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the sums of weights [R, H, N] over the slots of each lane, [R, H, count]."""
         folded = weights.new_zeros(*weights.shape[:2], self.count)
-        return folded.index_add(2, self.of, weights)
+        return folded.index_add_(2, self.of, weights)
 
     @property
     def is_one_to_one(self) -> bool:

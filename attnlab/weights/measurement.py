@@ -9,14 +9,17 @@ import torch
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.lab.memory_check import available_bytes
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
-from attnlab.weights.evidence import compare
+from attnlab.weights.evidence import explained
+from attnlab.weights.head_groups import head_groups
 from attnlab.weights.lanes import Lanes, own_slots, single_lanes
 from attnlab.weights.setup import AttentionSetup, cache_slots, one_number
 from attnlab.weights.sketch import Sketch, signed_codes, sketch_runs, solve
 
-MOST_WEIGHTS = 1 << 26  # numbers of a measurement: 256 MiB of float32
+MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine
+_BYTES = 100  # that an X-ray needs for each weight
 MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
 MOST_LANE_RUNS = 4096
 Run = Callable[[KernelCall], torch.Tensor]
@@ -125,8 +128,7 @@ def measure(
 
 def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
     """Answer whether the lanes of all finite rows have the right sums."""
-    explained = compare(setup, folded, expected, 1.0).explained
-    return bool(explained[_finite(folded)].all())
+    return bool(explained(setup, folded, expected, 1.0)[_finite(folded)].all())
 
 
 def _finite(numbers: torch.Tensor) -> torch.Tensor:
@@ -159,7 +161,7 @@ def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> boo
         return False
     largest, limit = off.abs().amax((1, 2)), bound.amax((1, 2))
     kernels = torch.tensor([sorted(set(setup.kernels)).index(one) for one in setup.kernels])
-    wrong = ~compare(setup, found.folded, found.folded - off, 1.0).explained.all(1) & found.finite
+    wrong = ~explained(setup, found.folded, found.folded - off, 1.0).all(1) & found.finite
     return all(
         bool((largest > limit)[wrong & (kernels == one)].any()) for one in kernels[wrong].unique()
     )
@@ -183,12 +185,17 @@ class _Reader:
         call = with_values(self._setup.call, self._setup.target, codes)
         call.output.fill_(output)
         self._runs += 1
-        return self._run(call)[self._setup.rows][:, self._setup.heads]
+        found, rows, heads = self._run(call), self._setup.rows, self._setup.heads
+        if found.shape[:2] == (len(rows), len(heads)):
+            return found  # the rows and heads are ascending
+        return found[rows][:, heads]
 
     def lanes(self, lanes: Lanes) -> torch.Tensor:
         """Return the sums of the weights by lane, then zeros, [R, H, runs × head_size]."""
         read = self._outputs(one_hot(self._setup.call, lanes.of))
-        read[..., : lanes.cached] /= value_scale(self._setup.call)
+        scale = value_scale(self._setup.call)
+        if scale != 1:
+            read[..., : lanes.cached] /= scale
         return read
 
     def sketch(self) -> torch.Tensor:
@@ -254,11 +261,16 @@ def check_size(call: KernelCall, rows: int, heads: int) -> None:
     check_numbers(rows, heads, num_slots(call))
 
 
+def most_weights() -> int:
+    """Return how many weights a measurement may have: more than MOST_WEIGHTS if memory is available."""
+    return max(MOST_WEIGHTS, available_bytes() // _BYTES)
+
+
 def check_numbers(rows: int, heads: int, slots: int) -> None:
     """Raise InvalidCall if an X-ray would hold too many numbers."""
-    if rows * heads * slots > MOST_WEIGHTS:
+    if rows * heads * slots > (most := most_weights()):
         raise InvalidCall(
-            f"rows × heads × slots must be at most {MOST_WEIGHTS}, got {rows} × {heads} × {slots}; "
+            f"rows × heads × slots must be at most {most}, got {rows} × {heads} × {slots}; "
             "choose a part with --seq-range and --kv-head-range, or fewer blocks",
             field="num_blocks",
         )
@@ -279,5 +291,9 @@ def weigh(
     scale = torch.ones(len(values), 1, 1, dtype=torch.float64)
     scale[: cache_slots(call)] = value_scale(call)
     value = (values * scale)[:, kv_heads].transpose(0, 1)
-    by_head = weights.transpose(0, 1)
-    return (by_head @ value).transpose(0, 1), (by_head.abs() @ value.abs()).transpose(0, 1)
+    outputs, magnitudes = [], []
+    for group in head_groups(*weights.shape):
+        by_head = weights[:, group].transpose(0, 1)
+        outputs.append(by_head @ value[group])
+        magnitudes.append(by_head.abs() @ value[group].abs())
+    return torch.cat(outputs).transpose(0, 1), torch.cat(magnitudes).transpose(0, 1)

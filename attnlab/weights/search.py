@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from attnlab.weights.description import EVERYTHING, Description, Scope
-from attnlab.weights.evidence import Evidence, compare, traits_of
+from attnlab.weights.evidence import Evidence, compare, explained, traits_of
 from attnlab.weights.fit import fit_law
+from attnlab.weights.head_groups import right_weights
 from attnlab.weights.plan import Plan, right_plan
 from attnlab.weights.proposals import combinations, proposals
 from attnlab.weights.rule import Rule
@@ -51,9 +52,7 @@ class Search:
 
     def run(self) -> Found:
         """Return what explains the weights."""
-        wrong = ~compare(
-            self.setup, self.measured, Description(rules=()).weights(self.setup), 1.0
-        ).explained
+        wrong = ~explained(self.setup, self.measured, right_weights(self.setup), 1.0)
         best: tuple[float, Description] | None = None
         for depth in range(1, self.max_rules + 1):
             for scope in scopes(self.setup, wrong):
@@ -152,7 +151,7 @@ class Search:
 
     def explains(self, one: Description) -> bool:
         """Answer whether a description explains every row and head, and changes those that are wrong."""
-        return compare(self.setup, self.measured, one.weights(self.setup)).complete
+        return bool(explained(self.setup, self.measured, one.weights(self.setup)).all())
 
 
 def describe(

@@ -100,6 +100,14 @@ class AttentionSetup:
         query = self.query[:, query_head].transpose(0, 1)
         return (query @ self.key[:, kv_head].permute(1, 2, 0)).transpose(0, 1)
 
+    def of_heads(self, heads: torch.Tensor) -> "AttentionSetup":
+        """Return the setup of some heads, given as indices into ``heads``."""
+        by_head: dict[str, Any] = {
+            name: None if getattr(self, name) is None else getattr(self, name)[heads]
+            for name in ("heads", "kv_head", "slopes", "sinks")
+        }
+        return dataclasses.replace(self, **by_head, query=self.query[:, heads])
+
     def take(self, rows: torch.Tensor, heads: torch.Tensor) -> "AttentionSetup":
         """Return the setup of some rows and heads, given as indices into ``rows`` and ``heads``."""
         by_row: dict[str, Any] = {
@@ -109,13 +117,9 @@ class AttentionSetup:
                 *("entry_slot", "entry_position", "relative", "fixed"),
             )
         }
-        by_head: dict[str, Any] = {
-            name: None if getattr(self, name) is None else getattr(self, name)[heads]
-            for name in ("heads", "kv_head", "slopes", "sinks")
-        }
         kernels = tuple(self.kernels[row] for row in rows.tolist())
-        query = self.query[rows][:, heads]
-        return dataclasses.replace(self, **by_row, **by_head, query=query, kernels=kernels)
+        some = dataclasses.replace(self, **by_row, query=self.query[rows], kernels=kernels)
+        return some.of_heads(heads)
 
 
 def _places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from attnlab.weights.examine import Examined
 from attnlab.weights.fit import Law, fit_law
+from attnlab.weights.head_groups import some_rows
 from attnlab.weights.magnitudes import Magnitudes, fit_magnitudes
 from attnlab.weights.plan import right_plan
 from attnlab.weights.setup import AttentionSetup
@@ -18,7 +19,7 @@ class UsableRows:
     """Rows of a measurement.
 
     - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
-    - ``law``, ``magnitudes``: fits of the weights, None if there are too few.
+    - ``law``, ``magnitudes``: fits of the weights, of some rows of a large call; None if there are too few.
     """
 
     rows: torch.Tensor
@@ -58,8 +59,11 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
     """
     finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
     rows = torch.nonzero(finite).flatten()
-    setup = found.setup.take(rows, torch.arange(len(found.setup.heads)))
-    measured, expected, owners = found.measurement.weights[rows], found.expected[rows], found.owners
+    setup, measured, expected = found.setup, found.measurement.weights, found.expected
+    owners = found.owners
+    if not bool(finite.all()):
+        setup = setup.take(rows, torch.arange(len(setup.heads)))
+        measured, expected = measured[rows], expected[rows]
     if every_slot or setup.num_slots <= _MANY or not len(rows):
         return _usable(rows, setup, measured, expected, owners)
     kept = _near_slots(setup, (measured != 0).any(0).any(0))
@@ -88,9 +92,12 @@ def _usable(
 ) -> UsableRows:
     law, magnitudes = None, None
     if len(rows):
-        plan = right_plan(setup)
-        law = fit_law(plan, measured, with_distance=plan.slopes is not None)
-        magnitudes = fit_magnitudes(plan, measured)
+        some = some_rows(setup)
+        is_all = len(some) == len(rows)
+        part = setup if is_all else setup.take(some, torch.arange(len(setup.heads)))
+        plan, fitted = right_plan(part), measured if is_all else measured[some]
+        law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
+        magnitudes = fit_magnitudes(plan, fitted)
     return UsableRows(
         rows=rows,
         setup=setup,

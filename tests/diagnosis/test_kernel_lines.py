@@ -1,8 +1,11 @@
 """Faults that are planted in a small Triton kernel are located in its source."""
 
+import dis
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import torch
 from helpers import faulty_attention
@@ -15,7 +18,9 @@ from attnlab.diagnosis.kernel_lines import locate_lines, why_unavailable
 from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import Limit
 from attnlab.kernels import find_backend
+from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
 from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
 from attnlab.weights.public import xray
 
@@ -42,13 +47,51 @@ def test_an_edit_that_repairs_the_output_gives_the_line(tmp_path):
     old, new = "first // BLOCK).to", "first % BLOCK).to"
     case, line = planted(tmp_path, old, new)
     found = located(case, edits=90)
-    assert [one.line for one in found.lines] == [line]
+    assert [one.line for one in found.lines if one.evidence == "edit"] == [line]
+    assert found.lines[0].line == line
     assert (found.lines[0].evidence, found.lines[0].score) == ("edit", 1.0)
     assert all(
         one.source == TRITON.replace(old, new).splitlines()[one.line - 1].strip()
         for one in found.lines
     )
     assert found.why_none == ""
+
+
+def test_rows_that_no_program_stores_are_located(tmp_path):
+    """Each program takes its head from its row: the right programs store other rows than the wrong ones."""
+    case, line = planted(
+        tmp_path, "tl.program_id(0), tl.program_id(1)", "tl.program_id(0), tl.program_id(0)"
+    )
+    found = located(case, edits=60)
+    assert (found.lines[0].line, found.lines[0].evidence) == (line, "edit")
+
+
+def test_an_access_outside_a_tensor_gives_the_lines_that_feed_it(tmp_path):
+    case, line = planted(tmp_path, "out + row * out_row", "out - row * out_row")
+    found = located(case, edits=0)
+    places = [(one.line, one.evidence) for one in found.lines[:3]]
+    assert places[:2] == [(line + 1, "outside"), (line, "outside")]
+
+
+def test_an_edited_statement_compiles_as_the_whole_text_does(tmp_path):
+    case, _ = planted(tmp_path, "first // BLOCK", "first % BLOCK")
+    with probing(Probe(records=True)) as probe:
+        Lab(device="cpu").output(case)
+    function = probe.launches[0].function
+    text, same = text_of(function), 0
+    tree, lines = KernelTree(function, text), set(statement_lines(text).values())
+    for edit in edits(text, lines, 1, text)[::5]:
+        new = edit.apply(text)
+        one, whole = tree.compiled(new, edit.statement), compile_text(function, new)
+        assert list(instructions(one.__code__)) == list(instructions(whole.__code__)), edit.text
+        same += 1
+    assert same > 10
+
+
+def instructions(code: CodeType) -> Iterator[tuple[object, ...]]:
+    """Yield name, argument and line of each instruction of a function."""
+    for one in dis.get_instructions(code):
+        yield one.opname, one.argrepr, one.positions.lineno if one.positions else None
 
 
 def test_a_branch_of_some_programs_is_found_by_the_spectrum(tmp_path):

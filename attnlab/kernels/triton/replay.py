@@ -4,7 +4,7 @@ The tensors of a launch get their first contents back before each run, so a run 
 small part of the time of the call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,19 @@ class Replay:
         self.launches, self._shape = launches, shape
         self._written = _written(launches)
         self.output = next((t for t in self._written if _is_output(t, shape)), None)
+        if self.output is None and (missed := _named_output(launches, shape)) is not None:
+            self.output = missed
+            self._written.append(missed)
         self.units = [] if self.output is None else list(self._units(self.output))
+        self.idle = list(self._idle())
+
+    def _idle(self) -> Iterator[Unit]:
+        """Yield the programs that store nothing in any tensor."""
+        none = torch.zeros(self._shape[:2], dtype=torch.bool)
+        for index, launch in enumerate(self.launches):
+            for log in launch.programs:
+                if not len(_inside(log.stores, self._written)):
+                    yield Unit(programs=((index, log),), cells=none)
 
     def _units(self, output: torch.Tensor) -> Sequence[Unit]:
         scratch = [t for t in self._written if t.data_ptr() != output.data_ptr()]
@@ -109,9 +121,10 @@ class Replay:
             cells.view(-1)[(index // head_size).unique()] = True
         return cells
 
-    def run(self, units: Sequence[Unit], edited: Mapping[Any, Any]) -> torch.Tensor:
-        """Return the output [rows, heads, head_size] after the programs of some units; rows of others are
-        as before the call.
+    def run(self, units: Sequence[Unit] | None, edited: Mapping[Any, Any]) -> torch.Tensor:
+        """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
+
+        Rows that these do not write are as before the call.
 
         Raises TooLong, or what an edited kernel raises.
         """
@@ -120,8 +133,10 @@ class Replay:
         assert self.output is not None
         self._restore()
         wanted = [
-            {log.program for unit in units for at, log in unit.programs if at == index}
-            for index in range(len(self.launches))
+            {log.program for log in launch.programs}
+            if units is None
+            else {log.program for unit in units for at, log in unit.programs if at == index}
+            for index, launch in enumerate(self.launches)
         ]
         with probing(Probe(edited=edited)):
             for launch, programs in zip(self.launches, wanted, strict=True):
@@ -163,6 +178,19 @@ def _written(launches: Sequence[LaunchLog]) -> list[torch.Tensor]:
         dtype=np.uint64,
     )
     return [t for t in tensors.values() if len(_among(firsts, t))]
+
+
+def _named_output(launches: Sequence[LaunchLog], shape: torch.Size) -> torch.Tensor | None:
+    """Return the argument that is the output by its name and shape, for programs that store outside it."""
+    for launch in reversed(launches):
+        for name, value in launch.arguments.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and "out" in name.lower()
+                and _is_output(value, shape)
+            ):
+                return value
+    return None
 
 
 def _is_output(tensor: torch.Tensor, shape: torch.Size) -> bool:

@@ -1,14 +1,16 @@
 """Roles of the lines of an attention kernel, derived from its syntax tree by data flow.
 
-A role is a set of lines, for example those whose values feed the mask of the scores. Nothing is looked up by
+A role has lines, for example those whose values feed the mask of the scores. Nothing is looked up by
 the names of variables.
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-_DEPTH = 3  # assignments that are followed back from a use
+_DEPTH = 6  # assignments that are followed back from a use
+
+Distances = dict[int, int]  # of lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,36 +24,106 @@ class _Assignment:
     is_update: bool
 
 
-def roles(text: str) -> dict[str, set[int]]:
-    """Return the lines of each role in the text of a kernel, from ``def`` on; lines count from 1.
+def roles(text: str) -> dict[str, Distances]:
+    """Return the lines of each role in the text of a kernel, from ``def`` on, with their distances.
+
+    Lines count from 1. A distance is the number of assignments from a line to the use: the slice of the text
+    backwards from it. A branch that decides about a line has the distance of the line plus one.
 
     - "mask": selections by ``tl.where``, and what feeds their conditions and the masks of loads.
     - "bounds": loops, and what feeds their ranges. "address": what feeds the addresses of loads.
     - "score": dot products, and what follows them up to an exponential.
     - "update": what a loop carries from one step to the next. "carried": what else feeds that directly.
-    - "output": stores, and what feeds them after the last loop.
+    - "output": stores, and what feeds them after the last loop. "place": stores, and what feeds their
+      addresses and masks, anywhere.
     """
     function = ast.parse(text).body[0]
     found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
     loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
     wheres = list(_calls(found, "where"))
     loads, stores = list(_calls(found, "load")), list(_calls(found, "store"))
-    masks = [k.value for _, call in (*loads, *stores) for k in call.keywords if k.arg == "mask"]
+    masks = [k.value for _, call in loads for k in call.keywords if k.arg == "mask"]
+    stored_masks = [k.value for _, call in stores for k in call.keywords if k.arg == "mask"]
     conditions = [call.args[0] for _, call in wheres if call.args]
     heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
     last = max((loop.end_lineno or 0 for loop in loops), default=0)
     stored = [argument for _, call in stores for argument in call.args]
+    places = [call.args[0] for _, call in stores if call.args]
     after = [one for one in found if one.line > last]
-    return {
-        "mask": {one.line for one, _ in wheres} | _feeding(found, _names([*masks, *conditions])),
-        "bounds": {loop.lineno for loop in loops} | _feeding(found, _names(heads)),
-        "address": {one.line for one, _ in loads}
-        | _feeding(found, _names(call.args[0] for _, call in loads if call.args)),
-        "score": _scores(found),
-        "update": {line for loop in loops for line in _carried(loop)[0]},
-        "carried": {line for loop in loops for line in _carried(loop)[1]},
-        "output": {one.line for one, _ in stores} | _feeding(after, _names(stored)),
+    plain = {
+        "mask": _near((one.line for one, _ in wheres), found, [*masks, *stored_masks, *conditions]),
+        "bounds": _near((loop.lineno for loop in loops), found, heads),
+        "address": _near(
+            (one.line for one, _ in loads), found, [call.args[0] for _, call in loads if call.args]
+        ),
+        "score": dict.fromkeys(_scores(found), 0),
+        "update": {line: 0 for loop in loops for line in _carried(loop)[0]},
+        "carried": {line: 1 for loop in loops for line in _carried(loop)[1]},
+        "output": _near((one.line for one, _ in stores), after, stored),
+        "place": _near((one.line for one, _ in stores), found, [*places, *stored_masks]),
     }
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    return {role: _with_branches(lines, branches, found) for role, lines in plain.items()}
+
+
+def slice_of(text: str, line: int) -> Distances:
+    """Return the lines that feed the statement at a line, with their distances; 0 is the statement."""
+    function = ast.parse(text).body[0]
+    found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
+    own = [one for one in found if one.line == line]
+    used = frozenset[str]().union(*(one.used for one in own))
+    lines = {line: 0} | {at: d for at, d in _feeding(found, used).items() if at != line}
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    return _with_branches(lines, branches, found)
+
+
+def overwriting(text: str) -> set[int]:
+    """Return the lines that replace a value of the same block which was computed and not used."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        for name in ("body", "orelse"):
+            block = getattr(node, name, [])
+            found |= _overwriting(block) if isinstance(block, list) else set()
+    return found
+
+
+def _overwriting(block: Sequence[ast.stmt]) -> set[int]:
+    """Return the lines of plain assignments of a block that replace a value which no statement used."""
+    unused, found = set[str](), set[int]()
+    for statement in block:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        unused -= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        targets = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        if isinstance(statement, ast.Assign):
+            found |= {statement.lineno} if targets & unused else set()
+            is_computed = not isinstance(statement.value, ast.Constant)
+            unused = (unused - targets) | (targets if is_computed else set())
+        else:
+            unused -= targets
+    return found
+
+
+def _near(
+    sinks: Iterable[int], found: Sequence[_Assignment], uses: Sequence[ast.expr]
+) -> Distances:
+    """Return the lines of uses, at the distance 0, and those that feed their names."""
+    return _feeding(found, _names(uses)) | dict.fromkeys(sinks, 0)
+
+
+def _with_branches(
+    lines: Distances, branches: Sequence[ast.If], found: Sequence[_Assignment]
+) -> Distances:
+    """Return lines with the branches that decide about them, and what feeds those that are near."""
+    added: Distances = {}
+    for branch in branches:
+        inside = [
+            d for line, d in lines.items() if branch.lineno < line <= (branch.end_lineno or 0)
+        ]
+        if inside:
+            added[branch.lineno] = min(inside) + 1
+            for line, more in _feeding(found, _names([branch.test]), 2).items():
+                added[line] = min(added.get(line, 99), min(inside) + 1 + more)
+    return {**added, **lines}
 
 
 def _has_value(node: ast.AST) -> bool:
@@ -87,12 +159,12 @@ def _calls(found: Iterable[_Assignment], name: str) -> Iterator[tuple[_Assignmen
                 yield one, call
 
 
-def _feeding(found: Iterable[_Assignment], names: frozenset[str]) -> set[int]:
-    """Return the lines that set some names, or what these are computed from, a few steps back."""
-    found, lines, known = list(found), set[int](), names
-    for _ in range(_DEPTH):
+def _feeding(found: Iterable[_Assignment], names: frozenset[str], depth: int = _DEPTH) -> Distances:
+    """Return the lines that set some names, or what these are computed from, with the steps back to them."""
+    found, lines, known = list(found), dict[int, int](), names
+    for step in range(1, depth + 1):
         setting = [one for one in found if one.targets & names]
-        lines |= {one.line for one in setting}
+        lines = {**dict.fromkeys((one.line for one in setting), step), **lines}
         names = frozenset().union(*(one.used for one in setting)) - known
         known |= names
     return lines
@@ -106,7 +178,7 @@ def _scores(found: list[_Assignment]) -> set[int]:
         has_exponential = any(word.startswith("exp") for word in words)
         if words & {"dot", "sum"} and not has_exponential:
             names, lines = names | one.targets, lines | {one.line}
-        elif one.used & names:
+        elif (one.used | one.targets) & names:
             lines.add(one.line)
             names = names if has_exponential else names | one.targets
     return lines

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from attnlab.kernels.triton.kernel_text import function_of, statements
 
@@ -33,7 +34,8 @@ class Edit:
 
     - ``line``: of the expression in the text, from 1; ``statement``: the first line of its statement.
     - ``cost``: 1 for another operator, number or operand, 2 for another name, 3 for an added part.
-    - ``revives``: it uses a name that the kernel has and does not use.
+    - ``revives``: it uses a name that the kernel has and does not use; ``is_kin``: the statement has a name
+      that shares a word with it.
     """
 
     line: int
@@ -44,6 +46,7 @@ class Edit:
     after: str
     cost: int
     revives: bool = False
+    is_kin: bool = False
 
     def apply(self, text: str) -> str:
         """Return the changed text."""
@@ -72,11 +75,13 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
     for statement in statements(function.body):
         if statement.lineno not in lines:
             continue
+        used = _words_of(statement)
         for node, after in _changes(statement, parts, cost):
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             before = text.encode()[start:end].decode()
             if _plain(before) != _plain(after):
+                revived = parts.revived(before, after)
                 edit = Edit(
                     line=node.lineno,
                     statement=statement.lineno,
@@ -85,12 +90,14 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
                     before=before,
                     after=after,
                     cost=cost,
-                    revives=parts.revives(before, after),
+                    revives=bool(revived),
+                    is_kin=any(not used.isdisjoint(_words(name)) for name in revived),
                 )
                 found.setdefault((start, end, _plain(after)), edit)
     return list(found.values())
 
 
+@lru_cache(maxsize=1 << 14)
 def _plain(text: str) -> str:
     return ast.unparse(ast.parse(f"({text})", mode="eval"))
 
@@ -199,10 +206,10 @@ class _Parts:
         unused = [other for other in close if other in self._unused]
         return list(dict.fromkeys([*unused, *close[:_MOST_NAMES]]))
 
-    def revives(self, before: str, after: str) -> bool:
-        """Answer whether a text has a name that the kernel does not use, and that it lacked."""
+    def revived(self, before: str, after: str) -> set[str]:
+        """Return the names that a text has in addition, and that the kernel does not use."""
         added = set(_NAME.findall(after)) - set(_NAME.findall(before))
-        return not added.isdisjoint(self._unused)
+        return added.intersection(self._unused)
 
     def unused(self, node: ast.expr) -> Iterator[str]:
         """Yield the expression with a name that the kernel does not use: at all, or in what ran."""
@@ -225,6 +232,13 @@ class _Parts:
         yield from (f"(({text}) * {one})" for one in _nearest(self._factors, node))
         yield from (f"(({text}) + {one})" for one in _nearest(self._terms, node))
         yield from (f"(({text}) + 1)", f"(({text}) - 1)")
+
+
+def _words_of(statement: ast.stmt) -> set[str]:
+    """Return the words of the names of a statement, without those of the statements inside it."""
+    roots = [getattr(statement, name, None) for name in ("value", "test", "iter")]
+    names = [n.id for root in roots if root for n in ast.walk(root) if isinstance(n, ast.Name)]
+    return set[str]().union(*(_words(name) for name in names))
 
 
 def _words(name: str) -> set[str]:

@@ -1,0 +1,43 @@
+"""Groups of heads: weights of a large call are computed by groups that fit into a processor's caches."""
+
+from collections.abc import Iterator
+
+import torch
+
+from attnlab.weights.plan import right_plan
+from attnlab.weights.setup import AttentionSetup
+
+_NUMBERS = 1 << 21  # of a group: 16 MiB of float64
+
+
+def head_groups(rows: int, heads: int, slots: int) -> Iterator[slice]:
+    """Yield ranges of heads, each with at least one head and few numbers."""
+    step = max(1, _NUMBERS // max(1, rows * slots))
+    yield from (slice(first, min(first + step, heads)) for first in range(0, heads, step))
+
+
+def right_weights(setup: AttentionSetup) -> torch.Tensor:
+    """Return the weights of a correct kernel, [R, H, N] float64."""
+    rows, heads, slots = len(setup.rows), len(setup.heads), setup.num_slots
+    groups = list(head_groups(rows, heads, slots))
+    if len(groups) == 1:
+        return right_plan(setup).weights()
+    weights = torch.empty(rows, heads, slots, dtype=torch.float64)
+    for group in groups:
+        weights[:, group] = right_plan(setup.of_heads(torch.arange(heads)[group])).weights()
+    return weights
+
+
+def some_rows(setup: AttentionSetup, most: int = 1 << 22) -> torch.Tensor:
+    """Return indices of rows whose weights are about ``most`` numbers at most.
+
+    They are evenly spaced, with the first and the last row of every sequence; all rows of a small setup.
+    """
+    rows = torch.arange(len(setup.rows))
+    numbers = len(rows) * len(setup.heads) * setup.num_slots
+    step = -(-numbers // most)
+    if step <= 1:
+        return rows
+    is_edge = torch.ones(len(rows) + 1, dtype=torch.bool)
+    is_edge[1:-1] = setup.seq[1:] != setup.seq[:-1]
+    return rows[(rows % step == 0) | is_edge[:-1] | is_edge[1:]]
