@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unavailable, Unsupported
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
+from attnlab.kernels.vllm.encoder_call import encoder_arguments
 from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
 from attnlab.kernels.vllm.scratch import scratch
 from attnlab.tensors.cache import as_flash, to_flash
@@ -287,6 +288,7 @@ def _finish_write(call: KernelCall, arguments: Arguments) -> None:
 OP_CALLS = {
     WRAPPER: OpCall(arguments=_wrapper),
     PREFILL: OpCall(arguments=_prefill),
+    ENCODER: OpCall(arguments=encoder_arguments),
     UNIFIED: OpCall(arguments=_unified),
     DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
     MERGE: OpCall(arguments=_merge, lse=_merged_lse),
