@@ -19,6 +19,7 @@ from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
 from attnlab.kernels.vllm.encoder_call import encoder_arguments
 from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
+from attnlab.kernels.vllm.scratch import scratch
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import flash
@@ -190,15 +191,10 @@ def _segments(call: KernelCall) -> Arguments:
     return {
         "seq_threshold_3D": most,
         "num_par_softmax_segments": splits,
-        "softmax_segm_output": _scratch(call, (tokens, heads, splits, padded)),
-        "softmax_segm_max": _scratch(call, (tokens, heads, splits)),
-        "softmax_segm_expsum": _scratch(call, (tokens, heads, splits)),
+        "softmax_segm_output": scratch(call, (tokens, heads, splits, padded)),
+        "softmax_segm_max": scratch(call, (tokens, heads, splits)),
+        "softmax_segm_expsum": scratch(call, (tokens, heads, splits)),
     }
-
-
-def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
-    return torch.full(shape, float("nan"), device=call.query.device)
 
 
 def _decode(call: KernelCall, target: Target) -> Arguments:
@@ -211,10 +207,10 @@ def _decode(call: KernelCall, target: Target) -> Arguments:
         "k_buffer": key,
         "v_buffer": value,
         "o": call.output,
-        "lse": _scratch(call, (seqs, heads)),
+        "lse": scratch(call, (seqs, heads)),
         "req_to_token": call.block_table,
         "b_seq_len": call.seq_lens,
-        "attn_logits": _scratch(call, (seqs, heads, splits, head_size + 1)),
+        "attn_logits": scratch(call, (seqs, heads, splits, head_size + 1)),
         "num_kv_splits": splits,
         "sm_scale": paged.scale_of(call, target),
         "page_size": call.block_size,
