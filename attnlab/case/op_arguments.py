@@ -61,15 +61,15 @@ _ALL = (
     ),
     OpArgument(
         name="int8_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
     OpArgument(
         name="fp8_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
@@ -92,9 +92,9 @@ _ALL = (
     ),
     OpArgument(
         name="diffkv",
-        ops=(UNIFIED,),
-        parameters=("k", "v"),
-        summary="values are narrower than keys, in one cache, by unified_attention_diffkv",
+        ops=(UNIFIED, WRITE),
+        parameters=("k", "v", "key", "value"),
+        summary="values are narrower than keys, in one cache, by an op of its own",
         needs={**_CAUSAL, "mask": "causal"},
     ),
     OpArgument(

@@ -19,6 +19,7 @@ from attnlab.kernels.vllm.strides import (
     with_gaps,
     with_padded_heads,
 )
+from attnlab.kernels.vllm.write_arguments import write_diffkv, write_per_token_head
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
@@ -43,6 +44,8 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
+    if found.function is not None:  # it has parameters of its own
+        return found
     lacking = set(found.arguments) - set(arguments) - parameters
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
@@ -178,16 +181,24 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
 
 
+def _by_op(
+    attend: Callable[[Case, Arguments], Arguments | Passed],
+    write: Callable[[Case, Arguments], Passed],
+) -> Callable[[Case, Arguments], Arguments | Passed]:
+    """Return the maker of an argument of attention and of cache writes."""
+    return lambda case, given: (write if case.spec.writes_cache else attend)(case, given)
+
+
 _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
-    "int8_per_token_head": per_token_head_cache,
-    "fp8_per_token_head": per_token_head_cache,
+    "int8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
+    "fp8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
     "int4_per_token_head": per_token_head_cache,
     "int8_far_slots_per_token_head": per_token_head_cache,
     "int8_far_heads_per_token_head": per_token_head_cache,
-    "diffkv": diffkv,
+    "diffkv": _by_op(diffkv, write_diffkv),
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
