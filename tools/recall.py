@@ -41,6 +41,7 @@ CHUNKED, PREFILL, UNIFIED = (
     "context_attention_fwd",
     "unified_attention",
 )
+ENCODER = "triton_prefill_attention"
 DECODE, MERGE, WRITE = "decode_attention_fwd", "merge_attn_states", "reshape_and_cache_flash"
 
 
@@ -322,9 +323,10 @@ FIXES = (
         diagnosis="softcap_overflows",
     ),
     Fix(
-        commit="0.32.0 0.33.0",
-        op=UNIFIED,
-        wrong="the maximum of an empty tile is taken as 0",
+        pull=32149,
+        commit="9dbe1fe960",
+        op=ENCODER,
+        wrong="the scale of the scores cannot be passed: that of the head size is used",
         kind=OUTPUT,
         diagnosis="",  # of any name
     ),
