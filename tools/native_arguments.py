@@ -47,7 +47,7 @@ from attnlab.lab.lab import Lab  # noqa: E402
 
 _VARIANTS = 31  # variants before the Cases with a mask or an op argument
 _SIZES = {"head_size": 32, "block_size": 16, "dtype": "float16", "softcap": None}
-_FAR = "far_rows"  # an op argument whose tensors take much memory on a GPU
+_FAR = "far_"  # of op arguments whose tensors take much memory on a GPU
 _SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -186,7 +186,8 @@ def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
             found += [json.loads(line) for line in text.splitlines()]
         else:
             record = json.loads(text)
-            found += [*record["mutants"], *record["hip"]["mutants"], *record["left_out"]]
+            draws = (record, record["hip"], record["further"])
+            found += [one for draw in draws for one in draw["mutants"]] + record["left_out"]
     return {(one["version"], one["text"]) for one in found}
 
 

@@ -34,7 +34,7 @@ BACKENDS = ("model", "vllm", "vllm-cpu", "rocm")
 OUTPUT_INITS = ("recycled", "nan", "zeros")
 EMPTY_SLOTS = ("zeros", "nan", "garbage")
 FREED = ("kept", "empty", "recycled")
-DISTRIBUTIONS = ("uniform_1e-3", "normal")
+DISTRIBUTIONS = ("uniform_1e-3", "normal", "large_scores", "ties", "dominant_key", "near_limit")
 KV_LAYOUTS = ("contiguous", "fused", "HND")
 CACHE_WRITES = ("scaled", "numeric")
 REFERENCE_DTYPES = ("float32", "float64")
@@ -265,8 +265,8 @@ class CaseFields(Shown):
     distribution: str = _data(
         "uniform_1e-3",
         OneOf(DISTRIBUTIONS),
-        "distribution of query, key and value: uniform in ±1e-3, as in vLLM's test, or normal with "
-        "standard deviation 1",
+        "distribution of query, key and value: uniform in ±1e-3, as in vLLM's test; normal with "
+        "standard deviation 1; or normal with large scores, ties, a dominant key, or values near 65504",
     )
     output_init: str = _data(
         "recycled",

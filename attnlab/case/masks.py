@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnlab.case.fields import FieldType, Int, Lens, Maybe, Table
-from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, PREFILL, UNIFIED, WRAPPER
 
 CAUSAL = "causal"
 _NEW = ("0.33.0",)
@@ -46,10 +46,10 @@ _ALL = (
     ),
     Mask(
         name="bidirectional",
-        summary="each row sees the new tokens after it, too; a window of unified_attention has two sides, "
-        "that of the prefill kernel only the left one",
-        parameters=("causal",),
-        ops={WRAPPER: _NEW, PREFILL: _NEW, UNIFIED: _NEW},
+        summary="each row sees the new tokens after it, too; a window has two sides, but that of the "
+        "prefill kernel only the left one",
+        parameters=("causal", "is_causal"),
+        ops={WRAPPER: _NEW, PREFILL: _NEW, ENCODER: _NEW, UNIFIED: _NEW},
     ),
     Mask(
         name="causal_by_sequence",

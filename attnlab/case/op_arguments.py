@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 
 NONE = "none"
 
@@ -30,6 +30,13 @@ class OpArgument:
 
 _PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
 _CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
+# The ops by dimension of a tensor whose stride they use; dimension 0 is that of "far_rows".
+_FAR_DIMS = {
+    1: (WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
+    2: (WRAPPER, PREFILL, UNIFIED, DECODE_FWD, WRITE),
+    3: (WRAPPER, PREFILL, UNIFIED),
+    4: (WRAPPER, PREFILL),
+}
 _ALL = (
     OpArgument(
         name="alibi_sqrt",
@@ -54,17 +61,27 @@ _ALL = (
     ),
     OpArgument(
         name="int8_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
     ),
     OpArgument(
         name="fp8_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+    ),
+    *(
+        OpArgument(
+            name=f"int8_far_{name}_per_token_head",
+            ops=(UNIFIED,),
+            parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+            summary=f"as int8_per_token_head, with {name} of the scale caches beyond 2^31 elements",
+            needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        )
+        for name in ("slots", "heads")
     ),
     OpArgument(
         name="int4_per_token_head",
@@ -75,9 +92,9 @@ _ALL = (
     ),
     OpArgument(
         name="diffkv",
-        ops=(UNIFIED,),
-        parameters=("k", "v"),
-        summary="values are narrower than keys, in one cache, by unified_attention_diffkv",
+        ops=(UNIFIED, WRITE),
+        parameters=("k", "v", "key", "value"),
+        summary="values are narrower than keys, in one cache, by an op of its own",
         needs={**_CAUSAL, "mask": "causal"},
     ),
     OpArgument(
@@ -100,6 +117,13 @@ _ALL = (
         parameters=("is_block_table_ptr",),
         summary="the block table holds addresses",
         needs=_CAUSAL,
+    ),
+    OpArgument(
+        name="sinks_of_key_0",
+        ops=(ENCODER,),
+        parameters=("sinks_bias_key0",),
+        summary="a sink is added to the score of key 0, and has no weight of its own",
+        needs={**_CAUSAL, "sinks": True},
     ),
     OpArgument(
         name="skip_decode",
@@ -150,17 +174,33 @@ _ALL = (
     ),
     OpArgument(
         name="gaps",
-        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
         parameters=("query", "q", "output", "key"),
         summary="every stride that the kernels use is larger than that of a contiguous tensor",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
         name="far_rows",
-        ops=(WRAPPER, PREFILL, UNIFIED, DECODE_FWD, MERGE, WRITE),
+        ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
         parameters=("query", "q", "output", "key"),
         summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+    ),
+    *(
+        OpArgument(
+            name=f"far_dim_{dim}",
+            ops=ops,
+            parameters=("query", "q", "output", "key_cache"),
+            summary=f"the last index of dimension {dim} is beyond 2^31 elements in each tensor whose stride "
+            "the kernels use",
+            needs={
+                "kv_layout": "contiguous",
+                "pad_batch": 0,
+                "interleave_v": False,
+                "first_block": 0,
+            },
+        )
+        for dim, ops in _FAR_DIMS.items()
     ),
     OpArgument(
         name="short_scratch",

@@ -11,6 +11,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 WRAPPER = "chunked_prefill_paged_decode"
 PREFILL = "context_attention_fwd"
+ENCODER = "triton_prefill_attention"
 UNIFIED = "unified_attention"
 DECODE_FWD = "decode_attention_fwd"
 MERGE = "merge_attn_states"
@@ -46,7 +47,8 @@ class Op:
     - ``cache_layout``: "x-split", "flash" or "cpu", see :class:`attnlab.tensors.call.KernelCall`; None if
       the op does not get a cache.
     - ``writes_cache``: the op's output is the cache.
-    - ``prefill``: it accepts sequences with query_len > 1.
+    - ``prefill``: it accepts sequences with query_len > 1. ``context``: it accepts tokens before the new
+      ones.
     - ``sliding_window``, ``alibi``: it accepts them. ``sinks_with_alibi``: it accepts sinks and ALiBi in
       one call.
     - ``hnd``: the cache may have its heads before its slots (VLLM_KV_CACHE_LAYOUT=HND).
@@ -71,6 +73,7 @@ class Op:
     cache_layout: str | None
     writes_cache: bool = False
     prefill: bool = True
+    context: bool = True
     sliding_window: bool = True
     alibi: bool = True
     sinks_with_alibi: bool = False
@@ -142,6 +145,20 @@ _ALL = (
         new_tokens_from="arguments",
         cache_layout="x-split",
         interleave_v_releases=("0.33.0",),
+    ),
+    Op(
+        name=ENCODER,
+        summary="attention of whole sequences to themselves without a cache, as in an encoder",
+        module="triton_prefill_attention",
+        python_name="context_attention_fwd",
+        backends=("model", "vllm"),
+        releases=("0.33.0",),
+        sinks="sinks",
+        new_tokens_from="arguments",
+        cache_layout=None,
+        context=False,
+        alibi=False,
+        kv_cache_dtypes=("auto",),
     ),
     Op(
         name=UNIFIED,

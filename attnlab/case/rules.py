@@ -150,6 +150,9 @@ def _check_op(case: CaseQuantities) -> None:
     op, query_lens = case.spec, case.lengths.query_lens
     if not op.prefill and set(query_lens) != {1}:
         refuse("query_lens", f"1 everywhere with {case.op}, which has no prefill", query_lens)
+    if not op.context and any(case.lengths.ctx_lens):
+        allowed = f"0 everywhere with {case.op}, which has no context"
+        refuse("ctx_lens", allowed, case.lengths.ctx_lens)
     if case.sliding_window and not op.sliding_window:
         refuse("sliding_window", f"0 with {case.op}", case.sliding_window)
     if case.alibi and not op.alibi:

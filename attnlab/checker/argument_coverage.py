@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnlab.checker.argument_reasons import (
+    FAR_REASONS,
     INDEX_DTYPES,
     NO_FAR,
     NO_STRIDE,
-    NOT_FIRST,
     VALUE_REASONS,
 )
 from attnlab.kernels.vllm.strides import USED_STRIDES
@@ -74,7 +74,7 @@ def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
         gaps, reasons = _sorted(text, NO_STRIDE if dim >= used else "", gaps, reasons)
     for dim in sorted(dims - far):
         text = f"offsets of dimension {dim} are below 2^31"
-        why = NO_FAR if used == 0 else NOT_FIRST if dim else ""
+        why = FAR_REASONS.get((op, name)) or (NO_FAR if dim >= used else "")
         gaps, reasons = _sorted(text, why, gaps, reasons)
     if set(dtypes) & set(_INDEX_DTYPES):
         wanted = INDEX_DTYPES.get((op, name), _INDEX_DTYPES)

@@ -36,5 +36,9 @@ INDEX_DTYPES: Mapping[tuple[str, str], tuple[str, ...]] = {
     (WRITE, "slot_mapping"): ("int64",),
 }
 NO_STRIDE = "The kernels get no stride of it; it must be contiguous."
-NOT_FIRST = "Only the first dimension of a tensor becomes so long."
 NO_FAR = "The kernels compute its offsets from sizes, and it is small."
+# Scratch memory of the split path, whose offsets the kernels compute from sizes as well.
+FAR_REASONS: Reasons = {
+    (UNIFIED, name): "An offset beyond 2^31 needs 2 million programs, hours under the interpreter."
+    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+}

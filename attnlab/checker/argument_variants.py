@@ -6,6 +6,8 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
+from attnlab.case.ops import ENCODER
+from attnlab.checker.value_variants import VALUE_VARIANTS
 from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
@@ -25,12 +27,19 @@ def _with(name: str, reason: str, **fields: Any) -> Variant:
     return Variant({**_LENGTHS, "op_argument": name, **fields}, reason)
 
 
+def _far(name: str, reason: str) -> Variant:
+    """Return the variant that passes tensors beyond 2^31 elements, with few programs."""
+    lens = {"query_lens": (1, 2, 1), "ctx_lens": (18, 3, 5)}
+    return _with(name, reason, **lens, num_heads=4, num_queries_per_kv=2, head_size=32)
+
+
 def _masked(mask: str, reason: str, **fields: Any) -> Variant:
     """Return the variant with a mask."""
     return Variant({**_LENGTHS, "mask": mask, **fields}, reason)
 
 
 ARGUMENT_VARIANTS = (
+    *VALUE_VARIANTS,
     _masked("bidirectional", "Each row sees the tokens after it."),
     _masked(
         "bidirectional",
@@ -89,6 +98,8 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_SHORT,
     ),
+    _far("int8_far_slots_per_token_head", "Slots of scale caches beyond 2^31 elements."),
+    _far("int8_far_heads_per_token_head", "Heads of scale caches beyond 2^31 elements."),
     _with(
         "int4_per_token_head", "Rotated nibbles with a scale and a zero point per token and head."
     ),
@@ -126,6 +137,13 @@ ARGUMENT_VARIANTS = (
         "The block table holds addresses, for decode rows alone.",
         query_lens=(1, 1),
         ctx_lens=(20, 37),
+    ),
+    _with("sinks_of_key_0", "A sink changes the score of the first key.", sinks=True),
+    _with(
+        "sinks_of_key_0",
+        "A window hides the first key, to which the sink is added.",
+        sinks=True,
+        sliding_window=7,
     ),
     _with(
         "skip_decode", "Rows of sequences with one new token stay as they are.", output_init="zeros"
@@ -177,7 +195,11 @@ ARGUMENT_VARIANTS = (
     _with("default_scales", "The scales are not passed."),
     _with("flat_buffers", "The caches are lists of slots."),
     _with("gaps", "Every stride that a kernel uses has a gap."),
-    _with("far_rows", "Rows that are more than 2^31 elements apart, of every tensor."),
+    _far("far_rows", "Rows that are more than 2^31 elements apart, of every tensor."),
+    _far("far_dim_1", "Heads, or slots, that are more than 2^31 elements apart."),
+    _far("far_dim_2", "The third dimension of each tensor is more than 2^31 elements long."),
+    _far("far_dim_3", "The fourth dimension of each cache is more than 2^31 elements long."),
+    _far("far_dim_4", "The fifth dimension of the key cache is more than 2^31 elements long."),
     _with(
         "short_scratch",
         "Scratch memory that is too short for the split path.",
@@ -222,6 +244,12 @@ ARGUMENT_VARIANTS = (
     Variant(
         {"query_lens": (1, 1), "ctx_lens": (20, 37), "platform": "gfx942", "head_size": 128},
         "The dispatch to ROCm's own decode kernel.",
+    ),
+    Variant({**_LENGTHS, "platform": "gfx1100"}, "The narrower tiles of RDNA.", (ENCODER,)),
+    Variant(
+        {"query_lens": (3, 2), "ctx_lens": (62, 3), "platform": "cpu"},
+        "The tiles of devices that are no GPU.",
+        (ENCODER,),
     ),
     Variant({**_LENGTHS, "platform": "sm_80"}, "An older GPU, with smaller tiles."),
     Variant(

@@ -36,6 +36,7 @@ _SIDE_FINDINGS = {
 }
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
+_FAR = "offset beyond 2^31 elements"
 
 
 def check_case(
@@ -48,7 +49,7 @@ def check_case(
 
     The Case runs with NaN in the empty slots and, if that output is correct, once more with finite
     garbage in them; both outputs must have the same bits. The second run is left out if the first one was
-    traced and read no empty slot. ``on_run`` is called with the first run.
+    traced and read no empty slot, or if the op gets no cache. ``on_run`` is called with the first run.
     Raises Unavailable if the backend does not have the op.
     """
     try:
@@ -100,7 +101,7 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
         return _wrong_output(lab, backend, case, run.output, diagnosis)
-    if never_reads_empty_slots(run):
+    if not _gets_cache(case) or never_reads_empty_slots(run):
         return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
@@ -136,7 +137,7 @@ def _wrong_output(
     text = diagnosis_of_zeros.sentences()[0]
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
         text = f"{text}; correct with small block numbers"
-        return _finding(zeros, "wrong_output", text, "block offset beyond 2^31 elements")
+        return _finding(zeros, "wrong_output", text, f"block {_FAR}")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)
     found = _finding(zeros, "wrong_output", text, label)
     return (
@@ -189,12 +190,18 @@ def _cache_errors(lab: Lab, case: Case, run: CaseRun) -> ErrorMap:
     return _output_errors(lab, case, run.output)
 
 
+def _gets_cache(case: Case) -> bool:
+    """Answer whether the op of a Case gets a cache, so that its result may depend on empty slots."""
+    return case.spec.cache_layout is not None
+
+
 def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of an output of a Case with an op argument, or None.
 
     It is diagnosed only if the output is also wrong without the argument.
     """
-    for empty_slots in (case.empty_slots, "garbage"):
+    contents = (case.empty_slots, "garbage") if _gets_cache(case) else (case.empty_slots,)
+    for empty_slots in contents:
         case = case.replace(empty_slots=empty_slots)
         output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
         errors = _output_errors(lab, case, output)
@@ -212,8 +219,13 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
-        return _finding(case if is_leak else zeros, kind, text, f"op_argument {case.op_argument}")
+        return _finding(case if is_leak else zeros, kind, text, _argument_label(case.op_argument))
     return None
+
+
+def _argument_label(name: str) -> str:
+    """Return the diagnosis of a wrong result with an op argument."""
+    return _FAR if "far_" in name else f"op_argument {name}"
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

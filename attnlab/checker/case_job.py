@@ -10,6 +10,7 @@ from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, lab_of, release_memory
 from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import Finding
+from attnlab.checker.forms import kernels_of
 from attnlab.checker.shrinking import shrink
 from attnlab.checker.slot_reads import allowed_reads, read_counts
 from attnlab.checker.sources import source_digest, versions
@@ -99,12 +100,13 @@ def case_verdict(lab: Lab, backend: Backend, case: Case) -> Verdict:
     - ``unsupported``: a limit that the kernel or the release states, or "".
     - ``not_run``: why the case could not run on this machine, or "".
     - ``reads``: the number of slots read, by state, and ``allowed``: the states that the contracts allow;
-      None if the reads were not traced.
+      None if the reads were not traced. ``kernels``: the names of the kernels that were launched.
     """
     verdict: Verdict = {"ran": False, "findings": [], "unsupported": "", "not_run": ""}
-    reads: Verdict = {"reads": None, "allowed": None}
+    reads: Verdict = {"reads": None, "allowed": None, "kernels": []}
 
     def count(case: Case, run: CaseRun) -> None:
+        reads["kernels"] = kernels_of(run.launches)
         if run.memory is not None:
             reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
 

@@ -41,6 +41,7 @@ class CaseRun:
     memory: MemoryReport | None
     wraps: tuple[str, ...]
     outside: tuple[str, ...]
+    launches: tuple[str, ...] = ()
 
 
 def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = False) -> CaseRun:
@@ -70,6 +71,7 @@ def run_case(lab: Lab, backend: Backend, case: Case, *, trace_reads: bool = Fals
         lse=None if result.lse is None else result.lse.cpu(),
         padded=None if result.padded is None else result.padded.cpu(),
         memory=result.memory,
+        launches=result.launches,
         wraps=result.wraps,
         outside=result.outside,
     )

@@ -16,12 +16,12 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import MERGE, OPS
+from attnlab.case.ops import MERGE, OPS, UNIFIED
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.design import Design, Row, find_design
 from attnlab.checker.design_rows import design_rows
 from attnlab.checker.knobs import values_of
-from attnlab.checker.lengths import edges, lengths_knob
+from attnlab.checker.lengths import edges, launches, lengths_knob
 from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.backend import VllmBackend
@@ -42,7 +42,10 @@ DEFAULTS: dict[str, Any] = {
     "output_init": "nan",
     "reference_dtype": "float64",
 }
+_LONGEST_SPLIT = 8  # MAX_3D_QUERY_LEN of unified_attention (0.33.0)
 _SPARE_BLOCKS = 3
+_LENS = ("query_lens", "ctx_lens")
+_EVERYWHERE = {"mask", "distribution"}  # fields of variants that run on every backend
 _MOST_ROWS = 3  # of a sequence, for merge_attn_states
 _SPLITS = (None, 0, 4)  # of the variants in turn: as vLLM splits, not at all, in four parts
 
@@ -56,6 +59,8 @@ def hostile_cases(
     the rows of the covering design. Variants that the op or the backend does not support are skipped. The
     Cases of a smaller ``count`` are the first of those of a larger one.
     """
+    if backend.release not in OPS[op].releases:
+        return
     rng = random.Random(seed)
     first = [*islice(_variant_cases(backend, op, platform, rng), count)]
     yield from first
@@ -69,6 +74,8 @@ def hostile_cases(
 def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
     """Yield a Case of each variant that the op and the backend support."""
     for i, variant in enumerate(VARIANTS):
+        if not variant.is_for(op):
+            continue
         lengths, splits = LENGTHS[i % len(LENGTHS)], {"num_splits": _SPLITS[i % len(_SPLITS)]}
         fields = {**_fields(lengths), **(splits if OPS[op].num_splits else {}), **variant.fields}
         with contextlib.suppress(InvalidCase):
@@ -76,14 +83,14 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op with a mask, and of vLLM's ops those with an op argument.
+    """Yield the Cases of an op with a mask or unusual values, and of vLLM's ops those with an op argument.
 
     The others exercise what Triton's interpreter runs alone.
     """
-    names = {"mask"} | ({"op_argument"} if backend.name == "vllm" else set())
+    names = _EVERYWHERE | ({"op_argument"} if backend.name == "vllm" else set())
     is_interpreted = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
-        if not (is_interpreted or names & set(variant.fields)):
+        if not variant.is_for(op) or not (is_interpreted or names & set(variant.fields)):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -136,6 +143,9 @@ def _make_case(
     }
     if not OPS[op].prefill:
         fields["query_lens"] = (1,) * len(fields["query_lens"])
+    if not OPS[op].context:
+        fields["query_lens"] = tuple(map(sum, zip(*(fields[n] for n in _LENS), strict=True)))
+        fields["ctx_lens"] = (0,) * len(fields["query_lens"])
     if op == MERGE:  # each row is a program of its own, so that a few are enough
         fields["query_lens"] = tuple(min(n, _MOST_ROWS) for n in fields["query_lens"])
     if is_plugin(backend.name) and fields["stage"] == "int64":
@@ -146,10 +156,37 @@ def _make_case(
         fields["num_splits"] = None
     elif fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
+    if op == UNIFIED and fields.get("num_splits"):
+        fields |= _short_rows(fields, longest_split(backend))
     case = Case(**fields)
     if isinstance(backend, VllmBackend) and backend.device == "cuda":
         check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
+
+
+def _short_rows(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return lengths with at most ``most`` new tokens per sequence, so that unified_attention splits them.
+
+    The others become context, so that the sequences keep their lengths.
+    """
+    lens = [*zip(fields["query_lens"], fields["ctx_lens"], strict=True)]
+    return {
+        "query_lens": tuple(min(q, most) for q, _ in lens),
+        "ctx_lens": tuple(c + max(0, q - most) for q, c in lens),
+    }
+
+
+@lru_cache(maxsize=64)
+def longest_split(backend: Backend) -> int:
+    """Return the most new tokens of a sequence that unified_attention of a backend splits.
+
+    It is read from the launches of a release: 8 in 0.33.0, 1 in older ones.
+    """
+    if backend.name != "vllm" or backend.device != "cpu":
+        return _LONGEST_SPLIT
+    lens: dict[str, Any] = {"query_lens": (_LONGEST_SPLIT,), "ctx_lens": (40,)}
+    case = Case(op=UNIFIED, backend="vllm", release=backend.release, **DEFAULTS, **lens)
+    return _LONGEST_SPLIT if len(launches(backend, case)) > 1 else 1
 
 
 @lru_cache(maxsize=64)
@@ -179,5 +216,5 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the models repeat an error of vLLM's op here")
     if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
-    if OPS[op].cache_layout is None and changes.get("kv_layout", "contiguous") != "contiguous":
+    if op == MERGE and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")

@@ -42,8 +42,9 @@ def _argument(name: str, **fields: Any) -> dict[str, Any]:
     return {"op_argument": name, **fields}
 
 
-_CACHED = tuple(op for op in OPS if op != MERGE)  # the ops that get a cache
-_ATTENTION = tuple(op for op in _CACHED if op != WRITE)  # those that compute scores
+_ATTENTION = tuple(op for op in OPS if op not in (MERGE, WRITE))  # the ops that compute scores
+_CACHED = tuple(op for op in OPS if OPS[op].cache_layout is not None)  # those that get a cache
+_BATCHED = tuple(op for op in OPS if op != MERGE)  # those that get the tokens of sequences
 MASK, CACHE, SPLIT, LENGTHS = "mask", "cache", "split", "lengths"
 _FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0}
 KNOBS = (
@@ -96,13 +97,13 @@ KNOBS = (
     ),
     _knob("dtype", float16={}, float32={"dtype": "float32"}, bfloat16={"dtype": "bfloat16"}),
     _knob(
-        "strides", _CACHED, contiguous={}, fused={"kv_layout": "fused"}, HND={"kv_layout": "HND"}
+        "strides", _BATCHED, contiguous={}, fused={"kv_layout": "fused"}, HND={"kv_layout": "HND"}
     ),
     _knob("padding", none={}, five={"pad_batch": 5, "max_blocks_per_seq": 40}),
     _knob("sinks", _ATTENTION, none={}, one_per_head={"sinks": True}),
     _knob("soft cap", _ATTENTION, none={}, **{"2": {"softcap": 2.0}}),
     _knob("scale", _ATTENTION, given={}, default={"sm_scale": None}, large={"sm_scale": 16.0}),
-    _knob("index dtype", _CACHED, int32={}, int64={"stage": "int64"}),
+    _knob("index dtype", _BATCHED, int32={}, int64={"stage": "int64"}),
 )
 TRIPLE = (MASK, CACHE, SPLIT)
 

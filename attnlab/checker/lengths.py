@@ -86,6 +86,8 @@ def lengths_knob(op: str, found: Edges) -> Knob:
     longest_first = _around(found.queries)[::-1]
     if op == PREFILL:  # one program has all rows of a sequence, whether it is a decode or not
         seqs = [*zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)]
+    elif not OPS[op].context:
+        seqs = [(n, 0) for n in (1, _FEW, *_around(found.queries | found.keys))]
     elif op == WRAPPER:  # its prefill rows are those of PREFILL
         seqs += [(_FEW, n) for n in contexts[:4]]
     elif OPS[op].prefill:

@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.coverage import OpCoverage, op_coverage
 from attnlab.checker.finding import Finding
+from attnlab.checker.forms import forms_of
 from attnlab.checker.known import KnownFinding, split_known
 from attnlab.checker.locations import Location, location_of
 from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, shrink_key
@@ -50,6 +51,7 @@ class Report(Shown):
     - ``reads``: per op, the number of slots that its kernels read, by kind
       (:mod:`attnlab.lab.reads`); only ops whose reads were traced.
     - ``reads_allowed``: per op, the kinds that the contracts of its kernels allow.
+    - ``forms``: per op, the number of cases by the kernels that they launched (Triton's interpreter).
     - ``reports``: the paths of the files written for the findings.
     - ``coverage``: per op, the lines and branches that the cases reached, if that was measured.
     - ``not_run``: the cases that did not run although the kernel may support them, and why.
@@ -69,6 +71,7 @@ class Report(Shown):
     missing: list[KnownFinding] = field(default_factory=list)
     reads: dict[str, dict[str, int]] = field(default_factory=dict)
     reads_allowed: dict[str, list[str]] = field(default_factory=dict)
+    forms: dict[str, dict[str, int]] = field(default_factory=dict)
     reports: list[str] = field(default_factory=list)
     coverage: dict[str, OpCoverage] = field(default_factory=dict)
     not_run: list[NotRun] = field(default_factory=list)
@@ -162,6 +165,7 @@ def build_report(
         missing=missing,
         reads={op: counts for op, (counts, _) in reads.items()},
         reads_allowed={op: sorted(allowed) for op, (_, allowed) in reads.items()},
+        forms=forms_of(_verdicts(tasks, outcomes)),
         coverage=_coverage(header, tasks, outcomes),
         not_run=not_run,
         left_out=[

@@ -6,10 +6,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The fields of a Case that a variant changes, and why kernels get them wrong."""
+    """The fields of a Case that a variant changes, and why kernels get them wrong.
+
+    ``ops``: the ops that it is for; empty for all that support it.
+    """
 
     fields: dict[str, Any]
     reason: str
+    ops: tuple[str, ...] = ()
+
+    def is_for(self, op: str) -> bool:
+        """Answer whether the variant is for an op."""
+        return not self.ops or op in self.ops
 
 
 # Query and context lengths around the edges of blocks, tiles and partitions.

@@ -40,6 +40,7 @@ _DOCUMENT = """\
   not_run: list of {op, reason, cases, run}
   reads: {op: {slot state: number of slots read}}, for the ops whose reads were traced
   reads_allowed: {op: [slot state]}, which reads the contracts allow
+  forms: {op: {kernels: number of cases that launched them}}, joined by " + " (Triton's interpreter)
   reports: the files of --report
   coverage: with --coverage, {op: {lines, branches: {total, reached, excused, percent,
     percent_of_reachable}, missing, excused, outdated: lists of {file, line, function, what, text, reason},

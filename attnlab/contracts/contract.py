@@ -6,6 +6,7 @@ from attnlab.case.shown import Shown
 
 PARTITION_SIZE = 256  # tokens per partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows per program of the prefill kernel, BLOCK_M
+ENCODER_TILE = 128  # of triton_prefill_attention; 32 in float32 and for heads from 512 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -2,7 +2,17 @@
 
 from collections.abc import Iterable
 
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import (
+    CPU_ATTENTION,
+    DECODE_FWD,
+    ENCODER,
+    MERGE,
+    OPS,
+    PREFILL,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+)
 from attnlab.contracts.contract import Contract
 from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
@@ -12,6 +22,7 @@ def contract(name: str, target: Target, op: str) -> Contract:
     return {
         WRAPPER: _wrapper,
         PREFILL: _prefill,
+        ENCODER: _encoder,
         TRITON_DECODE: _triton_decode,
         ROCM_DECODE: _rocm_decode,
         CPU_ATTENTION: _cpu_attention,
@@ -59,6 +70,19 @@ def _prefill(target: Target, op: str) -> Contract:
         new_tokens_from=OPS[PREFILL].new_tokens_from,
         kv_cache_dtypes=_triton_formats(target),
         sinks="without alibi",  # the op asserts it
+    )
+
+
+def _encoder(target: Target, op: str) -> Contract:
+    """Return the contract of triton_prefill_attention, which reads no cache."""
+    return Contract(
+        name=ENCODER,
+        source=OPS[ENCODER].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[ENCODER].new_tokens_from,
+        default_scale="head_size",
+        kv_cache_dtypes=OPS[ENCODER].kv_cache_dtypes,
+        sinks="any",
     )
 
 

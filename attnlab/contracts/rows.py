@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 
 from attnlab.case.lengths import Lengths
-from attnlab.case.ops import PREFILL, fill_read
-from attnlab.contracts.contract import PREFILL_TILE, Contract
+from attnlab.case.ops import ENCODER, PREFILL, fill_read
+from attnlab.contracts.contract import ENCODER_TILE, PREFILL_TILE, Contract
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
 from attnlab.tensors.call import KernelCall
@@ -43,19 +43,29 @@ def served(contract: Contract, call: KernelCall) -> torch.Tensor:
 def written_rows(contract: Contract, call: KernelCall) -> torch.Tensor:
     """Return which output rows the kernel writes, [num_tokens] bool.
 
-    The prefill kernel's grid covers max_query_len rows per sequence, in tiles of PREFILL_TILE.
+    The grids of the prefill kernels cover max_query_len rows per sequence, in whole tiles.
     """
     rows = torch.zeros(call.query.shape[0] + 1, dtype=torch.int64)
     starts = as_read(contract, call, "query_start_loc")
     lens = starts.diff()
-    if contract.name == PREFILL:
-        lens = lens.clamp(max=-(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE)
+    if contract.name in (PREFILL, ENCODER):
+        lens = lens.clamp(max=grid_rows(contract, call))
     on = served(contract, call)
     begins = starts[:-1][on].clamp(0, call.query.shape[0])
     ends = (starts[:-1] + lens)[on].clamp(0, call.query.shape[0])
     rows.index_add_(0, begins, torch.ones_like(begins))
     rows.index_add_(0, ends, -torch.ones_like(ends))
     return rows.cumsum(0)[:-1] > 0
+
+
+def grid_rows(contract: Contract, call: KernelCall) -> int:
+    """Return the rows of a sequence that the grid of a prefill kernel covers: max_query_len, in tiles."""
+    tile = PREFILL_TILE
+    if contract.name == ENCODER:
+        is_small = call.query.dtype == torch.float32 or call.query.shape[2] >= 512
+        tile = 64 if call.origin.platform == "cpu" else ENCODER_TILE
+        tile = 32 if is_small else tile
+    return -(-call.max_query_len // tile) * tile
 
 
 def runs_of(rows: torch.Tensor) -> list[slice]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.ops import PREFILL
+from attnlab.case.ops import ENCODER, PREFILL
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contract
 from attnlab.contracts.target import Target
@@ -120,7 +120,7 @@ class Problem:
 
     def is_decode(self, seq: int) -> bool:
         """Answer whether the sequence has one new token and the op does not serve it by prefill alone."""
-        return self.query_len(seq) == 1 and self.kernels != (PREFILL,)
+        return self.query_len(seq) == 1 and self.kernels not in ((PREFILL,), (ENCODER,))
 
     def cached_len(self, seq: int) -> int:
         """Return how many of a sequence's tokens its kernel reads from the cache, by the op's contract."""

@@ -17,6 +17,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.second_case import further_cases
+from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.case_call import make_output
@@ -56,7 +57,7 @@ def access_facts(lab: Lab, case: Case, run: Run) -> tuple[frozenset[str], bool]:
         if ran.status == "rejected":
             return frozenset(), False
         is_wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).diagnosis.is_wrong
-        facts = {*_reads(lab, traced, ran), *_writes(traced, ran)}
+        facts = {*_reads(lab, traced, ran), *_writes(traced, ran), *_scratch(traced, ran, run)}
     except AttnLabError:
         return frozenset(), False
     return frozenset(facts), is_wrong
@@ -109,3 +110,18 @@ def _writes(case: Case, ran: Result) -> Iterator[str]:
     at = torch.nonzero(unwritten).flatten().tolist()
     if any(rows is None or row in rows for row in at):
         yield "no kernel writes some rows of the output"
+
+
+def _scratch(case: Case, ran: Result, run: Run) -> Iterator[str]:
+    """Yield that the output depends on scratch memory that no kernel has written, if so.
+
+    Only ops of vLLM get scratch memory from the lab. On the emulated device, a trace finds such reads.
+    """
+    if case.backend != "vllm":
+        return
+    with scratch_full_of(0.0):
+        again = run(case)
+    if again.status == "rejected":
+        return
+    if not bool(rows_equal(again.output.cpu(), ran.output.cpu()).all()):
+        yield "scratch memory that no kernel has written is read"

@@ -110,10 +110,7 @@ def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequen
     if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
         terms = 1 + round(_FP8_UNIT / rounding.unit)
         return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
-    if case.op_argument in (
-        "int8_per_token_head",
-        "fp8_per_token_head",
-    ):  # weights times a scale are rounded
+    if case.op_argument.startswith(("int8_", "fp8_per_")):  # weights times a scale are rounded
         return dataclasses.replace(rounding, step=rounding.step * 448)
     return rounding
 
@@ -159,7 +156,7 @@ def _attended(
     added = _bias(case, batch, at, keys, mask.bias(at[:, 0]))
     scores = (scores + added).masked_fill(~mask.visible(at[:, 0]), -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
-    if batch.sinks is not None:
+    if batch.sinks is not None and case.op_argument != "sinks_of_key_0":
         total = total.logaddexp(batch.sinks.double()[:, None, None])
     return _Sequence(
         rows=rows,
@@ -241,6 +238,8 @@ def _bias(
         if case.op_argument == "alibi_sqrt":
             distance = -(-distance).clamp(min=0).sqrt()
         added = batch.alibi_slopes.double()[:, None, None] * distance
+    if batch.sinks is not None and case.op_argument == "sinks_of_key_0":
+        added = batch.sinks.double()[:, None, None] * (keys == 0)
     return added if of_mask is None else added + of_mask.double()
 
 

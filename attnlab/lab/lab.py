@@ -24,6 +24,7 @@ from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.steps import OnStep
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
+from attnlab.lab.argument_write import expected_write, write_bound
 from attnlab.lab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.lab.error_map import ErrorMap, compare
 from attnlab.lab.keys import batch_key, cache_key, output_key, prefill_key, reference_key
@@ -99,14 +100,11 @@ class Lab:
         with every token, [num_blocks × block_size, num_kv_heads, 2 × head_size].
         """
         if case.spec.writes_cache:
-            return expected_cache(self.cache(case.replace(fill="all_rows")))
+            return expected_write(case, expected_cache(self.cache(case.replace(fill="all_rows"))))
         return self._reference(case, with_lse=False).output
 
     def lse(self, case: Case) -> torch.Tensor:
-        """Return the right log-sum-exp of each row's scores, [num_tokens, num_heads], shared.
-
-        In the dtype ``case.reference_dtype``; sinks are not part of it.
-        """
+        """Return the LSE of each row without sinks, [num_tokens, num_heads] in the reference's dtype."""
         lse = self._reference(case, with_lse=True).lse
         assert lse is not None
         return lse
@@ -221,7 +219,8 @@ class Lab:
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
         slots = as_numbers(call.output[order], expected[order])
-        return compare(*slots, slot_lengths(case), tolerance or 0.0, case.rtol)
+        bound = write_bound(case, self.reference(case.replace(op_argument=NONE))[order])
+        return compare(*slots, slot_lengths(case), tolerance or bound, case.rtol)
 
     def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""

@@ -12,6 +12,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.shown import Shown
+from attnlab.tensors.data_values import change_values
 from attnlab.tensors.formats import FORMATS
 
 SINK_RANGE = (1.0, 6.0)
@@ -81,6 +82,7 @@ def make_batch(case: Case, device: str = "cpu") -> Batch:
     query_shape = (lengths.num_tokens, case.num_heads, case.head_size)
     kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
     query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
+    change_values(case.distribution, lengths, query, key, value)
     return Batch(
         lengths=lengths,
         query=query,
@@ -165,10 +167,10 @@ def _draw_chunk(chunk: torch.Tensor, seed: int, distribution: str) -> None:
     whole = max(0, len(chunk) // _PART - 1) * _PART
     for part in (*target[:whole].split(_PART), target[whole:]):
         drawn = numbers[: len(part)]
-        if distribution == "normal":
-            drawn.normal_(generator=generator)
-        else:
+        if distribution == "uniform_1e-3":
             drawn.uniform_(-1e-3, 1e-3, generator=generator)
+        else:
+            drawn.normal_(generator=generator)
         part.copy_(drawn)
     if not on_cpu:
         chunk.copy_(target)

@@ -8,7 +8,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.lengths import Lengths
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import UNIFIED
+from attnlab.case.ops import PREFILL, WRAPPER
 from attnlab.tensors.cut_masks import cut_prefixes, cut_ranges
 from attnlab.tensors.visibility import SequenceMask, Visibility
 
@@ -26,8 +26,8 @@ def visibility_of(case: Case) -> Visibility:
 def _masked(case: Case) -> Visibility:
     """Return the Visibility of a Case whose mask is not causal."""
     window, mask = case.sliding_window, case.mask
-    # unified_attention limits a window to the right as far as to the left, the prefill kernel does not.
-    right = window - 1 if window and case.op == UNIFIED else None
+    # A window is limited to the right as far as to the left, except in the prefill kernel.
+    right = window - 1 if window and case.op not in (PREFILL, WRAPPER) else None
     if mask == "bidirectional":
         return Visibility(causal=False, sliding_window=window, window_right=right)
     if mask == "causal_by_sequence":

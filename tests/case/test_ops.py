@@ -12,7 +12,8 @@ LENS = {"query_lens": (1, 1), "ctx_lens": (5, 20), "block_size": 16}
 def case_of(op: Op, **changes) -> Case:
     """Return a small Case of an op on a backend, platform and release that it has."""
     platform = {"platform": op.platforms[0]} if op.platforms else {}
-    return Case(op=op.name, backend=op.backends[0], **{**platform, **LENS, **changes})
+    context = {} if op.context else {"ctx_lens": (0, 0)}
+    return Case(op=op.name, backend=op.backends[0], **{**platform, **LENS, **context, **changes})
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -10,10 +10,13 @@ from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
 from attnlab.checker.argument_coverage import parameter_uses
 from attnlab.checker.argument_reasons import INDEX_DTYPES, VALUE_REASONS
+from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.lengths import launches
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
 from attnlab.kernels import find_backend
-from attnlab.kernels.vllm import mask_arguments, op_calls
+from attnlab.kernels.triton.coverage import measuring
+from attnlab.kernels.vllm import encoder_call, mask_arguments, op_calls
 from attnlab.kernels.vllm.argument_facts import argument_facts
 from attnlab.kernels.vllm.op_functions import op_functions
 from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
@@ -50,7 +53,7 @@ def test_what_did_not_occur_is_listed():
         facts(q=torch.zeros(3, 4, 8)[..., :5], block_table=torch.zeros(2, 2).int(), softcap=1.0),
     ]
     uses = {one.name: one for one in parameter_uses(UNIFIED, ("q", "block_table"), cases)}
-    assert uses["q"].gaps == ("offsets of dimension 0 are below 2^31",)
+    assert uses["q"].gaps == tuple(f"offsets of dimension {dim} are below 2^31" for dim in (0, 1))
     assert any(reason.startswith("stride 2") for reason in uses["q"].reasons)
     assert set(uses["block_table"].gaps) == {
         "stride 0 is that of a contiguous tensor",
@@ -85,7 +88,9 @@ def test_tensors_with_other_strides(used):
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_every_parameter_is_passed_or_has_a_reason(version, op):
     """Those that the lab binds, those of op arguments, and those with a reason; nothing else."""
-    bound = inspect.getsource(op_calls) + inspect.getsource(mask_arguments)
+    if version not in OPS[op].releases:
+        pytest.skip(f"{version} does not have the op")
+    bound = "".join(map(inspect.getsource, (op_calls, mask_arguments, encoder_call)))
     argued = {name for one in OP_ARGUMENTS.values() if op in one.ops for name in one.parameters}
     for name in parameters(version, op):
         has_reason = bool({(op, name), ("", name)} & VALUE_REASONS.keys())
@@ -99,6 +104,40 @@ def test_the_tables_name_parameters_that_exist():
         assert name in (every[op] if op else set().union(*every.values()))
     for op, strides in USED_STRIDES.items():
         assert set(strides) <= every[op]
+
+
+def layout_gaps(op, is_left_out=lambda case: False):
+    """Return the strides, far offsets and index dtypes that no call of an op has, by parameter.
+
+    The op is called with the Cases for layouts, but no program of a kernel runs.
+    """
+    source, facts = of_release("0.33.0"), []
+    backend = find_backend("vllm", source.path, "cpu")
+    for case in hostile_cases(backend, op, "sm_90", 31, 0):
+        is_about_layout = case.op_argument.startswith(("gaps", "far_", "int8_", "fp8_per"))
+        is_index = case.stage == "int64" or case.mask in ("ranges", "tree", "prefix_and_window")
+        if (is_about_layout or is_index) and not is_left_out(case):
+            with measuring() as measured:
+                launches(backend, case)
+            facts.append({name: sorted(found) for name, found in measured.arguments.items()})
+    uses = parameter_uses(op, parameters("0.33.0", op), facts)
+    gaps = {use.name: [gap for gap in use.gaps if gap != "one value only"] for use in uses}
+    return {name: found for name, found in gaps.items() if found}
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_every_stride_offset_and_index_dtype_occurs_or_has_a_reason(op):
+    assert layout_gaps(op) == {}
+
+
+@pytest.mark.releases
+def test_a_stride_that_no_case_changes_is_a_gap():
+    without = layout_gaps("decode_attention_fwd", lambda case: case.op_argument == "far_dim_2")
+    assert without == {
+        name: ["offsets of dimension 2 are below 2^31"]
+        for name in ("k_buffer", "v_buffer", "attn_logits")
+    }
 
 
 @pytest.mark.releases

@@ -1,6 +1,7 @@
 """Hostile cases and their variants: valid, explained, and all in use."""
 
 import pytest
+from helpers.sources import of_release
 
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
@@ -11,8 +12,10 @@ from attnlab.checker.hostile import (
     covering_rows,
     hostile_cases,
     hostile_design,
+    longest_split,
 )
 from attnlab.checker.variants import VARIANTS
+from attnlab.kernels import find_backend
 from attnlab.kernels.model.backend import ModelBackend
 
 
@@ -39,7 +42,9 @@ def test_fewer_cases_are_the_first_of_all() -> None:
     for op in TRITON_OPS[-2:]:
         every = list(hostile_cases(subject, op, "sm_90", None, 0))
         for count in (1, 12, 31, len(every)):
-            assert list(hostile_cases(subject, op, "sm_90", count, 0)) == every[:count]
+            few = list(hostile_cases(subject, op, "sm_90", count, 0))
+            assert few == every[: len(few)]
+            assert len(few) >= count  # those with unusual values are not counted
         assert len(set(every)) == len(every)
 
 
@@ -56,6 +61,23 @@ def test_every_allowed_combination_occurs_in_a_case() -> None:
         kept = [c for c, row in zip(cases, rows, strict=True) if row[knob] != names[-1]]
         missing = combinations_of(subject, op, "sm_90", 0, kept)["pairs"]["missing"]
         assert f"{knob} {names[-1]}" in missing[0]
+
+
+def test_cases_that_ask_for_parts_are_split():
+    """unified_attention takes the other form if a sequence has more than 8 new tokens."""
+    cases = list(covering_cases(ModelBackend(rules="0.33.0"), "unified_attention", "sm_90", 0))
+    split = [case for case in cases if case.num_splits]
+    assert max(max(case.lengths.query_lens) for case in split) == 8
+    others = [case for case in cases if not case.num_splits]
+    assert max(max(case.lengths.query_lens) for case in others) > 8
+    longest = [max(max(case.lengths.seq_lens) for case in some) for some in (split, others)]
+    assert longest[0] == longest[1]
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(("version", "most"), [("0.11.2", 1), ("0.33.0", 8)])
+def test_the_most_rows_that_are_split_are_read_from_the_launches(version, most):
+    assert longest_split(find_backend("vllm", of_release(version).path, "cpu")) == most
 
 
 def test_what_is_refused_has_a_reason_and_is_refused() -> None:

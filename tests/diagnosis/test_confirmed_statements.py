@@ -23,6 +23,7 @@ from attnlab.diagnosis.pattern_check import confirmed_claim
 from attnlab.diagnosis.rule_search import find_rule
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import backend as model
+from attnlab.kernels.vllm.scratch import scratch
 from attnlab.lab.lab import Lab
 from attnlab.lab.reads import MemoryReport, SlotsRead
 from attnlab.lab.result import Result
@@ -149,6 +150,18 @@ def test_rows_that_are_never_written_describe_a_fault():
         output[-1] = make_output(case)[-1]
 
     assert "no kernel writes some rows of the output" in accesses(lambda case: (), spoil)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_read_of_unwritten_scratch_memory_describes_a_fault(is_read):
+    """The output is wrong in both; it changes with the contents of the scratch memory in one."""
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        number = scratch(Lab().call(case), (1,)) if is_read else torch.nan
+        output[0] += number
+
+    facts = accesses(lambda case: (), spoil)
+    assert ("scratch memory that no kernel has written is read" in facts) == is_read
 
 
 def test_the_stride_of_a_slot_may_be_another():

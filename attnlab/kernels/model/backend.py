@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 from attnlab.case.errors import KernelRejected
 from attnlab.case.masks import MASKS
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, RELEASES, TRITON_OPS, UNIFIED, WRITE
+from attnlab.case.ops import (
+    DECODE_FWD,
+    ENCODER,
+    MERGE,
+    PREFILL,
+    RELEASES,
+    TRITON_OPS,
+    UNIFIED,
+    WRITE,
+)
 from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model.cache_write import reshape_and_cache_flash
@@ -13,6 +22,7 @@ from attnlab.kernels.model.merge import merge_attn_states
 from attnlab.kernels.model.prefill import (
     context_attention_fwd,
     decode_attention_fwd,
+    encoder_attention,
     unified_attention,
 )
 from attnlab.kernels.model.rocm_decode import paged_attention_rocm
@@ -21,6 +31,7 @@ from attnlab.tensors.call import KernelCall
 
 _KERNELS = {
     PREFILL: context_attention_fwd,
+    ENCODER: encoder_attention,
     TRITON_DECODE: kernel_paged_attention_2d,
     ROCM_DECODE: paged_attention_rocm,
     UNIFIED: unified_attention,

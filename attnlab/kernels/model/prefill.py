@@ -1,6 +1,7 @@
 """Models of the Triton ops that process a sequence's rows in tiles, vLLM 0.11.2 and 0.33.0.
 
 - context_attention_fwd (prefix_prefill.py) reads new tokens from its arguments.
+- context_attention_fwd of triton_prefill_attention.py has no cache and no context.
 - unified_attention (triton_unified_attention.py) and decode_attention_fwd (triton_decode_attention.py) read
   them from the cache. They may split a sequence and merge the parts in float32. This changes only the
   largest score to which a weight is relative when it is rounded, so the models do not split.
@@ -9,10 +10,10 @@
 import torch
 
 from attnlab.case.errors import KernelRejected
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
+from attnlab.case.ops import DECODE_FWD, ENCODER, PREFILL, UNIFIED
 from attnlab.contracts.contract import PREFILL_TILE
 from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import as_read, cached_lens, served
+from attnlab.contracts.rows import as_read, cached_lens, grid_rows, served
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.tensors.call import KernelCall
@@ -30,8 +31,15 @@ def context_attention_fwd(call: KernelCall, target: Target) -> None:
     """
     if call.sinks is not None and call.alibi_slopes is not None:
         raise KernelRejected("Sinks arg is not supported with alibi")
-    grid = -(-call.max_query_len // PREFILL_TILE) * PREFILL_TILE
-    _attend(PREFILL, call, target, grid)
+    _attend(PREFILL, call, target, grid_rows(contract(PREFILL, target, call.op), call))
+
+
+def encoder_attention(call: KernelCall, target: Target) -> None:
+    """Write the rows of every sequence to ``call.output``, as triton_prefill_attention does.
+
+    Keys and values are ``call.key`` and ``call.value``. The grid covers max_query_len rows, in tiles.
+    """
+    _attend(ENCODER, call, target, grid_rows(contract(ENCODER, target, call.op), call))
 
 
 def unified_attention(call: KernelCall, target: Target) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
+from attnlab.case.ops import DECODE_FWD, ENCODER, PREFILL, UNIFIED
 from attnlab.contracts.target import TRITON_DECODE
 from attnlab.tensors.call import KernelCall
 
@@ -56,7 +56,8 @@ def _prefill(args: dict[str, Any], program: Program, subset: Subset) -> bool:
     A program returns at once if it skips a decode; a tile after the last row stores nothing.
     """
     seq, head, tile = program
-    if not subset.has(seq, head // args["num_queries_per_kv"]):
+    group = args.get("num_queries_per_kv") or args["kv_group_num"]  # triton_prefill_attention
+    if not subset.has(seq, head // group):
         return False
     query_len = _query_len(args["B_Start_Loc"], seq)
     skipped = args.get("SKIP_DECODE", False) and query_len == 1
@@ -119,6 +120,9 @@ def estimated_s(call: KernelCall, kernels: tuple[str, ...], subset: Subset) -> f
             tiles = -(-query_len // 128)
             steps = tiles * ((seq_len - query_len) / 32 + tiles + 1)
             seconds += steps * kv_heads * call.num_queries_per_kv * _PREFILL_STEP_S
+        elif ENCODER in kernels:
+            tiles = -(-query_len // 128)
+            seconds += tiles * tiles * kv_heads * call.num_queries_per_kv * _PREFILL_STEP_S
         elif UNIFIED in kernels:
             blocks = -(-query_len * call.num_queries_per_kv // 16)
             seconds += blocks * (seq_len / 32) * kv_heads * _DECODE_STEP_S

@@ -19,7 +19,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
 from attnlab.case.masks import MASKS
-from attnlab.case.ops import OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
+from attnlab.case.ops import ENCODER, OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
 from attnlab.case.platforms import Platform
 from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
@@ -45,7 +45,8 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import presented
 
 ALL = Subset()
-_ONE_OUTPUT = (WRAPPER, PREFILL)  # ops that write only call.output, which processes can share
+# Ops that write only call.output, which processes can share.
+_ONE_OUTPUT = (WRAPPER, PREFILL, ENCODER)
 _NOTICE_S = 60.0  # announce a run that takes longer
 
 

@@ -4,19 +4,22 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.kernels.vllm.strides import far_apart, with_gaps
+from attnlab.kernels.vllm.strides import far_dim, with_gaps
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.int4 import pack_int4
 from attnlab.tensors.op_argument_data import latent_size, narrow_size, per_token_head
 
 _INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
+# The dimension of the scale caches that is beyond 2^31 elements.
+_FAR = {"int8_far_slots_per_token_head": 1, "int8_far_heads_per_token_head": 2}
 _DIFFKV = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
 
 
 def per_token_head_cache(case: Case, given: Arguments) -> Arguments:
     """Pass a quantised cache, with NaN as the scales of empty slots.
 
-    One scale cache has gaps; the blocks of the other are far apart.
+    One scale cache has gaps; the blocks of the other are far apart. With the op arguments of _FAR, the slots
+    or the heads of both are.
     """
     kind = case.op_argument.partition("_")[0]
     changed: Arguments = {"kv_quant_mode": {"int8": _INT8, "fp8": _FP8, "int4": _INT4}[kind]}
@@ -25,7 +28,8 @@ def per_token_head_cache(case: Case, given: Arguments) -> Arguments:
         stored, scale = stored_per_token_head(case, given[name].cpu())
         is_far = (name == "v") == (kind != "fp8")
         scale = scale.to(given[name].device)
-        scales = far_apart(scale) if is_far else with_gaps(scale, scale.dim())
+        dim = _FAR.get(case.op_argument, 0 if is_far else None)
+        scales = with_gaps(scale, scale.dim()) if dim is None else far_dim(scale, dim)
         changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
     return changed
 

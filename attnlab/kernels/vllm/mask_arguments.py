@@ -5,20 +5,27 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unsupported
-from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, PREFILL, UNIFIED, WRAPPER
 from attnlab.tensors.call import KernelCall
 
 Arguments = dict[str, Any]
+_MASKED = (WRAPPER, PREFILL, ENCODER, UNIFIED)
 
 
 def mask_arguments(call: KernelCall) -> Arguments:
     """Return the arguments of an op that state which keys its rows see; of unified_attention with its window.
 
-    Source: unified_attention and context_attention_fwd, vLLM 0.33.0.
+    Source: unified_attention and context_attention_fwd, vLLM 0.33.0. The windows are those that its
+    Triton backend passes (vllm/v1/attention/backends/triton_attn.py).
     """
     if call.op in (WRAPPER, PREFILL):
         return {"causal": call.causal}
     window = call.sliding_window - 1 if call.sliding_window else -1
+    if call.op == ENCODER:
+        windows = {"sliding_window_q": window, "sliding_window_k": _right(call)}
+        if not call.causal and not call.sliding_window:  # as vit_attn_wrappers.py calls it
+            windows = {}
+        return {"is_causal": call.causal, **windows}
     given: Arguments = {"causal": call.causal, "window_size": (window, _right(call))}
     if call.mm_prefix_range is not None:
         given["mm_prefix_range"] = call.mm_prefix_range
@@ -46,9 +53,9 @@ def check_masks(call: KernelCall, given: Arguments) -> None:
     """
     if call.visibility.is_plain or call.spec.writes_cache:
         return
-    needed = mask_arguments(call) if call.op in (WRAPPER, PREFILL, UNIFIED) else {"causal": False}
+    needed = mask_arguments(call) if call.op in _MASKED else {"causal": False}
     for name, value in needed.items():
-        is_plain = value is True or (value is False and name != "causal")
+        is_plain = value is True or (value is False and not name.endswith("causal"))
         if name not in given and not is_plain:
             raise Unsupported(f"mask must be causal: {call.op} of this vLLM has no argument {name}")
     if isinstance(call.causal, torch.Tensor) and call.op != UNIFIED:

@@ -12,10 +12,13 @@ from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
 from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, per_token_head_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
+from attnlab.kernels.vllm.strides import USED_STRIDES, far_dim, far_heads, with_gaps
+from attnlab.kernels.vllm.write_arguments import write_diffkv, write_per_token_head
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
+
+_FAR_DIM = "far_dim_"
 
 
 def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
@@ -35,6 +38,8 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})
+    if found.function is not None:  # it has parameters of its own
+        return found
     lacking = set(found.arguments) - set(arguments) - parameters
     kept = {key: value for key, value in found.arguments.items() if key not in lacking}
     if "prefill_tokens_with_context" in lacking:  # then every prefix is read
@@ -89,22 +94,30 @@ def _suffix_only(case: Case, given: Arguments) -> Arguments:
 
 
 def _other_strides(case: Case, given: Arguments) -> Passed:
-    """Pass tensors with gaps, or with rows far apart; :attr:`Passed.finish` reads the result from them."""
+    """Pass tensors with gaps, or with a dimension far apart; :attr:`Passed.finish` reads the result from
+    them."""
     changed: Arguments = {}
+    dim = int(case.op_argument[-1]) if case.op_argument.startswith(_FAR_DIM) else 0
     for name, used in USED_STRIDES[case.op].items():
-        if isinstance(given.get(name), torch.Tensor):
-            is_gap = case.op_argument == "gaps"
-            far = far_heads if case.op == MERGE and given[name].dim() == 3 else far_apart
-            changed[name] = with_gaps(given[name], used) if is_gap else far(given[name])
+        tensor = given.get(name)
+        if not isinstance(tensor, torch.Tensor) or dim >= used:
+            continue
+        if case.op_argument == "gaps":
+            changed[name] = with_gaps(tensor, used)
+        elif case.op == MERGE and tensor.dim() == 3:
+            changed[name] = far_heads(tensor, dim)
+        else:
+            changed[name] = far_dim(tensor, dim)
+    found = {**given, **changed}
 
     def finish(output: torch.Tensor) -> None:
         if case.spec.writes_cache:
-            output.copy_(written_cache(changed["key_cache"], changed["value_cache"]))
+            output.copy_(written_cache(found["key_cache"], found["value_cache"]))
         else:
-            written = next(changed[name] for name in ("out", "output", "o") if name in changed)
+            written = next(found[name] for name in ("out", "output", "o") if name in found)
             output.copy_(written[: len(output)])
 
-    return Passed(arguments={**given, **changed}, finish=finish)
+    return Passed(arguments=found, finish=finish)
 
 
 def _short_scratch(case: Case, given: Arguments) -> Arguments:
@@ -151,17 +164,28 @@ def _head_major(case: Case, given: Arguments) -> Passed:
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
 
 
+def _by_op(
+    attend: Callable[[Case, Arguments], Arguments | Passed],
+    write: Callable[[Case, Arguments], Passed],
+) -> Callable[[Case, Arguments], Arguments | Passed]:
+    """Return the maker of an argument of attention and of cache writes."""
+    return lambda case, given: (write if case.spec.writes_cache else attend)(case, given)
+
+
 _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
-    "int8_per_token_head": per_token_head_cache,
-    "fp8_per_token_head": per_token_head_cache,
+    "int8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
+    "fp8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
     "int4_per_token_head": per_token_head_cache,
-    "diffkv": diffkv,
+    "int8_far_slots_per_token_head": per_token_head_cache,
+    "int8_far_heads_per_token_head": per_token_head_cache,
+    "diffkv": _by_op(diffkv, write_diffkv),
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
     "block_pointers": _block_pointers,
+    "sinks_of_key_0": lambda case, given: {"sinks_bias_key0": True},
     "skip_decode": lambda case, given: {"skip_decode": True},
     "suffix_only_tokens": _suffix_only,
     "no_lse": lambda case, given: {**_suffix_only(case, given), "output_lse": None},
@@ -172,6 +196,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     },
     "gaps": _other_strides,
     "far_rows": _other_strides,
+    **{name: _other_strides for name in OP_ARGUMENTS if name.startswith(_FAR_DIM)},
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,

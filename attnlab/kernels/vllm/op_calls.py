@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import Unavailable, Unsupported
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
+from attnlab.kernels.vllm.encoder_call import encoder_arguments
 from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
+from attnlab.kernels.vllm.scratch import scratch
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.layout import flash
@@ -189,15 +191,10 @@ def _segments(call: KernelCall) -> Arguments:
     return {
         "seq_threshold_3D": most,
         "num_par_softmax_segments": splits,
-        "softmax_segm_output": _scratch(call, (tokens, heads, splits, padded)),
-        "softmax_segm_max": _scratch(call, (tokens, heads, splits)),
-        "softmax_segm_expsum": _scratch(call, (tokens, heads, splits)),
+        "softmax_segm_output": scratch(call, (tokens, heads, splits, padded)),
+        "softmax_segm_max": scratch(call, (tokens, heads, splits)),
+        "softmax_segm_expsum": scratch(call, (tokens, heads, splits)),
     }
-
-
-def _scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
-    return torch.full(shape, float("nan"), device=call.query.device)
 
 
 def _decode(call: KernelCall, target: Target) -> Arguments:
@@ -210,10 +207,10 @@ def _decode(call: KernelCall, target: Target) -> Arguments:
         "k_buffer": key,
         "v_buffer": value,
         "o": call.output,
-        "lse": _scratch(call, (seqs, heads)),
+        "lse": scratch(call, (seqs, heads)),
         "req_to_token": call.block_table,
         "b_seq_len": call.seq_lens,
-        "attn_logits": _scratch(call, (seqs, heads, splits, head_size + 1)),
+        "attn_logits": scratch(call, (seqs, heads, splits, head_size + 1)),
         "num_kv_splits": splits,
         "sm_scale": paged.scale_of(call, target),
         "page_size": call.block_size,
@@ -291,6 +288,7 @@ def _finish_write(call: KernelCall, arguments: Arguments) -> None:
 OP_CALLS = {
     WRAPPER: OpCall(arguments=_wrapper),
     PREFILL: OpCall(arguments=_prefill),
+    ENCODER: OpCall(arguments=encoder_arguments),
     UNIFIED: OpCall(arguments=_unified),
     DECODE_FWD: OpCall(arguments=_decode, lse=lambda given: given.get("lse")),
     MERGE: OpCall(arguments=_merge, lse=_merged_lse),

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.tensors.cache import untouched
 
 FAR = 2**31
@@ -22,6 +22,7 @@ USED_STRIDES: dict[str, dict[str, int]] = {
         **{"q": 3, "k": 3, "v": 3, "o": 3},
         **{"k_cache": 5, "v_cache": 4, "b_loc": 2},
     },
+    ENCODER: {"q": 2, "k": 2, "v": 2, "o": 2},
     UNIFIED: {
         **{"q": 2, "out": 2, "k": 4, "v": 4, "block_table": 1},
         **{"k_scale_cache": 3, "v_scale_cache": 3},
@@ -66,11 +67,17 @@ def far_apart(tensor: torch.Tensor, steps: int = 0) -> torch.Tensor:
     return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
 
 
-def far_heads(tensor: torch.Tensor) -> torch.Tensor:
+def far_dim(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a copy of a tensor whose last index of a dimension is beyond 2^31 elements."""
+    return far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
+
+
+def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return a copy of a tensor [tokens, heads, head_size] with its heads far apart.
 
-    merge_attn_states computes the stride of a token from that of a head.
+    The last token, or with ``dim`` 1 the last head of a token, is beyond 2^31 elements. merge_attn_states
+    computes the stride of a token from that of a head.
     """
     tokens, heads, _ = tensor.shape
-    rows = far_apart(tensor.flatten(0, 1), (tokens - 1) * heads)
+    rows = far_apart(tensor.flatten(0, 1), heads - 1 if dim else (tokens - 1) * heads)
     return rows.view(tokens, heads, -1)

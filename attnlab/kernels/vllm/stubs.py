@@ -1,6 +1,5 @@
 """Stubs for the modules that vLLM's attention ops import: vLLM's own, and torch without a GPU."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,6 +12,7 @@ from attnlab.case.platforms import Platform
 from attnlab.kernels.vllm.warmup_stubs import warmup_stubs
 from attnlab.tensors.formats import FORMATS
 
+_RCP_LN2 = 1.4426950216  # 1 / ln(2), as vllm/utils/math_utils.py rounds it (0.33.0)
 _CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "cdna": (9, 4), "rdna": (11, 0)}
 
 
@@ -44,7 +44,8 @@ def make_stubs(
     contents: dict[str, dict[str, Any]] = {
         "vllm.platforms": {"current_platform": current},
         "vllm.platforms.rocm": {
-            "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom
+            "use_rocm_custom_paged_attention": lambda *args, **kwargs: dispatch.use_custom,
+            "on_gfx1x": lambda: platform.family == "rdna",
         },
         "vllm._custom_ops": {
             "paged_attention_rocm": lambda *args, **kwargs: dispatch.rocm_decode(*args, **kwargs)
@@ -58,7 +59,7 @@ def make_stubs(
             "get_fp8_min_max": lambda: (torch.finfo(fp8).min, torch.finfo(fp8).max),
         },
         "vllm.utils.math_utils": {
-            "RCP_LN2": 1 / math.log(2),
+            "RCP_LN2": _RCP_LN2,
             "cdiv": lambda number, size: -(-number // size),
             "largest_power_of_2_divisor": lambda number: number & -number,
             "next_power_of_2": lambda number: 1 << max(0, number - 1).bit_length(),

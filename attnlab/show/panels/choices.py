@@ -27,6 +27,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "chunked_prefill_paged_decode": "Attention of a mixed batch: prefill rows by the prefill kernel, "
         "decode rows by a paged decode kernel.",
         "context_attention_fwd": "The prefill kernel alone: new tokens attend to a paged context.",
+        "triton_prefill_attention": "Attention of whole sequences without a cache, as in an encoder.",
         "unified_attention": "One kernel for prefill and decode rows, which reads all keys from the cache.",
         "decode_attention_fwd": "Decode of one token per sequence, split along the keys.",
         "merge_attn_states": "Merges two partial attention outputs by their log-sum-exp.",
@@ -98,6 +99,10 @@ CHOICES: dict[str, dict[str, str]] = {
     "distribution": {
         "uniform_1e-3": "Uniform between -1e-3 and 1e-3, as in vLLM's test.",
         "normal": "Normal with standard deviation 1.",
+        "large_scores": "Normal, with all scores of a row near ±147456 times the scale.",
+        "ties": "Normal, with equal scores; values are tags of a head and 16 tokens.",
+        "dominant_key": "Normal, with one key per sequence and head that has nearly all the weight.",
+        "near_limit": "Normal, with values near 65504, the limit of float16.",
     },
     "output_init": {
         "recycled": "The output buffer holds finite numbers, as torch.empty may return.",

@@ -147,6 +147,8 @@ def report(one: "Report") -> Sheet:
             parts.append(Lines([Words(f"{title}: none", "good")]))
     if one.reads:
         parts.append(_reads_grid(one))
+    if one.forms:
+        parts.append(_forms_grid(one))
     parts += _coverage_parts(one)
     if one.reports:
         parts.append(Lines([f"written: {path}" for path in one.reports]))
@@ -215,6 +217,14 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
         for one in found
     ]
     return Grid(["op", "kind", "diagnosis", "cases", "evidence"], rows, title)
+
+
+def _forms_grid(one: "Report") -> Grid:
+    """Return which kernels the cases of each op launched."""
+    rows: list[Row] = [
+        [op, form, count] for op, forms in one.forms.items() for form, count in forms.items()
+    ]
+    return Grid(["op", "kernels", "cases"], rows, most=len(rows))
 
 
 def _reads_grid(one: "Report") -> Grid:

@@ -137,6 +137,7 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
             findings=[finding],
             reads={"unified_attention": {"own": 7, "own_future": 2, "never_mapped": 0}},
             reads_allowed={"unified_attention": ["own"]},
+            forms={"unified_attention": {"kernel": 2, "kernel + reduce_segments": 1}},
             reports=["reports/01.md"],
             left_out=["first <op>", "second", "third", "fourth", "fifth", "sixth"],
         ),

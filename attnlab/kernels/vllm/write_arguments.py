@@ -1,0 +1,46 @@
+"""Op arguments of cache writes in another format: scales per token and head, values of another width."""
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.kernels.model.cache_write import written_cache
+from attnlab.kernels.vllm.cache_arguments import per_token_head_cache
+from attnlab.kernels.vllm.passed import Arguments, Passed
+from attnlab.tensors.op_argument_data import narrow_size
+
+_MODULE = "triton_reshape_and_cache_flash"
+
+
+def write_per_token_head(case: Case, given: Arguments) -> Passed:
+    """Pass quantised caches with their scales; the result is the numbers that they stand for."""
+    caches = {"k": given["key_cache"], "v": given["value_cache"]}
+    made = per_token_head_cache(case, caches)
+    changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
+    arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
+
+    def finish(output: torch.Tensor) -> None:
+        halves = (
+            (made[name].float() * made[f"{name}_scale_cache"][..., None]).to(output.dtype)
+            for name in ("k", "v")
+        )
+        output.copy_(written_cache(*halves))
+
+    return Passed(
+        arguments=arguments,
+        finish=finish,
+        function=(_MODULE, f"{_MODULE}_per_token_head_quant"),
+    )
+
+
+def write_diffkv(case: Case, given: Arguments) -> Passed:
+    """Pass narrower values, and one cache of both; the rest of the values in the result is 0."""
+    size, key, value = narrow_size(case), given["key_cache"], given["value_cache"]
+    parts = [one.view(torch.uint8) for one in (key, value[..., :size].contiguous())]
+    cache = torch.cat(parts, -1).view(key.dtype)
+    arguments = {**given, "value": given["value"][..., :size].contiguous(), "kv_cache": cache}
+
+    def finish(output: torch.Tensor) -> None:
+        output.view(torch.uint8).zero_()
+        output[..., : cache.shape[-1]] = cache.flatten(0, 1)
+
+    return Passed(arguments=arguments, finish=finish, function=(_MODULE, f"{_MODULE}_diffkv"))

@@ -1,0 +1,132 @@
+"""triton_prefill_attention, which gets no cache: the model agrees with it, and faults of it are found."""
+
+import random
+import shutil
+
+import pytest
+from helpers.agreement import agrees, bound, modelled, real
+from helpers.sources import needs_triton, of_release
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.op_arguments import NONE
+from attnlab.case.ops import ENCODER
+from attnlab.checker.hostile import hostile_cases
+from attnlab.kernels import find_backend
+from attnlab.lab.lab import Lab
+
+pytestmark = [needs_triton, pytest.mark.releases]
+FEW = 6  # random Cases; 200 agree (docs/coverage.md)
+# Changes of the source, as (text, other text).
+FAULTS = {
+    "window": ("pos_q - pos_k <= SLIDING_WINDOW_Q", "pos_q - pos_k < SLIDING_WINDOW_Q"),
+    "first tile": ("tl.maximum(0, (first_needed", "tl.maximum(0, BLOCK_N + (first_needed"),
+    "causal": ("mask &= pos_q >= pos_k", "mask &= pos_q > pos_k"),
+    "head": ("cur_head // kv_group_num", "cur_head % kv_group_num"),
+    "head size": ("mask_d = offs_d < Lk", "mask_d = offs_d < BLOCK_DMODEL"),
+}
+
+
+def random_case(number: int) -> Case:
+    """Return a random Case of the op."""
+    draw = random.Random(number)
+    group = draw.choice((1, 2, 3, 5))
+    sequences = range(draw.randint(1, 3))
+    lens = tuple(draw.choice((1, 5, 31, 32, 33, 127, 128, 130)) for _ in sequences)
+    return Case(
+        op=ENCODER,
+        mask=draw.choice(("causal", "bidirectional")),
+        sliding_window=draw.choice((0, 2, 5, 32, 129)),
+        num_heads=group * draw.choice((1, 2)),
+        num_queries_per_kv=group,
+        head_size=draw.choice((16, 48, 64, 80)),
+        dtype=draw.choice(("float16", "float32")),
+        sinks=draw.random() < 0.3,
+        sm_scale=draw.choice((None, 0.125, 2.0)),
+        kv_layout=draw.choice(("contiguous", "fused")),
+        pad_batch=draw.choice((0, 3)),
+        stage=draw.choice(("sound", "int64")),
+        query_lens=lens,
+        ctx_lens=(0,) * len(lens),
+        fill="all_rows",
+        empty_slots="nan",
+        output_init="nan",
+        distribution="normal",
+        platform="sm_90",
+        seed=number,
+    )
+
+
+def test_the_model_agrees_with_the_op():
+    source = of_release("0.33.0")
+    for number in range(FEW):
+        case = random_case(number)
+        within = bound(case)
+        assert agrees(modelled(case).output, real(case, source).output, within), number
+        assert within[: case.lengths.num_tokens].max() < 0.2
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Return the hostile Cases of the op, the shortest first, without those that 0.33.0 gets wrong."""
+    backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
+    found = [
+        one
+        for one in hostile_cases(backend, ENCODER, "sm_90", None, 0)
+        if one.sliding_window != 1 and one.op_argument == NONE
+    ]
+    return sorted(found, key=lambda one: sum(one.lengths.query_lens) * one.num_heads)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name, cases, tmp_path):
+    """Each change makes some hostile Case wrong; the op without it is right there."""
+    root = of_release("0.33.0").root
+    shutil.copytree(root / "vllm", tmp_path / "vllm")
+    file = tmp_path / "vllm/v1/attention/ops/triton_prefill_attention.py"
+    before, after = FAULTS[name]
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+    lab = Lab(source=tmp_path, device="cpu")
+    case = next(one for one in cases if lab.run(one).status == "mismatch")
+    assert Lab(source=root, device="cpu").run(case).status == "match"
+
+
+def test_a_window_of_one_token_is_lost():
+    """vLLM's backend passes 0 for it, which the op takes for no window (0.33.0)."""
+    source = of_release("0.33.0")
+    case = Case(
+        op=ENCODER,
+        backend="vllm",
+        sliding_window=1,
+        num_heads=1,
+        head_size=32,
+        query_lens=(4,),
+        ctx_lens=(0,),
+        distribution="normal",
+        platform="sm_90",
+    )
+    output = real(case, source).output
+    within = bound(case)
+    assert not agrees(modelled(case).output, output, within)
+    assert agrees(modelled(case.replace(sliding_window=0)).output, output, within)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"ctx_lens": (1,)}, "ctx_lens"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"alibi": True}, "alibi"),
+        ({"release": "0.11.2"}, "release"),
+        ({"freed": "empty", "sliding_window": 4}, "freed"),
+        ({"mask": "tree"}, "mask"),
+        ({"backend": "rocm"}, "backend"),
+    ],
+)
+def test_impossible_combinations(fields, field):
+    good = {"op": ENCODER, "query_lens": (3,), "ctx_lens": (0,)}
+    Case(**good)
+    with pytest.raises(InvalidCase) as caught:
+        Case(**{**good, **fields})
+    assert caught.value.field == field
