@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
+from attnlab.case.ops import OPS
 from attnlab.checker.case_job import CheckJob
 from attnlab.checker.combinations import combinations_of
 from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
@@ -150,6 +151,7 @@ class Plan:
                 self.backend, op, self.platform, self.seed, list(self._hostile_cases(op))
             )
             for op in (self.ops if self.coverage else ())
+            if self.backend.release in OPS[op].releases
         }
 
 
