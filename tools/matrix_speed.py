@@ -12,7 +12,8 @@ was written to holds NaN, the cache holds what production writes, and FP8 is enc
   the steps of a run.
 - split: a third pass that waits for the GPU after every step, which gives the time of each.
 - workers: the second pass with the ids divided among processes that use the GPU together, for each number
-  of --workers. Ids that share a batch stay together.
+  of --workers. They are divided by the seconds of each id in one process; ids that share a
+  batch stay together.
 
 --old: a folder with another version of the package attnlab, such as "git archive OLD attnlab" unpacked. Its
 passes alternate with those of this version, in processes of their own, on the same compiled kernels.
@@ -28,6 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="processes per version")
     parser.add_argument("--processes", type=int, help="that compile; default: one per core")
     parser.add_argument("--workers", type=int, nargs="*", default=[], help="processes that run")
+    parser.add_argument("--cache", type=Path, help="a folder that keeps the compiled kernels")
+    parser.add_argument("--costs", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -83,12 +89,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     trees = {"new": ROOT} | ({"old": args.old.resolve()} if args.old else {})
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "triton"
+        cache = args.cache or Path(folder) / "triton"
         compiled = run_child("compile", args, ROOT, cache)
         for _ in range(args.rounds):
             for name, tree in trees.items():
                 rounds[name].append(run_child("passes", args, tree, cache))
+                costs = rounds[name][-1].pop("costs")
                 print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
+        args.costs = Path(folder) / "costs.json"
+        args.costs.write_text(json.dumps(costs))
         workers = {
             count: [run_child("shared", args, ROOT, cache, count) for _ in range(args.rounds)]
             for count in args.workers
@@ -118,7 +127,7 @@ def run_child(
         command = [sys.executable, __file__, "--child", what, "--source", str(args.source)]
         command += ["--out", out.name]
         command += ["--processes", str(args.processes)] if args.processes else []
-        command += ["--workers", str(workers)] if workers else []
+        command += ["--workers", str(workers), "--costs", str(args.costs)] if workers else []
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
@@ -134,8 +143,12 @@ def run_child(
 
 
 def test_ids() -> list[str]:
-    """Return the test ids of the matrix; those that share a batch are neighbours."""
-    return sorted(json.loads(IDS.read_text())["cases"], key=lambda name: name.split("-")[::-1])
+    """Return the test ids of the matrix; those that share a batch are neighbours.
+
+    Batches with 64 query heads per KV head come first: they are smaller.
+    """
+    names = json.loads(IDS.read_text())["cases"]
+    return sorted(names, key=lambda name: name.split("-")[::-1], reverse=True)
 
 
 def cases() -> list[Any]:
@@ -175,6 +188,9 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
         "second_pass": one_pass(args.source, matrix),
         "split": one_pass(args.source, matrix, wait=True),
     }
+    found["costs"] = found["split"]["each"]
+    for one in ("first_pass", "second_pass", "split"):
+        del found[one]["each"]
     return found
 
 
@@ -183,12 +199,10 @@ def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
     count = args.workers[0]
     context = get_context("spawn")
     barrier, answers = context.Barrier(count + 1), context.SimpleQueue()
-    cores = sorted(os.sched_getaffinity(0))
+    divided = shares(cases(), json.loads(args.costs.read_text()), count)
     started = [
-        context.Process(
-            target=work, args=(args.source, share, set(cores[i::count]), barrier, answers)
-        )
-        for i, share in enumerate(shares(cases(), count))
+        context.Process(target=work, args=(args.source, share, barrier, answers))
+        for share in divided
     ]
     for process in started:
         process.start()
@@ -200,28 +214,40 @@ def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
         process.join()
     statuses = {status for one in found for status in one["outcomes"]}
     outcomes = {status: sum(one["outcomes"].get(status, 0) for one in found) for status in statuses}
-    return {"seconds": seconds, "outcomes": outcomes, "each": [one["seconds"] for one in found]}
+    each = [[one["ids"], one["seconds"]] for one in found]
+    return {"seconds": seconds, "outcomes": outcomes, "ids_and_seconds": each}
 
 
-def shares(matrix: list[Any], count: int) -> list[list[Any]]:
-    """Divide Cases; those that share a batch stay together."""
+def shares(matrix: list[Any], costs: list[dict[str, float]], count: int) -> list[list[Any]]:
+    """Divide Cases by the seconds of their steps, ``costs``; those that share a batch stay together.
+
+    Each share begins with the Cases that take least, while the next batches are drawn. Drawing a batch in
+    one share counts ``count`` times, because the shares have the cores together.
+    """
     from attnlab.lab.keys import batch_key
 
-    groups: dict[Any, list[Any]] = {}
-    for case in matrix:
-        groups.setdefault(batch_key(case), []).append(case)
-    found: list[list[Any]] = [[] for _ in range(count)]
-    for group in sorted(groups.values(), key=len, reverse=True):
-        min(found, key=len).extend(group)
+    groups: dict[Any, list[int]] = {}
+    for i, case in enumerate(matrix):
+        groups.setdefault(batch_key(case), []).append(i)
+    seconds = [sum(cost.values()) + cost["batch"] * (count - 1) for cost in costs]
+    totals = {key: sum(seconds[i] for i in group) for key, group in groups.items()}
+    sums, found = [0.0] * count, [list[Any]() for _ in range(count)]
+    for key in sorted(groups, key=totals.__getitem__, reverse=True):
+        least = sums.index(min(sums))
+        sums[least] += totals[key]
+        found[least] = [matrix[i] for i in groups[key]] + found[least]
     return found
 
 
-def work(source: Path, matrix: list[Any], cores: set[int], barrier: Any, answers: Any) -> None:
-    """Run some Cases twice on some cores, the second time together with the other processes."""
-    os.sched_setaffinity(0, cores)  # threads of several processes on one core wait for each other
+def work(source: Path, matrix: list[Any], barrier: Any, answers: Any) -> None:
+    """Run some Cases twice, the second time together with the other processes."""
+    import torch
+
+    torch.set_num_threads(1)  # waiting threads of several processes would take each other's cores
     one_pass(source, matrix)
     barrier.wait(LIMIT_S)
-    answers.put(one_pass(source, matrix))
+    found = one_pass(source, matrix)
+    answers.put({"ids": len(matrix), **{name: found[name] for name in ("seconds", "outcomes")}})
 
 
 def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, Any]:
@@ -246,23 +272,41 @@ def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, A
 
     module.find_violations = find_violations
     outcomes, steps, greatest = dict[str, int](), dict[str, float](), 0.0
+    each = list[dict[str, float]]()
     torch.cuda.synchronize()
     start = time.perf_counter()
     try:
-        for case in matrix:
-            clock.begin("other")
-            result = lab.run(case)
-            torch.cuda.synchronize()
-            outcomes[result.status] = outcomes.get(result.status, 0) + 1
-            greatest = max(greatest, result.errors.greatest_abs.value if result.errors else 0.0)
-            for step, seconds in result.seconds.items():
-                steps[step] = steps.get(step, 0.0) + seconds
+        with ahead(lab, matrix, wait) as coming:
+            for case in coming:
+                clock.begin("other")
+                result = lab.run(case)
+                torch.cuda.synchronize()
+                outcomes[result.status] = outcomes.get(result.status, 0) + 1
+                greatest = max(greatest, result.errors.greatest_abs.value if result.errors else 0.0)
+                each.append({"batch": 0.0, **result.seconds})
+                for step, seconds in result.seconds.items():
+                    steps[step] = steps.get(step, 0.0) + seconds
     finally:
         module.find_violations = search
     seconds = time.perf_counter() - start
     clock.begin("")
     steps = clock.seconds if wait else {**steps, "other": seconds - sum(steps.values())}
-    return {"seconds": seconds, "by_step": steps, "outcomes": outcomes, "greatest_error": greatest}
+    return {
+        "seconds": seconds,
+        "by_step": steps,
+        "outcomes": outcomes,
+        "greatest_error": greatest,
+        "each": each,
+    }
+
+
+def ahead(lab: Any, matrix: list[Any], wait: bool) -> AbstractContextManager[Iterable[Any]]:
+    """Return the Cases, with batches drawn ahead unless every step waits, or this is an old version."""
+    if wait or find_spec("attnlab.lab.ahead") is None:
+        return nullcontext(matrix)
+    from attnlab.lab.ahead import drawing_ahead
+
+    return drawing_ahead(lab, matrix)
 
 
 class Clock:

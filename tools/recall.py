@@ -1,16 +1,21 @@
 """Print which of the defects fixed in vLLM's history `attnlab check` finds, as a Markdown table.
 
-python tools/recall.py REPOSITORY              REPOSITORY is a git directory of vLLM, with its history
-python tools/recall.py REPOSITORY 30887 49294  only these pull requests
-python tools/recall.py REPOSITORY --out FILE   also write the table as JSON, with date and versions
+python tools/recall.py REPOSITORY                        a git directory of vLLM, with its history
+python tools/recall.py REPOSITORY 30887 cb2ad7a67        only these pull requests or commits
+python tools/recall.py REPOSITORY --fork ROCm/vllm=DIR   also the fixes in a fork, whose git directory is DIR
+python tools/recall.py REPOSITORY --out FILE             also write the table as JSON, with date and versions
 
 For each fix, the op of the commit before it runs the hostile cases until one has a finding of the fix's
-kind and diagnosis. With the fix, the same case must not have it.
+kind and diagnosis. With the fix, the same case must not have it. Fixes in forks are from the development of
+a pull request: they correct a fault that its first commits had. Some fixes are known by release only; the
+two releases must have been downloaded (`attnlab fetch`). Writes in further formats are checked by `attnlab
+writes`.
 """
 
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -27,8 +32,9 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.sources import versions
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.vllm.source import OPS_FOLDERS
+from attnlab.kernels.vllm.source import OPS_FOLDERS, fetched_wheel
 from attnlab.lab.lab import Lab
+from attnlab.lab.writes.public import check_writes
 
 CHUNKED, PREFILL, UNIFIED = (
     "chunked_prefill_paged_decode",
@@ -40,10 +46,16 @@ DECODE, MERGE, WRITE = "decode_attention_fwd", "merge_attn_states", "reshape_and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A commit of vLLM that fixed an op: what was wrong, and how its finding's diagnosis begins."""
+    """A commit of vLLM that fixed an op: what was wrong, and how its finding's diagnosis begins.
 
-    pull: int
+    - ``commit``: the fix, or two releases, "0.30.0 0.31.0", of which the second has it. ``pull``: the pull
+      request, 0 if there is none or it is not known. ``fork``: the repository of the commit, "" for vLLM's.
+    - ``backend``: "writes" for the writes of `attnlab writes`; then ``diagnosis`` is the begin of their name.
+    """
+
+    pull: int = 0
     commit: str
+    fork: str = ""
     op: str
     wrong: str
     kind: str
@@ -251,6 +263,135 @@ FIXES = (
         kind=OUTPUT,
         diagnosis="op_argument gaps",
     ),
+    Fix(
+        pull=12676,
+        commit="75e94309e8",
+        op=DECODE,
+        wrong="with several KV heads the strides of other dimensions are used",
+        kind=OUTPUT,
+        diagnosis="",  # of any name
+    ),
+    Fix(
+        pull=15717,
+        commit="40a36ccfeb",
+        op=PREFILL,
+        wrong="on ROCm an FP8 cache is read in NVIDIA's format",
+        kind=OUTPUT,
+        diagnosis="read_as_fp8_e4m3fn",
+        platform="gfx942",
+    ),
+    Fix(
+        pull=17870,
+        commit="06c0922a69",
+        op=CHUNKED,
+        wrong="on ROCm an FP8 cache is read in NVIDIA's format",
+        kind=OUTPUT,
+        diagnosis="read_as_fp8_e4m3fn",
+        platform="gfx942",
+    ),
+    Fix(
+        pull=27457,
+        commit="d9d342d214",
+        op=MERGE,
+        wrong="padded heads of the outputs are read and written as if they had no padding",
+        kind=OUTPUT,
+        diagnosis="op_argument padded_heads",
+    ),
+    Fix(
+        pull=31380,
+        commit="1a19e9cd87",
+        op=CHUNKED,
+        wrong="blocks of 48 or 544 tokens do not compile",
+        kind=FAILS,
+        diagnosis="arange's range must be a power of #",
+    ),
+    Fix(
+        pull=45361,
+        commit="9c450b1027",
+        op=WRITE,
+        wrong="int8 with a scale per token and head is truncated instead of rounded",
+        kind="numbers",
+        diagnosis="int8_per_token_head",
+        backend="writes",
+    ),
+    Fix(
+        commit="0.30.0 0.31.0",
+        op=UNIFIED,
+        wrong="a score of more than 88 times the soft cap overflows",
+        kind=OUTPUT,
+        diagnosis="softcap_overflows",
+    ),
+    Fix(
+        commit="0.32.0 0.33.0",
+        op=UNIFIED,
+        wrong="the maximum of an empty tile is taken as 0",
+        kind=OUTPUT,
+        diagnosis="",  # of any name
+    ),
+    Fix(
+        commit="4c69da854",
+        fork="tdoublep/vllm",
+        op=UNIFIED,
+        wrong="positions of keys are multiplied by the tile size twice",
+        kind=OUTPUT,
+        diagnosis="keys from the cache from position #",
+    ),
+    Fix(
+        commit="d457cf2d6",
+        fork="ROCm/vllm",
+        op=PREFILL,
+        wrong="block offsets beyond 2^31 elements overflow in the kernel for ALiBi",
+        kind=OUTPUT,
+        diagnosis="block offset beyond 2^31 elements",
+    ),
+    Fix(
+        commit="cb2ad7a67",
+        fork="ROCm/vllm",
+        op=PREFILL,
+        wrong="an FP8 output is multiplied by its scale instead of divided",
+        kind=OUTPUT,
+        diagnosis="op_argument fp8_output",
+    ),
+    Fix(
+        commit="1bebe0bfb",
+        fork="EmbeddedLLM/vllm",
+        op=CHUNKED,
+        wrong="a tile that crosses the end of a block reads on in the same block",
+        kind=OUTPUT,
+        diagnosis="",
+    ),
+    Fix(
+        commit="1bebe0bfb",
+        fork="EmbeddedLLM/vllm",
+        op=PREFILL,
+        wrong="a tile that crosses the end of a block reads on in the same block",
+        kind=OUTPUT,
+        diagnosis="",
+    ),
+    Fix(
+        commit="c264c2bc3",
+        fork="EmbeddedLLM/vllm",
+        op=CHUNKED,
+        wrong="keys of every format are read in packs of 8",
+        kind=OUTPUT,
+        diagnosis="",
+    ),
+    Fix(
+        commit="c264c2bc3",
+        fork="EmbeddedLLM/vllm",
+        op=PREFILL,
+        wrong="keys of every format are read in packs of 8",
+        kind=OUTPUT,
+        diagnosis="",
+    ),
+    Fix(
+        commit="219464e03",
+        fork="EmbeddedLLM/vllm",
+        op=WRITE,
+        wrong="keys of every format are written in packs of 8",
+        kind="wrong_bytes",
+        diagnosis="",
+    ),
 )
 
 
@@ -258,28 +399,42 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Recall on vLLM's history.")
     parser.add_argument("repository")
-    parser.add_argument("pulls", nargs="*", type=int)
+    parser.add_argument("only", nargs="*", help="pull requests or commits")
+    parser.add_argument("--fork", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--out", type=Path)
     args = parser.parse_intermixed_args()
-    wanted = sorted(
-        (fix for fix in FIXES if not args.pulls or fix.pull in args.pulls), key=lambda f: f.pull
-    )
-    print("| pull request | op | what was wrong | before | the same case after | s |")
+    folders = {"": args.repository, **dict(one.split("=", 1) for one in args.fork)}
+    wanted = [
+        fix
+        for fix in sorted(FIXES, key=lambda one: (one.fork, one.pull or 1 << 30, one.commit))
+        if fix.fork in folders and (not args.only or {str(fix.pull), fix.commit} & {*args.only})
+    ]
+    print("| fix | op | what was wrong | before | the same case after | s |")
     print("| --- | --- | --- | --- | --- | --- |")
     found, rows = 0, list[dict[str, Any]]()
     for fix in wanted:
         began = time.perf_counter()
-        before, after = compare_commits(args.repository, fix)
+        before, after = compare_commits(folders[fix.fork], fix)
         found += before.startswith("found") and after == "no finding"
         rows.append({**dataclasses.asdict(fix), "before": before, "after": after})
         seconds = f"{time.perf_counter() - began:.0f}"
         print(
-            f"| #{fix.pull} | {fix.op} | {fix.wrong} | {before} | {after} | {seconds} |", flush=True
+            f"| {name_of(fix)} | {fix.op} | {fix.wrong} | {before} | {after} | {seconds} |",
+            flush=True,
         )
     print(f"\n{found} of {len(wanted)} found before the fix and not after it")
+    if left := len([fix for fix in FIXES if fix.fork not in folders]):
+        print(f"{left} fixes in forks were not tried: give their repositories with --fork")
     if args.out is not None:
         facts = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "versions": versions()}
         args.out.write_text(json.dumps({**facts, "found": found, "fixes": rows}, indent=1) + "\n")
+
+
+def name_of(fix: Fix) -> str:
+    """Return the pull request of a fix, its commit, or the releases around it."""
+    if fix.fork:
+        return f"{fix.fork}@{fix.commit}"
+    return f"#{fix.pull}" if fix.pull else fix.commit.replace(" ", " to ")
 
 
 def compare_commits(repository: str, fix: Fix) -> tuple[str, str]:
@@ -287,30 +442,64 @@ def compare_commits(repository: str, fix: Fix) -> tuple[str, str]:
 
     A case that shows another fault of the same kind is passed over: a later one may show this fault alone.
     """
-    answer = "not found", "not run"
+    releases = fix.commit.split() if " " in fix.commit else None
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
-        unpack(repository, f"{fix.commit}^", Path(before))
-        unpack(repository, fix.commit, Path(after))
-        old = find_backend(fix.backend, Path(before), "cpu")
-        lab = Lab(source=Path(before), device="cpu")
-        for i, case in enumerate(hostile_cases(old, fix.op, fix.platform, None, 0), 1):
-            case = case if fix.has_scale else case.replace(sm_scale=None)
-            if not is_callers_fault(lab, case) and is_found(lab, old, case, fix):
-                new = Lab(source=Path(after), device="cpu")
-                again = is_found(new, find_backend(fix.backend, Path(after), "cpu"), case, fix)
-                if not again:
-                    return f"found, case {i}", "no finding"
-                answer = f"found, case {i}", "found"
+        folders = [Path(before), Path(after)]
+        if releases is None:
+            unpack(repository, f"{fix.commit}^", folders[0])
+            unpack(repository, fix.commit, folders[1])
+        else:
+            folders = [fetched(release) for release in releases]
+        return compare_writes(*folders, fix) if fix.backend == "writes" else compare(*folders, fix)
+
+
+def fetched(release: str) -> Path:
+    """Return the wheel of a release; raise Unavailable if it was not downloaded."""
+    wheel = fetched_wheel(release)
+    if wheel is None:
+        raise Unavailable(f"vLLM {release} must be downloaded first: attnlab fetch {release}")
+    return wheel
+
+
+def compare(before: Path, after: Path, fix: Fix) -> tuple[str, str]:
+    """Compare two sources by the hostile cases of an op."""
+    answer = "not found", "not run"
+    old, lab = find_backend(fix.backend, before, "cpu"), Lab(source=before, device="cpu")
+    for i, case in enumerate(hostile_cases(old, fix.op, fix.platform, None, 0), 1):
+        case = case if fix.has_scale else case.replace(sm_scale=None)
+        if not is_callers_fault(lab, case) and is_found(lab, old, case, fix):
+            new = Lab(source=after, device="cpu")
+            again = is_found(new, find_backend(fix.backend, after, "cpu"), case, fix)
+            if again is False:
+                return f"found, case {i}", "no finding"
+            answer = f"found, case {i}", "found" if again else "not run"
     return answer
 
 
-def is_found(lab: Lab, backend: Backend, case: Case, fix: Fix) -> bool:
-    """Return whether the check of a Case finds the defect that the fix removes."""
+def compare_writes(before: Path, after: Path, fix: Fix) -> tuple[str, str]:
+    """Compare two sources by the hostile writes of `attnlab writes`."""
+    answer = "not found", "not run"
+    later = {one.name: one for one in check_writes(source=after).results}
+    for i, one in enumerate(check_writes(source=before).results, 1):
+        if one.name.startswith(fix.diagnosis) and fix.kind in one.wrong:
+            again = later[one.name]
+            if not again.error and fix.kind not in again.wrong:
+                return f"found, write {i}", "no finding"
+            answer = f"found, write {i}", "found" if not again.error else "not run"
+    return answer
+
+
+def is_found(lab: Lab, backend: Backend, case: Case, fix: Fix) -> bool | None:
+    """Return whether the check of a Case finds the defect that the fix removes; None if it cannot run."""
     try:
         findings = check_case(lab, backend, case)
     except Unavailable:
-        return False
-    return any(f.kind == fix.kind and f.diagnosis.startswith(fix.diagnosis) for f in findings)
+        return None
+    return any(
+        found.kind == fix.kind
+        and re.sub(r"\d+", "#", found.diagnosis).startswith(re.sub(r"\d+", "#", fix.diagnosis))
+        for found in findings
+    )
 
 
 def unpack(repository: str, commit: str, folder: Path) -> None:

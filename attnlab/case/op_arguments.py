@@ -180,6 +180,13 @@ _ALL = (
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
     ),
     OpArgument(
+        name="padded_heads",
+        ops=(MERGE,),
+        parameters=("prefix_output",),
+        summary="the heads of both parts and of the output are padded, as attention backends pad values",
+        needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+    ),
+    OpArgument(
         name="far_rows",
         ops=(WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
         parameters=("query", "q", "output", "key"),

@@ -266,4 +266,25 @@ ARGUMENT_VARIANTS = (
         },
         "The window and head size by which unified_attention recognises Gemma 3.",
     ),
+    _with(
+        "head_major",
+        "The layout of the paged decode kernel in FP8: 16 elements in a pack, not 8.",
+        kv_cache_dtype="fp8",
+        k_scale=0.25,
+        v_scale=2.0,
+    ),
+    _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
+    Variant(
+        {
+            "alibi": True,
+            "num_heads": 2,
+            "num_queries_per_kv": 1,
+            "head_size": 128,
+            "block_size": 32,
+            "first_block": 2**31 // (2 * 128 * 32) + 1,
+            "query_lens": (1, 2),
+            "ctx_lens": (33, 17),
+        },
+        "Block offsets just beyond 2^31 elements in the kernel for ALiBi.",
+    ),
 )

@@ -69,7 +69,7 @@ FOREIGN = (SlotState.OTHER_POSITION, SlotState.OTHER_SEQUENCE)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContractReads:
-    """The slots that one kernel reads for one sequence.
+    """The slots that one kernel reads for one sequence; for all sequences if ``seq`` is NOBODY.
 
     ``positions``, ``blocks``, ``slots``, ``states``: [n] int64, one entry per position that is read: the
     position, the block and the slot in it by the call's block table, and the index of its state in STATES.
@@ -89,26 +89,34 @@ class ContractReads:
 
 
 def contract_reads(
-    contracts: Iterable[Contract], call: KernelCall, provenance: Provenance | None
+    contracts: Iterable[Contract],
+    call: KernelCall,
+    provenance: Provenance | None,
+    *,
+    all_own: bool = True,
 ) -> list[ContractReads]:
     """Return the slots that each kernel reads by its contract for each sequence, and their states.
 
     A kernel needs the positions that any row of a sequence sees, as far as it takes them from the cache. With
     a causal mask they begin with the sliding window of the first new token. Slots after seq_len, which some
     kernels load and multiply by 0 (Contract.reads_tail), are not included. Without ``provenance``, as for a
-    captured call, every state is UNKNOWN.
+    captured call, every state is UNKNOWN. Without ``all_own``, a kernel that reads only slots in state OWN
+    is left out.
     """
-    reads = []
+    found = []
     for contract in contracts:
-        if contract.name != WRITE:  # it reads no slot
-            reads += _reads(contract, call, provenance)
-    return reads
+        if contract.name == WRITE:  # it reads no slot
+            continue
+        counts, reads = _reads(contract, call, provenance)
+        if all_own or reads.states.any():  # state 0 is OWN
+            found += _by_sequence(reads, counts)
+    return found
 
 
 def _reads(
     contract: Contract, call: KernelCall, provenance: Provenance | None
-) -> list[ContractReads]:
-    """Return the reads of one kernel; they are computed for all sequences at once, then split."""
+) -> tuple[torch.Tensor, ContractReads]:
+    """Return how many slots one kernel reads for each sequence, and the reads of all sequences."""
     block_size = call.block_size
     lens = cached_lens(contract, call).cpu().clamp(max=call.block_table.shape[1] * block_size)
     begins, ends = _visible_range(call, lens)
@@ -131,10 +139,24 @@ def _reads(
             reader=(seq, call.seq_lens.long()[seq]),
             visible=(begins[seq], ends[seq]),
         )
-    parts = (tensor.split(counts.tolist()) for tensor in (positions, blocks, slots, states))
+    reads = ContractReads(
+        kernel=contract.name,
+        seq=NOBODY,
+        positions=positions,
+        blocks=blocks,
+        slots=slots,
+        states=states,
+    )
+    return counts, reads
+
+
+def _by_sequence(reads: ContractReads, counts: torch.Tensor) -> list[ContractReads]:
+    """Split the reads of all sequences; ``counts`` [num_seqs] is how many each has."""
+    tensors = (reads.positions, reads.blocks, reads.slots, reads.states)
+    parts = (tensor.split(counts.tolist()) for tensor in tensors)
     return [
         ContractReads(
-            kernel=contract.name, seq=i, positions=at, blocks=block, slots=slot, states=state
+            kernel=reads.kernel, seq=i, positions=at, blocks=block, slots=slot, states=state
         )
         for i, (at, block, slot, state) in enumerate(zip(*parts, strict=True))
     ]

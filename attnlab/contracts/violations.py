@@ -44,7 +44,7 @@ def find_violations(
         violations += _short_scratch(contract, call)
     violations += _default_scale(call, target) + _unwritten_rows(contracts, call)
     if provenance is not None:
-        for reads in contract_reads(contracts, call, provenance):
+        for reads in contract_reads(contracts, call, provenance, all_own=False):
             violations += _slots(reads)
     return Violations(sorted(violations, key=lambda violation: _ORDER.index(violation.effect)))
 

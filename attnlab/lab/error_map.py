@@ -190,9 +190,9 @@ def compare(
     for row in range(0, tokens, step):
         here = slice(row, row + step)
         got, right = output[here], expected[here]
-        wrong = (got.to(right.dtype) - right).abs_()
+        wrong = _difference(got, right)
         allowed = atol[here] if isinstance(atol, torch.Tensor) else atol
-        per_head = wrong.amax(2)
+        per_head = largest = wrong.amax(2)
         close = (
             None
             if _all_below(per_head, allowed, rtol)
@@ -201,7 +201,7 @@ def compare(
         if close is not None and not per_head.isfinite().all():
             per_head = wrong.masked_fill_(close & wrong.isnan(), 0).amax(2)
         error[here] = per_head
-        overall = greater(overall, wrong, right, row)
+        overall = greater(overall, wrong, right, row, largest)
         if close is not None and not close.all():
             mismatches[here] = head_size - close.sum(2, dtype=torch.int32)
             first = first or index_of(int((~close).flatten().int().argmax()), close.shape, row)
@@ -222,6 +222,13 @@ def compare(
         nan_elements=nans,
         is_derived=isinstance(atol, torch.Tensor),
     )
+
+
+def _difference(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the magnitude of the difference, in ``right``'s dtype."""
+    if got.dtype.itemsize > 1 and got.dtype.itemsize <= right.dtype.itemsize:
+        return (got - right).abs_()  # converts as it subtracts, without a copy of ``got``
+    return (got.to(right.dtype) - right).abs_()
 
 
 def _slice(span: range | None) -> slice:

@@ -17,17 +17,23 @@ NONE = Greatest(value=-1.0, index=(0, 0, 0))
 
 
 def greater(
-    best: list[Greatest], wrong: torch.Tensor, right: torch.Tensor, row: int
+    best: list[Greatest],
+    wrong: torch.Tensor,
+    right: torch.Tensor,
+    row: int,
+    largest: torch.Tensor | None = None,
 ) -> list[Greatest]:
     """Return the greater of ``best`` and of ``wrong``, absolute and relative to ``right``.
 
     ``wrong``, ``right``: [rows, heads, head_size]. The greatest of each head is found first: a search of
-    all elements at once is slow on a GPU.
+    all elements at once is slow on a GPU. On a CPU ``vector_norm`` takes 20 times as long as ``amax`` and
+    ``amin``. ``largest``: that of ``wrong``, [rows, heads], if it is known.
     """
     relative = wrong / right
     found = []
-    for values in (wrong, relative):
-        head = torch.linalg.vector_norm(values, float("inf"), 2).flatten().argmax()
+    for values, known in ((wrong, largest), (relative, None)):
+        per_head = torch.maximum(values.amax(2), -values.amin(2)) if known is None else known
+        head = per_head.flatten().argmax()
         elements = values.flatten(0, 1)[head].abs()
         found += [head, elements.argmax(), elements.max()]
     numbers = torch.stack([number.double() for number in found]).tolist()  # one copy from the GPU

@@ -16,14 +16,15 @@ T = TypeVar("T")
 class SharedProducts:
     """A store of products by kind and key; it keeps the ``keep`` last used of each kind.
 
-    Threads may share it: a product is made while a lock is held. ``folder``: where processes share
-    products as files, None for no files.
+    Threads may share it: one thread makes a product, and others that need the same one wait for it.
+    ``folder``: where processes share products as files, None for no files.
     """
 
     keep: int
     folder: Path | None = field(default_factory=shared_folder)
     _stores: dict[str, "OrderedDict[Hashable, Any]"] = field(default_factory=dict, repr=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _making: dict[Hashable, threading.RLock] = field(default_factory=dict, repr=False)
 
     def has(self, kind: str, key: Hashable) -> bool:
         """Return whether the product is there, in this process or in a file."""
@@ -47,10 +48,21 @@ class SharedProducts:
             if key in store:
                 store.move_to_end(key)
                 return store[key], True
-            while len(store) >= self.keep:
-                store.popitem(last=False)
-            if in_file and self.folder is not None:
-                store[key], was_there = from_file(product_file(self.folder, kind, key), make)
-            else:
-                store[key], was_there = make(), False
-            return store[key], was_there
+            making = self._making.setdefault((kind, key), threading.RLock())
+        with making:  # products are made from others, never in a circle, so no thread waits forever
+            with self._lock:
+                if key in store:
+                    return store[key], True
+                while len(store) >= self.keep:
+                    store.popitem(last=False)
+            try:
+                if in_file and self.folder is not None:
+                    product, was_there = from_file(product_file(self.folder, kind, key), make)
+                else:
+                    product, was_there = make(), False
+                with self._lock:
+                    store[key] = product
+            finally:
+                with self._lock:
+                    self._making.pop((kind, key), None)
+            return product, was_there

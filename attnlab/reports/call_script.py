@@ -99,6 +99,7 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
         "v_scale": call.v_scale,
         "setting": _setting(call),
         **mask_facts(call),
+        "op_argument": "",
     }
 
 

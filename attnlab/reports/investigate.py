@@ -20,6 +20,7 @@ from attnlab.case.parameters import share_out
 from attnlab.lab.product_files import sharing_between_processes
 from attnlab.reports.baseline import Change, Kept, compare, read_baseline
 from attnlab.reports.executed import read_title
+from attnlab.reports.forked_kernels import start_fork_server
 from attnlab.reports.notebook_result import (
     Outcome,
     Results,
@@ -98,6 +99,7 @@ def investigate(
         environment = {"OMP_NUM_THREADS": str(threads), **_KEEP_MEMORY, **environment}
         given = share_out(parameters, paths)
         _make_folder(reports / "executed", paths)
+        fork = len(paths) > jobs and start_fork_server(environment)
         reports, stop = reports.resolve(), threading.Event()
         runs = [
             Run(
@@ -108,6 +110,7 @@ def investigate(
                 on_progress=on_progress or (lambda name, cell, total: None),
                 stop=stop,
                 environment=environment,
+                fork=fork,
                 pages=_pages(paths, reports),
                 folder_flag=path.resolve().parent != NOTEBOOKS,
             )

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import math
-import os
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from attnlab.kernels.child_process import ending_with_parent
 from attnlab.reports.executed import (
     drop_widgets,
     read_post_mortem,
@@ -22,16 +19,11 @@ from attnlab.reports.executed import (
     read_title,
     read_verdicts,
 )
+from attnlab.reports.kernel_manager import Ended, kernel_class
 from attnlab.reports.notebook_result import Outcome, Status, one_line
 from attnlab.reports.pages import write_post_mortem
 
 OnProgress = Callable[[str, int, int], None]
-
-_SIGNALS = {
-    "SIGKILL": "killed from outside, possibly for lack of memory",
-    "SIGSEGV": "segmentation fault",
-    "SIGABRT": "aborted",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +31,8 @@ class Run:
     """Run one notebook. nbclient's hooks update ``cell``, ``cell_index``, ``total`` and ``deadline``.
 
     ``timeout_s`` limits the whole notebook. ``environment``: variables of its processes, unless this
-    process has others. ``pages`` maps the notebooks to which this page may link to their titles.
+    process has others. ``fork``: fork the kernel from the fork server. ``pages`` maps the notebooks to
+    which this page may link to their titles.
     """
 
     source: Path
@@ -50,6 +43,7 @@ class Run:
     stop: threading.Event
     environment: Mapping[str, str] = field(default_factory=dict)
     pages: Mapping[str, str] = field(default_factory=dict)
+    fork: bool = False
     folder_flag: bool = False
     cell: str = ""
     cell_index: int = 0
@@ -180,7 +174,7 @@ class Run:
             progress_bar=False,
             # papermill's cwd option would change the directory of this process, and of all threads
             resources={"metadata": {"path": str(self.source.parent)}},
-            kernel_manager_class=_kernel_class(self.stop, words, ended, self.environment),
+            kernel_manager_class=kernel_class(self.stop, words, ended, self.environment, self.fork),
             shutdown_kernel="immediate",
             coalesce_streams=True,
             # nbclient reads 0 as no limit
@@ -206,55 +200,6 @@ class Run:
 
         cell = v4.new_markdown_cell(f"# {self.name}\n\nThis notebook could not be run or read.")
         write(v4.new_notebook(cells=[cell]), self.executed)
-
-
-@dataclass(slots=True)
-class Ended:
-    """Hold how the process of a kernel ended: ``code`` is its exit code, or minus the signal's number."""
-
-    code: int | None = None
-
-    @property
-    def text(self) -> str:
-        """Return the code or signal in brackets, or "" if it is unknown."""
-        if self.code is None:
-            return ""
-        if self.code >= 0:
-            return f" (exit code {self.code})"
-        name = signal.Signals(-self.code).name
-        return f" ({name}: {_SIGNALS[name]})" if name in _SIGNALS else f" ({name})"
-
-
-def _kernel_class(
-    stop: threading.Event, words: IO[bytes], ended: Ended, environment: Mapping[str, str]
-) -> type[Any]:
-    """Return a kernel manager whose kernel ends soon after ``stop`` and writes to ``words`` only.
-
-    Its processes get the variables ``environment``, unless this process has others. How it ends is stored
-    in ``ended``. It ends with this process, even if that is killed.
-    """
-    from jupyter_client.manager import AsyncKernelManager
-
-    class Kernel(AsyncKernelManager):
-        async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
-            options["env"] = {**environment, **options.get("env", os.environ)}
-            await super().start_kernel(stdout=words, stderr=words, **options)
-
-        def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
-            return ending_with_parent(super().format_kernel_cmd(extra_arguments))
-
-        async def _async_is_alive(self) -> bool:
-            # nbclient calls this every second, even before the kernel is ready
-            if stop.is_set() and self.provisioner is not None:
-                await self.provisioner.kill()
-            alive = await super()._async_is_alive()
-            if not alive and self.provisioner is not None:
-                ended.code = await self.provisioner.poll()
-            return alive
-
-        is_alive = _async_is_alive
-
-    return Kernel
 
 
 def _in_one_line(error: Exception) -> str:

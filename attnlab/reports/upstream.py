@@ -14,6 +14,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.masks import CAUSAL, MASK_DATA
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
@@ -22,6 +23,12 @@ from attnlab.contracts.rows import cached_lens
 from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
+from attnlab.reports.argument_script import (
+    SCRIPTED,
+    argument_facts,
+    has_merge_script,
+    merge_facts,
+)
 from attnlab.reports.mask_script import MASK_TENSORS, mask_facts
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
@@ -70,7 +77,7 @@ _KNOWN = (  # fields that the script implements or that do not affect it
         "rtol",
     ),
     *("reference_dtype", "sinks", "softcap", "first_block"),
-    *("mask", *MASK_DATA),
+    *("mask", *MASK_DATA, "op_argument"),
 )
 _FILL = {"nan": 'float("nan")', "zeros": "0.0", "garbage": "garbage"}
 _EMPTY = {"nan": "NaN", "zeros": "zeros", "garbage": "finite numbers of 0.5 and more"}
@@ -94,7 +101,7 @@ def write_reports(
         name = f"{number:02}_{finding.op}_{finding.kind}"
         facts = {**_facts(finding, version), "name": name}
         facts["how"] = "natively" if device == "cuda" else "under Triton's interpreter on a CPU"
-        facts["script"] = render("repro.py.j2", facts) if has_script(finding.case) else ""
+        facts["script"] = _script(finding.case, facts)
         for suffix, text in (("py", facts["script"]), ("md", render("upstream.md.j2", facts))):
             if text:
                 write_text(folder / f"{name}.{suffix}", text)
@@ -102,11 +109,19 @@ def write_reports(
     return written
 
 
+def _script(case: Case, facts: dict[str, Any]) -> str:
+    """Return the script of a finding, "" if it has none."""
+    if has_merge_script(case):
+        return render("merge_repro.py.j2", {**facts, **merge_facts(case)})
+    return render("repro.py.j2", facts) if has_script(case) else ""
+
+
 def has_script(case: Case) -> bool:
     """Answer whether a script can reproduce a Case: an attention op on a complete cache, with fields that
     the script implements."""
     known = (
         case.op in TRITON_OPS
+        and case.op_argument in SCRIPTED
         and case.spec.attends_to_cache
         and case.distribution == "normal"
         and case.staging.fill == "all_rows"
@@ -133,6 +148,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "packages": {name: version_of(name) for name in ("torch", "triton")},
         "python": platform.python_version(),
     }
+    facts |= argument_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts
 
 
@@ -156,6 +172,7 @@ def _setting(case: Case) -> str:
         freed = "" if case.freed == "kept" else f", blocks before it freed and {case.freed}"
         words.append(f"a sliding window of {case.sliding_window}{freed}")
     words += [] if case.mask == CAUSAL else [f"mask {case.mask}"]
+    words += [] if case.op_argument == NONE else [f"op argument {case.op_argument}"]
     words += ["ALiBi"] if case.alibi else []
     words += ["sinks"] if case.sinks else []
     words += [] if case.softcap is None else [f"a soft cap of {case.softcap:g}"]
@@ -166,7 +183,7 @@ def _setting(case: Case) -> str:
 
 def _of_case(case: Case) -> dict[str, Any]:
     """Return the values from which the script builds the call of a Case."""
-    lab, plain = Lab(), case.replace(backend="model", trace_reads=False)
+    lab, plain = Lab(), case.replace(backend="model", trace_reads=False, op_argument=NONE)
     call, target = lab.call(plain), Target.of(plain)
     scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
     kept = [count * case.block_size for count in freed_blocks(case)]

@@ -1,8 +1,10 @@
 """PagedCache: keys and values in blocks, and which token each slot holds."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -197,8 +199,14 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
         key, value = after_untouched(key, value, case.first_block)
     lens = batch.lengths.cached_lens(case.staging.fill)
     begins = [count * case.block_size for count in freed_blocks(case)]
-    rows, slots, provenance = addresses(
-        batch, lens, block_table, key.shape[0], case.block_size, begins
+    rows, slots, provenance = _kept_addresses(
+        tuple(batch.kv_start_loc),
+        lens,
+        tuple(map(tuple, block_table.tolist())),
+        key.shape[0],
+        case.block_size,
+        tuple(begins),
+        str(device),
     )
     new_key = store(case, batch.key, case.k_scale)
     new_value = store(case, batch.value, case.v_scale)
@@ -210,12 +218,31 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
         format=format,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
-        provenance=provenance,
+        provenance=copy.deepcopy(provenance),
     )
 
 
+@lru_cache(maxsize=2)
+def _kept_addresses(
+    kv_start_loc: tuple[int, ...],
+    lens: tuple[int, ...],
+    block_table: tuple[tuple[int, ...], ...],
+    num_blocks: int,
+    block_size: int,
+    begins: tuple[int, ...],
+    device: str,
+) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
+    """Return what :func:`addresses` does, rows and slots on ``device``; caches share them.
+
+    The element formats of a matrix of tests, for example, have the same addresses.
+    """
+    table = torch.tensor(block_table)
+    rows, slots, provenance = addresses(kv_start_loc, lens, table, num_blocks, block_size, begins)
+    return rows.to(device), slots.to(device), provenance
+
+
 def addresses(
-    batch: Batch,
+    kv_start_loc: Sequence[int],
     lens: tuple[int, ...],
     block_table: torch.Tensor,
     num_blocks: int,
@@ -224,8 +251,9 @@ def addresses(
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return rows, slots and provenance of the tokens that are written to a cache.
 
-    Rows are those of ``batch.key``; a slot is block × block_size + offset; both [n] int64. Of each
-    sequence the positions from ``begins`` (default 0) to ``lens`` are written.
+    ``kv_start_loc``: the first row of each sequence in ``batch.key``. Rows are those of ``batch.key``; a
+    slot is block × block_size + offset; both [n] int64. Of each sequence the positions from ``begins``
+    (default 0) to ``lens`` are written.
     """
     counts = torch.tensor(lens)
     seq = torch.repeat_interleave(torch.arange(len(lens)), counts)
@@ -241,7 +269,7 @@ def addresses(
         pos=owner[1].view(num_blocks, block_size),
         block_table=block_table,
     )
-    return torch.tensor(batch.kv_start_loc)[seq] + pos, slots, provenance
+    return torch.tensor(kv_start_loc)[seq] + pos, slots, provenance
 
 
 def _empty(

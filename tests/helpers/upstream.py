@@ -20,6 +20,7 @@ OPS_MODULES = (
     "prefix_prefill",
     "triton_unified_attention",
     "triton_decode_attention",
+    "triton_merge_attn_states",
 )
 
 

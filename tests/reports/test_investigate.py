@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from helpers.notebooks import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
 
 from attnlab.reports import investigate as module
 from attnlab.reports.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
+from attnlab.reports.kernel_manager import SIGNALS
 from attnlab.reports.notebook_result import Results, all_ok, write_verdicts
 from attnlab.reports.pages import write_index
-from attnlab.reports.runner import _SIGNALS, _last_words
+from attnlab.reports.runner import _last_words
 from attnlab.show.sheets import plain
 
 
@@ -24,7 +26,11 @@ def write_all(root):
     write_notebook(
         root / "01-pass.ipynb",
         "It passes",
-        f"{VERDICTS}import os\nverdicts.record('seed', expected=7, found=seed, folder=os.getcwd())",
+        f"{VERDICTS}import multiprocessing, os\n"
+        "parent = multiprocessing.parent_process()\n"
+        "facts = {'folder': os.getcwd(), 'parent': parent and parent.pid}\n"
+        "facts['threads'] = os.environ['OMP_NUM_THREADS']\n"
+        "verdicts.record('seed', expected=7, found=seed, **facts)",
         "verdicts.conclude()",
         parameters="seed = 0",
     )
@@ -101,12 +107,12 @@ def run(tmp_path_factory):
         (
             "segfault",
             "died",
-            f"the kernel died (SIGSEGV: {_SIGNALS['SIGSEGV']}) in cell 2 of 2: {SEGFAULT}",
+            f"the kernel died (SIGSEGV: {SIGNALS['SIGSEGV']}) in cell 2 of 2: {SEGFAULT}",
         ),
         (
             "killed",
             "died",
-            f"the kernel died (SIGKILL: {_SIGNALS['SIGKILL']}) in cell 2 of 2: {OOM_KILL}",
+            f"the kernel died (SIGKILL: {SIGNALS['SIGKILL']}) in cell 2 of 2: {OOM_KILL}",
         ),
         ("silent", "failed", "wrong: expected 1, found 2"),
         ("lacks", "unavailable", "needs a package"),
@@ -148,6 +154,8 @@ def test_a_notebook_runs_in_its_folder_with_its_parameters(run):
     assert verdict.found == 7
     assert verdict.evidence["folder"] != str(reports)
     assert os.path.exists(os.path.join(verdict.evidence["folder"], "01-pass.ipynb"))
+    assert verdict.evidence["parent"] == (os.getpid() if sys.platform == "linux" else None)
+    assert int(verdict.evidence["threads"]) >= 1
 
 
 def test_a_verdict_that_ends_a_cell_is_shown_once(run):

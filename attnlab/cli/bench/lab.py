@@ -77,7 +77,7 @@ def _fill(case: Case, batch: Batch) -> dict[str, float]:
     clone = shortest_time(lambda: (cache.key.clone(), cache.value.clone()))
     lens = batch.lengths.cached_lens(case.staging.fill)
     table = cache.provenance.block_table
-    rows, slots, _ = addresses(batch, lens, table, case.total_blocks, case.block_size)
+    rows, slots, _ = addresses(batch.kv_start_loc, lens, table, case.total_blocks, case.block_size)
     tokens = shortest_time(
         lambda: write_tokens(cache.key, cache.value, batch.key, batch.value, rows, slots)
     )

@@ -12,7 +12,13 @@ from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
 from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, per_token_head_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.kernels.vllm.strides import USED_STRIDES, far_dim, far_heads, with_gaps
+from attnlab.kernels.vllm.strides import (
+    USED_STRIDES,
+    far_dim,
+    far_heads,
+    with_gaps,
+    with_padded_heads,
+)
 from attnlab.kernels.vllm.write_arguments import write_diffkv, write_per_token_head
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
@@ -120,6 +126,17 @@ def _other_strides(case: Case, given: Arguments) -> Passed:
     return Passed(arguments=found, finish=finish)
 
 
+def _padded_heads(case: Case, given: Arguments) -> Passed:
+    """Pass outputs [num_tokens, num_heads, head_size] whose heads have a gap after them."""
+    names = ("output", "prefix_output", "suffix_output")
+    changed: Arguments = {name: with_padded_heads(given[name]) for name in names}
+
+    def finish(output: torch.Tensor) -> None:
+        output.copy_(changed["output"][: len(output)])
+
+    return Passed(arguments={**given, **changed}, finish=finish)
+
+
 def _short_scratch(case: Case, given: Arguments) -> Arguments:
     """Pass scratch memory for one token less."""
     names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
@@ -196,6 +213,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     },
     "gaps": _other_strides,
     "far_rows": _other_strides,
+    "padded_heads": _padded_heads,
     **{name: _other_strides for name in OP_ARGUMENTS if name.startswith(_FAR_DIM)},
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},

@@ -81,3 +81,12 @@ def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     tokens, heads, _ = tensor.shape
     rows = far_apart(tensor.flatten(0, 1), heads - 1 if dim else (tokens - 1) * heads)
     return rows.view(tokens, heads, -1)
+
+
+def with_padded_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor [tokens, heads, head_size] in which NaN follows each head.
+
+    The stride of a token is that of a head times the heads, as merge_attn_states computes it.
+    """
+    padded = torch.full((*tensor.shape[:2], tensor.shape[2] + 8), float("nan")).to(tensor)
+    return padded[..., : tensor.shape[2]].copy_(tensor)

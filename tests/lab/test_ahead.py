@@ -1,0 +1,78 @@
+"""Batches that are drawn in the background change no result, and threads make a shared product once."""
+
+import threading
+import time
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
+from attnlab.lab.ahead import drawing_ahead
+from attnlab.lab.lab import Lab
+from attnlab.lab.shared import SharedProducts
+
+SMALL = {"num_heads": 2, "num_queries_per_kv": 2, "query_lens": (1, 17), "ctx_lens": (20, 3)}
+CASES = [Case(seed=seed, stage=stage, **SMALL) for seed in range(5) for stage in ("sound", "int64")]
+
+
+def test_results_are_the_same_and_batches_are_drawn_in_another_thread(monkeypatch):
+    drawn = {}
+    batch = Lab.batch
+
+    def noted(lab, case):
+        if lab is ahead:
+            drawn.setdefault(case.seed, threading.current_thread().name)
+        return batch(lab, case)
+
+    monkeypatch.setattr(Lab, "batch", noted)
+    threads, ahead, alone = torch.get_num_threads(), Lab(keep=8), Lab(keep=8)
+    with drawing_ahead(ahead, CASES) as coming:
+        for case in coming:
+            time.sleep(0.02)  # the other thread is first
+            found, expected = ahead.run(case), alone.run(case)
+            assert found.verdict == expected.verdict
+            assert torch.equal(found.call.output, expected.call.output)
+    assert set(drawn) == set(range(5))
+    assert "attnlab-drawing" in drawn.values()
+    assert torch.get_num_threads() == threads
+
+
+def test_at_most_two_batches_wait():
+    lab = Lab(keep=8)
+    with drawing_ahead(lab, CASES) as coming:
+        next(coming)
+        time.sleep(0.3)
+        assert lab.shared.count("batch") == 2
+
+
+def test_an_error_of_a_draw_is_raised_by_its_run(monkeypatch):
+    def failing(lab, case):
+        raise AttnLabError("no batch")
+
+    monkeypatch.setattr(Lab, "batch", failing)
+    with drawing_ahead(Lab(keep=8), CASES) as coming:
+        assert list(coming) == CASES
+
+
+def test_threads_make_a_product_once_and_other_products_meanwhile():
+    store, made, begun = SharedProducts(keep=4, folder=None), [], threading.Event()
+
+    def slow():
+        made.append("slow")
+        begun.set()
+        assert other.wait(10)  # made while this one is not ready
+        return "slow"
+
+    other, found = threading.Event(), []
+    askers = [
+        threading.Thread(target=lambda: found.append(store.get("kind", 1, slow))) for _ in range(2)
+    ]
+    for asker in askers:
+        asker.start()
+    assert begun.wait(10)
+    assert store.get("kind", 2, lambda: "quick") == ("quick", False)
+    other.set()
+    for asker in askers:
+        asker.join()
+    assert made == ["slow"]
+    assert sorted(found) == [("slow", False), ("slow", True)]
