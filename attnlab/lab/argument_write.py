@@ -6,6 +6,8 @@ is off by at most 2⁻²⁰ of itself (:mod:`attnlab.lab.writes.expected`). Scal
 number by at most one in the dtype: 2⁻¹⁰ of it.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from attnlab.case.case import Case
@@ -33,11 +35,14 @@ def expected_write(case: Case, plain: torch.Tensor) -> torch.Tensor:
     return torch.cat(decoded, -1).to(plain.device)
 
 
-def write_bound(case: Case, plain: torch.Tensor) -> torch.Tensor | float:
-    """Return by how much each number of the cache may be off; ``plain`` as of :func:`expected_write`."""
+def write_bound(case: Case, make_plain: Callable[[], torch.Tensor]) -> torch.Tensor | float:
+    """Return by how much each number of the cache may be off.
+
+    ``make_plain`` returns ``plain`` of :func:`expected_write`; it is called if the bound depends on it.
+    """
     if not case.op_argument.endswith("per_token_head"):
         return 0.0
-    bounds = []
+    bounds, plain = [], make_plain()
     for tokens in plain.cpu().double().split(case.head_size, -1):
         stored, scale = per_token_head(tokens, _dtype(case))
         sides = [

@@ -15,10 +15,13 @@ from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
 from attnlab.weights.evidence import explained
 from attnlab.weights.head_groups import head_groups
 from attnlab.weights.lanes import Lanes, own_slots, single_lanes
-from attnlab.weights.setup import AttentionSetup, cache_slots, one_number
-from attnlab.weights.sketch import Sketch, signed_codes, sketch_runs, solve
+from attnlab.weights.setup import AttentionSetup, cache_slots, near_slots, one_number
+from attnlab.weights.sketch import signed_codes, sketch_runs, solve_near
 
 MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine
+_SMALL = (
+    1.0  # an error of a weight, in units of the relative precision, that leaves nothing to explain
+)
 _BYTES = 100  # that an X-ray needs for each weight
 MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
 MOST_LANE_RUNS = 4096
@@ -121,9 +124,9 @@ def measure(
         return found
     if all_runs <= MOST_RUNS:
         return reader.finish(single, reader.lanes(single))
-    sketch = Sketch(codes=reader.sketch_codes(), outputs=reader.sketch())
-    weights, error = solve(sketch, folded, shared, own_slots(setup, shared), setup.seq)
-    return reader.finish(shared, read, weights, error)
+    own, near, outputs = own_slots(setup, shared), near_slots(setup), reader.sketch()
+    solved = solve_near(setup, outputs, reader.sketch_codes, folded, shared, own, near)
+    return reader.finish(shared, read, *solved)
 
 
 def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -134,10 +137,6 @@ def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor)
 def _finite(numbers: torch.Tensor) -> torch.Tensor:
     """Return which rows of [R, H, n] numbers are finite, [R] bool."""
     return numbers.isfinite().flatten(1).all(1)
-
-
-def _any_finite(numbers: torch.Tensor) -> bool:
-    return bool(_finite(numbers).any())
 
 
 def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.0) -> torch.Tensor:
@@ -203,12 +202,12 @@ class _Reader:
         call = self._setup.call
         return self._outputs(signed_codes(call, run) for run in range(sketch_runs(call))).float()
 
-    def sketch_codes(self) -> torch.Tensor:
-        """Return what the kernel weighs in those runs, [N, M] float32."""
+    def sketch_codes(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return what the kernel weighs of some slots in those runs, [n, M] float32."""
         call = self._setup.call
         runs = range(sketch_runs(call))
-        codes = torch.cat([signed_codes(call, run)[:, 0] for run in runs], 1).float()
-        codes[: cache_slots(call)] *= value_scale(call)
+        codes = torch.cat([signed_codes(call, run)[slots, 0] for run in runs], 1).float()
+        codes[slots < cache_slots(call)] *= value_scale(call)
         return codes
 
     def finish(
@@ -240,7 +239,7 @@ class _Reader:
             output=output,
             residual=output - predicted,
             magnitude=magnitude,
-            needs_values=_any_finite(output[~_finite(read[..., : lanes.count])]),
+            needs_values=bool(_finite(output[~_finite(read[..., : lanes.count])]).any()),
             runs=self._runs,
             error=error,
         )

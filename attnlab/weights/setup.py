@@ -78,11 +78,11 @@ class AttentionSetup:
         """Return the slots of the setup for slots in memory; -1 for those that are not in it."""
         old = cache_slots(self.call)
         slots = torch.where((slots >= 0) & (slots < old), slots, -1)
-        return slots if self.kept is None else _places(self.kept, slots)
+        return slots if self.kept is None else places(self.kept, slots)
 
     def with_slots(self, kept: torch.Tensor) -> "AttentionSetup":
         """Return the setup of a part of all slots; ``kept``: [n], ascending."""
-        entry_slot = _places(kept, self.entry_slot)
+        entry_slot = places(kept, self.entry_slot)
         return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=self.key[kept])
 
     @property
@@ -122,10 +122,25 @@ class AttentionSetup:
         return some.of_heads(heads)
 
 
-def _places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def places(kept: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return where slots are among the kept ones, -1 for those that are not."""
-    at = torch.searchsorted(kept, slots).clamp(max=len(kept) - 1)
+    at = torch.searchsorted(kept, slots.contiguous()).clamp(max=len(kept) - 1)
     return torch.where(kept[at] == slots, at, -1)
+
+
+def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the slots of new tokens, of the blocks of sequences and next to them, and ``weighed`` ones, [n].
+
+    ``weighed``: [N] bool.
+    """
+    call = setup.call
+    near = torch.zeros(setup.num_slots, dtype=torch.bool) if weighed is None else weighed.clone()
+    near[setup.cache_slots :] = True
+    blocks = call.block_table.long().cpu().flatten()
+    blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
+    blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
+    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
+    return torch.nonzero(near).flatten()
 
 
 def cache_slots(call: KernelCall) -> int:

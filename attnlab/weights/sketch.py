@@ -6,6 +6,8 @@ numbers per row, the weights of up to M / 2 such slots follow from them: those t
 lanes do not explain.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +15,16 @@ import torch
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_slots
 from attnlab.weights.lanes import Lanes
+from attnlab.weights.setup import AttentionSetup, places
 
 NUMBERS = 1024  # M, about
 _ROUNDS = 24  # of slots that are added
 _AT_ONCE = 32  # slots that a round adds at most
 _LEAST_EXPLAINED = 16  # rows and heads in which a round looks for slots
 _ERRORS = 10.0
+_SMALL = (
+    0.25  # an error of a weight, in units of its relative precision, that leaves nothing to explain
+)
 _CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
 
 
@@ -45,6 +51,33 @@ def signed_codes(call: KernelCall, run: int) -> torch.Tensor:
     slots, head_size = num_slots(call), call.query.shape[2]
     signs = torch.randint(0, 2, (slots, 1, head_size), generator=generator, dtype=torch.int8)
     return (2 * signs - 1).expand(-1, call.key.shape[1], -1).contiguous()
+
+
+def solve_near(
+    setup: AttentionSetup,
+    outputs: torch.Tensor,
+    codes_of: Callable[[torch.Tensor], torch.Tensor],
+    folded: torch.Tensor,
+    lanes: Lanes,
+    own: torch.Tensor,
+    near: torch.Tensor,
+) -> tuple[torch.Tensor, float]:
+    """Return weights [R, H, N] as :func:`solve` does, from few slots if these explain the outputs.
+
+    - ``outputs``: [R, H, M], what the runs gave. ``codes_of``: returns the codes of some slots, [n, M].
+    - ``near``: the slots to try first, [n] ascending, with all of ``own``; then all slots are tried.
+    """
+    every = torch.arange(len(lanes.of))
+    for kept in (near, every):
+        part = dataclasses.replace(lanes, of=lanes.of[kept])
+        sketch = Sketch(codes=codes_of(kept), outputs=outputs)
+        weights, error = solve(sketch, folded, part, places(kept, own), setup.seq)
+        if error <= _SMALL * float(setup.relative.max()):
+            break
+    found = weights.new_zeros(*weights.shape[:2], len(every))
+    found[..., kept] = weights
+    found[weights.isnan().flatten(1).all(1)] = torch.nan
+    return found, error
 
 
 def solve(

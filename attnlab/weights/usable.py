@@ -10,7 +10,7 @@ from attnlab.weights.fit import Law, fit_law
 from attnlab.weights.head_groups import some_rows
 from attnlab.weights.magnitudes import Magnitudes, fit_magnitudes
 from attnlab.weights.plan import right_plan
-from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.setup import AttentionSetup, near_slots
 from attnlab.weights.slot_owner import SlotOwners
 
 
@@ -66,21 +66,10 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
         measured, expected = measured[rows], expected[rows]
     if every_slot or setup.num_slots <= _MANY or not len(rows):
         return _usable(rows, setup, measured, expected, owners)
-    kept = _near_slots(setup, (measured != 0).any(0).any(0))
+    kept = near_slots(setup, (measured != 0).any(0).any(0))
     return _usable(
         rows, setup.with_slots(kept), measured[..., kept], expected[..., kept], owners.take(kept)
     )
-
-
-def _near_slots(setup: AttentionSetup, weighed: torch.Tensor) -> torch.Tensor:
-    """Return the slots with a weight, of new tokens, and of the blocks of sequences and next to them, [n]."""
-    call, near = setup.call, weighed.clone()
-    near[setup.cache_slots :] = True
-    blocks = call.block_table.long().cpu().flatten()
-    blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
-    blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
-    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
-    return torch.nonzero(near).flatten()
 
 
 def _usable(

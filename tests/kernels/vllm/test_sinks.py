@@ -59,7 +59,7 @@ def test_logits_are_of_each_heads_own(num_heads):
 @pytest.mark.parametrize("op", OPS)
 def test_who_takes_them(op):
     """Only ops that accept sinks allow a Case with them; others reject it in one line."""
-    lens = {"query_lens": (1,), "ctx_lens": (5,)}
+    lens = {"query_lens": (1,), "ctx_lens": (5 * OPS[op].context,)}
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
     takes = contract(op, Target(), op).sinks != "none"
     assert takes is (OPS[op].sinks is not None)

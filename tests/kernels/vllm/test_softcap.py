@@ -46,7 +46,7 @@ def capped(op: str = UNIFIED, **changes) -> Case:
 def test_who_takes_it(op):
     """Only ops that accept a cap allow a Case with one; others reject it in one line."""
     own = {"backend": "vllm-cpu", "platform": "cpu"} if op.startswith("cpu") else {}
-    fields = {"op": op, "softcap": 5, "query_lens": (1,), "ctx_lens": (5,), **own}
+    fields = {"op": op, "softcap": 5, "query_lens": (1,), "ctx_lens": (5 * OPS[op].context,), **own}
     takes = contract(op, Target(), op).softcap != "none"
     assert takes is (OPS[op].softcap is not None)
     if takes:

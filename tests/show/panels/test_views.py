@@ -87,6 +87,8 @@ def test_every_op_has_its_pictures(op: str) -> None:
     changes = {"op": op, "x": None, "fill": "all_rows"}
     if op == "decode_attention_fwd":
         changes |= {"query_lens": (1, 1), "ctx_lens": (20, 3)}
+    if not OPS[op].context:
+        changes |= {"query_lens": (5, 3), "ctx_lens": (0, 0)}
     if op == "cpu_attention_with_kv_cache":
         changes |= {"backend": "vllm-cpu", "platform": "cpu"}
     view = explorer(SMALL.replace(**changes))
