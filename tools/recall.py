@@ -323,6 +323,13 @@ FIXES = (
         diagnosis="softcap_overflows",
     ),
     Fix(
+        commit="0.32.0 0.33.0",
+        op=UNIFIED,
+        wrong="the maximum of a tile without visible keys is taken as 0, so scores far below 0 are lost",
+        kind=OUTPUT,
+        diagnosis="",  # of any name
+    ),
+    Fix(
         pull=32149,
         commit="9dbe1fe960",
         op=ENCODER,

@@ -74,7 +74,7 @@ VARIANTS = (
     Variant(
         {
             "sliding_window": 3,
-            "sm_scale": 60.0,
+            "distribution": "large_scores",
             "num_queries_per_kv": 1,
             "query_lens": (20, 1),
             "ctx_lens": (21, 47),
