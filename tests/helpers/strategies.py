@@ -72,8 +72,17 @@ def _accepted_by(op, fields):
         changes |= {"kv_layout": "contiguous", "pad_batch": 0}
     if not op.hnd:
         changes["kv_layout"] = "contiguous"
+    if fields["backend"] not in op.backends:
+        changes |= {"backend": "model", "trace_reads": False}
+    if not op.context:
+        changes |= {"ctx_lens": (0,) * len(fields["ctx_lens"])}
+    if fields["release"] not in op.releases:
+        changes["release"] = op.releases[-1]
     if fields.get("kv_cache_dtype") not in op.kv_cache_dtypes:
-        changes["kv_cache_dtype"] = "fp8"
+        is_plain = op.kv_cache_dtypes == ("auto",)
+        changes["kv_cache_dtype"] = "auto" if is_plain else "fp8"
+        if is_plain:
+            changes |= {"cache_write": "scaled", "cache_format": None}
     for name, plain in (
         ("sinks", False),
         ("softcap", None),
