@@ -4,7 +4,7 @@ What remains has the same numbers: the part of a sequence has the same queries, 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _BY_HEAD = (
     ("sinks", 0),
 )
 _BY_KV_HEAD = (("key", 1), ("value", 1), ("key_cache", 1), ("value_cache", 1))
+
+_Take = Callable[[torch.Tensor, int, range], torch.Tensor]  # some entries of a dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,36 +92,49 @@ def _table(call: KernelCall, kept: Sequence[KeptSequence], seq_lens: Sequence[in
 
 
 def with_kv_heads(call: KernelCall, heads: range) -> KernelCall:
-    """Return a call with some of the KV heads and their query heads."""
-    group = call.num_queries_per_kv
-    own = torch.arange(heads.start * group, heads.stop * group)
-    return _with_heads(call, own, torch.arange(heads.start, heads.stop))
+    """Return a call with copies of some of the KV heads and their query heads."""
+    return _with_heads(call, _query_heads(call, heads), heads, _copied)
+
+
+def view_of_kv_heads(call: KernelCall, heads: range) -> KernelCall:
+    """Return a call with some of the KV heads and their query heads; its tensors are views."""
+    return _with_heads(call, _query_heads(call, heads), heads, _view)
 
 
 def with_query_head(call: KernelCall, head: int) -> KernelCall:
-    """Return a call with one query head, and its KV head."""
+    """Return a call with copies of one query head and its KV head."""
     kv_head = head // call.num_queries_per_kv
-    return _with_heads(call, torch.tensor([head]), torch.tensor([kv_head]))
+    return _with_heads(call, range(head, head + 1), range(kv_head, kv_head + 1), _copied)
 
 
-def _with_heads(call: KernelCall, heads: torch.Tensor, kv_heads: torch.Tensor) -> KernelCall:
+def _query_heads(call: KernelCall, heads: range) -> range:
+    group = call.num_queries_per_kv
+    return range(heads.start * group, heads.stop * group)
+
+
+def _with_heads(call: KernelCall, heads: range, kv_heads: range, take: _Take) -> KernelCall:
     changes: dict[str, Any] = {}
-    for index, fields in ((heads, _BY_HEAD), (kv_heads, _BY_KV_HEAD)):
+    for part, fields in ((heads, _BY_HEAD), (kv_heads, _BY_KV_HEAD)):
         for name, dim in fields:
             if (tensor := getattr(call, name)) is not None:
-                changes[name] = _indexed(tensor, dim, index)
+                changes[name] = take(tensor, dim, part)
     for name in ("k_scale", "v_scale", "q_scale"):
         scale = getattr(call, name)
         if isinstance(scale, torch.Tensor):
-            changes[name] = scale.index_select(-1, kv_heads)
+            changes[name] = take(scale, scale.dim() - 1, kv_heads)
     return dataclasses.replace(call, **changes)
 
 
-def _indexed(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _view(tensor: torch.Tensor, dim: int, part: range) -> torch.Tensor:
+    return tensor.narrow(dim, part.start, len(part))
+
+
+def _copied(tensor: torch.Tensor, dim: int, part: range) -> torch.Tensor:
     """Return a copy of some entries of a dimension, with the dimensions of memory in the same order."""
     order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride()[d])
     back = sorted(range(tensor.dim()), key=order.__getitem__)
-    return tensor.permute(order).index_select(order.index(dim), index).permute(back)
+    dense = _view(tensor, dim, part).permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute(back)
 
 
 def with_head_size(call: KernelCall, size: int) -> KernelCall | None:
@@ -133,8 +148,8 @@ def with_head_size(call: KernelCall, size: int) -> KernelCall | None:
         for name in ("query", "key", "value", "output", "before")
         if (tensor := getattr(call, name)) is not None
     }
-    changes["key_cache"] = _indexed(call.key_cache, 2, torch.arange(size // chunk))
-    changes["value_cache"] = _indexed(call.value_cache, 2, torch.arange(size))
+    changes["key_cache"] = _copied(call.key_cache, 2, range(size // chunk))
+    changes["value_cache"] = _copied(call.value_cache, 2, range(size))
     return dataclasses.replace(call, **changes, lse=None)
 
 

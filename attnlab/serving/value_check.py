@@ -14,8 +14,11 @@ from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import where_it_ran
+from attnlab.replay.parts import view_of_kv_heads, whole, with_sequences
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_scaled_output
+
+_BY_ROW = ("query", "key", "value", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,36 +166,14 @@ def _any_case() -> Case:
 
 def _part(call: KernelCall, seqs: list[int], heads: list[int]) -> KernelCall:
     """Return the call of some sequences and the KV heads of some query heads, on the CPU."""
-    group = call.num_queries_per_kv
-    kv = sorted({head // group for head in heads})
-    own = torch.tensor([k * group + i for k in kv for i in range(group)], device=call.query.device)
-    starts = call.query_start_loc.tolist()
-    rows = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in seqs]).to(call.query.device)
-    lens = torch.tensor([0, *(starts[s + 1] - starts[s] for s in seqs)])
-    at = torch.tensor(seqs)
-    seq_lens = call.seq_lens.cpu()[at]
-    columns = -(-int(seq_lens.max()) // call.block_size)
-    one_kv = torch.tensor(kv, device=call.query.device)
+    group, large = call.num_queries_per_kv, (*_BY_ROW, "key_cache", "value_cache")
     changes: dict[str, Any] = {
-        "query": call.query[rows][:, own],
-        "output": call.output[rows][:, own],
-        "key": call.key[rows][:, one_kv],
-        "value": call.value[rows][:, one_kv],
-        "key_cache": call.key_cache[:, kv[0] : kv[-1] + 1],
-        "value_cache": call.value_cache[:, kv[0] : kv[-1] + 1],
-        "block_table": call.block_table.cpu()[at][:, :columns],
-        "query_start_loc": lens.cumsum(0).to(call.query_start_loc.dtype),
-        "seq_lens": seq_lens,
-        "before": None,
-        "lse": None,
-        "slot_mapping": None,
-        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes[own],
-        "sinks": None if call.sinks is None else call.sinks[own],
-        "max_query_len": int(lens.max()),
+        name: one.cpu() for name, one in call.tensors().items() if name not in large
     }
-    for name in ("k_scale", "v_scale", "q_scale"):
-        scale = getattr(call, name)
-        if isinstance(scale, torch.Tensor):
-            scale = scale[at.to(scale.device)] if scale.dim() == 2 else scale
-            changes[name] = scale[..., one_kv.to(scale.device)]
-    return dataclasses.replace(call, **changes).with_named_blocks().cpu()
+    here = dataclasses.replace(
+        call, **{**changes, "before": None, "lse": None, "slot_mapping": None}
+    )
+    every = whole(here)
+    part = with_sequences(here, [every[seq] for seq in seqs])
+    own = range(heads[0] // group, heads[-1] // group + 1)
+    return view_of_kv_heads(part, own).with_named_blocks().cpu()

@@ -65,24 +65,8 @@ def _made(fields):
 
 def _accepted_by(op, fields):
     """Return changes that remove what the drawn op does not accept."""
-    changes = {"interleave_v": False}
-    if not op.prefill:
-        changes |= {"query_lens": (1,) * len(fields["query_lens"])}
-    if fields["backend"] not in ("model", "vllm"):
-        changes |= {"kv_layout": "contiguous", "pad_batch": 0}
-    if not op.hnd:
-        changes["kv_layout"] = "contiguous"
-    if fields["backend"] not in op.backends:
-        changes |= {"backend": "model", "trace_reads": False}
-    if not op.context:
-        changes |= {"ctx_lens": (0,) * len(fields["ctx_lens"])}
-    if fields["release"] not in op.releases:
-        changes["release"] = op.releases[-1]
-    if fields.get("kv_cache_dtype") not in op.kv_cache_dtypes:
-        is_plain = op.kv_cache_dtypes == ("auto",)
-        changes["kv_cache_dtype"] = "auto" if is_plain else "fp8"
-        if is_plain:
-            changes |= {"cache_write": "scaled", "cache_format": None}
+    changes = {"interleave_v": False, **_where_it_runs(op, fields), **_cache_of(op, fields)}
+    count = len(fields["query_lens"])
     for name, plain in (
         ("sinks", False),
         ("softcap", None),
@@ -91,6 +75,33 @@ def _accepted_by(op, fields):
     ):
         if not getattr(op, name):
             changes[name] = plain
+    if not op.prefill:
+        changes["query_lens"] = (1,) * count
+    if not op.context:
+        changes["ctx_lens"] = (0,) * count
     if not (op.attends_to_cache and {**fields, **changes}.get("sliding_window")):
         changes["freed"] = "kept"
     return changes
+
+
+def _where_it_runs(op, fields):
+    """Return changes to a backend and a release that have the op, and to tensors that the backend takes."""
+    changes = {}
+    if fields["backend"] not in op.backends:
+        changes |= {"backend": "model", "trace_reads": False}
+    if fields["release"] not in op.releases:
+        changes["release"] = op.releases[-1]
+    if fields["backend"] not in ("model", "vllm"):
+        changes |= {"kv_layout": "contiguous", "pad_batch": 0}
+    if not op.hnd:
+        changes["kv_layout"] = "contiguous"
+    return changes
+
+
+def _cache_of(op, fields):
+    """Return changes to a dtype of the cache that the op accepts."""
+    if fields.get("kv_cache_dtype") in op.kv_cache_dtypes:
+        return {}
+    if op.kv_cache_dtypes == ("auto",):
+        return {"kv_cache_dtype": "auto", "cache_write": "scaled", "cache_format": None}
+    return {"kv_cache_dtype": "fp8"}

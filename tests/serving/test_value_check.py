@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.masked_cases import random_case
 
 from attnlab.case.case import Case
+from attnlab.case.masks import MASKS
 from attnlab.lab.lab import Lab
 from attnlab.serving.batch import Step
 from attnlab.serving.requests import Request
@@ -32,6 +34,19 @@ def call() -> KernelCall:
     lab = Lab()
     call = lab.call(CASE)
     return dataclasses.replace(call, output=lab.run(CASE).output)
+
+
+@pytest.mark.parametrize("mask", sorted(MASKS))
+def test_some_rows_of_a_call_with_a_mask(mask: str) -> None:
+    """The data of a mask are those of the sampled sequences."""
+    case = next(case for i in range(9) if (case := random_case(mask, i)).lengths.query_lens[1:])
+    call = Lab().call(case)
+    call = dataclasses.replace(call, output=Lab().run(case).output)
+    last = len(call.output) - 1
+    for seed in range(4):
+        assert not check_values(call, rows=1, heads=1, seed=seed).wrong
+    found = check_values(changed(call, last, 0, 3.0), rows=None, heads=None, seed=0)
+    assert [(row.row, row.heads) for row in found.wrong] == [(last, (0,))]
 
 
 def changed(call: KernelCall, row: int, head: int, value: float) -> KernelCall:
