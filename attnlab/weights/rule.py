@@ -69,6 +69,8 @@ class Edge:
         words = _WORDS[self.feature]
         if self.feature == "start":
             return f"position {self.shift}"
+        if self.up and self.shift == -self.up:
+            return f"the begin of the tile of {self.up} keys with {words}"
         if self.down:
             words = f"the last multiple of {self.down} before {words}"
         if self.up:
