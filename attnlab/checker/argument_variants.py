@@ -8,7 +8,7 @@ from typing import Any
 
 from attnlab.case.ops import ENCODER
 from attnlab.checker.value_variants import VALUE_VARIANTS
-from attnlab.checker.variants import Variant
+from attnlab.checker.variants import FAR_BLOCKS, Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
@@ -275,16 +275,7 @@ ARGUMENT_VARIANTS = (
     ),
     _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
     Variant(
-        {
-            "alibi": True,
-            "num_heads": 2,
-            "num_queries_per_kv": 1,
-            "head_size": 128,
-            "block_size": 32,
-            "first_block": 2**31 // (2 * 128 * 32) + 1,
-            "query_lens": (1, 2),
-            "ctx_lens": (33, 17),
-        },
+        {**FAR_BLOCKS, "alibi": True},
         "Block offsets just beyond 2^31 elements in the kernel for ALiBi.",
     ),
 )

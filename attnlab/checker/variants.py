@@ -30,6 +30,17 @@ LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((19, 1), (0, 48)),
 )
 
+# Blocks beyond 2^31 elements, in the fewest untouched blocks.
+FAR_BLOCKS: dict[str, Any] = {
+    "num_heads": 2,
+    "num_queries_per_kv": 1,
+    "head_size": 128,
+    "block_size": 32,
+    "first_block": 2**31 // (2 * 128 * 32) + 1,
+    "query_lens": (1, 2),
+    "ctx_lens": (33, 17),
+}
+
 # The most informative variants first: a check with few cases runs only these.
 VARIANTS = (
     Variant({}, "Shuffled blocks and ragged lengths, without any further feature."),
@@ -105,15 +116,7 @@ VARIANTS = (
         "In memory the heads of a block precede its slots.",
     ),
     Variant(
-        {
-            "num_heads": 2,
-            "num_queries_per_kv": 1,
-            "head_size": 128,
-            "block_size": 32,
-            "first_block": 2**31 // (2 * 128 * 32) + 1,
-            "query_lens": (1, 2),
-            "ctx_lens": (33, 17),
-        },
+        FAR_BLOCKS,
         "Block offsets just beyond 2^31 elements. The caches reserve 4 GiB of addresses; few are touched.",
     ),
     Variant(
