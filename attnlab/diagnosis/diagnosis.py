@@ -228,9 +228,8 @@ class Diagnosis(Shown):
         if lines:
             return f"wherever a further output is wrong, {lines} has a bad access, too{claim}"
         count = len(self.candidates)
-        if claim:
-            return f"none of {count} candidates explains the output{claim}"
-        return f"none of {count} candidates does, but the rules above reproduce the output"
+        tried = f"none of {count} candidates explains it" if count else "no candidate was tried"
+        return f"{tried}{claim}" if claim else f"{tried}; the rules above reproduce the output"
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]
