@@ -47,7 +47,8 @@ def plot_weights(
     )
     ax.set_xlim(-0.5, end - 0.5)
     if np.isnan(values).any():
-        hatch_cells(ax, np.isnan(values), "//", "black")
+        widths = [1] * own + [columns.foreign_width] * len(columns.foreign)
+        hatch_cells(ax, np.repeat(np.isnan(values), widths, axis=1), "//", "black")
     _edges(ax, columns)
     _ticks(ax, columns)
     label = "measured - expected" if which == "difference" else f"{which} weight"

@@ -1,5 +1,7 @@
 """The plots of an X-ray draw its data."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,17 @@ def test_plot_weights(found, which):
     edges = {float(line.get_xdata()[0]) for line in ax.lines}
     assert columns.context - 0.5 in edges
     assert columns.positions - 0.5 in edges
+
+
+def test_nan_of_a_foreign_column_is_hatched_where_it_is_drawn(found):
+    columns = key_columns(found)
+    measured = columns.measured.clone()
+    measured[0, -1] = torch.nan
+    ax = plot_weights(dataclasses.replace(columns, measured=measured))
+    (hatched,) = ax.collections
+    boxes = [path.vertices[:, 0] for path in hatched.get_paths()]
+    assert len(boxes) == columns.foreign_width > 1
+    assert max(box.max() for box in boxes) == ax.get_xlim()[1]
 
 
 def test_plot_law(found):
