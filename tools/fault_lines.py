@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 
 import source_mutation
 import torch
+from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
@@ -148,17 +148,11 @@ def drawn_orders(sources: list[Source], args: argparse.Namespace) -> Iterator[di
 def judged_in_process(path: Path) -> dict[str, Any]:
     """Locate one mutant in a process of its own; one that fails or hangs is counted as that."""
     order = json.loads(path.read_text())
-    command = [sys.executable, __file__, "--judge", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MOST_S, env=environment
-        )
-    except subprocess.TimeoutExpired:
+    done = run_judge(__file__, path, MOST_S)
+    if done is None:
         return {**described(order), "rank": "takes too long"}
     if done.returncode:
-        text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {**described(order), "rank": "error", "error": text}
+        return {**described(order), "rank": "error", "error": error_of(done)}
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -41,6 +41,7 @@ from typing import Any
 import source_mutation
 import torch
 from fault_verification import answer_of
+from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
@@ -202,13 +203,8 @@ def mutated_file(source: Source, backend: str, op: str) -> Path:
 def judge_in_process(path: Path) -> dict[str, Any]:
     """Judge one mutant in a process of its own; a process that fails or hangs is a finding."""
     order = json.loads(path.read_text())
-    command = [sys.executable, __file__, "--judge", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, env=environment
-        )
-    except subprocess.TimeoutExpired:
+    done = run_judge(__file__, path, LIMIT_S)
+    if done is None:
         return {**described(order), "class": "found", "kind": "does not end"}
     if done.returncode < 0:  # a signal: `attnlab check`, which runs kernels in a worker, reports it
         return {
@@ -217,8 +213,7 @@ def judge_in_process(path: Path) -> dict[str, Any]:
             "kind": f"ends with signal {-done.returncode}",
         }
     if done.returncode:
-        text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {**described(order), "class": "error", "error": text}
+        return {**described(order), "class": "error", "error": error_of(done)}
     return json.loads(done.stdout)
 
 

@@ -49,7 +49,7 @@ DECODE, MERGE, WRITE = "decode_attention_fwd", "merge_attn_states", "reshape_and
 class Fix:
     """A commit of vLLM that fixed an op: what was wrong, and how its finding's diagnosis begins.
 
-    - ``commit``: the fix, or two releases, "0.30.0 0.31.0", of which the second has it. ``pull``: the pull
+    - ``commit``: the fix, or two releases, "0.30.0 0.31.0": the second has the fix. ``pull``: the pull
       request, 0 if there is none or it is not known. ``fork``: the repository of the commit, "" for vLLM's.
     - ``backend``: "writes" for the writes of `attnlab writes`; then ``diagnosis`` is the begin of their name.
     """

@@ -35,7 +35,7 @@ def cut_masks(
 
 
 def cut_bias(call: KernelCall, firsts: Sequence[int], lens: Sequence[int]) -> dict[str, Any]:
-    """Return the bias of a tree for rows from ``firsts`` on, of which ``lens`` remain per sequence.
+    """Return the bias of a tree for the rows that remain: of each sequence ``lens`` rows, from ``firsts`` on.
 
     All sequences share one bias, so it is cut in front by the first row that every sequence drops. Rows that
     one sequence alone drops would need a bias of their own: then the bias is not cut in front.

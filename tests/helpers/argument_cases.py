@@ -4,9 +4,9 @@ import random
 
 from attnlab.case.case import Case
 from attnlab.case.ops import UNIFIED
+from helpers.drawn_fields import EDGES, drawn_fields
 
 FORMATS = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "diffkv")
-_EDGES = (0, 1, 7, 15, 16, 17, 31, 32, 33, 40)
 
 
 def random_format_case(name: str, number: int, **changes: object) -> Case:
@@ -20,26 +20,16 @@ def random_format_case(name: str, number: int, **changes: object) -> Case:
         "backend": "vllm",
         "op_argument": name,
         "query_lens": tuple(1 if is_decode else rng.choice((1, 2, 5, 9, 17)) for _ in range(count)),
-        "ctx_lens": tuple(rng.choice(_EDGES) for _ in range(count)),
+        "ctx_lens": tuple(rng.choice(EDGES) for _ in range(count)),
         "sliding_window": rng.choice((0, 0, 1, 5, 16)),
         "num_heads": group * rng.choice((1, 2)),
         "num_queries_per_kv": group,
         "head_size": rng.choice((16, 32, 48, 64)),
-        "block_size": rng.choice((8, 16, 32)),
-        "sinks": rng.random() < 0.3,
-        "softcap": rng.choice((None, None, 3.0)),
-        "num_splits": rng.choice((None, 0, 4)),
-        "dtype": rng.choice(("float16", "float32")),
+        **drawn_fields(rng, number),
         "kv_cache_dtype": "fp8" if is_fp8 else "auto",
         "k_scale": rng.choice((0.25, 1.0)) if is_fp8 else 1.0,
         "v_scale": rng.choice((0.5, 2.0)) if is_fp8 else 1.0,
         "stage": "sound",
-        "platform": "sm_90",
-        "distribution": "normal",
-        "empty_slots": "nan",
-        "output_init": "nan",
-        "reference_dtype": "float64",
-        "seed": number,
         **changes,
     }
     return Case(**fields)

@@ -5,10 +5,10 @@ import random
 from attnlab.case.case import Case
 from attnlab.case.masks import MASKS
 from attnlab.case.ops import UNIFIED
+from helpers.drawn_fields import EDGES, drawn_fields
 
 # With a window and these, 0.33.0 masks V by the window of a block's first row: its blocks must have one row.
 FAULTY_WITH_WINDOW = ("bidirectional", "causal_by_sequence")
-_EDGES = (0, 1, 7, 15, 16, 17, 31, 32, 33, 40)
 
 
 def random_case(mask: str, number: int, **changes: object) -> Case:
@@ -16,7 +16,7 @@ def random_case(mask: str, number: int, **changes: object) -> Case:
     rng = random.Random(f"{mask} {number}")
     count = rng.randint(1, 3)
     query_lens = tuple(rng.choice((1, 1, 2, 5, 9, 17)) for _ in range(count))
-    ctx_lens = tuple(rng.choice(_EDGES) for _ in range(count))
+    ctx_lens = tuple(rng.choice(EDGES) for _ in range(count))
     window = rng.choice((0, 1, 2, 5, 8, 16, 20))
     if MASKS[mask].needs_window:
         window = window or 6
@@ -32,17 +32,7 @@ def random_case(mask: str, number: int, **changes: object) -> Case:
         "num_heads": group,
         "num_queries_per_kv": group,
         "head_size": rng.choice((16, 32)),
-        "block_size": rng.choice((8, 16, 32)),
-        "sinks": rng.random() < 0.3,
-        "softcap": rng.choice((None, None, 3.0)),
-        "num_splits": rng.choice((None, 0, 4)),
-        "dtype": rng.choice(("float16", "float32")),
-        "platform": "sm_90",
-        "distribution": "normal",
-        "empty_slots": "nan",
-        "output_init": "nan",
-        "reference_dtype": "float64",
-        "seed": number,
+        **drawn_fields(rng, number),
         **_data(mask, rng, query_lens, ctx_lens, window),
         **changes,
     }
