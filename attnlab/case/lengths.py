@@ -27,9 +27,19 @@ class Lengths:
         """Return the number of new tokens, which is the number of output rows."""
         return sum(self.query_lens)
 
+    @property
+    def token_start_loc(self) -> list[int]:
+        """Return the first new token of each sequence among all, and their number; length num_seqs + 1."""
+        return [0, *accumulate(self.query_lens)]
+
+    @property
+    def kv_start_loc(self) -> list[int]:
+        """Return the first token of each sequence among all, and their number; length num_seqs + 1."""
+        return [0, *accumulate(self.seq_lens)]
+
     def locate(self, row: int) -> tuple[int, int]:
         """Return (sequence, index of the new token in its query) of an output row."""
-        starts = [0, *accumulate(self.query_lens)]
+        starts = self.token_start_loc
         seq = bisect_right(starts, row) - 1
         return seq, row - starts[seq]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from attnlab.case.declaration import DTYPE_BYTES, CaseFields
@@ -63,7 +62,7 @@ class CaseQuantities(CaseFields):
         """Return the output rows of the sequences that run, or None if all do."""
         if self.seq_range is None:
             return None
-        starts = [0, *accumulate(self.lengths.query_lens)]
+        starts = self.lengths.token_start_loc
         return range(starts[self.seq_range[0]], starts[self.seq_range[1]])
 
     @property

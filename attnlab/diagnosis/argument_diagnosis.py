@@ -7,7 +7,6 @@ output that is wrong without the argument, too, is diagnosed as that one.
 import dataclasses
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 
@@ -71,7 +70,7 @@ def _cells(lab: Lab, case: Case, output: torch.Tensor) -> Cells:
     row = torch.arange(rows).repeat_interleave(heads)
     seqs = torch.arange(len(case.lengths.query_lens))
     seq = seqs.repeat_interleave(torch.tensor(case.lengths.query_lens))[row]
-    starts = torch.tensor([0, *accumulate(case.lengths.query_lens)])
+    starts = torch.tensor(case.lengths.token_start_loc)
     return Cells(
         row=row,
         head=torch.arange(heads).repeat(rows),
@@ -162,7 +161,7 @@ def _sizes(case: Case) -> Sizes:
         seqs=tuple(range(len(lengths.query_lens))),
         query_lens=tuple(lengths.query_lens),
         ctx_lens=tuple(lengths.ctx_lens),
-        row_starts=tuple([0, *accumulate(lengths.query_lens)]),
+        row_starts=tuple(lengths.token_start_loc),
         block_size=case.block_size,
         num_queries_per_kv=case.num_queries_per_kv,
     )

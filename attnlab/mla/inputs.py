@@ -1,7 +1,6 @@
 """The tensors of an MlaCase: query, new latents, the paged cache, and what a reader makes of them."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -79,7 +78,7 @@ def make_inputs(case: MlaCase) -> Inputs:
 
 def row_starts(case: MlaCase) -> list[int]:
     """Return the first row of each sequence, and the number of rows."""
-    return [0, *accumulate(case.query_lens)]
+    return case.lengths.token_start_loc
 
 
 def gathered(case: MlaCase, cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:

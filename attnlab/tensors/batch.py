@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -41,12 +40,12 @@ class Batch(Shown):
     @property
     def kv_start_loc(self) -> list[int]:
         """Return the first row of each sequence in ``key``, and the number of rows; length num_seqs + 1."""
-        return [0, *accumulate(self.lengths.seq_lens)]
+        return self.lengths.kv_start_loc
 
     @property
     def token_start_loc(self) -> list[int]:
         """Return the first row of each sequence in ``query``, and the number of rows; length num_seqs + 1."""
-        return [0, *accumulate(self.lengths.query_lens)]
+        return self.lengths.token_start_loc
 
     def cpu(self) -> "Batch":
         """Return the batch with its tensors on the CPU; itself if they are there."""
@@ -66,7 +65,7 @@ class Batch(Shown):
 
         Each [num_tokens, num_kv_heads, head_size].
         """
-        ends = accumulate(self.lengths.seq_lens)
+        ends = self.kv_start_loc[1:]
         runs = [slice(end - n, end) for end, n in zip(ends, self.lengths.query_lens, strict=True)]
         key, value = (torch.cat([t[run] for run in runs]) for t in (self.key, self.value))
         return key, value

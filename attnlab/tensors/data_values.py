@@ -4,7 +4,7 @@ Each is a change of numbers with a normal distribution, so that the rest of them
 """
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 
@@ -76,8 +76,7 @@ def _near_limit(
 
 def _sequences(lengths: Lengths) -> list[tuple[int, int]]:
     """Return the first row of each sequence among all tokens, and the row after its last."""
-    ends = [*accumulate(lengths.seq_lens)]
-    return [*zip([0, *ends[:-1]], ends, strict=True)]
+    return [*pairwise(lengths.kv_start_loc)]
 
 
 CHANGES: Mapping[str, Change] = {
