@@ -204,9 +204,8 @@ def _check_op_argument(case: CaseQuantities) -> None:
         value = getattr(case, other)
         if value != needed:
             refuse(other, f"{needed} with op_argument {name}", value)
-    least = {"diffkv": 3, "int4_per_token_head": 2}.get(name, 1)
-    if case.head_size < least or (name.startswith("int4") and case.head_size % 2):
-        even = "even, " if name.startswith("int4") else ""
+    least, even = argument.least_head_size, "even, " if argument.is_packed else ""
+    if case.head_size < least or (argument.is_packed and case.head_size % 2):
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)

@@ -219,13 +219,13 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
-        return _finding(case if is_leak else zeros, kind, text, _argument_label(case.op_argument))
+        return _finding(case if is_leak else zeros, kind, text, _argument_label(case))
     return None
 
 
-def _argument_label(name: str) -> str:
+def _argument_label(case: Case) -> str:
     """Return the diagnosis of a wrong result with an op argument."""
-    return _FAR if "far_" in name else f"op_argument {name}"
+    return _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

@@ -31,9 +31,9 @@ def wrong_reads(case: Case) -> Mapping[str, Read]:
     """Return the wrong reads that the Case's op argument may have."""
     if case.op_argument == "diffkv":
         return {"values_one_element_early": _early_values}
-    if not case.op_argument.endswith("per_token_head"):
+    if case.argument.cache is None:
         return {}
-    return _NIBBLES | _SCALES if case.op_argument.startswith("int4") else _SCALES
+    return _NIBBLES | _SCALES if case.argument.is_packed else _SCALES
 
 
 def _of_slot(move: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., StoredHalf]:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 
 from attnlab.case.case import Case
-from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.op_argument_data import narrow_size, per_token_head
+from attnlab.tensors.op_argument_data import narrow_size, scaled_dtype, stored_numbers
 
 _QUOTIENT, _DTYPE = 2.0**-20, 2.0**-10
 
@@ -28,9 +27,9 @@ def expected_write(case: Case, plain: torch.Tensor) -> torch.Tensor:
             ..., case.head_size + narrow_size(case) :, :
         ] = 0
         return narrow
-    if not case.op_argument.endswith("per_token_head"):
+    if case.argument.cache is None:
         return plain
-    halves = (per_token_head(one, _dtype(case)) for one in plain.cpu().split(case.head_size, -1))
+    halves = (stored_numbers(case, one) for one in plain.cpu().split(case.head_size, -1))
     decoded = [(stored.float() * scale[..., None]).to(plain.dtype) for stored, scale in halves]
     return torch.cat(decoded, -1).to(plain.device)
 
@@ -40,11 +39,11 @@ def write_bound(case: Case, make_plain: Callable[[], torch.Tensor]) -> torch.Ten
 
     ``make_plain`` returns ``plain`` of :func:`expected_write`; it is called if the bound depends on it.
     """
-    if not case.op_argument.endswith("per_token_head"):
+    if case.argument.cache is None:
         return 0.0
     bounds, plain = [], make_plain()
     for tokens in plain.cpu().double().split(case.head_size, -1):
-        stored, scale = per_token_head(tokens, _dtype(case))
+        stored, scale = stored_numbers(case, tokens)
         sides = [
             _rounded(tokens / scale[..., None] * (1 + e), case) for e in (-_QUOTIENT, _QUOTIENT)
         ]
@@ -55,11 +54,6 @@ def write_bound(case: Case, make_plain: Callable[[], torch.Tensor]) -> torch.Ten
 
 def _rounded(quotients: torch.Tensor, case: Case) -> torch.Tensor:
     """Return quotients as numbers of the format, float64."""
-    if case.op_argument.startswith("int8"):
-        return (quotients.sign() * (quotients.abs() + 0.5)).trunc()
-    return quotients.float().to(_dtype(case)).double()
-
-
-def _dtype(case: Case) -> torch.dtype:
-    is_int8 = case.op_argument.startswith("int8")
-    return torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
+    if case.argument.has_fp8:
+        return quotients.float().to(scaled_dtype(case)).double()
+    return (quotients.sign() * (quotients.abs() + 0.5)).trunc()

@@ -4,17 +4,17 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import per_token_head_cache
+from attnlab.kernels.vllm.cache_arguments import scaled_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.tensors.op_argument_data import narrow_size
 
 _MODULE = "triton_reshape_and_cache_flash"
 
 
-def write_per_token_head(case: Case, given: Arguments) -> Passed:
+def write_scaled(case: Case, given: Arguments) -> Passed:
     """Pass quantised caches with their scales; the result is the numbers that they stand for."""
     caches = {"k": given["key_cache"], "v": given["value_cache"]}
-    made = per_token_head_cache(case, caches)
+    made = scaled_cache(case, caches)
     changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
     arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
 
