@@ -34,6 +34,7 @@ class OpArgument:
     - ``cache``: the format of the cache if it has a scale per token and head. ``has_fp8``: whether it stores
       numbers in the platform's E4M3.
     - ``least_head_size``: the smallest head_size.
+    - ``refused_masks``: masks with which the op refuses the argument; ``refusal``: by which line.
     - ``far_dim``: the dimension of tensors whose last index is beyond 2^31 elements, or None.
     """
 
@@ -45,6 +46,8 @@ class OpArgument:
     cache: ScaledCache | None = None
     has_fp8: bool = False
     least_head_size: int = 1
+    refused_masks: tuple[str, ...] = ()
+    refusal: str = ""
     far_dim: int | None = None
 
     @property

@@ -73,12 +73,14 @@ _ALL = (
     ),
     OpArgument(
         name="int4_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto", "mask": "causal"},
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int4", mode=_INT4),
         least_head_size=2,
+        refused_masks=("bidirectional", "causal_by_sequence"),
+        refusal="unified_attention of vLLM 0.33.0 refuses others (triton_unified_attention.py, line 885)",
     ),
     OpArgument(
         name="diffkv",

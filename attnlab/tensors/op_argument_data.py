@@ -24,9 +24,15 @@ def stored_numbers(case: Case, tokens: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def decoded_numbers(case: Case, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the tokens [..., head_size] float64 that :func:`stored_numbers` stands for."""
+    """Return the tokens [..., head_size] float64 that stored numbers stand for."""
+    scaled = scaled_numbers(case, numbers, scale)
+    return rotate_back(scaled) if case.argument.is_packed else scaled
+
+
+def scaled_numbers(case: Case, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return stored numbers times their scale [..., head_size] float64; those of INT4 are rotated."""
     if case.argument.is_packed:
-        return rotate_back(unpack_int4(numbers, scale))
+        return unpack_int4(numbers, scale)
     return numbers.double() * scale.double()[..., None]
 
 
