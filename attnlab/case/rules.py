@@ -206,8 +206,8 @@ def _check_op_argument(case: CaseQuantities) -> None:
         if value != needed:
             refuse(other, f"{needed} with op_argument {name}", value)
     if case.mask in argument.refused_masks:
-        names = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
-        refuse("mask", f"one of {names} with op_argument {name}: {argument.refusal}", case.mask)
+        masks = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
+        refuse("mask", f"one of {masks} with op_argument {name}: {argument.refusal}", case.mask)
     least, even = argument.least_head_size, "even, " if argument.is_packed else ""
     if case.head_size < least or (argument.is_packed and case.head_size % 2):
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
