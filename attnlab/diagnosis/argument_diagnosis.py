@@ -1,5 +1,7 @@
 """Diagnose a wrong output of a Case with an op argument: where it is wrong, by how much, and by which read.
 
+An X-ray describes the weights, where the op argument allows one.
+
 The defects of the catalogue do not know the format that the argument asks for, so they are not compared. An
 output that is wrong without the argument, too, is diagnosed as that one.
 """
@@ -11,18 +13,23 @@ from collections.abc import Callable
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.cells import Cells
+from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.examination import check_output
 from attnlab.diagnosis.pattern import Fact, Pattern
 from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
 from attnlab.diagnosis.pattern_values import size_fact, value_facts
+from attnlab.diagnosis.refinement import can_xray
 from attnlab.lab.argument_reads import wrong_masks, wrong_reads
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.lab import Lab
+from attnlab.weights.public import xray
 
+_XRAY_S = 6.0  # time for the search for a description
 KIND = "argument"  # of the facts about the op argument
 _UNKNOWN = "which defect of the catalogue it is: they do not know what an op argument changes"
 
@@ -57,7 +64,26 @@ def diagnose_argument(
     if ran is not None and facts:
         facts = _confirmed(lab, case, facts)
     found = _described(case, cells, output.dtype, facts)
+    if ran is not None:
+        found = _with_xray(lab, case, found, sum(ran.seconds.values()))
     return dataclasses.replace(found, seconds=time.perf_counter() - began)
+
+
+def _with_xray(lab: Lab, case: Case, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
+    """Return the diagnosis with an X-ray of the kernel, if the op argument allows it and it is quick; what it
+    describes must hold for a second Case. ``seconds``: that a run takes.
+    """
+    if case.argument.no_xray or not can_xray(case, seconds):
+        return diagnosis
+    try:
+        seen = xray(case, lab=lab, limit_s=_XRAY_S)
+    except AttnLabError:
+        return diagnosis  # the call is too large, or the kernel rejects coded values
+    diagnosis = dataclasses.replace(diagnosis, xray=seen)
+    if seen.description is None or not seen.confirmed:
+        return diagnosis
+    weights = DescribedWeights(description=seen.description, cases=1)
+    return dataclasses.replace(diagnosis, status="described", weights=weights)
 
 
 def argument_names(lab: Lab, case: Case, output: torch.Tensor) -> list[str]:

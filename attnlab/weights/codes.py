@@ -23,15 +23,16 @@ def num_slots(call: KernelCall) -> int:
     return cache_slots(call) + (call.query.shape[0] if has_new_slots(call) else 0)
 
 
-def one_hot(call: KernelCall, lanes: torch.Tensor) -> Iterator[torch.Tensor]:
+def one_hot(call: KernelCall, lanes: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
     """Yield the values of each run, [N, num_kv_heads, head_size] int8.
 
     ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run.
+    ``width``: the number of elements that are used.
     """
     head_size, slots = call.query.shape[2], torch.arange(len(lanes))
-    for first in range(0, int(lanes.max()) + 1, head_size):
+    for first in range(0, int(lanes.max()) + 1, width):
         codes = torch.zeros(len(lanes), call.key.shape[1], head_size, dtype=torch.int8)
-        here = (lanes >= first) & (lanes < first + head_size)
+        here = (lanes >= first) & (lanes < first + width)
         codes[slots[here], :, lanes[here] - first] = 1
         yield codes
 

@@ -6,6 +6,7 @@ read: first the positions of its sequence in the cache, then new tokens, from th
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from attnlab.defects.problem import Problem
 from attnlab.kernels.model.cache_reads import format_of
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.stored_cache import StoredCache
 
 OVERHANG = 8  # entries after the last new token of a sequence
 DECODES = (TRITON_DECODE, ROCM_DECODE, DECODE_FWD)
@@ -36,6 +38,8 @@ class AttentionSetup:
     - ``query``: [R, H, head_size]; ``key``: [N, num_kv_heads, head_size], as the kernel reads the slots.
     - ``kv_head``: [H]; ``slopes``, ``sinks``: [H] or None; ``softcap``: None for no cap.
     - ``kept``: [N] the numbers of the slots in memory, ascending, if only some are in the setup; else None.
+    - ``value_size``: the elements of a value, None for head_size. ``stored``: what the cache holds, if it has
+      a scale per token and head.
     - ``relative``, ``fixed``: [R], the bound of a weight w is relative × w + fixed.
     """
 
@@ -62,11 +66,18 @@ class AttentionSetup:
     relative: torch.Tensor
     fixed: torch.Tensor
     kept: torch.Tensor | None = None
+    value_size: int | None = None
+    stored: StoredCache | None = None
 
     @property
     def num_slots(self) -> int:
         """Return N, the number of slots of the cache and of new tokens."""
         return self.key.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements of a value, and so of the lanes that a run measures."""
+        return self.call.query.shape[2] if self.value_size is None else self.value_size
 
     @property
     def cache_slots(self) -> int:
@@ -83,7 +94,8 @@ class AttentionSetup:
     def with_slots(self, kept: torch.Tensor) -> "AttentionSetup":
         """Return the setup of a part of all slots; ``kept``: [n], ascending."""
         entry_slot = places(kept, self.entry_slot)
-        return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=self.key[kept])
+        key = self.key[kept]
+        return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=key, stored=None)
 
     @property
     def query_len(self) -> torch.Tensor:
@@ -178,7 +190,7 @@ def make_setup(
     key, query = _keys(call, target), call.query[rows][:, heads].cpu().double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
-    relative, fixed = _bounds(problem, seq, query, key)
+    relative, fixed = bounds_of(problem, seq, query, key)
     slopes, sinks = call.alibi_slopes, call.sinks
     return AttentionSetup(
         call=call,
@@ -249,19 +261,24 @@ def _kernel_of(problem: Problem, seq: int) -> str:
     return next(name for name in problem.kernels if name != PREFILL)
 
 
-def _bounds(
-    problem: Problem, seq: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+def bounds_of(
+    problem: Problem,
+    seq: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    adjust: Callable[[Rounding], Rounding] = lambda rounding: rounding,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the relative and the fixed part of the bound of a weight, each [R].
 
-    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1.
+    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1. ``adjust`` returns what
+    kernels round instead.
     """
     call = problem.call
     query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
     key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
     relative, fixed = {}, {}
     for one in seq.unique().tolist():
-        rounding: Rounding = problem.rounding(one)
+        rounding: Rounding = adjust(problem.rounding(one))
         length = problem.seq_len(one)
         slopes = call.alibi_slopes
         bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
