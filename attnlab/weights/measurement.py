@@ -205,8 +205,7 @@ class _Reader:
 
     def sketch_codes(self, slots: torch.Tensor) -> torch.Tensor:
         """Return what the kernel weighs of some slots in those runs, [n, M] float32."""
-        call = self._setup.call
-        runs = range(sketch_runs(call))
+        call, runs = self._setup.call, range(sketch_runs(self._setup.call))
         width = self._setup.width
         codes = torch.cat([signed_codes(call, run)[slots, 0, :width] for run in runs], 1).float()
         codes[slots < cache_slots(call)] *= value_scale(call)
