@@ -91,7 +91,8 @@ def in_jupyterlab(rounds: int) -> Iterator[dict[str, Any]]:
         browser.run("attnlab.explorer(", **SIZE)
         panel = browser.panel("attnlab.explorer(")
         for name, value in changes(rounds):
-            panel.locator("[data-state=idle]").first.wait_for(state="attached")
+            # of all pictures of the change before, too
+            panel.locator("[data-state=working]").first.wait_for(state="detached")
             page.wait_for_timeout(300)
             seconds = round(page.evaluate(TOGGLE, [name, str(value)]), 3)
             yield {"change": f"{name} {value}", "error_picture_s": seconds}
