@@ -20,8 +20,10 @@ from attnlab.show.plots.errors import (
     BAND,
     draw_errors,
     draw_seq_errors,
+    error_scale,
     frame_errors,
     frame_seq_errors,
+    label_errors,
 )
 from attnlab.show.plots.mask import mask_codes, plot_mask
 from attnlab.tensors.cache import NOBODY
@@ -59,16 +61,22 @@ def _render_error(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | 
         return [ax.yaxis, bar.yaxis]
 
     def content(ax: Axes) -> None:
-        bar, cache_of = _color_bar(ax), data.cache_of
-        draw_errors(ax, bar, errors, unwritten=unwritten, cache_of=cache_of, legend=_BELOW)
+        draw_errors(ax, errors, unwritten=unwritten, legend=_BELOW)
 
     errors = result.errors
     num_seqs, num_heads = len(errors.lengths.query_lens), errors.error.shape[1]
     unwritten = result.unwritten_rows() if data.row_slots is None else None
     size, margins = (520, 380), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
-    key = ("error", num_seqs, num_heads, data.cache_of is None)
-    plot = FramedPlot(key=key, size=size, rect=rect, frame=frame, content=content)
+    plot = FramedPlot(
+        key=("error", num_seqs, num_heads, data.cache_of is None),
+        label_key=(errors.lengths, data.cache_of, error_scale(errors), errors.is_derived),
+        size=size,
+        rect=rect,
+        frame=frame,
+        label=lambda ax: label_errors(ax, _color_bar(ax), errors, data.cache_of),
+        content=content,
+    )
     return frames.render(plot, _error_cells(data), is_dark=is_dark)
 
 

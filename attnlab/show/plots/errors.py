@@ -44,7 +44,8 @@ def plot_error(
     """
     ax = ax or plt.subplots(figsize=(7.5, 5), layout="constrained")[1]
     bar = frame_errors(ax, len(errors.lengths.query_lens), errors.error.shape[1], cache_of)
-    draw_errors(ax, bar, errors, unwritten=unwritten, cache_of=cache_of, title=title)
+    label_errors(ax, bar, errors, cache_of)
+    draw_errors(ax, errors, unwritten=unwritten, title=title)
     return ax
 
 
@@ -60,23 +61,32 @@ def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) 
     return bar.ax
 
 
+def label_errors(ax: Axes, bar: Axes, errors: "ErrorMap", cache_of: int | None) -> None:
+    """Label the rows and the colour bar of :func:`frame_errors` for some lengths and an error scale."""
+    _sequence_ticks(ax, errors.lengths, cache_of)
+    _bar_ticks(bar, error_scale(errors), errors.is_derived)
+
+
+def error_scale(errors: "ErrorMap") -> ErrorScale:
+    """Return the scale of the colours of :func:`plot_error`."""
+    return ErrorScale.of(errors.atol, errors.error.numpy())
+
+
 def draw_errors(
     ax: Axes,
-    bar: Axes,
     errors: "ErrorMap",
     *,
     unwritten: Any = None,
-    cache_of: int | None = None,
     title: str = "",
     legend: Mapping[str, Any] = _IN_CORNER,
 ) -> None:
-    """Draw errors on the axes of :func:`frame_errors`, with the labels of rows; see :func:`plot_error`.
+    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`.
 
     ``legend``: the place and style of the legend, as matplotlib takes them.
     """
     shown = errors.bands(errors.error, BAND).numpy()
     is_wrong = errors.bands(errors.mismatches, BAND).numpy() > 0
-    scale = ErrorScale.of(errors.atol, shown)
+    scale = error_scale(errors)
     ax.imshow(
         scale.clip(shown, is_wrong),
         cmap=COLOURS.with_extremes(bad=_NAN),
@@ -88,8 +98,6 @@ def draw_errors(
     handles = _cover(ax, errors, shown, unwritten)
     edges = BAND * np.arange(1, len(errors.lengths.query_lens)) - 0.5
     ax.hlines(edges, *ax.get_xlim(), colors="white", linewidths=0.6)
-    _sequence_ticks(ax, errors.lengths, cache_of)
-    _bar_ticks(bar, scale, errors.is_derived)
     ax.set_title(title or _finding(errors))
     if handles:
         ax.legend(handles=handles, **legend)

@@ -32,6 +32,7 @@ class Compared(Frames):
     def render(self, plot: FramedPlot, cells: Cells, *, is_dark: bool = False) -> Rendered:
         def whole(ax: object) -> None:
             plot.frame(ax)
+            plot.label(ax)
             plot.content(ax)
 
         found = super().render(plot, cells, is_dark=is_dark)
@@ -51,6 +52,8 @@ def test_a_picture_over_a_kept_frame_is_that_drawn_anew() -> None:
         {"stage": "fill_decode", "empty_slots": "nan"},
         {"stage": "int32_before_cumsum", "output_init": "nan"},
         {"query_lens": (3, 8, 1, 1), "ctx_lens": (4, 20, 9, 31)},
+        {"stage": "sound"},
+        {"query_lens": LOST.query_lens, "ctx_lens": LOST.ctx_lens},
         {"atol": 1e-7},
     ]
     for change in changes:
