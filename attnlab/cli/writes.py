@@ -45,6 +45,6 @@ COMMAND = Command(
     exit_codes="0 every write is right; 1 one is not; 3 none is wrong, but one could not run",
     add_flags=_add_flags,
     run=_run,
-    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; and those of CUDA ops, which are "
-    "compiled from csrc/cache_kernels.cu for an emulated device: mla, fp8_ds_mla, nhd, hnd, x-split.",
+    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; and those of CUDA ops, "
+    "whose csrc/cache_kernels.cu is compiled for an emulated device: mla, fp8_ds_mla, nhd, hnd, x-split.",
 )
