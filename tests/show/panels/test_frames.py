@@ -45,7 +45,7 @@ class Compared(Frames):
 def test_a_picture_over_a_kept_frame_is_that_drawn_anew() -> None:
     """Wrong, NaN, unwritten and right rows, other lengths, and heads that did not run."""
     view = panel(LOST, knobs=("stage", "seed"), views=NAMES)
-    assert view.wait(30)
+    assert view.wait(120)
     view._frames = frames = Compared()
     changes = [
         {"stage": "sound"},
@@ -59,7 +59,7 @@ def test_a_picture_over_a_kept_frame_is_that_drawn_anew() -> None:
     for change in changes:
         view._is_dark = "output_init" in change
         view.set(**change)
-        assert view.wait(30)
+        assert view.wait(120)
         assert view.error is None, change
     data = view.data
     errors = replace(data.result.errors, heads=range(1, 3))
