@@ -148,9 +148,9 @@ class VllmBackend(Backend):
         if self.device == "cpu":
             seconds = estimated_s(call, tuple(kernels), subset)
             if seconds > _NOTICE_S:
-                parts = "--kv-head-range 0:1 runs one KV head, --seq-range 0:1 one sequence"
                 options.on_notice(
-                    f"about {seconds / 60:.0f} min under Triton's interpreter; {parts}"
+                    f"about {seconds / 60:.0f} min under Triton's interpreter; "
+                    "--kv-head-range 0:1 runs one KV head, --seq-range 0:1 one sequence"
                 )
         log = run(
             call,
@@ -198,9 +198,7 @@ def run(
 
     ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots the programs
     load. ``argument_of``, ``value_scale``: as in RunOptions. Returns what was recorded, on a GPU only the LSE
-    and padded rows.
-
-    Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
+    and padded rows. Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
     check_runs(call.query.dtype, where, share, watch)
     loaded = load(source, target.platform, where, is_measuring())
