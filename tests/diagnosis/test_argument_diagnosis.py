@@ -6,7 +6,8 @@ from helpers.argument_cases import FORMATS, random_format_case
 from helpers.sources import of_release
 
 from attnlab.case.op_arguments import NONE
-from attnlab.diagnosis.argument_diagnosis import KIND, diagnose_argument
+from attnlab.diagnosis.argument_diagnosis import diagnose_argument
+from attnlab.diagnosis.argument_pattern import KIND
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.kernels.vllm import op_arguments
