@@ -15,7 +15,7 @@ from attnlab.diagnosis.output_rules import MOST_ELEMENTS, features_of_rows
 from attnlab.diagnosis.pattern import Fact, Pattern
 from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
 from attnlab.diagnosis.pattern_values import size_fact, value_facts
-from attnlab.lab.argument_reads import wrong_reads
+from attnlab.lab.argument_reads import wrong_masks, wrong_reads
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.lab import Lab
 from attnlab.tensors.case_call import make_output
@@ -27,8 +27,8 @@ _EVERY = "every row and head"
 def argument_cells(lab: Lab, case: Case, output: torch.Tensor) -> Cells:
     """Return every row and head of an output next to the right one and its bound."""
     batch, call = lab.batch(case).cpu(), lab.call(case)
-    native = lab.where(case) == "cuda" if lab.is_native is None else lab.is_native
-    bound = bound_with_argument(case, batch, call, decide(case).kernels, is_native=native)
+    native, kernels = lab.is_native_run(case), decide(case).kernels
+    bound = bound_with_argument(case, batch, call, kernels, is_native=native)
     correct = reference_with_argument(case, batch).output
     rows, heads, _ = output.shape
     row = torch.arange(rows).repeat_interleave(heads)
@@ -63,6 +63,12 @@ def argument_pattern(lab: Lab, case: Case, cells: Cells, dtype: torch.dtype) -> 
     return Pattern(facts=tuple(facts), wrong_cells=int(is_wrong.sum()))
 
 
+def argument_names(lab: Lab, case: Case, output: torch.Tensor) -> list[str]:
+    """Return the names of the wrong reads and masks that give a wrong output, in words."""
+    facts = _reads(lab, case, argument_cells(lab, case, output.cpu()))
+    return [str(fact.values["name"]).replace("_", " ") for fact in facts]
+
+
 def sizes_of_case(case: Case) -> Sizes:
     """Return the lengths and sizes of a Case."""
     lengths = case.lengths
@@ -77,11 +83,15 @@ def sizes_of_case(case: Case) -> Sizes:
 
 
 def _reads(lab: Lab, case: Case, cells: Cells) -> Iterator[Fact]:
-    """Yield the wrong reads that give the output, and whether it is that without the argument."""
+    """Yield the wrong reads and masks that give the output, and whether it is that without the argument."""
     batch = lab.batch(case).cpu()
     found = {
         name: reference_with_argument(case, batch, read).output
         for name, read in wrong_reads(case).items()
+    }
+    found |= {
+        name: reference_with_argument(other, batch).output
+        for name, other in wrong_masks(case).items()
     }
     found["argument_ignored"] = lab.reference(case.replace(op_argument=NONE)).cpu()
     for name, expected in found.items():
