@@ -21,11 +21,13 @@ def store_facts(case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result
     if case.backend != "vllm":
         return
     with probing(Probe(records=True)) as probe:
-        run(case)
+        output = run(case).output
     for stores in stores_of(probe.launches):
         for place in stores.conflicts:
             yield f"{place} {_CONFLICT} {stores.name} that another program stores to"
-        if _is_output(stores, is_wrong) and bool((_unwritten(stores, is_wrong) & is_wrong).any()):
+        if _is_output(stores.tensor, output) and bool(
+            (_unwritten(stores, is_wrong) & is_wrong).any()
+        ):
             yield "no kernel writes some elements of the output"
 
 
@@ -37,9 +39,10 @@ def is_conflict(fact: str) -> bool:
     return _CONFLICT in fact
 
 
-def _is_output(stores: TensorStores, is_wrong: torch.Tensor) -> bool:
-    shape, (rows, heads) = stores.tensor.shape, is_wrong.shape
-    return len(shape) == 3 and shape[0] >= rows and shape[1] == heads
+def _is_output(tensor: torch.Tensor, output: torch.Tensor) -> bool:
+    """Answer whether a tensor is the output, maybe with rows of padding; scratch memory has other sizes."""
+    same = tensor.shape[1:] == output.shape[1:] and tensor.dtype == output.dtype
+    return same and len(tensor) >= len(output)
 
 
 def _unwritten(stores: TensorStores, is_wrong: torch.Tensor) -> torch.Tensor:

@@ -86,9 +86,9 @@ def _usable(
     law, magnitudes = None, None
     if len(rows):
         some = some_rows(setup)
-        is_all = len(some) == len(rows)
-        part = setup if is_all else setup.take(some, torch.arange(len(setup.heads)))
-        plan, fitted = right_plan(part), measured if is_all else measured[some]
+        is_small = len(some) == len(rows)
+        part = setup if is_small else setup.take(some, torch.arange(len(setup.heads)))
+        plan, fitted = right_plan(part), measured if is_small else measured[some]
         law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
         magnitudes = fit_magnitudes(plan, fitted)
     return UsableRows(

@@ -186,3 +186,23 @@ def test_a_rule_of_decodes_may_fail_for_other_batches():
     found = find_rule(Lab(), DECODES, Spoiled(spoil=spoil).output)
     assert found is not None
     assert found.only_decodes
+
+
+@dataclasses.dataclass(slots=True)
+class WideWindow(Lab):
+    """A lab whose window is too wide by one key, except in batches of decodes if ``right_decodes``."""
+
+    right_decodes: bool = True
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        wrong = not (self.right_decodes and is_decode(case))
+        window = call.sliding_window + wrong
+        changed = dataclasses.replace(call, sliding_window=window)
+        model.run(changed, Target.of(case), decide(case).kernels)
+        return RunOutput()
+
+
+def test_right_batches_of_decodes_alone_do_not_refute_a_name():
+    """Releases before 0.33.0 compute them with another kernel than batches with prefills."""
+    diagnosis = diagnose(MIXED.replace(sliding_window=8), lab=WideWindow(), limit=None)
+    assert [one.name for one in diagnosis.explanations] == ["window_plus_one"]
