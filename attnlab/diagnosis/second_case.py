@@ -57,7 +57,7 @@ def further_cases(case: Case) -> Iterator[Case]:
 
 
 def whole_tiles_case(case: Case) -> Case | None:
-    """Return a batch whose sequences, and quarters of them, end with whole tiles of several sizes, or None."""
+    """Return a batch whose sequences and their quarters end with whole tiles of several sizes, or None."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
     pairs = [(1, ctx + query - 1) if only_decodes else (query, ctx) for query, ctx in _WHOLE_TILES]
     return _longer_case(case, pairs, 29)
