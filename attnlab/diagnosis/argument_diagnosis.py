@@ -1,8 +1,8 @@
 """Diagnose a wrong output of a Case with an op argument: where it is wrong, by how much, and what gives it.
 
 An X-ray describes the weights, where the op argument allows one. The defects of the catalogue do not know the
-format that the argument asks for, so they are not compared. An output that is wrong without the argument, too,
-is diagnosed as that one.
+format that the argument asks for, so they are not compared. An output that is wrong without the argument is
+diagnosed as that one.
 """
 
 import dataclasses
