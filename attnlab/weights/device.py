@@ -1,7 +1,7 @@
 """Where the weights of an X-ray are computed: on this machine's cores, or on its GPU if there are many."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ def moved(one: _T, device: torch.device | str) -> _T:
 
     A KernelCall stays where it is.
     """
-    changes = {}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(one):  # type: ignore[arg-type]
         value = getattr(one, field.name)
         if isinstance(value, torch.Tensor):

@@ -77,10 +77,11 @@ def _least_squares(design: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
     A GPU only sums products, because its solvers refuse columns that depend on each other.
     """
-    if design.device.type == "cpu":
-        return torch.linalg.lstsq(design, values[:, None]).solution[:, 0]
-    products, right = (design.T @ design).cpu(), (design.T @ values).cpu()
-    return torch.linalg.lstsq(products, right[:, None]).solution[:, 0].to(design.device)
+    where = design.device
+    if where.type != "cpu":
+        design, values = (design.T @ design).cpu(), (design.T @ values).cpu()
+    solution: torch.Tensor = torch.linalg.lstsq(design, values[:, None]).solution[:, 0]
+    return solution.to(where)
 
 
 def _centred(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A GPU computes larger groups, so that few kernels are launched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,11 +14,10 @@ _NUMBERS = 1 << 21  # of a group: 16 MiB of float64
 _NUMBERS_ON_GPU = 1 << 25
 
 
-def head_groups(
-    rows: int, heads: int, slots: int, device: torch.device | str = "cpu"
-) -> Iterator[slice]:
-    """Yield ranges of heads, each with at least one head and few numbers."""
-    most = _NUMBERS if torch.device(device).type == "cpu" else _NUMBERS_ON_GPU
+def head_groups(shape: Sequence[int], device: torch.device) -> Iterator[slice]:
+    """Yield ranges of the heads of weights [rows, heads, slots], each with at least one and few numbers."""
+    rows, heads, slots = shape
+    most = _NUMBERS if device.type == "cpu" else _NUMBERS_ON_GPU
     step = max(1, most // max(1, rows * slots))
     yield from (slice(first, min(first + step, heads)) for first in range(0, heads, step))
 
@@ -26,7 +25,7 @@ def head_groups(
 def right_weights(setup: AttentionSetup) -> torch.Tensor:
     """Return the weights of a correct kernel, [R, H, N] float64."""
     rows, heads, slots = len(setup.rows), len(setup.heads), setup.num_slots
-    groups = list(head_groups(rows, heads, slots, setup.device))
+    groups = list(head_groups((rows, heads, slots), setup.device))
     if len(groups) == 1:
         return right_plan(setup).weights()
     weights = torch.empty(rows, heads, slots, dtype=torch.float64, device=setup.device)

@@ -289,7 +289,7 @@ def weigh(
     scale[: cache_slots(call)] = value_scale(call)
     value = (values * scale)[:, kv_heads].transpose(0, 1)
     outputs, magnitudes = [], []
-    for group in head_groups(*weights.shape, weights.device):
+    for group in head_groups(weights.shape, weights.device):
         by_head = weights[:, group].transpose(0, 1)
         outputs.append(by_head @ value[group])
         magnitudes.append(by_head.abs() @ value[group].abs())

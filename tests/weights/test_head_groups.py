@@ -33,7 +33,7 @@ def setup(monkeypatch):
 
 
 def test_groups_give_the_same_weights_and_verdicts(setup):
-    groups = list(head_groups.head_groups(14, 6, setup.num_slots))
+    groups = list(head_groups.head_groups((14, 6, setup.num_slots), setup.device))
     assert len(groups) > 2
     expected = right_plan(setup).weights()
     assert torch.equal(head_groups.right_weights(setup), expected)
