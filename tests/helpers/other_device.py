@@ -5,12 +5,15 @@ CPU, or one of them is a scalar. The bytes that leave the device are counted.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from attnlab.case.errors import Unavailable
+from attnlab.kernels.triton.interpreter import load_triton
 
 DEVICE = torch.device("meta")  # a name that torch has on every machine
 _MIXED = ("_to_copy", "copy_", "index.Tensor", "index_put", "_index_put_impl")
@@ -62,7 +65,12 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def other_device() -> Iterator[_Mode]:
-    """Provide the device inside the block; yields an object that counts ``left_bytes``."""
+    """Provide the device inside the block; yields an object that counts ``left_bytes``.
+
+    torch's dispatch modes import Triton, which other tests need as an interpreter.
+    """
+    with suppress(Unavailable):
+        load_triton(interpret=True)
     with _Mode() as mode:
         yield mode
 
