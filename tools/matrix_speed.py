@@ -225,12 +225,12 @@ def shares(matrix: list[Any], costs: list[dict[str, float]], count: int) -> list
     one share counts ``count`` times, because the shares have the cores together. Cases that share a batch
     stay together, unless a part of them, with a batch of its own, makes the shares more equal.
     """
-    from attnlab.lab.keys import batch_key
+    from attnlab.lab.keys import numbers_key
 
     groups: dict[Any, list[int]] = {}
     for i, case in enumerate(matrix):
-        groups.setdefault(batch_key(case), []).append(i)
-    drawing = {key: costs[group[0]]["batch"] * count for key, group in groups.items()}
+        groups.setdefault(numbers_key(case), []).append(i)
+    drawing = {key: count * max(costs[i]["batch"] for i in group) for key, group in groups.items()}
     running = [sum(cost.values()) - cost["batch"] for cost in costs]
     totals = {key: drawing[key] + sum(running[i] for i in group) for key, group in groups.items()}
     sums, parts = [0.0] * count, [dict[Any, list[int]]() for _ in range(count)]
@@ -242,9 +242,8 @@ def shares(matrix: list[Any], costs: list[dict[str, float]], count: int) -> list
         most, least = sums.index(max(sums)), sums.index(min(sums))
         key = max(parts[most], key=totals.__getitem__)
         moved, seconds = list[int](), drawing[key]
-        while (
-            seconds + running[parts[most][key][-1]] < (sums[most] - sums[least] + drawing[key]) / 2
-        ):
+        half = (sums[most] - sums[least] + drawing[key]) / 2
+        while len(parts[most][key]) > 1 and seconds + running[parts[most][key][-1]] < half:
             moved.insert(0, parts[most][key].pop())
             seconds += running[moved[0]]
         if not moved:

@@ -66,7 +66,7 @@ class ErrorMap(Shown):
     @property
     def mismatched(self) -> int:
         """Return the number of elements outside the tolerance."""
-        return int(self.mismatches.sum())
+        return 0 if self.first_index is None else int(self.mismatches.sum())
 
     @property
     def total(self) -> int:
