@@ -13,7 +13,7 @@ was written to holds NaN, the cache holds what production writes, and FP8 is enc
 - split: a third pass that waits for the GPU after every step, which gives the time of each.
 - workers: the second pass with the ids divided among processes that use the GPU together, for each number
   of --workers. They are divided by the seconds of each id in one process; ids that share a
-  batch stay together unless the shares would be unequal.
+  batch stay together.
 
 --old: a folder with another version of the package attnlab, such as "git archive OLD attnlab" unpacked. Its
 passes alternate with those of this version, in processes of their own, on the same compiled kernels.
@@ -219,39 +219,24 @@ def shared_passes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shares(matrix: list[Any], costs: list[dict[str, float]], count: int) -> list[list[Any]]:
-    """Divide Cases by the seconds of their steps, ``costs``.
+    """Divide Cases by the seconds of their steps, ``costs``; those that share a batch stay together.
 
     Each share begins with the Cases that take least, while the next batches are drawn. Drawing a batch in
-    one share counts ``count`` times, because the shares have the cores together. Cases that share a batch
-    stay together, unless a part of them, with a batch of its own, makes the shares more equal.
+    one share counts ``count`` times, because the shares have the cores together.
     """
-    from attnlab.lab.keys import numbers_key
+    from attnlab.lab.keys import batch_key
 
     groups: dict[Any, list[int]] = {}
     for i, case in enumerate(matrix):
-        groups.setdefault(numbers_key(case), []).append(i)
-    drawing = {key: count * max(costs[i]["batch"] for i in group) for key, group in groups.items()}
-    running = [sum(cost.values()) - cost["batch"] for cost in costs]
-    totals = {key: drawing[key] + sum(running[i] for i in group) for key, group in groups.items()}
-    sums, parts = [0.0] * count, [dict[Any, list[int]]() for _ in range(count)]
+        groups.setdefault(batch_key(case), []).append(i)
+    seconds = [sum(cost.values()) + cost["batch"] * (count - 1) for cost in costs]
+    totals = {key: sum(seconds[i] for i in group) for key, group in groups.items()}
+    sums, found = [0.0] * count, [list[Any]() for _ in range(count)]
     for key in sorted(groups, key=totals.__getitem__, reverse=True):
         least = sums.index(min(sums))
         sums[least] += totals[key]
-        parts[least] = {key: groups[key]} | parts[least]
-    for _ in range(2 * count):
-        most, least = sums.index(max(sums)), sums.index(min(sums))
-        key = max(parts[most], key=totals.__getitem__)
-        moved, seconds = list[int](), drawing[key]
-        half = (sums[most] - sums[least] + drawing[key]) / 2
-        while len(parts[most][key]) > 1 and seconds + running[parts[most][key][-1]] < half:
-            moved.insert(0, parts[most][key].pop())
-            seconds += running[moved[0]]
-        if not moved:
-            break
-        sums[most] -= seconds - drawing[key]
-        sums[least] += seconds - drawing[key] * (key in parts[least])
-        parts[least][key] = [*moved, *parts[least].get(key, [])]
-    return [[matrix[i] for group in part.values() for i in group] for part in parts]
+        found[least] = [matrix[i] for i in groups[key]] + found[least]
+    return found
 
 
 def work(source: Path, matrix: list[Any], barrier: Any, answers: Any) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from attnlab.case.case import Case
-from attnlab.lab.keys import numbers_key
+from attnlab.lab.keys import batch_key
 from attnlab.lab.lab import Lab
 
 _AHEAD = 2  # batches that wait for their Cases; a Lab must keep one more
@@ -22,9 +22,7 @@ def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
     neighbours, with the smallest batch first. An error is raised by the run of its Case.
     """
     firsts = [
-        i
-        for i, case in enumerate(cases)
-        if i == 0 or numbers_key(case) != numbers_key(cases[i - 1])
+        i for i, case in enumerate(cases) if i == 0 or batch_key(case) != batch_key(cases[i - 1])
     ]
     room, stop = threading.Semaphore(_AHEAD), threading.Event()
 

@@ -20,17 +20,17 @@ _LENGTH_FIELDS = (
     "draw_max_ctx_len",
     "force_decode",
 )
-_NUMBER_FIELDS = (
+_BATCH_FIELDS = (
     *_LENGTH_FIELDS,
     "num_heads",
     "num_queries_per_kv",
     "head_size",
     "dtype",
     "distribution",
+    "alibi",
+    "sinks",
 )
-_BATCH_FIELDS = (*_NUMBER_FIELDS, "alibi", "sinks")
-_STORAGE_FIELDS = ("kv_cache_dtype", "k_scale", "v_scale", "cache_write")
-_STORED_FIELDS = (*_NUMBER_FIELDS, *_STORAGE_FIELDS)
+_STORED_FIELDS = (*_BATCH_FIELDS, "kv_cache_dtype", "k_scale", "v_scale", "cache_write")
 _TABLE_FIELDS = (
     "block_size",
     "num_blocks",
@@ -53,11 +53,6 @@ def _written_format(case: Case) -> str | None:
     if not case.is_fp8 or case.kv_cache_dtype == "fp8_e5m2":
         return case.cache_format
     return case.cache_format or case.machine.fp8_e4m3
-
-
-def numbers_key(case: Case) -> Key:
-    """Return the key of the numbers that are drawn: query, key and value."""
-    return _values(case, _NUMBER_FIELDS)
 
 
 def batch_key(case: Case) -> Key:
@@ -97,13 +92,13 @@ def output_key(case: Case) -> Key:
     if case.spec.writes_cache:
         names = (*_STORED_FIELDS, *_TABLE_FIELDS, "output_init", "op")
         return (*_values(case, names), case.platform if case.is_fp8 else None)
-    return _values(case, (*_NUMBER_FIELDS, "output_init"))
+    return _values(case, (*_BATCH_FIELDS, "output_init"))
 
 
 def prefill_key(case: Case) -> Key:
     """Return the key of the prefill kernel's rows: stage, fill and buffers do not reach them."""
     options = ("op", "sliding_window", "sm_scale", "max_query_len", "mask", *MASK_DATA)
-    names = (*_BATCH_FIELDS, *_STORAGE_FIELDS, *_TABLE_FIELDS, *options)
+    names = (*_STORED_FIELDS, *_TABLE_FIELDS, *options)
     by_heads = (
         case.sm_scale is None and case.release == "0.11.2"
     )  # the scale depends on the release

@@ -23,17 +23,17 @@ from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.steps import OnStep
-from attnlab.lab import keys
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.argument_write import expected_write, write_bound
 from attnlab.lab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
 from attnlab.lab.error_map import ErrorMap, compare
+from attnlab.lab.keys import batch_key, cache_key, output_key, prefill_key, reference_key
 from attnlab.lab.memory_check import check_memory
 from attnlab.lab.reads import MemoryReport, report, traced
 from attnlab.lab.reference import Reference, exact_attention
 from attnlab.lab.result import Result
 from attnlab.lab.rounding_bound import rounding_bound
-from attnlab.lab.shared import SharedProducts, drawn_numbers
+from attnlab.lab.shared import SharedProducts
 from attnlab.lab.side_outputs import SideError, lse_bound, side_errors
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
@@ -83,15 +83,15 @@ class Lab:
 
     def batch(self, case: Case) -> Batch:
         """Return the Case's batch, shared: do not change it."""
-        key = (keys.batch_key(case), where := self.where(case))
-        make = lambda: make_batch(case, where, drawn_numbers(self.shared, case, where))  # noqa: E731
+        key = (batch_key(case), where := self.where(case))
+        make = lambda: make_batch(case, where)  # noqa: E731
         return self.shared.get("batch", key, make, in_file=where == "cpu")[0]
 
     def cache(self, case: Case) -> PagedCache:
         """Return the Case's cache, shared: do not change it."""
         batch, where = self.batch(case), self.where(case)
         make = lambda: make_cache(case, batch)  # noqa: E731
-        return self.shared.get("cache", (keys.cache_key(case), where), make)[0]
+        return self.shared.get("cache", (cache_key(case), where), make)[0]
 
     def reference(self, case: Case) -> torch.Tensor:
         """Return the Case's right output, shared: do not change it.
@@ -126,16 +126,16 @@ class Lab:
         if case.op_argument != NONE and not with_lse:
             make = lambda: reference_with_argument(case, batch)  # noqa: E731
         kind = "lse" if with_lse else "reference"
-        key = (keys.reference_key(case), where)
+        key = (reference_key(case), where)
         return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
 
     def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
         """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
         where = self.where(case)
         make = lambda: make_output(case, where)  # noqa: E731
-        output = self.shared.get("output", (keys.output_key(case), where), make)[0].clone()
+        output = self.shared.get("output", (output_key(case), where), make)[0].clone()
         batch = self.batch(case)
-        new = self.shared.get("new tokens", (keys.numbers_key(case), where), batch.new_tokens)[0]
+        new = self.shared.get("new tokens", (batch_key(case), where), batch.new_tokens)[0]
         return make_call(case, batch, cache or self.cache(case), output, new)
 
     def run(self, case: Case) -> Result:
@@ -229,7 +229,7 @@ class Lab:
         special = functools.partial(bound_with_argument, is_native=native)
         bound = rounding_bound if case.op_argument == NONE else special
         make = lambda: bound(case, self.batch(case), call, kernels)  # noqa: E731
-        key = (keys.reference_key(case), self.where(case), kernels, case.platform)
+        key = (reference_key(case), self.where(case), kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
 
     def _checked_backend(self, case: Case) -> Backend:
@@ -242,14 +242,14 @@ class Lab:
     def _shared_steps(self, case: Case, backend: Backend) -> tuple[str, ...]:
         """Return the steps of a run whose products earlier runs have left."""
         where = self.where(case)
-        known = {
-            "batch": (keys.batch_key(case), where),
-            "cache": (keys.cache_key(case), where),
-            "reference": (keys.reference_key(case), where),
+        keys = {
+            "batch": (batch_key(case), where),
+            "cache": (cache_key(case), where),
+            "reference": (reference_key(case), where),
         }
         if backend.models_prefill:
-            known["prefill"] = (keys.prefill_key(case), where)
-        return tuple(kind for kind, key in known.items() if self.shared.has(kind, key))
+            keys["prefill"] = (prefill_key(case), where)
+        return tuple(kind for kind, key in keys.items() if self.shared.has(kind, key))
 
     def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
         """Run the Case's kernels into ``call.output``; take shared prefill rows if there are any."""
@@ -271,7 +271,7 @@ class Lab:
             return torch.cat([call.output[run] for run in runs] or [call.output[:0]])
 
         runs = runs_of(written_rows(contract(PREFILL, target, call.op), call))
-        key = (keys.prefill_key(case), self.where(case))
+        key = (prefill_key(case), self.where(case))
         done, was_there = self.shared.get("prefill", key, prefill, in_file=key[1] == "cpu")
         if was_there:
             for run, part in zip(

@@ -1,6 +1,5 @@
 """Products that the runs of a Lab share: the last few of each kind, by key."""
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -8,10 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnlab.case.case import Case
-from attnlab.lab.keys import numbers_key
 from attnlab.lab.product_files import from_file, product_file, shared_folder
-from attnlab.tensors.batch import Drawn, draw
 
 T = TypeVar("T")
 
@@ -70,14 +66,3 @@ class SharedProducts:
                 with self._lock:
                     self._making.pop((kind, key), None)
             return product, was_there
-
-
-def drawn_numbers(shared: SharedProducts, case: Case, where: str) -> Drawn | None:
-    """Return what is drawn for the Case's batch, which batches with and without ALiBi share.
-
-    None if processes share the batch as a file.
-    """
-    if where == "cpu" and shared.folder is not None:
-        return None
-    make = functools.partial(draw, case, where)
-    return shared.get("numbers", (numbers_key(case), where), make)[0]

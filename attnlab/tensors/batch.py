@@ -17,7 +17,6 @@ from attnlab.tensors.formats import FORMATS
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
 _PART = 1 << 18  # elements drawn at a time in float32: 1 MiB
-Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -72,31 +71,25 @@ class Batch(Shown):
         return key, value
 
 
-def make_batch(case: Case, device: str = "cpu", drawn: Drawn | None = None) -> Batch:
-    """Return the Case's batch on ``device``; ``drawn``: what :func:`draw` returned for it.
+def make_batch(case: Case, device: str = "cpu") -> Batch:
+    """Return the Case's batch on ``device``.
 
     The same Case gives the same bits with the same version of torch. The lengths equal those of vLLM's
     test. The data have the test's distribution but other values, because the test draws on a GPU.
     """
-    query, key, value = drawn or draw(case, device)
+    lengths = case.lengths
+    query_shape = (lengths.num_tokens, case.num_heads, case.head_size)
+    kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
+    query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
+    change_values(case.distribution, lengths, query, key, value)
     return Batch(
-        lengths=case.lengths,
+        lengths=lengths,
         query=query,
         key=key,
         value=value,
         alibi_slopes=alibi_slopes(case.num_heads).to(device) if case.alibi else None,
         sinks=sink_logits(case.num_heads, case.seed).to(device) if case.sinks else None,
     )
-
-
-def draw(case: Case, device: str) -> Drawn:
-    """Return query, key and value of the Case's batch on ``device``."""
-    lengths = case.lengths
-    query_shape = (lengths.num_tokens, case.num_heads, case.head_size)
-    kv_shape = (sum(lengths.seq_lens), case.num_kv_heads, case.head_size)
-    query, key, value = _draw((query_shape, kv_shape, kv_shape), case, device)
-    change_values(case.distribution, lengths, query, key, value)
-    return query, key, value
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
