@@ -4,23 +4,23 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import per_token_head_cache
+from attnlab.kernels.vllm.cache_arguments import scaled_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.tensors.op_argument_data import narrow_size
+from attnlab.tensors.op_argument_data import narrow_size, scaled_numbers
 
 _MODULE = "triton_reshape_and_cache_flash"
 
 
-def write_per_token_head(case: Case, given: Arguments) -> Passed:
-    """Pass quantised caches with their scales; the result is the numbers that they stand for."""
+def write_scaled(case: Case, given: Arguments) -> Passed:
+    """Pass quantised caches with their scales; the result is the numbers times their scales."""
     caches = {"k": given["key_cache"], "v": given["value_cache"]}
-    made = per_token_head_cache(case, caches)
+    made = scaled_cache(case, caches)
     changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
     arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
 
     def finish(output: torch.Tensor) -> None:
         halves = (
-            (made[name].float() * made[f"{name}_scale_cache"][..., None]).to(output.dtype)
+            scaled_numbers(case, made[name], made[f"{name}_scale_cache"]).to(output.dtype)
             for name in ("k", "v")
         )
         output.copy_(written_cache(*halves))
