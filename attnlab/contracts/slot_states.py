@@ -134,7 +134,7 @@ def _reads(
         at = blocks * block_size + slots
         writer_seq, writer_pos = provenance.seq.flatten()[at], provenance.pos.flatten()[at]
         if torch.equal(writer_seq, seq.int()) and torch.equal(writer_pos, positions.int()):
-            states.fill_(SlotState.OWN.code)  # the rule: every position is one that is visible
+            states.fill_(SlotState.OWN.code)  # the usual case; all positions are visible ones
         else:
             states = _states(
                 writer_seq,
