@@ -26,8 +26,10 @@ def store_facts(case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result
     with probing(Probe(records=True)) as probe:
         output = run(known).output
     for stores in stores_of(probe.launches):
+        # the kernels of an op may have several names for the output
+        name = "the output" if _is_output(stores.tensor, output) else stores.name
         for place in stores.conflicts:
-            yield f"{place} {_CONFLICT} {stores.name} that another program stores to"
+            yield f"{place} {_CONFLICT} {name} that another program stores to"
         if _is_output(stores.tensor, output) and bool(
             (_unwritten(stores, is_wrong) & is_wrong).any()
         ):
