@@ -236,9 +236,7 @@ def _kept_addresses(
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return what :func:`addresses` does, rows and slots on ``device``; caches share them.
 
-    ``block_table``: its bytes, which are compared faster than its numbers.
-
-    The element formats of a matrix of tests, for example, have the same addresses.
+    The element formats of a matrix of tests, for example, have the same addresses. ``block_table``: bytes.
     """
     table = torch.from_numpy(np.frombuffer(block_table, np.int64).reshape(table_shape).copy())
     rows, slots, provenance = addresses(kv_start_loc, lens, table, num_blocks, block_size, begins)
