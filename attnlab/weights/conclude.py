@@ -96,9 +96,10 @@ def _judge_all(
     rows = usable.setup.rows[zero].tolist()
     words = f"{'row' if len(rows) == 1 else 'rows'} {numbers(rows)} {_BE[len(rows) > 1]} 0 in every head"
     status = "undecided" if verdict.status == "undecided" else "described"
+    prefix = "" if verdict.status == "right" else "other rows: "
     lines = (
         f"{words}: no key has a weight",
-        *(f"other rows: {one}" for one in verdict.sentences[:1]),
+        *(f"{prefix}{one}" for one in verdict.sentences[:1]),
     )
     return dataclasses.replace(verdict, status=status, sentences=(*lines, *verdict.sentences[1:]))
 
@@ -116,7 +117,8 @@ def _judge(
     about_values = _about_values(faults, holds)
     if bool(explained(setup, measured, expected, 1.0).all()):
         if not about_values:
-            words = "every row attends to its keys with the right weights, within the precision"
+            which = "every row" if usable.is_all else "every other row"
+            words = f"{which} attends to its keys with the right weights, within the precision"
             return _Verdict(status="right", sentences=(words,))
         lines = (*about_values, "the weights themselves are right")
         status = "undecided" if holds is False else "described"

@@ -20,6 +20,7 @@ class UsableRows:
 
     - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
     - ``law``, ``magnitudes``: fits of the weights, of some rows of a large call; None if there are too few.
+    - ``is_all``: whether they are all rows of the measurement.
     """
 
     rows: torch.Tensor
@@ -29,6 +30,7 @@ class UsableRows:
     owners: SlotOwners
     law: Law | None
     magnitudes: Magnitudes | None
+    is_all: bool
 
     @property
     def zero(self) -> torch.Tensor:
@@ -45,6 +47,7 @@ class UsableRows:
             self.measured[keep],
             self.expected[keep],
             self.owners,
+            is_all=self.is_all and bool(keep.all()),
         )
 
 
@@ -65,11 +68,10 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
         setup = setup.take(rows, torch.arange(len(setup.heads)))
         measured, expected = measured[rows], expected[rows]
     if every_slot or setup.num_slots <= _MANY or not len(rows):
-        return _usable(rows, setup, measured, expected, owners)
+        return _usable(rows, setup, measured, expected, owners, is_all=bool(finite.all()))
     kept = near_slots(setup, (measured != 0).any(0).any(0))
-    return _usable(
-        rows, setup.with_slots(kept), measured[..., kept], expected[..., kept], owners.take(kept)
-    )
+    setup, measured, expected = setup.with_slots(kept), measured[..., kept], expected[..., kept]
+    return _usable(rows, setup, measured, expected, owners.take(kept), is_all=bool(finite.all()))
 
 
 def _usable(
@@ -78,13 +80,15 @@ def _usable(
     measured: torch.Tensor,
     expected: torch.Tensor,
     owners: SlotOwners,
+    *,
+    is_all: bool,
 ) -> UsableRows:
     law, magnitudes = None, None
     if len(rows):
         some = some_rows(setup)
-        is_all = len(some) == len(rows)
-        part = setup if is_all else setup.take(some, torch.arange(len(setup.heads)))
-        plan, fitted = right_plan(part), measured if is_all else measured[some]
+        is_small = len(some) == len(rows)
+        part = setup if is_small else setup.take(some, torch.arange(len(setup.heads)))
+        plan, fitted = right_plan(part), measured if is_small else measured[some]
         law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
         magnitudes = fit_magnitudes(plan, fitted)
     return UsableRows(
@@ -95,6 +99,7 @@ def _usable(
         owners=owners,
         law=law,
         magnitudes=magnitudes,
+        is_all=is_all,
     )
 
 
