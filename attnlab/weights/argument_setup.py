@@ -15,7 +15,9 @@ from attnlab.lab.int4_rounding import Int4Rounding
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.int4 import int4_scale, rotation_size
 from attnlab.tensors.op_argument_data import decoded_numbers, narrow_size, stored_numbers
-from attnlab.weights.setup import AttentionSetup, bounds_of
+from attnlab.weights.bounds import bounds_of
+from attnlab.weights.device import moved
+from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.stored_cache import key_tokens, store, value_scales
 
 
@@ -44,6 +46,7 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
         return dataclasses.replace(setup, value_size=narrow_size(case))
     if case.op_argument != "fp8_query" and case.argument.cache is None:
         return setup
+    device, setup = setup.device, moved(setup, "cpu")
     query, key = query_as_read(case, setup.query.to(setup.call.query.dtype)).double(), setup.key
     extra, fixed = 0.0, 0.0
     if case.argument.cache is not None:
@@ -56,9 +59,10 @@ def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> 
     problem = Problem.of_call(setup.call, setup.target, kernels)
     bounds = bounds_of(problem, setup.seq, query, key, adjust)
     relative = (1 + bounds[0]) * math.exp(2 * extra) - 1
-    return dataclasses.replace(
+    found = dataclasses.replace(
         setup, query=query, key=key, relative=relative, fixed=bounds[1] + fixed
     )
+    return moved(found, device)
 
 
 def _int4_errors(
@@ -87,4 +91,4 @@ def with_stored(
     """
     if case is None or case.argument.cache is None or not is_exact:
         return setup
-    return dataclasses.replace(setup, stored=store(case, setup.call, lanes))
+    return dataclasses.replace(setup, stored=store(case, setup.call, lanes.cpu()))

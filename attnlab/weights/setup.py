@@ -6,7 +6,6 @@ read: first the positions of its sequence in the cache, then new tokens, from th
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +16,9 @@ from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.defects.problem import Problem
 from attnlab.kernels.model.cache_reads import format_of
-from attnlab.lab.rounding import Rounding
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.bounds import bounds_of
+from attnlab.weights.device import moved
 from attnlab.weights.stored_cache import StoredCache
 
 OVERHANG = 8  # entries after the last new token of a sequence
@@ -41,6 +41,8 @@ class AttentionSetup:
     - ``value_size``: the elements of a value, None for head_size. ``stored``: what the cache holds, if it has
       a scale per token and head.
     - ``relative``, ``fixed``: [R], the bound of a weight w is relative × w + fixed.
+
+    All tensors are on one device, ``device``; those of ``call`` may be on another.
     """
 
     call: KernelCall
@@ -68,6 +70,11 @@ class AttentionSetup:
     kept: torch.Tensor | None = None
     value_size: int | None = None
     stored: StoredCache | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return self.query.device
 
     @property
     def num_slots(self) -> int:
@@ -105,7 +112,7 @@ class AttentionSetup:
     @cached_property
     def products(self) -> torch.Tensor:
         """Return query × key of every slot, without the scale, [R, H, N] float64."""
-        return self.products_of(torch.arange(len(self.heads)), self.kv_head)
+        return self.products_of(torch.arange(len(self.heads), device=self.device), self.kv_head)
 
     def products_of(self, query_head: torch.Tensor, kv_head: torch.Tensor) -> torch.Tensor:
         """Return query × key for other heads; ``query_head`` indexes ``heads``; both [H]."""
@@ -146,12 +153,14 @@ def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> to
     ``weighed``: [N] bool.
     """
     call = setup.call
-    near = torch.zeros(setup.num_slots, dtype=torch.bool) if weighed is None else weighed.clone()
+    none = torch.zeros(setup.num_slots, dtype=torch.bool, device=setup.device)
+    near = none if weighed is None else weighed.clone()
     near[setup.cache_slots :] = True
     blocks = call.block_table.long().cpu().flatten()
     blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
     blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
-    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
+    slots = (blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()
+    near[slots.to(setup.device)] = True
     return torch.nonzero(near).flatten()
 
 
@@ -176,8 +185,9 @@ def make_setup(
     kernels: tuple[str, ...],
     rows: torch.Tensor,
     heads: torch.Tensor,
+    device: torch.device | str = "cpu",
 ) -> AttentionSetup:
-    """Return the setup of some rows and heads of a call; tensors on the CPU.
+    """Return the setup of some rows and heads of a call, both on the CPU; its tensors are on ``device``.
 
     The keys are what the call's slots hold, decoded as the kernels read them.
     """
@@ -187,12 +197,13 @@ def make_setup(
     ctx_len = seq_lens[seq] - starts.diff()[seq]
     cached = torch.tensor([problem.cached_len(one) for one in range(len(seq_lens))])[seq]
     entry_slot, entry_position, is_new = _entries(call, starts, seq, ctx_len)
-    key, query = _keys(call, target), call.query[rows][:, heads].cpu().double()
+    key = _keys(call, target, device)
+    query = call.query.to(device)[rows.to(device)][:, heads.to(device)].double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
     relative, fixed = bounds_of(problem, seq, query, key)
     slopes, sinks = call.alibi_slopes, call.sinks
-    return AttentionSetup(
+    setup = AttentionSetup(
         call=call,
         target=target,
         rows=rows,
@@ -216,6 +227,7 @@ def make_setup(
         relative=relative,
         fixed=fixed,
     )
+    return moved(setup, device)
 
 
 def _entries(
@@ -242,14 +254,14 @@ def _entries(
     return torch.cat([slots, new_slots], 1), at, is_new
 
 
-def _keys(call: KernelCall, target: Target) -> torch.Tensor:
+def _keys(call: KernelCall, target: Target, device: torch.device | str) -> torch.Tensor:
     """Return the keys of all slots, [N, num_kv_heads, head_size] float64."""
-    stored = call.key_cache.cpu().permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
     format = format_of(call, target)
     key = format.decode(stored.contiguous()).double()
     if format.is_fp8:
         key = (key * call.k_scale).to(call.query.dtype).double()
-    return torch.cat([key, call.key.cpu().double()]) if has_new_slots(call) else key
+    return torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
 
 
 def _kernel_of(problem: Problem, seq: int) -> str:
@@ -259,37 +271,3 @@ def _kernel_of(problem: Problem, seq: int) -> str:
     if not problem.is_decode(seq):
         return PREFILL
     return next(name for name in problem.kernels if name != PREFILL)
-
-
-def bounds_of(
-    problem: Problem,
-    seq: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    adjust: Callable[[Rounding], Rounding] = lambda rounding: rounding,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the relative and the fixed part of the bound of a weight, each [R].
-
-    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1. ``adjust`` returns what
-    kernels round instead.
-    """
-    call = problem.call
-    query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
-    key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
-    relative, fixed = {}, {}
-    for one in seq.unique().tolist():
-        rounding: Rounding = adjust(problem.rounding(one))
-        length = problem.seq_len(one)
-        slopes = call.alibi_slopes
-        bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
-        error = rounding.score_error(
-            *(query_norm, key_norm, call.query.shape[2], problem.sm_scale, bias),
-            call.softcap or 0.0,
-        )
-        relative[one] = min(rounding.relative(length, error), 1e3)
-        fixed[one] = rounding.fixed(length, 1.0) + 1e-9
-    rows = seq.tolist()
-    return (
-        torch.tensor([relative[one] for one in rows], dtype=torch.float64),
-        torch.tensor([fixed[one] for one in rows], dtype=torch.float64),
-    )

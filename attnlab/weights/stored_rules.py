@@ -19,8 +19,8 @@ class StoredRead(Rule):
         if stored is None:
             return plan
         key, gain = misread(stored, self.name)
-        setup = dataclasses.replace(plan.setup, key=key)
-        return plan.change(setup=setup, value_gain=gain[:, setup.kv_head].T)
+        setup = dataclasses.replace(plan.setup, key=key.to(plan.setup.device))
+        return plan.change(setup=setup, value_gain=gain.to(setup.device)[:, setup.kv_head].T)
 
     @property
     def text(self) -> str:
