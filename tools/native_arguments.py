@@ -2,9 +2,18 @@
 
 python tools/native_arguments.py --source vllm-0.33.0.whl --out docs/h100-arguments.json
 
-Two parts. The Cases of ``attnlab check`` with a mask or an op argument, of every op. Random Cases of each
-mask, as those of the tests under the interpreter, with few sizes so that few kernels are compiled. Both run
-through backend "vllm", as every command does. ``--device cpu`` runs them under the interpreter, to compare.
+The parts, in this order; ``--part`` chooses some:
+
+- hostile: the Cases of ``attnlab check`` with a mask or an op argument, of every op.
+- formats: random Cases of unified_attention with each format of the cache.
+- encoders: random Cases of triton_prefill_attention.
+- arguments: random Cases of each other op argument, of its ops in turn.
+- masks: random Cases of unified_attention with each mask.
+
+The random Cases are those of the tests under the interpreter, with few sizes, so that few kernels are
+compiled. All run through backend "vllm", as every command does. ``--device cpu`` runs them under the
+interpreter, to compare. The document is written every few seconds, so that what ran is kept if the tool is
+stopped.
 """
 
 import argparse
@@ -27,6 +36,13 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from helpers.argument_cases import (  # noqa: E402
+    DRAWN,
+    FORMATS,
+    random_argument_case,
+    random_format_case,
+)
+from helpers.encoder_cases import random_encoder_case  # noqa: E402
 from helpers.masked_cases import random_case  # noqa: E402
 
 from attnlab.case.case import Case  # noqa: E402
@@ -46,9 +62,11 @@ from attnlab.kernels.vllm.backend import VllmBackend  # noqa: E402
 from attnlab.lab.lab import Lab  # noqa: E402
 
 _VARIANTS = 31  # variants before the Cases with a mask or an op argument
-_SIZES = {"head_size": 32, "block_size": 16, "dtype": "float16", "softcap": None}
+_FLOAT16 = {"dtype": "float16", "block_size": 16}
+_SIZES = {**_FLOAT16, "head_size": 32}
 _FAR = "far_"  # of op arguments whose tensors take much memory on a GPU
 _SPAWN = multiprocessing.get_context("spawn")
+_SAVE_S = 5.0  # between two writes of the document
 
 
 def main() -> int:
@@ -57,7 +75,10 @@ def main() -> int:
     parser.add_argument("--source", type=Path, required=True, help="a wheel, sdist or checkout")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--random", type=int, default=200, help="random Cases of each mask")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
+    parser.add_argument(
+        "--random", type=int, default=200, help="random Cases of each mask or argument"
+    )
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=200.0, help="no job begins after these")
     args = parser.parse_args()
@@ -65,33 +86,88 @@ def main() -> int:
         print("native_arguments.py needs a GPU that torch can use", file=sys.stderr)
         return 2
     began = time.perf_counter()
-    jobs = [*_jobs(args.source, args.device, args.random)]
-    found = _run(args, jobs, began + args.seconds)
-    args.out.write_text(json.dumps(_document(args, found), indent=1) + "\n")
-    print(json.dumps(_counts(found), indent=1))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    jobs = [*_jobs(args)]
+    found: Found = [None] * len(jobs)
+    running = threading.Thread(target=_run, args=(args, jobs, found, began + args.seconds))
+    running.start()
+    while running.is_alive():
+        running.join(_SAVE_S)
+        _save(args, found, time.perf_counter() - began)
+    print(json.dumps(_counts(_done(found)), indent=1))
     return 0
 
 
-def _jobs(source: Path, device: str, count: int) -> Iterator[tuple[str, str, str]]:
+def _save(args: argparse.Namespace, found: "Found", seconds: float) -> None:
+    """Write the document of what is done, and print how much that is."""
+    done = _done(found)
+    args.out.write_text(json.dumps(_document(args, done, seconds), indent=1) + "\n")
+    print(f"{len(done)} of {len(found)} Cases, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def _done(found: "Found") -> list[dict[str, Any]]:
+    return [one for one in found if one is not None]
+
+
+def _jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """Yield the Cases: the part they belong to, a name, and the Case as JSON."""
-    backend = VllmBackend(path=source, requested_device=device)
+    for part in PARTS:
+        if args.part is None or part in args.part:
+            for name, case in PARTS[part](args):
+                yield part, name, case.to_json()
+
+
+Named = Iterator[tuple[str, Case]]  # Cases, each with a name that begins with its group
+Found = list[dict[str, Any] | None]  # the outcome of each Case, None until it is there
+
+
+def _hostile(args: argparse.Namespace) -> Named:
+    backend = VllmBackend(path=args.source, requested_device=args.device)
     for op in TRITON_OPS:
         for case in hostile_cases(backend, op, "sm_90", _VARIANTS, 0):
             if (case.op_argument, case.mask) != (NONE, CAUSAL):
                 name = case.mask if case.op_argument == NONE else case.op_argument
-                yield "hostile", f"{op} {name}", case.to_json()
+                yield f"{op} {name}", case
+
+
+def _formats(args: argparse.Namespace) -> Named:
+    for name in FORMATS:
+        for number in range(args.random):
+            yield f"{name} {number}", random_format_case(name, number, **_FLOAT16)
+
+
+def _encoders(args: argparse.Namespace) -> Named:
+    for number in range(args.random):
+        case = random_encoder_case(number, backend="vllm", dtype="float16")
+        yield f"{case.op} {number}", case
+
+
+def _arguments(args: argparse.Namespace) -> Named:
+    for name in DRAWN:
+        sizes = _FLOAT16 if name == "latent_cache" else _SIZES
+        for number in range(args.random):
+            yield f"{name} {number}", random_argument_case(name, number, **sizes)
+
+
+def _masks(args: argparse.Namespace) -> Named:
     for mask in MASKS:
-        for number in range(count if mask != CAUSAL else 0):
-            case = random_case(mask, number, backend="vllm", **_SIZES)
-            yield "random", f"{mask} {number}", case.to_json()
+        for number in range(args.random if mask != CAUSAL else 0):
+            case = random_case(mask, number, backend="vllm", softcap=None, **_SIZES)
+            yield f"{mask} {number}", case
+
+
+PARTS = {
+    "hostile": _hostile,
+    "formats": _formats,
+    "encoders": _encoders,
+    "arguments": _arguments,
+    "masks": _masks,
+}
 
 
 def _run(
-    args: argparse.Namespace, jobs: list[tuple[str, str, str]], end: float
-) -> list[dict[str, Any]]:
-    """Return the outcomes of jobs, from several workers at once; far rows take most memory, one at a time."""
-    found: list[dict[str, Any] | None] = [None] * len(jobs)
+    args: argparse.Namespace, jobs: list[tuple[str, str, str]], found: Found, end: float
+) -> None:
+    """Fill in the outcomes of jobs, from several workers; one of them runs those that take most memory."""
     queues = [deque(), deque()]  # with far rows, and the others
     for i, job in enumerate(jobs):
         queues[_FAR not in job[1]].append(i)
@@ -110,7 +186,6 @@ def _run(
         thread.start()
     for thread in threads:
         thread.join()
-    return [one for one in found if one is not None]
 
 
 class Worker:
@@ -197,7 +272,9 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _document(args: argparse.Namespace, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(
+    args: argparse.Namespace, found: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
     import triton
 
     where = torch.cuda.get_device_name() if args.device == "cuda" else "Triton interpreter"
@@ -210,12 +287,14 @@ def _document(args: argparse.Namespace, found: list[dict[str, Any]]) -> dict[str
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
+        "processes": args.processes,
+        "seconds": round(seconds, 1),
         "counts": _counts(found),
         "hostile": [_without_part(one) for one in found if one["part"] == "hostile"],
         "random_not_matching": [
             _without_part(one)
             for one in found
-            if (one["part"], one["status"]) != ("random", "match") and one["part"] == "random"
+            if one["part"] != "hostile" and one["status"] != "match"
         ],
     }
 
@@ -225,7 +304,7 @@ def _without_part(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return how many outcomes of each status there are, by hostile op or random mask."""
+    """Return how many outcomes of each status there are, by part and op, mask or argument."""
     counts: dict[str, dict[str, int]] = {}
     for one in found:
         group = f"{one['part']} {one['name'].split()[0]}"

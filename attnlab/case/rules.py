@@ -208,5 +208,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
     if case.head_size < least or (name.startswith("int4") and case.head_size % 2):
         even = "even, " if name.startswith("int4") else ""
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
+    if name == "head_major_packed" and case.block_size % case.key_x:
+        refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)
