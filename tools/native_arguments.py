@@ -13,7 +13,8 @@ The parts, in this order; ``--part`` chooses some:
 The random Cases are those of the tests under the interpreter, with few sizes, so that few kernels are
 compiled. All run through backend "vllm", as every command does. ``--device cpu`` runs them under the
 interpreter, to compare. The document is written every few seconds, so that what ran is kept if the tool is
-stopped.
+stopped. ``--resume`` keeps its outcomes, but runs Cases that it lacks, that did not run, or that ran out of
+memory.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ from attnlab.lab.lab import Lab  # noqa: E402
 _VARIANTS = 31  # variants before the Cases with a mask or an op argument
 _FLOAT16 = {"dtype": "float16", "block_size": 16}
 _SIZES = {**_FLOAT16, "head_size": 32}
-_FAR = "far_"  # of op arguments whose tensors take much memory on a GPU
+_FAR, _SCALED = (
+    "far_",
+    "per_token_head",
+)  # op arguments that take tens of gigabytes, and about 9 of them
+_MATCH, _NOT_RUN, _NO_MEMORY = "match", "not run", "out of memory"
 _SPAWN = multiprocessing.get_context("spawn")
 _SAVE_S = 5.0  # between two writes of the document
 
@@ -79,20 +84,25 @@ def main() -> int:
     parser.add_argument(
         "--random", type=int, default=200, help="random Cases of each mask or argument"
     )
+    parser.add_argument("--resume", action="store_true", help="continue the document --out")
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument(
+        "--large", type=int, default=5, help="processes for Cases of about 9 GB each"
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="no job begins after these")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("native_arguments.py needs a GPU that torch can use", file=sys.stderr)
         return 2
     began = time.perf_counter()
+    before_s = json.loads(args.out.read_text())["seconds"] if args.resume else 0.0
     jobs = [*_jobs(args)]
-    found: Found = [None] * len(jobs)
+    found = _kept(args, jobs) if args.resume else [None] * len(jobs)
     running = threading.Thread(target=_run, args=(args, jobs, found, began + args.seconds))
     running.start()
     while running.is_alive():
         running.join(_SAVE_S)
-        _save(args, found, time.perf_counter() - began)
+        _save(args, found, before_s + time.perf_counter() - began)
     print(json.dumps(_counts(_done(found)), indent=1))
     return 0
 
@@ -102,6 +112,22 @@ def _save(args: argparse.Namespace, found: "Found", seconds: float) -> None:
     done = _done(found)
     args.out.write_text(json.dumps(_document(args, done, seconds), indent=1) + "\n")
     print(f"{len(done)} of {len(found)} Cases, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def _kept(args: argparse.Namespace, jobs: list[tuple[str, str, str]]) -> "Found":
+    """Return the outcomes of the document, in the order of the jobs; None for those to run."""
+    before = json.loads(args.out.read_text())
+    if before["random"] != args.random:
+        sys.exit(f"--random must be that of the document, {before['random']}, got {args.random}")
+    hostile = iter(before["hostile"])
+    others = {one["name"]: one for one in before["random_not_matching"]}
+    counted = {group.partition(" ")[0] for group in before["counts"]}
+    found: Found = []
+    for part, name, _ in jobs:
+        one = next(hostile) if part == "hostile" else others.get(name, {"status": _MATCH})
+        is_kept = part in counted and one["status"] not in (_NOT_RUN, _NO_MEMORY)
+        found.append({"part": part, "name": name, **one} if is_kept else None)
+    return found
 
 
 def _done(found: "Found") -> list[dict[str, Any]]:
@@ -132,7 +158,10 @@ def _hostile(args: argparse.Namespace) -> Named:
 def _formats(args: argparse.Namespace) -> Named:
     for name in FORMATS:
         for number in range(args.random):
-            yield f"{name} {number}", random_format_case(name, number, **_FLOAT16)
+            case = random_format_case(name, number, **_FLOAT16)
+            if name.startswith("int4"):  # 16 do not compile; vLLM's backend takes 32 and more
+                case = case.replace(head_size=max(32, case.head_size))
+            yield f"{name} {number}", case
 
 
 def _encoders(args: argparse.Namespace) -> Named:
@@ -167,10 +196,14 @@ PARTS = {
 def _run(
     args: argparse.Namespace, jobs: list[tuple[str, str, str]], found: Found, end: float
 ) -> None:
-    """Fill in the outcomes of jobs, from several workers; one of them runs those that take most memory."""
-    queues = [deque(), deque()]  # with far rows, and the others
-    for i, job in enumerate(jobs):
-        queues[_FAR not in job[1]].append(i)
+    """Fill in the outcomes of jobs that have none, from several workers.
+
+    Cases with far tensors run one at a time; after them those with far scales, a few at a time.
+    """
+    far, large, small = deque[int](), deque[int](), deque[int]()
+    for i, (_, name, _) in enumerate(jobs):
+        if found[i] is None:
+            (far if _FAR in name else large if _SCALED in name else small).append(i)
 
     def serve(todo: deque[int]) -> None:
         worker = Worker(args.source, args.device)
@@ -180,12 +213,22 @@ def _run(
                 found[i] = worker.answer((*jobs[i], end))
         worker.stop()
 
-    threads = [threading.Thread(target=serve, args=(queues[0],))]
-    threads += [threading.Thread(target=serve, args=(queues[1],)) for _ in range(args.processes)]
+    light = _started(serve, small, args.processes)
+    for queue, count in ((far, 1), (large, args.large)):
+        for thread in _started(serve, queue, count):
+            thread.join()
+    for thread in light:
+        thread.join()
+
+
+def _started(
+    serve: Callable[[deque[int]], None], queue: deque[int], count: int
+) -> list[threading.Thread]:
+    """Return as many running threads that serve a queue, none for an empty one."""
+    threads = [threading.Thread(target=serve, args=(queue,)) for _ in range(min(count, len(queue)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    return threads
 
 
 class Worker:
@@ -225,6 +268,9 @@ def _serve(source: Path, device: str, pipe: Any) -> None:
     """Answer each Case that arrives."""
     while True:
         pipe.send(outcome(source, device, *pipe.recv()))
+        if device == "cuda":
+            with contextlib.suppress(RuntimeError):  # a broken context, whose process ends
+                torch.cuda.empty_cache()
 
 
 def outcome(
@@ -235,7 +281,7 @@ def outcome(
     names = ("op", "mask", "op_argument", "sliding_window", "num_splits", "platform")
     passed = {"part": part, "name": name, **{one: getattr(case, one) for one in names}}
     if time.perf_counter() > end:
-        return {**passed, "status": "not run"}
+        return {**passed, "status": _NOT_RUN}
     backend, lab = _backend_and_lab(source, device)
     try:
         output = run_case(lab, backend, case).output
@@ -244,7 +290,7 @@ def outcome(
     except KernelFailed as error:
         return {**passed, "status": "fails", "error": _line(error)}
     except OutOfMemory as error:
-        return {**passed, "status": "out of memory", "error": _line(error)}
+        return {**passed, "status": _NO_MEMORY, "error": _line(error)}
     except (AttnLabError, RuntimeError) as error:
         return {**passed, "status": type(error).__name__, "error": _line(error)}
     call = lab.call(case)
@@ -252,7 +298,7 @@ def outcome(
     errors = lab.errors(case, call, lab.reference(case))
     return {
         **passed,
-        "status": "mismatch" if errors.mismatched else "match",
+        "status": "mismatch" if errors.mismatched else _MATCH,
         "elements": output.numel(),
         "wrong": errors.mismatched,
         "nan": int(output.isnan().sum()),
@@ -287,6 +333,7 @@ def _document(
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
+        "random": args.random,
         "processes": args.processes,
         "seconds": round(seconds, 1),
         "counts": _counts(found),
@@ -294,7 +341,7 @@ def _document(
         "random_not_matching": [
             _without_part(one)
             for one in found
-            if one["part"] != "hostile" and one["status"] != "match"
+            if one["part"] != "hostile" and one["status"] != _MATCH
         ],
     }
 

@@ -1,11 +1,12 @@
 """Run the scripts of a check's findings on this machine's GPU, with the vLLM that is installed.
 
 attnlab check --source vllm-0.33.0.whl --json > check.json
-python tools/native_scripts.py check.json --source vllm-0.33.0.whl --out docs/h100-findings.json
+python tools/native_scripts.py check.json --source vllm-0.33.0.whl --arguments docs/h100-arguments.json \\
+    --out docs/h100-findings.json
 
-A script needs no attnlab (:mod:`attnlab.reports.upstream`). A check shrinks only the first Case of a finding, so
-each hostile Case with tensors beyond 2^31 elements is added. Their scripts run one at a time, because each takes
-most of the memory of a GPU.
+A script needs no attnlab (:mod:`attnlab.reports.upstream`). A check shrinks only the first Case of a finding,
+so each hostile Case with tensors beyond 2^31 elements is added; with --arguments, those that were not right.
+Their scripts run one at a time, because each takes much of the memory of a GPU.
 """
 
 import argparse
@@ -40,20 +41,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("check", type=Path, help="the document of attnlab check --json")
     parser.add_argument("--source", type=Path, required=True, help="the wheel that was checked")
+    parser.add_argument("--arguments", type=Path, help="the document of native_arguments.py")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--processes", type=int, default=8)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("native_scripts.py needs a GPU that torch can use", file=sys.stderr)
         return 2
-    findings = [*_found(args.check), *_far(args.source)]
+    wrong = None if args.arguments is None else _not_matching(args.arguments)
+    checked = [*_found(args.check)]
+    known = {(one.op, one.case.op_argument) for one in checked}
+    far = [one for one in _far(args.source, wrong) if (one.op, one.diagnosis) not in known]
+    findings = [*checked, *far]
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        scripts = [_written(one, Path(folder, str(i))) for i, one in enumerate(findings)]
-        results = _results(findings, scripts, args.processes)
-    args.out.write_text(json.dumps(_document(results), indent=1) + "\n")
-    for one in results:
-        print(one["op"], one["kind"], one["diagnosis"], one["exit_code"], one["output"])
+        jobs = [(one, _written(one, Path(folder, str(i)))) for i, one in enumerate(findings)]
+        for one in _results(jobs, args.processes):
+            results.append(one)
+            args.out.write_text(json.dumps(_document(results), indent=1) + "\n")
+            print(one["op"], one["diagnosis"], one["exit_code"], one["output"], flush=True)
     return 0
+
+
+def _not_matching(document: Path) -> set[str]:
+    """Return the Cases that did not match, each as an op and its argument."""
+    hostile = json.loads(document.read_text())["hostile"]
+    return {one["name"] for one in hostile if one["status"] != "match"}
 
 
 def _found(document: Path) -> Iterator[Finding]:
@@ -63,12 +76,16 @@ def _found(document: Path) -> Iterator[Finding]:
         yield Finding.from_verdict({name: one[name] for name in names})
 
 
-def _far(source: Path) -> Iterator[Finding]:
-    """Yield the Cases of a source with tensors beyond 2^31 elements, in the form of findings."""
+def _far(source: Path, wrong: set[str] | None) -> Iterator[Finding]:
+    """Yield the Cases of a source with tensors beyond 2^31 elements, in the form of findings.
+
+    ``wrong``: the Cases to yield, None for all.
+    """
     backend = VllmBackend(path=source)
     for op in TRITON_OPS:
         for case in hostile_cases(backend, op, "sm_90", _VARIANTS, 0):
-            if _FAR in case.op_argument:
+            name = f"{op} {case.op_argument}"
+            if _FAR in case.op_argument and (wrong is None or name in wrong):
                 yield Finding(
                     op=op,
                     kind="wrong_output",
@@ -84,16 +101,13 @@ def _written(finding: Finding, folder: Path) -> Path | None:
     return next((file for file in files if file.suffix == ".py"), None)
 
 
-def _results(
-    findings: list[Finding], scripts: list[Path | None], processes: int
-) -> list[dict[str, Any]]:
-    """Run the scripts; those with far tensors alone, after the others."""
-    jobs = list(zip(findings, scripts, strict=True))
+def _results(jobs: list[tuple[Finding, Path | None]], processes: int) -> Iterator[dict[str, Any]]:
+    """Run the scripts, those with far tensors alone, after the others; yield what each shows."""
     near = [job for job in jobs if _FAR not in job[0].case.op_argument]
     far = [job for job in jobs if _FAR in job[0].case.op_argument]
     with ThreadPoolExecutor(processes) as pool:
-        found = [*pool.map(lambda job: _result(*job), near)]
-    return [*found, *(_result(*job) for job in far)]
+        yield from pool.map(lambda job: _result(*job), near)
+    yield from (_result(*job) for job in far)
 
 
 def _result(finding: Finding, script: Path | None) -> dict[str, Any]:

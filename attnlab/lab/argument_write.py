@@ -2,8 +2,8 @@
 
 A cache with a scale per token and head is compared as the numbers that it stands for, in the Case's dtype. A
 number whose quotient is next to the boundary of two numbers of the format may be the other one: the quotient
-is off by at most 2⁻²⁰ of itself (:mod:`attnlab.lab.writes.expected`). Scales are off by 2⁻²², which moves a
-number by at most one in the dtype: 2⁻¹⁰ of it.
+is off by at most 2⁻²⁰ of itself (:mod:`attnlab.lab.writes.expected`). Scales are off by 2⁻²², so a number is
+off by at most 2⁻²¹ of itself, and by one more number of the dtype where it is rounded: the dtype's eps.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from attnlab.case.case import Case
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import narrow_size, per_token_head
 
-_QUOTIENT, _DTYPE = 2.0**-20, 2.0**-10
+_QUOTIENT, _SCALE = 2.0**-20, 2.0**-21
 
 
 def expected_write(case: Case, plain: torch.Tensor) -> torch.Tensor:
@@ -43,13 +43,14 @@ def write_bound(case: Case, make_plain: Callable[[], torch.Tensor]) -> torch.Ten
     if not case.op_argument.endswith("per_token_head"):
         return 0.0
     bounds, plain = [], make_plain()
+    unit = torch.finfo(FORMATS[case.dtype].dtype).eps + _SCALE
     for tokens in plain.cpu().double().split(case.head_size, -1):
         stored, scale = per_token_head(tokens, _dtype(case))
         sides = [
             _rounded(tokens / scale[..., None] * (1 + e), case) for e in (-_QUOTIENT, _QUOTIENT)
         ]
         moved = torch.maximum(*((side - stored.double()).abs() for side in sides))
-        bounds.append((moved + stored.double().abs() * _DTYPE) * scale[..., None])
+        bounds.append((moved + stored.double().abs() * unit) * scale[..., None])
     return torch.cat(bounds, -1).nan_to_num(0.0).float().to(plain.device)
 
 

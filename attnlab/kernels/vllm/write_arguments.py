@@ -19,8 +19,10 @@ def write_per_token_head(case: Case, given: Arguments) -> Passed:
     arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
 
     def finish(output: torch.Tensor) -> None:
-        halves = (
-            (made[name].float() * made[f"{name}_scale_cache"][..., None]).to(output.dtype)
+        halves = (  # on the CPU, because a GPU writes NaN with other bytes
+            (made[name].cpu().float() * made[f"{name}_scale_cache"].cpu()[..., None]).to(
+                output.dtype
+            )
             for name in ("k", "v")
         )
         output.copy_(written_cache(*halves))
