@@ -6,7 +6,7 @@ python tools/native_scripts.py check.json --source vllm-0.33.0.whl --arguments d
 
 A script needs no attnlab (:mod:`attnlab.reports.upstream`). A check shrinks only the first Case of a finding,
 so each hostile Case with tensors beyond 2^31 elements is added; with --arguments, those that were not right.
-Their scripts run one at a time, because each takes much of the memory of a GPU.
+A script with such tensors takes about 20 GB of a GPU. One that lacks memory runs once more, alone.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from attnlab.reports.upstream import write_reports
 _VARIANTS = 31  # variants before the Cases with an op argument
 _FAR = "far_"
 _LIMIT_S = 120.0
+_NO_MEMORY = re.compile("too little memory|OutOfMemory")
 _NO_SCRIPT = "there is no script for this Case"
 
 
@@ -102,12 +104,15 @@ def _written(finding: Finding, folder: Path) -> Path | None:
 
 
 def _results(jobs: list[tuple[Finding, Path | None]], processes: int) -> Iterator[dict[str, Any]]:
-    """Run the scripts, those with far tensors alone, after the others; yield what each shows."""
-    near = [job for job in jobs if _FAR not in job[0].case.op_argument]
-    far = [job for job in jobs if _FAR in job[0].case.op_argument]
+    """Run the scripts and yield what each shows; those that lack memory run once more, alone."""
+    again = []
     with ThreadPoolExecutor(processes) as pool:
-        yield from pool.map(lambda job: _result(*job), near)
-    yield from (_result(*job) for job in far)
+        for job, found in zip(jobs, pool.map(lambda job: _result(*job), jobs), strict=True):
+            if _NO_MEMORY.search(found["output"]):
+                again.append(job)
+            else:
+                yield found
+    yield from (_result(*job) for job in again)
 
 
 def _result(finding: Finding, script: Path | None) -> dict[str, Any]:
