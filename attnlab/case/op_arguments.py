@@ -4,30 +4,12 @@ A Case passes at most one of them, as its field ``op_argument``. Only backend "v
 is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
+from attnlab.case.argument_record import OpArgument, ScaledCache
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 
 NONE = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpArgument:
-    """An argument, or several that belong together, with the values that a Case passes.
-
-    - ``ops``: the ops that have it, in some release. ``parameters``: the names that it sets.
-    - ``summary``: what it does. ``needs``: fields of the Case with the value that they must have.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    parameters: tuple[str, ...]
-    summary: str
-    needs: Mapping[str, Any] = field(default_factory=dict)
-
-
+NO_ARGUMENT = OpArgument(name=NONE, ops=(), parameters=(), summary="the op's own defaults")
+_INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
 _PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
 _CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
 # The ops by dimension of a tensor whose stride they use; dimension 0 is that of "far_rows".
@@ -51,6 +33,7 @@ _ALL = (
         parameters=("q_descale",),
         summary="the query is FP8, with a scale",
         needs={**_PLAIN, "kv_cache_dtype": "fp8"},
+        has_fp8=True,
     ),
     OpArgument(
         name="fp8_output",
@@ -58,6 +41,7 @@ _ALL = (
         parameters=("output_scale", "fp8_out_scale", "prefill_tokens_with_context"),
         summary="the output is FP8, with a scale; in a merge the last tokens have no context",
         needs=_CAUSAL,
+        has_fp8=True,
     ),
     OpArgument(
         name="int8_per_token_head",
@@ -65,6 +49,7 @@ _ALL = (
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        cache=ScaledCache(numbers="int8", mode=_INT8),
     ),
     OpArgument(
         name="fp8_per_token_head",
@@ -72,6 +57,8 @@ _ALL = (
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
         needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        cache=ScaledCache(numbers="fp8", mode=_FP8, far_dims=(0, None)),
+        has_fp8=True,
     ),
     *(
         OpArgument(
@@ -80,15 +67,20 @@ _ALL = (
             parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
             summary=f"as int8_per_token_head, with {name} of the scale caches beyond 2^31 elements",
             needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+            cache=ScaledCache(numbers="int8", mode=_INT8, far_dims=(dim, dim)),
         )
-        for name in ("slots", "heads")
+        for dim, name in ((1, "slots"), (2, "heads"))
     ),
     OpArgument(
         name="int4_per_token_head",
-        ops=(UNIFIED,),
-        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
+        ops=(UNIFIED, WRITE),
+        parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto", "mask": "causal"},
+        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        cache=ScaledCache(numbers="int4", mode=_INT4),
+        least_head_size=2,
+        refused_masks=("bidirectional", "causal_by_sequence"),
+        refusal="unified_attention of vLLM 0.33.0 refuses others (triton_unified_attention.py, line 885)",
     ),
     OpArgument(
         name="diffkv",
@@ -96,6 +88,7 @@ _ALL = (
         parameters=("k", "v", "key", "value"),
         summary="values are narrower than keys, in one cache, by an op of its own",
         needs={**_CAUSAL, "mask": "causal"},
+        least_head_size=3,
     ),
     OpArgument(
         name="tensor_descriptors",
@@ -192,6 +185,7 @@ _ALL = (
         parameters=("query", "q", "output", "key"),
         summary="the last row of each tensor whose stride the kernels use is beyond 2^31 elements",
         needs={"kv_layout": "contiguous", "pad_batch": 0, "interleave_v": False, "first_block": 0},
+        far_dim=0,
     ),
     *(
         OpArgument(
@@ -206,6 +200,7 @@ _ALL = (
                 "interleave_v": False,
                 "first_block": 0,
             },
+            far_dim=dim,
         )
         for dim, ops in _FAR_DIMS.items()
     ),
@@ -229,6 +224,7 @@ _ALL = (
         parameters=("key", "value"),
         summary="key and value are FP8 already",
         needs={**_CAUSAL, "kv_cache_dtype": "fp8"},
+        has_fp8=True,
     ),
     OpArgument(
         name="byte_cache",

@@ -4,8 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from attnlab.case.argument_record import OpArgument
 from attnlab.case.declaration import DTYPE_BYTES, CaseFields
 from attnlab.case.lengths import Lengths, draw_lengths
+from attnlab.case.op_arguments import NO_ARGUMENT, OP_ARGUMENTS
 from attnlab.case.ops import OPS, Op
 from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.stages import STAGES, Stage
@@ -19,6 +21,11 @@ class CaseQuantities(CaseFields):
     def spec(self) -> Op:
         """Return the record of the op."""
         return OPS[self.op]
+
+    @property
+    def argument(self) -> OpArgument:
+        """Return the record of the op argument."""
+        return OP_ARGUMENTS.get(self.op_argument, NO_ARGUMENT)
 
     @property
     def machine(self) -> Platform:

@@ -3,6 +3,7 @@
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin, refuse
 from attnlab.case.mask_rules import check_mask
+from attnlab.case.masks import MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import OPS
 from attnlab.case.quantities import CaseQuantities
@@ -204,9 +205,11 @@ def _check_op_argument(case: CaseQuantities) -> None:
         value = getattr(case, other)
         if value != needed:
             refuse(other, f"{needed} with op_argument {name}", value)
-    least = {"diffkv": 3, "int4_per_token_head": 2}.get(name, 1)
-    if case.head_size < least or (name.startswith("int4") and case.head_size % 2):
-        even = "even, " if name.startswith("int4") else ""
+    if case.mask in argument.refused_masks:
+        masks = ", ".join(mask for mask in MASKS if mask not in argument.refused_masks)
+        refuse("mask", f"one of {masks} with op_argument {name}: {argument.refusal}", case.mask)
+    least, even = argument.least_head_size, "even, " if argument.is_packed else ""
+    if case.head_size < least or (argument.is_packed and case.head_size % 2):
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
     if name == "head_major_packed" and case.block_size % case.key_x:
         refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)

@@ -110,6 +110,23 @@ ARGUMENT_VARIANTS = (
         num_splits=4,
         **_ROWS,
     ),
+    _with("int4_per_token_head", "An INT4 cache and ranges of images.", mask="ranges"),
+    _with(
+        "int4_per_token_head",
+        "An INT4 cache and a tree of draft tokens.",
+        mask="tree",
+        num_splits=4,
+        **_SHORT,
+    ),
+    *(
+        _with(
+            "int4_per_token_head",
+            f"An INT4 cache and the mask {mask}, which has arguments of its own.",
+            mask=mask,
+            sliding_window=5,
+        )
+        for mask in ("ranges_in_window", "prefix_and_window", "chunks")
+    ),
     _with("diffkv", "Values narrower than keys, in one cache."),
     _with("diffkv", "Values narrower than keys in the split path.", num_splits=4, **_SHORT),
     _with(

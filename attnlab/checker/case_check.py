@@ -16,6 +16,7 @@ from attnlab.checker.slot_reads import never_reads_empty_slots, observations
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
+from attnlab.diagnosis.argument_diagnosis import argument_names
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.reruns import rows_equal
@@ -208,8 +209,8 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         if not errors.mismatched:
             continue
         zeros = case.replace(empty_slots="zeros")
-        zeroed = _output_errors(lab, zeros, run_case(lab, backend, zeros).output)
-        is_leak = not zeroed.mismatched
+        of_zeros = run_case(lab, backend, zeros).output
+        is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
         if is_leak and not _is_correct(lab, backend, case.replace(op_argument=NONE)):
             return _finding(
                 case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
@@ -219,13 +220,12 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         kind = "reads_unwritten_slots" if is_leak else "wrong_output"
         place = errors.places()[0]
         text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
-        return _finding(case if is_leak else zeros, kind, text, _argument_label(case.op_argument))
+        label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
+        if is_leak:
+            return _finding(case, kind, text, label)
+        reads = argument_names(lab, zeros, of_zeros)
+        return _finding(zeros, kind, text, ": ".join((label, *reads[:1])))
     return None
-
-
-def _argument_label(name: str) -> str:
-    """Return the diagnosis of a wrong result with an op argument."""
-    return _FAR if "far_" in name else f"op_argument {name}"
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

@@ -12,10 +12,13 @@ _BACKENDS = ("vllm", "model")
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", default="vllm", help="vllm (default): vLLM's Triton ops; or model"
+        "--backend", default="vllm", help="vllm (default): vLLM's own ops; or model"
     )
     parser.add_argument(
-        "--source", type=Path, metavar="PATH", help="a wheel, an sdist or a checkout of vLLM"
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="a wheel, an sdist or a checkout of vLLM; CUDA ops need an sdist or a checkout",
     )
 
 
@@ -35,9 +38,13 @@ def _run(args: argparse.Namespace) -> int:
 COMMAND = Command(
     name="writes",
     purpose="Check the bytes that cache writes store in further formats, and that they change no others.",
-    examples=("attnlab writes --backend model", "attnlab writes --source vllm-0.33.0.whl --json"),
+    examples=(
+        "attnlab writes --backend model",
+        "attnlab writes --source vllm-0.33.0.tar.gz --json",
+    ),
     exit_codes="0 every write is right; 1 one is not; 3 none is wrong, but one could not run",
     add_flags=_add_flags,
     run=_run,
-    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; MLA's latents.",
+    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; and those of CUDA ops, "
+    "whose csrc/cache_kernels.cu is compiled for an emulated device: mla, fp8_ds_mla, nhd, hnd, x-split.",
 )

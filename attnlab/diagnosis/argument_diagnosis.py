@@ -19,7 +19,7 @@ from attnlab.diagnosis.examination import check_output
 from attnlab.diagnosis.pattern import Fact, Pattern
 from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
 from attnlab.diagnosis.pattern_values import size_fact, value_facts
-from attnlab.lab.argument_reads import wrong_reads
+from attnlab.lab.argument_reads import wrong_masks, wrong_reads
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
 from attnlab.lab.lab import Lab
 
@@ -60,11 +60,17 @@ def diagnose_argument(
     return dataclasses.replace(found, seconds=time.perf_counter() - began)
 
 
+def argument_names(lab: Lab, case: Case, output: torch.Tensor) -> list[str]:
+    """Return the names of the wrong reads and masks that give a wrong output, in words."""
+    facts = _read_facts(lab, case, _cells(lab, case, output.cpu()))
+    return [str(fact.values["name"]).replace("_", " ") for fact in facts]
+
+
 def _cells(lab: Lab, case: Case, output: torch.Tensor) -> Cells:
     """Return every row and head of an output next to the right one and its bound."""
     batch, call = lab.batch(case).cpu(), lab.call(case)
-    native = lab.where(case) == "cuda" if lab.is_native is None else lab.is_native
-    bound = bound_with_argument(case, batch, call, decide(case).kernels, is_native=native)
+    native, kernels = lab.is_native_run(case), decide(case).kernels
+    bound = bound_with_argument(case, batch, call, kernels, is_native=native)
     correct = reference_with_argument(case, batch).output
     rows, heads, _ = output.shape
     row = torch.arange(rows).repeat_interleave(heads)
@@ -88,6 +94,10 @@ def _read_facts(lab: Lab, case: Case, cells: Cells) -> list[Fact]:
     found = {
         name: reference_with_argument(case, batch, read).output
         for name, read in wrong_reads(case).items()
+    }
+    found |= {
+        name: reference_with_argument(other, batch).output
+        for name, other in wrong_masks(case).items()
     }
     found["argument_ignored"] = lab.reference(case.replace(op_argument=NONE)).cpu()
     facts = []

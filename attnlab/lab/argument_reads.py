@@ -5,10 +5,12 @@ A read changes what is stored for the tokens of one sequence, keys and values, b
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.masks import CAUSAL, MASK_DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,6 +25,21 @@ class StoredHalf:
     scale: torch.Tensor | None = None
 
 
+_NO_MASK: dict[str, Any] = {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
+
+
+def wrong_masks(case: Case) -> dict[str, Case]:
+    """Return the Cases that the op runs if it ignores the Case's mask, or its window, by name."""
+    if case.mask == CAUSAL:
+        return {}
+    found = {"mask_ignored": case.replace(**_NO_MASK)}
+    if case.sliding_window:
+        found["mask_and_window_ignored"] = case.replace(**_NO_MASK, sliding_window=0)
+    if case.mask == "ranges_in_window":
+        found["window_within_ranges_ignored"] = case.replace(mask="ranges")
+    return found
+
+
 Halves = tuple[StoredHalf, StoredHalf]
 Read = Callable[[Case, StoredHalf, StoredHalf], Halves]
 
@@ -31,9 +48,9 @@ def wrong_reads(case: Case) -> Mapping[str, Read]:
     """Return the wrong reads that the Case's op argument may have."""
     if case.op_argument == "diffkv":
         return {"values_one_element_early": _early_values}
-    if not case.op_argument.endswith("per_token_head"):
+    if case.argument.cache is None:
         return {}
-    return _NIBBLES | _SCALES if case.op_argument.startswith("int4") else _SCALES
+    return _NIBBLES | _SCALES if case.argument.is_packed else _SCALES
 
 
 def _of_slot(move: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., StoredHalf]:

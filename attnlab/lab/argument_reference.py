@@ -22,13 +22,14 @@ from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_visibility import visibility_of
 from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.int4 import int4_scale, pack_int4, rotate_back, unpack_int4
+from attnlab.tensors.int4 import int4_scale
 from attnlab.tensors.op_argument_data import (
     OUTPUT_SCALE,
     QUERY_SCALE,
+    decoded_numbers,
     latent_size,
     narrow_size,
-    per_token_head,
+    stored_numbers,
 )
 
 _FP8_UNIT, _FP8_STEP = 2.0**-4, 2.0**-10  # of e4m3: half the spacing at 1, half the smallest number
@@ -110,7 +111,7 @@ def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequen
     if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
         terms = 1 + round(_FP8_UNIT / rounding.unit)
         return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
-    if case.op_argument.startswith(("int8_", "fp8_per_")):  # weights times a scale are rounded
+    if case.argument.cache and not case.argument.is_packed:  # weights times a scale are rounded
         return dataclasses.replace(rounding, step=rounding.step * 448)
     return rounding
 
@@ -125,7 +126,7 @@ def _sequences(case: Case, batch: Batch, read: Read | None = None) -> Iterator[_
             for one in _stored(case, batch.key[own], batch.value[own], cached, read)
         )
         found = _attended(case, batch, seq, here, query, key, value)
-        if case.op_argument.startswith("int4"):
+        if case.argument.is_packed:
             ranges = (_range(case, batch.key[own]), _range(case, batch.value[own]))
             found = dataclasses.replace(found, ranges=ranges)
         yield found
@@ -133,7 +134,7 @@ def _sequences(case: Case, batch: Batch, read: Read | None = None) -> Iterator[_
 
 def _range(case: Case, tokens: torch.Tensor) -> torch.Tensor:
     """Return 15 times the scale of each token and query head of INT4, [num_heads, seq_len] float64."""
-    scales = 15 * int4_scale(pack_int4(tokens)[1])
+    scales = 15 * int4_scale(stored_numbers(case, tokens)[1])
     return scales.T.repeat_interleave(case.num_queries_per_kv, 0)
 
 
@@ -205,14 +206,9 @@ def _stored(
 
 def _half(case: Case, tokens: torch.Tensor, cached: int, scale: float) -> StoredHalf:
     """Return what is stored for keys or values [seq_len, num_kv_heads, head_size]."""
-    name = case.op_argument
-    if not name.endswith("per_token_head"):
+    if case.argument.cache is None:
         return StoredHalf(numbers=stored_tokens(case, tokens, cached, scale))
-    if name.startswith("int4"):
-        stored, scales = pack_int4(tokens)
-    else:
-        dtype = torch.int8 if name.startswith("int8") else FORMATS[case.machine.fp8_e4m3].dtype
-        stored, scales = per_token_head(tokens, dtype)
+    stored, scales = stored_numbers(case, tokens)
     return StoredHalf(numbers=stored, scale=scales)
 
 
@@ -220,9 +216,7 @@ def _decoded(case: Case, half: StoredHalf) -> torch.Tensor:
     """Return the tokens that are stored, [seq_len, num_kv_heads, head_size]."""
     if half.scale is None:
         return half.numbers
-    if case.op_argument.startswith("int4"):
-        return rotate_back(unpack_int4(half.numbers, half.scale))
-    return half.numbers.double() * half.scale.double()[..., None]
+    return decoded_numbers(case, half.numbers, half.scale)
 
 
 def _bias(

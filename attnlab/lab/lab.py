@@ -126,8 +126,7 @@ class Lab:
         if case.op_argument != NONE and not with_lse:
             make = lambda: reference_with_argument(case, batch)  # noqa: E731
         kind = "lse" if with_lse else "reference"
-        key = (reference_key(case), where)
-        return self.shared.get(kind, key, make, in_file=where == "cpu")[0]
+        return self.shared.get(kind, (reference_key(case), where), make, in_file=where == "cpu")[0]
 
     def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
         """Return the Case's call with a new output buffer; ``cache`` replaces the Case's."""
@@ -219,18 +218,22 @@ class Lab:
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
         slots = as_numbers(call.output[order], expected[order])
-        bound = write_bound(case, lambda: self.reference(case.replace(op_argument=NONE))[order])
+        plain = lambda: self.reference(case.replace(op_argument=NONE))[order]  # noqa: E731
+        bound = write_bound(case, plain, is_native=self.is_native_run(case))
         return compare(*slots, slot_lengths(case), tolerance or bound, case.rtol)
 
     def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
         kernels = decide(case).kernels
-        native = self.where(case) == "cuda" if self.is_native is None else self.is_native
-        special = functools.partial(bound_with_argument, is_native=native)
-        bound = rounding_bound if case.op_argument == NONE else special
+        native = functools.partial(bound_with_argument, is_native=self.is_native_run(case))
+        bound = rounding_bound if case.op_argument == NONE else native
         make = lambda: bound(case, self.batch(case), call, kernels)  # noqa: E731
         key = (reference_key(case), self.where(case), kernels, case.platform)
         return self.shared.get("bound", key, make, in_file=key[1] == "cpu")[0]
+
+    def is_native_run(self, case: Case) -> bool:
+        """Answer whether rounding bounds allow for what a GPU rounds."""
+        return self.where(case) == "cuda" if self.is_native is None else self.is_native
 
     def _checked_backend(self, case: Case) -> Backend:
         """Return the Case's backend; raise InvalidCase or Unavailable if it cannot run the Case here."""
@@ -257,10 +260,9 @@ class Lab:
         if backend.models_prefill and PREFILL in kernels:
             self._run_prefill(case, call, target)
             kernels = tuple(name for name in kernels if name != PREFILL)
-        options = RunOptions.of(case)
+        options = dataclasses.replace(RunOptions.of(case), on_notice=self.on_notice)
         if self.on_step is not None:
             options = dataclasses.replace(options, on_step=self.on_step)
-        options = dataclasses.replace(options, on_notice=self.on_notice)
         return backend.run(call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
@@ -274,9 +276,8 @@ class Lab:
         key = (prefill_key(case), self.where(case))
         done, was_there = self.shared.get("prefill", key, prefill, in_file=key[1] == "cpu")
         if was_there:
-            for run, part in zip(
-                runs, done.split([run.stop - run.start for run in runs]), strict=True
-            ):
+            parts = done.split([run.stop - run.start for run in runs])
+            for run, part in zip(runs, parts, strict=True):
                 call.output[run] = part
 
     def _memory(self, case: Case, ran: RunOutput) -> MemoryReport | None:

@@ -77,7 +77,7 @@ class LocalEngine(Pool[Worker]):
                     self._finish(worker, outcome)
             elif not worker.is_ready and worker.elapsed_s > _START_LIMIT_S:
                 self._remove(worker)
-                self._cannot_start(AttnLabError("a worker process did not start in time"))
+                self._cannot_start(AttnLabError("a worker process did not start in time"), tries=1)
 
     def _keep_reserve(self) -> None:
         """End the largest busy worker if little memory is left, before the system ends any process."""

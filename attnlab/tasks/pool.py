@@ -181,12 +181,12 @@ class Pool(Engine, Generic[SlotT]):
             if slot.task is not None:
                 self._queue.appendleft(slot.task)  # it has not begun
             self._remove(slot)
-            self._cannot_start(message)
+            self._cannot_start(message, tries=1)
         else:
             if slot.task is not None:
                 self._finish(slot, slot.crash(slot.task))
             elif not slot.is_ready:
-                self._cannot_start(AttnLabError(slot.start_error))
+                self._cannot_start(AttnLabError(slot.start_error), tries=_MOST_STARTS)
             self._remove(slot)
 
     def _note_success(self) -> None:
@@ -203,11 +203,16 @@ class Pool(Engine, Generic[SlotT]):
             return
         self._on_outcome(outcome)
 
-    def _cannot_start(self, error: Exception) -> None:
-        """Raise the error of a slot that cannot start, unless others have run tasks."""
+    def _cannot_start(self, error: Exception, tries: int) -> None:
+        """Note a slot that cannot start; it will be replaced.
+
+        Raises its error if no slot was ever ready, and as many in a row as ``tries`` could not start.
+        """
         self._failed_starts += 1
         if not self._any_ready:
-            raise error
+            if self._failed_starts >= tries:
+                raise error
+            return
         if self._failed_starts >= _MOST_STARTS:
             text = f"no worker can start: {' '.join(str(error).split())[:300]}"
             while self._queue:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 _SIGN_SEED = 0x9E3779B9
-_LEAST = 1e-6
+LEAST_SCALE = 1e-6
 _ZERO_BITS = 0xF
 
 
@@ -39,11 +39,12 @@ def rotate_back(tokens: torch.Tensor) -> torch.Tensor:
 def pack_int4(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens [..., head_size], rotated, as bytes [..., head_size / 2], and their scales [...] float32.
 
-    A head with NaN has arbitrary bytes and the scale NaN.
+    Rotated tokens are rounded to the tokens' dtype, as vLLM does. A head with NaN has arbitrary bytes and the
+    scale NaN.
     """
-    rotated = rotate(tokens)
+    rotated = rotate(tokens).to(tokens.dtype).double()
     least, most = rotated.amin(-1), rotated.amax(-1)
-    scale = ((most - least) / 15).clamp(min=_LEAST)
+    scale = ((most - least) / 15).clamp(min=LEAST_SCALE)
     zero = (-least / scale).round().clamp(0, 15)
     numbers = (rotated / scale[..., None]).round() + zero[..., None]
     pairs = numbers.nan_to_num(0.0).clamp(0, 15).to(torch.uint8).unflatten(-1, (-1, 2))

@@ -114,7 +114,8 @@ def layout_gaps(op, is_left_out=lambda case: False):
     source, facts = of_release("0.33.0"), []
     backend = find_backend("vllm", source.path, "cpu")
     for case in hostile_cases(backend, op, "sm_90", 31, 0):
-        is_about_layout = case.op_argument.startswith(("gaps", "far_", "int8_", "fp8_per"))
+        argument = case.argument
+        is_about_layout = argument.name == "gaps" or argument.far_dim is not None or argument.cache
         is_index = case.stage == "int64" or case.mask in ("ranges", "tree", "prefix_and_window")
         if (is_about_layout or is_index) and not is_left_out(case):
             with measuring() as measured:

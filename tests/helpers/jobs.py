@@ -1,5 +1,6 @@
 """A job without tensors, whose payload says what to do."""
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -18,11 +19,16 @@ class ToyJob(Job):
     """Doubles a number, unless the payload asks for a fault. The state counts the tasks of a worker."""
 
     fails_to_open: bool = False
+    lost_starts: tuple[str, ...] = ()  # files; a worker that finds one removes it and ends
     version_from: str = ""  # the environment variable that has the version, if there is one
 
     def open(self) -> dict[str, int]:
         if self.fails_to_open:
             raise AttnLabError("no kernels here")
+        for name in self.lost_starts:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
+                ctypes.CDLL(None)._exit(3)
         return {"count": 0}
 
     def identity(self) -> dict[str, str]:

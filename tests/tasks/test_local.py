@@ -81,6 +81,20 @@ def test_a_job_that_cannot_open_raises():
         outcomes(toy_tasks(""), job=ToyJob(fails_to_open=True))
 
 
+@pytest.mark.parametrize(("lost", "ends"), [(2, False), (3, True)])
+def test_a_worker_that_is_lost_at_its_start_is_replaced(tmp_path, lost, ends):
+    files = [tmp_path / str(i) for i in range(lost)]
+    for file in files:
+        file.touch()
+    job = ToyJob(lost_starts=tuple(map(str, files)))
+    if ends:
+        with pytest.raises(AttnLabError, match="before its first case"):
+            outcomes(toy_tasks(""), job=job)
+    else:
+        assert outcomes(toy_tasks(""), job=job)["task-0"].status == "done"
+    assert not any(file.exists() for file in files)
+
+
 def test_memory_is_admitted_before_it_is_allocated(monkeypatch):
     """Two tasks that fit only alone do not overlap; one that never fits does not start."""
     monkeypatch.setattr(local, "available_bytes", lambda: 10 << 30)

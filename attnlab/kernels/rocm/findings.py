@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_SOURCE = re.compile(r"csrc/rocm/([\w.]+:\d+)")
+_SOURCE = re.compile(r"csrc/(?:\w+/)*([\w.]+:\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,42 +5,26 @@ import torch
 from attnlab.case.case import Case
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import far_dim, with_gaps
-from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.int4 import pack_int4
-from attnlab.tensors.op_argument_data import latent_size, narrow_size, per_token_head
+from attnlab.tensors.op_argument_data import latent_size, narrow_size, stored_numbers
 
-_INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
-# The dimension of the scale caches that is beyond 2^31 elements.
-_FAR = {"int8_far_slots_per_token_head": 1, "int8_far_heads_per_token_head": 2}
 _DIFFKV = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
 
 
-def per_token_head_cache(case: Case, given: Arguments) -> Arguments:
+def scaled_cache(case: Case, given: Arguments) -> Arguments:
     """Pass a quantised cache, with NaN as the scales of empty slots.
 
-    One scale cache has gaps; the blocks of the other are far apart. With the op arguments of _FAR, the slots
-    or the heads of both are.
+    Scale caches have gaps, or a dimension that is far apart.
     """
-    kind = case.op_argument.partition("_")[0]
-    changed: Arguments = {"kv_quant_mode": {"int8": _INT8, "fp8": _FP8, "int4": _INT4}[kind]}
-    for name in ("k", "v"):
+    cache = case.argument.cache
+    assert cache is not None
+    changed: Arguments = {"kv_quant_mode": cache.mode}
+    for name, dim in zip(("k", "v"), cache.far_dims, strict=True):
         # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
-        stored, scale = stored_per_token_head(case, given[name].cpu())
-        is_far = (name == "v") == (kind != "fp8")
+        stored, scale = stored_numbers(case, given[name].cpu())
         scale = scale.to(given[name].device)
-        dim = _FAR.get(case.op_argument, 0 if is_far else None)
         scales = with_gaps(scale, scale.dim()) if dim is None else far_dim(scale, dim)
         changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
     return changed
-
-
-def stored_per_token_head(case: Case, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens [..., head_size] as the cache stores them, and the scale of each [...] float32."""
-    if case.op_argument.startswith("int4"):
-        return pack_int4(tokens)
-    is_int8 = case.op_argument.startswith("int8")
-    dtype = torch.int8 if is_int8 else FORMATS[case.machine.fp8_e4m3].dtype
-    return per_token_head(tokens, dtype)
 
 
 def latent_cache(case: Case, given: Arguments) -> Passed:

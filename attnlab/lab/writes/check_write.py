@@ -12,14 +12,18 @@ from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.failures import explained
 from attnlab.kernels.vllm.source import Source
+from attnlab.lab.writes.cuda_write import cuda_write
+from attnlab.lab.writes.ds_latents import write_latents, written_latents
 from attnlab.lab.writes.expected import ExpectedHalf, Stored, expected_half, scale_of_half
 from attnlab.lab.writes.write_case import (
+    CUDA_FORMATS,
     DIFFKV,
+    DS_LATENT,
     FP8,
     INT4,
     INT8,
-    LATENT,
     PER_TOKEN_HEAD,
+    PLAIN,
     WriteCase,
     WriteInputs,
     by_slot,
@@ -62,6 +66,8 @@ def check_write(case: WriteCase, write: Writer) -> WriteCheck:
 
 def model_write(case: WriteCase, inputs: WriteInputs) -> None:
     """Write the correct bytes: a model of the op."""
+    if case.cache_format == DS_LATENT:
+        return write_latents(case, inputs)
     written = inputs.slots >= 0
     for cache, scale, columns, half in _halves(case, inputs):
         numbers = half.stored.numbers
@@ -72,7 +78,8 @@ def model_write(case: WriteCase, inputs: WriteInputs) -> None:
             inputs.slots[written] // case.block_size,
             inputs.slots[written] % case.block_size,
         )
-        cache[..., columns][block, at] = numbers.to(case.element)
+        view = cache[..., columns]
+        view[block, at] = numbers.to(case.element).reshape(-1, *view.shape[2:])
         if scale is not None and half.scale is not None:
             stored = half.scale.numbers.float()
             if half.zero is not None:
@@ -82,12 +89,16 @@ def model_write(case: WriteCase, inputs: WriteInputs) -> None:
 
 
 def vllm_write(source: Source, where: str = "cpu") -> Writer:
-    """Return the writer that calls the Triton op of a release, under the interpreter or on a GPU.
+    """Return the writer that calls the op of a release.
 
-    It raises Unsupported for a format that the release has no Triton op for.
+    Triton ops run under the interpreter or on a GPU, CUDA ops on the emulated device. It raises Unsupported
+    for a format whose op the source does not have.
     """
+    by_cuda = cuda_write(source)
 
     def write(case: WriteCase, inputs: WriteInputs) -> None:
+        if case.cache_format in CUDA_FORMATS:
+            return by_cuda(case, inputs)
         loader = load(source, case.machine, where).loader
         function, arguments = _op(case, inputs, loader)
         known = inspect.signature(function).parameters  # older releases have no kv_quant_mode
@@ -106,8 +117,6 @@ def _op(
     case: WriteCase, inputs: WriteInputs, loader: Any
 ) -> tuple[Callable[..., None], dict[str, Any]]:
     """Return the function of a format and its arguments."""
-    if case.cache_format == LATENT:
-        raise Unsupported("concat_and_cache_mla is a C++ op: no Triton op of vLLM writes latents")
     if case.dtype == "bfloat16":
         raise Unavailable("dtype must not be bfloat16 under Triton's interpreter: it truncates")
     given: dict[str, Any] = {
@@ -119,21 +128,29 @@ def _op(
     if case.cache_format == INT4:
         module = loader.load("int4_per_token_head")  # without the rotation before it
         given |= {"packing_factor": 2, "kernel": module._reshape_cache_int4_kernel}
-        return module._run_reshape_kernel, {**given, **inputs.scales}
+        return _named(module, "_run_reshape_kernel"), {**given, **inputs.scales}
     module = loader.load("triton_reshape_and_cache_flash")
     if case.cache_format == DIFFKV:
         scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
-        return module.triton_reshape_and_cache_flash_diffkv, {
+        return _named(module, "triton_reshape_and_cache_flash_diffkv"), {
             **given,
             **scales,
             "kv_cache_dtype": case.kv_cache_dtype,
         }
     mode = {"kv_quant_mode": _MODES[case.cache_format]}
-    return module.triton_reshape_and_cache_flash_per_token_head_quant, {
+    return _named(module, "triton_reshape_and_cache_flash_per_token_head_quant"), {
         **given,
         **inputs.scales,
         **mode,
     }
+
+
+def _named(module: Any, name: str) -> Callable[..., None]:
+    """Return a function of a module; raise Unsupported if this release does not have it."""
+    found: Callable[..., None] | None = getattr(module, name, None)
+    if found is None:
+        raise Unsupported(f"this release has no {name}")
+    return found
 
 
 def _halves(
@@ -147,6 +164,8 @@ def _halves(
             name = "key_cache" if is_key else "value_cache"
             scale = inputs.scales["k_scale_cache" if is_key else "v_scale_cache"]
             yield inputs.caches[name], scale, slice(None), half
+        elif case.cache_format in PLAIN:
+            yield inputs.caches["key_cache" if is_key else "value_cache"], None, slice(None), half
         else:
             columns = slice(0, case.head_size) if is_key else slice(case.head_size, None)
             yield inputs.caches["kv_cache"], None, columns, half
@@ -155,8 +174,14 @@ def _halves(
 def _written(case: WriteCase, inputs: WriteInputs) -> Iterator[tuple[str, torch.Tensor, Stored]]:
     """Yield what the slots of written tokens hold, as kind, numbers and what they must be."""
     slots = inputs.slots[inputs.slots >= 0]
+    if case.cache_format == DS_LATENT:
+        for is_scale, found, expected in written_latents(
+            case, inputs, by_slot(inputs.caches["kv_cache"])[slots, 0]
+        ):
+            yield SCALES if is_scale else NUMBERS, found, expected
+        return
     for cache, scale, columns, half in _halves(case, inputs):
-        found = by_slot(cache)[slots][..., columns]
+        found = by_slot(cache)[slots][..., columns].flatten(2)
         if case.cache_format == INT4:
             found = torch.stack([found & 0xF, found >> 4], -1).flatten(-2)
         yield NUMBERS, found.double(), half.stored

@@ -10,8 +10,8 @@ INT4. The scale is (largest − smallest) / 15, at least 1e-6; the zero point is
 away from zero and limited to 0 … 15. It replaces the lowest four bits of the scale, which moves it by at most
 2⁻¹⁹ of itself. A number becomes number / scale + zero point, rounded and limited in the same way.
 
-Diffkv and MLA: as reshape_and_cache_flash, see :mod:`attnlab.lab.expected_write`. MLA has one scale for both
-parts.
+Diffkv, MLA and the layouts of reshape_and_cache: see :mod:`attnlab.lab.expected_write`. MLA has one scale for
+both parts. fp8_ds_mla: see :mod:`attnlab.lab.writes.ds_latents`.
 """
 
 from collections.abc import Callable
@@ -49,20 +49,21 @@ class ExpectedHalf:
 
 
 def expected_half(case: WriteCase, new: torch.Tensor, scale: float) -> ExpectedHalf:
-    """Return what tokens [n, num_kv_heads, size] become. ``scale``: of diffkv and mla."""
+    """Return what tokens [n, num_kv_heads, size] become. ``scale``: of a format that stores none."""
     if case.cache_format == INT4:
         return _int4(new.double())
     if case.cache_format in PER_TOKEN_HEAD:
         return _per_token_head(case, new.double())
-    return ExpectedHalf(stored=_plain(new, scale, case.stored))
+    return ExpectedHalf(stored=plain_numbers(new, scale, case.stored))
 
 
 def scale_of_half(case: WriteCase, is_key: bool) -> float:
-    """Return the scale of keys or values of diffkv and mla."""
+    """Return the scale of keys or values of a format without scales in the cache."""
     return case.k_scale if is_key or case.cache_format == LATENT else case.v_scale
 
 
-def _plain(new: torch.Tensor, scale: float, format: ElementFormat) -> Stored:
+def plain_numbers(new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat) -> Stored:
+    """Return what tokens become in a format; FP8 numbers are divided by ``scale``."""
     stored = numbers_of(new, scale, format)
     if not format.is_fp8:
         return Stored(numbers=stored, bound=torch.zeros_like(stored))

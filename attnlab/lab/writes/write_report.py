@@ -10,16 +10,22 @@ from attnlab.lab.writes.write_case import WriteCase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """A hostile write: what it got wrong, by kind, or the error for which it could not run."""
+    """A hostile write: what it got wrong, by kind, or the error for which it could not run.
+
+    ``failed``: the error is a failure of the op itself, for example an access outside of its tensors.
+    """
 
     name: str
     case: WriteCase
     wrong: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    failed: bool = False
 
     @property
     def status(self) -> str:
-        """Return "match", "mismatch" or "unavailable"."""
+        """Return "match", "mismatch", "failed" or "unavailable"."""
+        if self.failed:
+            return "failed"
         if self.error is not None:
             return "unavailable"
         return "mismatch" if self.wrong else "match"
@@ -34,8 +40,8 @@ class WriteReport(Shown):
 
     @property
     def findings(self) -> tuple[WriteResult, ...]:
-        """Return the writes that are wrong."""
-        return tuple(one for one in self.results if one.status == "mismatch")
+        """Return the writes that are wrong, and those that failed."""
+        return tuple(one for one in self.results if one.status in ("mismatch", "failed"))
 
     @property
     def unavailable(self) -> tuple[WriteResult, ...]:

@@ -7,7 +7,12 @@ from attnlab.show.sheets.sheet import Facts, Grid, Row, Sheet, Tone, Words
 if TYPE_CHECKING:
     from attnlab.lab.writes.write_report import WriteReport
 
-_TONES: dict[str, Tone] = {"match": "good", "mismatch": "bad", "unavailable": "odd"}
+_TONES: dict[str, Tone] = {
+    "match": "good",
+    "mismatch": "bad",
+    "failed": "bad",
+    "unavailable": "odd",
+}
 
 
 def write_report(one: "WriteReport") -> Sheet:

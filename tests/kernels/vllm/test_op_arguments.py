@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.argument_cases import FORMATS, random_format_case
+from helpers.masked_cases import random_case
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
@@ -26,7 +27,17 @@ EACH = 3
 
 # Faults of unified_attention in 0.33.0: NaN after the end of a sequence is multiplied by 0, and products of a
 # stride and an index overflow int32.
-KNOWN = {"tensor_descriptors", "far_dim_3", "int8_far_slots_per_token_head"}
+# INT4 attention does not get the arguments of three masks, which unified_attention accepts.
+KNOWN = {
+    *(
+        (name, CAUSAL)
+        for name in ("tensor_descriptors", "far_dim_3", "int8_far_slots_per_token_head")
+    ),
+    *(
+        ("int4_per_token_head", mask)
+        for mask in ("ranges_in_window", "prefix_and_window", "chunks")
+    ),
+}
 # Arguments without an effect on the result, because only where or how the op works depends on them.
 NEUTRAL = {
     *("tensor_descriptors", "block_pointers", "flat_buffers", "head_major", "head_major_packed"),
@@ -70,7 +81,7 @@ def test_release_agrees_with_the_reference(backend):
     lab, found = Lab(source=backend.path, device="cpu"), set()
     for case in cases(backend, "unified_attention"):
         if not case.num_splits and any(one.is_fault for one in check_case(lab, backend, case)):
-            found.add(case.op_argument)
+            found.add((case.op_argument, case.mask))
     assert found == KNOWN
 
 
@@ -96,7 +107,35 @@ def test_a_wrong_value_is_found(backend, monkeypatch):
         for one in check_case(Lab(source=backend.path, device="cpu"), backend, case)
         if one.is_fault
     )
-    assert (fault.kind, fault.diagnosis) == ("wrong_output", "op_argument alibi_sqrt")
+    assert (fault.kind, fault.diagnosis) == (
+        "wrong_output",
+        "op_argument alibi_sqrt: argument ignored",
+    )
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("mask", ["ranges", "tree"])
+def test_masks_with_int4_agree_with_the_release(backend, mask):
+    """200 Cases of each agree (docs/coverage.md)."""
+    lab = Lab(source=backend.path, device="cpu")
+    for number in range(EACH):
+        case = random_case(mask, number, backend="vllm", op_argument="int4_per_token_head")
+        assert lab.run(case).status == "match", number
+
+
+@pytest.mark.releases
+def test_a_mask_that_int4_ignores_is_named(backend):
+    """0.33.0 passes neither the prefixes of R-SWA nor chunk_lookback to its kernel for INT4."""
+    found = {}
+    for case in cases(backend, "unified_attention"):
+        if case.op_argument == "int4_per_token_head" and case.mask in (
+            "prefix_and_window",
+            "chunks",
+        ):
+            lab = Lab(source=backend.path, device="cpu")
+            (fault,) = (one for one in check_case(lab, backend, case) if one.is_fault)
+            found[case.mask] = fault.diagnosis.partition(": ")[2]
+    assert found == {"prefix_and_window": "mask and window ignored", "chunks": "mask ignored"}
 
 
 @pytest.mark.releases

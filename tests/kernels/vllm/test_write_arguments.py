@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
@@ -11,10 +12,13 @@ from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
+from attnlab.lab.int4_write import int4_write_bound
 from attnlab.lab.lab import Lab
+from attnlab.tensors.int4 import int4_scale, pack_int4
 
 pytestmark = pytest.mark.releases
-FORMATS = ("int8_per_token_head", "fp8_per_token_head", "diffkv")
+INT4 = "int4_per_token_head"
+FORMATS = ("int8_per_token_head", "fp8_per_token_head", INT4, "diffkv")
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +61,54 @@ def _larger_keys(made):
     return {**made.arguments, "key": made.arguments["key"] * 1.02}
 
 
+def _exchange_nibbles(arguments):
+    cache = arguments["value_cache"]
+    cache.copy_((cache >> 4) | (cache << 4))
+
+
+def _lose_zero_points(arguments):
+    bits = arguments["k_scale_cache"].view(torch.int32)
+    bits &= ~0xF
+
+
+@pytest.mark.parametrize("fault", [_exchange_nibbles, _lose_zero_points])
+def test_wrong_bytes_of_int4_are_found(backend, monkeypatch, fault):
+    """The bytes change after the write."""
+    make = op_arguments._MAKERS[INT4]
+
+    def faulty(case, given):
+        made = make(case, given)
+
+        def finish(output):
+            fault(made.arguments)
+            made.finish(output)
+
+        return dataclasses.replace(made, finish=finish)
+
+    monkeypatch.setitem(op_arguments._MAKERS, INT4, faulty)
+    (found,) = check_case(Lab(source=backend.path, device="cpu"), backend, case_of(INT4))
+    assert (found.kind, found.diagnosis) == ("wrong_bytes", "own slot")
+
+
+def test_the_bound_of_int4_admits_few_numbers():
+    """Under the interpreter next to none is as near to another one; a step is a scale."""
+    tokens = torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(0)).half()
+    bound = int4_write_bound(tokens, is_native=False)
+    scale = pack_int4(tokens)[1]
+    steps = bound / int4_scale(scale)[..., None]
+    assert float((steps > 0.1).double().mean()) < 0.01
+    assert float(steps.max()) < 1.1
+    native = int4_write_bound(tokens, is_native=True)
+    assert bool((native >= bound).all())
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
         *((name, fault) for name in FORMATS for fault in (_slots_shifted, _larger_keys)),
         ("int8_per_token_head", _caches_exchanged),
         ("fp8_per_token_head", _caches_exchanged),
+        (INT4, _caches_exchanged),
     ],
 )
 def test_a_planted_fault_is_found(backend, monkeypatch, name, fault):

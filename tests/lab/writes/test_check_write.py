@@ -5,13 +5,21 @@ import shutil
 import pytest
 from helpers.sources import needs_triton, of_release
 
-from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.errors import InvalidCase
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.writes.check_write import check_write, model_write, vllm_write
-from attnlab.lab.writes.write_case import CACHE_FORMATS, LATENT, PER_TOKEN_HEAD, WriteCase
+from attnlab.lab.writes.write_case import (
+    CACHE_FORMATS,
+    CUDA_FORMATS,
+    DS_LATENT,
+    DS_SIZES,
+    PER_TOKEN_HEAD,
+    X_SPLIT,
+    WriteCase,
+)
 from attnlab.lab.writes.write_variants import draw_writes, write_variants
 
-TRITON_FORMATS = [one for one in CACHE_FORMATS if one != LATENT]
+TRITON_FORMATS = [one for one in CACHE_FORMATS if one not in CUDA_FORMATS]
 FLASH, PACKED = "triton_reshape_and_cache_flash", "int4_per_token_head"
 # By the kinds of errors that show it: the module, the text, and what it becomes.
 EDITS = {
@@ -90,7 +98,9 @@ def test_the_model_is_right_on_random_writes(cache_format):
 
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)
 def test_a_byte_that_changes_elsewhere_is_found(cache_format):
-    case = WriteCase(cache_format=cache_format, num_kv_heads=1)
+    sizes = DS_SIZES if cache_format == DS_LATENT else {}
+    gap = 0 if cache_format == X_SPLIT else 64
+    case = WriteCase(cache_format=cache_format, num_kv_heads=1, gap=gap, **sizes)
 
     def write(case, inputs):
         model_write(case, inputs)
@@ -129,12 +139,3 @@ def test_a_fault_in_the_source_is_found(name, tmp_path):
     assert before in text
     file.write_text(text.replace(before, after))
     assert kinds <= set(check_write(case, vllm_write(find_source(root))).wrong)
-
-
-@pytest.mark.releases
-@needs_triton
-def test_no_triton_op_writes_latents():
-    with pytest.raises(Unsupported):
-        check_write(
-            WriteCase(cache_format=LATENT, num_kv_heads=1), vllm_write(of_release("0.33.0"))
-        )

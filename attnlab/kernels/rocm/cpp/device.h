@@ -48,7 +48,7 @@ struct Device {
   void (*barrier)(int line);
   void* (*shared)(int name, size_t bytes);
   void (*access)(const void* address, size_t bytes, bool writes, const void* code);
-  void (*fail)(const char* text);
+  void (*fail)(const char* text, const void* code);  // code: where; null for the caller
   int (*launch)(const Launch*);  // called by the host; returns 0 unless a thread failed
 };
 

@@ -1,32 +1,18 @@
 // The device side of HIP for a kernel: thread indices, shared memory, barriers and instructions call the
 // emulated device. Compiled with the platform's macros, as hipcc does.
 #pragma once
-#include "types.h"
+#include "checked.h"
+#include "threads.h"
 
-#define threadIdx (attnlab::self()->thread)
-#define blockIdx (attnlab::self()->block)
-#define blockDim (attnlab::self()->block_dim)
-#define gridDim (attnlab::self()->grid_dim)
-#define __syncthreads() attnlab::device()->barrier(__LINE__)
 #define WARP_SIZE 64
 constexpr int warpSize = 64;
 
-#undef assert
-#define assert(condition) \
-  ((condition) ? (void)0 : attnlab::device()->fail("assertion failed: " #condition))
-
 namespace attnlab {
-
-inline const Device* device() { return self()->device; }
-
-// `__shared__ T name` of the source: the block's object of that name.
-template <class T>
-inline T& shared(int name) { return *(T*)device()->shared(name, sizeof(T)); }
 
 template <class Vector>
 inline Vector matrix(int operation, uint64_t a, uint64_t b, const Vector& c, int cbsz, int abid,
                      int blgp, int line) {
-  if (blgp) device()->fail("blgp of a matrix instruction is not emulated");
+  if (blgp) device()->fail("blgp of a matrix instruction is not emulated", nullptr);
   return bits<Vector>(device()->mfma(operation, a, b, (const Float4*)&c, cbsz, abid, line));
 }
 
@@ -68,7 +54,7 @@ inline C __builtin_amdgcn_mfma_f32_4x4x1f32(float a, float b, const C& c, int cb
 
 template <class C>
 inline C __builtin_amdgcn_mfma_f32_16x16x32_bf8_bf8(long, long, const C& c, int, int, int) {
-  attnlab::device()->fail("mfma_f32_16x16x32_bf8_bf8 is not emulated");
+  attnlab::device()->fail("mfma_f32_16x16x32_bf8_bf8 is not emulated", nullptr);
   return c;
 }
 
@@ -147,27 +133,8 @@ inline To scaled_vec_conversion(const From& from, float scale) {  // two floats,
 
 inline uint8_t __hip_cvt_float_to_fp8(float f, int, int) { return attnlab::saturated_fp8(f); }
 
-#ifdef ATTNLAB_CHECKED
-// The compiler calls these before each access to memory (-fsanitize=kernel-address, all checks out of
-// line); they pass it to the device, which checks it.
-#define ATTNLAB_ACCESS(bytes)                                                               \
-  extern "C" __attribute__((no_sanitize("kernel-address"))) void __asan_load##bytes##_noabort(void* p) { \
-    attnlab::self()->device->access(p, bytes, false, __builtin_return_address(0));          \
-  }                                                                                         \
-  extern "C" __attribute__((no_sanitize("kernel-address"))) void __asan_store##bytes##_noabort(void* p) { \
-    attnlab::self()->device->access(p, bytes, true, __builtin_return_address(0));           \
-  }
-ATTNLAB_ACCESS(1)
-ATTNLAB_ACCESS(2)
-ATTNLAB_ACCESS(4)
-ATTNLAB_ACCESS(8)
-ATTNLAB_ACCESS(16)
-#undef ATTNLAB_ACCESS
-extern "C" __attribute__((no_sanitize("kernel-address"))) void __asan_loadN_noabort(void* p, size_t n) {
-  attnlab::self()->device->access(p, n, false, __builtin_return_address(0));
+namespace attnlab {
+UNCHECKED inline void on_access(const void* address, size_t bytes, bool writes, const void* code) {
+  self()->device->access(address, bytes, writes, code);
 }
-extern "C" __attribute__((no_sanitize("kernel-address"))) void __asan_storeN_noabort(void* p, size_t n) {
-  attnlab::self()->device->access(p, n, true, __builtin_return_address(0));
-}
-extern "C" void __asan_handle_no_return() {}
-#endif
+}  // namespace attnlab

@@ -74,7 +74,7 @@ void access(const void* address, size_t bytes, bool writes, const void* code) {
   give_up(t, "out of bounds: " + what + (nearest ? ", nearest is " + element_text(*nearest, at) : ""), code);
 }
 
-void fail(const char* text) { give_up(self(), text, __builtin_return_address(0)); }
+void fail(const char* text, const void* code) { give_up(self(), text, code ? code : __builtin_return_address(0)); }
 
 }  // namespace
 }  // namespace attnlab

@@ -1,0 +1,1 @@
+"""vLLM's CUDA source of cache writes, compiled for the emulated device."""
