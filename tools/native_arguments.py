@@ -23,6 +23,7 @@ import datetime
 import json
 import multiprocessing
 import platform
+import re
 import sys
 import threading
 import time
@@ -84,6 +85,7 @@ def main() -> int:
     parser.add_argument(
         "--random", type=int, default=200, help="random Cases of each mask or argument"
     )
+    parser.add_argument("--only", default="", help="a regular expression of the Cases' names")
     parser.add_argument("--resume", action="store_true", help="continue the document --out")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument(
@@ -124,7 +126,11 @@ def _kept(args: argparse.Namespace, jobs: list[tuple[str, str, str]]) -> "Found"
     counted = {group.partition(" ")[0] for group in before["counts"]}
     found: Found = []
     for part, name, _ in jobs:
-        one = next(hostile) if part == "hostile" else others.get(name, {"status": _MATCH})
+        one = (
+            next(hostile, {"status": _NOT_RUN})
+            if part == "hostile"
+            else others.get(name, {"status": _MATCH})
+        )
         is_kept = part in counted and one["status"] not in (_NOT_RUN, _NO_MEMORY)
         found.append({"part": part, "name": name, **one} if is_kept else None)
     return found
@@ -139,7 +145,8 @@ def _jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     for part in PARTS:
         if args.part is None or part in args.part:
             for name, case in PARTS[part](args):
-                yield part, name, case.to_json()
+                if re.search(args.only, name):
+                    yield part, name, case.to_json()
 
 
 Named = Iterator[tuple[str, Case]]  # Cases, each with a name that begins with its group
