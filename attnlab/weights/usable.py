@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.weights.device import moved
 from attnlab.weights.examine import Examined
 from attnlab.weights.fit import Law, fit_law
 from attnlab.weights.head_groups import some_rows
@@ -43,7 +44,7 @@ class UsableRows:
         """Return some of the rows; ``keep``: [n] bool."""
         return _usable(
             self.rows[keep],
-            self.setup.take(torch.nonzero(keep).flatten(), torch.arange(len(self.setup.heads))),
+            self.setup.take(torch.nonzero(keep).flatten(), _every_head(self.setup)),
             self.measured[keep],
             self.expected[keep],
             self.owners,
@@ -65,7 +66,7 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
     setup, measured, expected = found.setup, found.measurement.weights, found.expected
     owners = found.owners
     if not bool(finite.all()):
-        setup = setup.take(rows, torch.arange(len(setup.heads)))
+        setup = setup.take(rows, _every_head(setup))
         measured, expected = measured[rows], expected[rows]
     if every_slot or setup.num_slots <= _MANY or not len(rows):
         return _usable(rows, setup, measured, expected, owners, is_all=bool(finite.all()))
@@ -87,10 +88,11 @@ def _usable(
     if len(rows):
         some = some_rows(setup)
         is_small = len(some) == len(rows)
-        part = setup if is_small else setup.take(some, torch.arange(len(setup.heads)))
+        part = setup if is_small else setup.take(some, _every_head(setup))
         plan, fitted = right_plan(part), measured if is_small else measured[some]
         law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
-        magnitudes = fit_magnitudes(plan, fitted)
+        fit = fit_magnitudes(plan, fitted)
+        magnitudes = None if fit is None else moved(fit, "cpu")
     return UsableRows(
         rows=rows,
         setup=setup,
@@ -101,6 +103,10 @@ def _usable(
         magnitudes=magnitudes,
         is_all=is_all,
     )
+
+
+def _every_head(setup: AttentionSetup) -> torch.Tensor:
+    return torch.arange(len(setup.heads), device=setup.device)
 
 
 def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
