@@ -9,6 +9,7 @@ and the maximum of all changes, and of those that draw new data.
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def in_jupyterlab(rounds: int) -> Iterator[dict[str, Any]]:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_lab(ROOT / "notebooks", Path(folder) / "log") as url,
+        running_lab(_copy_of_notebooks(Path(folder)), Path(folder) / "log") as url,
         sync_playwright() as play,
     ):
         chromium = play.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
@@ -91,11 +92,17 @@ def in_jupyterlab(rounds: int) -> Iterator[dict[str, Any]]:
         browser.run("attnlab.explorer(", **SIZE)
         panel = browser.panel("attnlab.explorer(")
         for name, value in changes(rounds):
-            panel.locator("[data-state=idle]").first.wait_for(state="attached")
+            # of all pictures of the change before, too
+            panel.locator("[data-state=working]").first.wait_for(state="detached")
             page.wait_for_timeout(300)
             seconds = round(page.evaluate(TOGGLE, [name, str(value)]), 3)
             yield {"change": f"{name} {value}", "error_picture_s": seconds}
         chromium.close()
+
+
+def _copy_of_notebooks(folder: Path) -> Path:
+    """Copy the notebooks, because JupyterLab saves what it runs, and return their folder."""
+    return Path(shutil.copytree(ROOT / "notebooks", folder / "notebooks"))
 
 
 def summary(figures: list[dict[str, Any]]) -> dict[str, float]:

@@ -72,11 +72,11 @@ def _check_subset(case: CaseQuantities) -> None:
 
 def _takes_layouts(case: CaseQuantities) -> bool:
     """Return whether the backend takes tensors with other strides, padding, and caches of any size."""
-    return case.backend in ("model", "vllm") or is_plugin(case.backend)
+    return case.backend in ("model", "vllm", "cuda") or is_plugin(case.backend)
 
 
 def _check_layout(case: CaseQuantities) -> None:
-    """Check strides and padding, which only vLLM's Triton ops, their models and plugins support."""
+    """Check strides and padding, which backends with compiled ops do not all support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))

@@ -202,20 +202,22 @@ class Rounding:
         length, size = value.shape[1], value.abs()
         largest = float(size.max()) if size.numel() else 0.0
         magnitude = weights @ size
-        worst = magnitude * self.relative(length, score_error) + self.fixed(length, largest)
-        if math.isinf(self.relative(length, score_error)):
-            return worst
+        relative, fixed = self.relative(length, score_error), self.fixed(length, largest)
+        if math.isinf(relative):
+            return magnitude * relative + fixed
         each = self.terms * self.unit + math.expm1(2 * score_error)
-        squares = weights.square()
-        spread = (squares @ value.square()).sqrt()
-        spread = spread + squares.sum(-1, keepdim=True).sqrt() * output.abs()
-        likely = LIKELY * each * spread + self.output_unit * output.abs() + self.output_step
         biased = 0.0 if self.chunk is None else length / self.chunk
-        likely += ((LIKELY * length**0.5 + biased) * self.sums + 2e-6) * magnitude
-        likely += LIKELY * length**0.5 * self.step * largest
+        squares, output = weights.square(), output.abs()
+        # The sums are accumulated in place: a bound has as many elements as all keys' weights.
+        likely = (squares @ size.square_()).sqrt_()
+        likely.addcmul_(squares.sum(-1, keepdim=True).sqrt_(), output).mul_(LIKELY * each)
+        likely.add_(output, alpha=self.output_unit)
+        likely.add_(magnitude, alpha=(LIKELY * length**0.5 + biased) * self.sums + 2e-6).add_(
+            self.output_step + LIKELY * length**0.5 * self.step * largest
+        )
         if self.parts:
-            likely += self.parts * self.unit * _by_warp(weights, value)
-        return torch.minimum(worst, likely * self.growth)
+            likely.add_(_by_warp(weights, value), alpha=self.parts * self.unit)
+        return torch.minimum(magnitude.mul_(relative).add_(fixed), likely.mul_(self.growth))
 
 
 def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class _Sequence:
         """
         case, batch = self.case, self.batch
         query = self.query[:, heads].cpu()[tokens].double().transpose(0, 1)
-        scores = query @ key.transpose(1, 2) * self.scale
+        scores = (query @ key.transpose(1, 2)).mul_(self.scale)
         if case.softcap is not None:
             scores = case.softcap * (scores / case.softcap).tanh()
         position = len(self.key) - len(self.query) + tokens
@@ -176,8 +176,9 @@ class _Sequence:
         added = self.mask.bias(position)
         if added is not None:
             scores += added
-        scores = scores.masked_fill(~self.mask.visible(position), -torch.inf)
+        scores.masked_fill_(~self.mask.visible(position), -torch.inf)
+        if batch.sinks is None:
+            return scores.softmax(-1)
         total = scores.logsumexp(-1, keepdim=True)
-        if batch.sinks is not None:
-            total = total.logaddexp(batch.sinks[heads].cpu().double()[:, None, None])
-        return (scores - total).exp()
+        total = total.logaddexp(batch.sinks[heads].cpu().double()[:, None, None])
+        return scores.sub_(total).exp_()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.lab.lab import Lab
-from attnlab.show.panels.case_panel import FACTS, Panel
+from attnlab.show.panels.case_panel import Panel
+from attnlab.show.panels.texts import FACTS
 from attnlab.show.panels.views import VIEWS, XRAY
 
 __all__ = ["Panel", "explorer", "panel"]

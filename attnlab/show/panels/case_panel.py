@@ -1,6 +1,7 @@
 """Panel: controls and views of one Case."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ipywidgets as ipw
@@ -15,6 +16,7 @@ from attnlab.show.panels import layout, texts
 from attnlab.show.panels.case_text_box import CaseTextBox
 from attnlab.show.panels.controls import Control, check_knobs, set_class
 from attnlab.show.panels.draft import Draft
+from attnlab.show.panels.frames import Frames
 from attnlab.show.panels.latest_only import Job, LatestOnly
 from attnlab.show.panels.panel_data import PanelData, Selection, make_panel_data
 from attnlab.show.panels.picture import Picture
@@ -24,12 +26,8 @@ from attnlab.show.panels.rendering import Rendered
 from attnlab.show.panels.static_html import static_html
 from attnlab.show.panels.views import VIEWS, XRAY, check_views
 from attnlab.show.panels.xray_box import XrayBox
-from attnlab.show.sheets import html
 
-FACTS = {
-    "dispatch": lambda result: html(result.decision),
-    "violations": lambda result: html(result.violations),
-}
+_TEXTS = "texts"
 _MAX_DELAY_S = 0.5  # a panel that is ready within this time is displayed complete
 _SOURCE_GROUP = FIELDS["backend"].metadata["group"]
 
@@ -56,7 +54,7 @@ class Panel:
         is_explorer: bool = False,
     ) -> None:
         check_knobs(knobs)
-        check_views([*FACTS, *VIEWS, XRAY], views)
+        check_views([*texts.FACTS, *VIEWS, XRAY], views)
         self._is_explorer, self._lab = is_explorer, lab if lab is not None else Lab()
         self._draft = self._first = Draft.of(case)
         self._is_showing_values = False  # if True, the events of the controls are ignored
@@ -64,9 +62,10 @@ class Panel:
         self.data: PanelData | None = None
         self.error: Exception | None = None  # what ended the last run, if it has no Result
         self._rendered: dict[str, Rendered] = {}
+        self._frames = Frames()  # used by the worker's thread alone
         values = self._draft.values
         self.controls = {name: Control(name, self._on_control, values[name]) for name in knobs}
-        names = ("verdict", *(name for name in FACTS if name in views), "selection")
+        names = ("verdict", *(name for name in texts.FACTS if name in views), "selection")
         self.texts = {name: ipw.HTML(tooltip="") for name in names}
         for name, text in self.texts.items():
             text.add_class("attnlab-fact").add_class(f"attnlab-fact-{name}")
@@ -83,7 +82,7 @@ class Panel:
         self._kernel.observe(self._on_kernel, "value")
         self._reset = ipw.Button(tooltip="Set all controls to the values of the first case.")
         self._reset.add_class("attnlab-reset").on_click(lambda button: self.reset())
-        self._worker: LatestOnly[Case] = LatestOnly(self._run, self._on_error)
+        self._worker = LatestOnly(self._run, self._on_error)
         self._boxes: dict[str, Any] = {}
         self.widget = self._make_layout()
         self._on_draft(self._draft)
@@ -174,8 +173,7 @@ class Panel:
 
     def to_html(self) -> str:
         """Return the current texts and pictures as static HTML."""
-        selected = self.selection is not None
-        parts = [box.value for name, box in self.texts.items() if name != "selection" or selected]
+        parts = [t.value for name, t in self.texts.items() if name != "selection" or self.selection]
         return static_html(parts, self._rendered, list(self.controls))
 
     def _make_layout(self) -> Any:
@@ -268,19 +266,21 @@ class Panel:
     def _run(self, case: Case, job: Job) -> None:
         on_step = self.progress.on_step_of(job)
         data = make_panel_data(self._lab, case, on_step)
-        job.publish(lambda: self._show_texts(data))
-        for i, name in enumerate(self.pictures):
-            on_step(PICTURES, i, len(self.pictures))
-            rendered = VIEWS[name].render(data, self._is_dark)
-            job.publish(lambda name=name, new=rendered: self._show_picture(name, new))  # type: ignore[misc]
+        parts = [*self.pictures]
+        parts.insert(1, _TEXTS)  # after the first picture: the verdict may need a rounding bound
+        for i, part in enumerate(parts):
+            on_step(PICTURES, i, len(parts))
+            if part == _TEXTS:
+                job.publish(partial(self._show_texts, data, texts.result_html(data.result)))
+            else:
+                rendered = VIEWS[part].render(data, self._frames, self._is_dark)
+                job.publish(partial(self._show_picture, part, rendered))
         job.publish(self._finish)
 
-    def _show_texts(self, data: PanelData) -> None:
+    def _show_texts(self, data: PanelData, shown: Mapping[str, str]) -> None:
         self.data, self.error = data, None
-        self.texts["verdict"].value = texts.verdict_html(data.result)
-        for name, box in self.texts.items():
-            if name in FACTS:
-                box.value = FACTS[name](data.result)
+        for name in shown.keys() & self.texts.keys():
+            self.texts[name].value = shown[name]
 
     def _show_picture(self, name: str, rendered: Rendered | None) -> None:
         self.pictures[name].show(rendered)

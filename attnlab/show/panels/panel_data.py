@@ -75,7 +75,6 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     result = lab.run(case)
     got = expected = row_slots = None
     if result.errors is not None:
-        _ = result.beyond_rounding  # computed here, not when the verdict is displayed
         got, expected = result.call.output, lab.reference(case)
         if case.spec.writes_cache:
             row_slots = slot_order(case, result.cache.provenance.block_table)

@@ -127,15 +127,31 @@ def render(
     ``rect`` (see :func:`axes_rect`) is given because matplotlib's layout takes longer than all the rest.
     Does not use pyplot, which is not safe in a second thread.
     """
+    canvas, ax = new_axes(size, rect)
+    plot(ax)
+    style_texts(ax, size[0], is_dark)
+    canvas.draw()
+    return as_rendered(canvas, ax, size[0], cells)
+
+
+def new_axes(
+    size: tuple[int, int], rect: tuple[float, float, float, float]
+) -> tuple[FigureCanvasAgg, Axes]:
+    """Return the canvas of a new figure of ``size`` CSS pixels, and its axes at ``rect``."""
     width, height = size
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI * PIXEL_RATIO)
-    canvas = FigureCanvasAgg(figure)
-    ax = figure.add_axes(rect)
-    plot(ax)
+    return FigureCanvasAgg(figure), figure.add_axes(rect)
+
+
+def style_texts(ax: Axes, width: int, is_dark: bool) -> None:
+    """Fit the title to a picture of ``width`` CSS pixels, and its colours to the theme; changes the axes."""
     ax.title.set_fontsize("medium" if width > 400 else "small")
     if is_dark:
-        _make_dark(figure)
-    canvas.draw()
+        _make_dark(ax.figure)
+
+
+def as_rendered(canvas: FigureCanvasAgg, ax: Axes, width: int, cells: Cells) -> Rendered:
+    """Return what the canvas shows."""
     return Rendered(
         png=_png(canvas),
         width=width,
@@ -145,7 +161,7 @@ def render(
     )
 
 
-def _make_dark(figure: Figure) -> None:
+def _make_dark(figure: Any) -> None:
     """Give the figure a dark background and light texts; changes the figure."""
     figure.set_facecolor(_DARK)
     for ax in figure.axes:

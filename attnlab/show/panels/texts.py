@@ -1,7 +1,7 @@
 """The texts of a panel as HTML: the verdict, an error, a selection and a slot."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -9,10 +9,21 @@ from attnlab.case.errors import AttnLabError
 from attnlab.contracts.slot_map import Slot
 from attnlab.lab.result import Result
 from attnlab.show.panels.panel_data import Selection
+from attnlab.show.sheets import html
 from attnlab.show.sheets.results import beyond_rounding, place_lines
 
+FACTS: dict[str, Callable[[Result], str]] = {
+    "dispatch": lambda result: html(result.decision),
+    "violations": lambda result: html(result.violations),
+}
 # Mid-tones that are readable on white and on black; everything else inherits the page's colours.
 _COLOURS = {"match": "#2da44e", "mismatch": "#e5534b", "rejected": "#a475c9"}
+
+
+def result_html(result: Result) -> dict[str, str]:
+    """Return the verdict and the FACTS of a Result by name; may compute its rounding bound."""
+    facts = {name: fact(result) for name, fact in FACTS.items()}
+    return {"verdict": verdict_html(result), **facts}
 
 
 def verdict_html(result: Result) -> str:
@@ -81,9 +92,9 @@ def _token(token: tuple[int, int]) -> str:
     return f"sequence {token[0]}, position {token[1]}"
 
 
-def _line(html: str, status: str) -> str:
+def _line(content: str, status: str) -> str:
     colour = _COLOURS[status]
-    return f'<div style="border-left:4px solid {colour};padding-left:.6em">{html}</div>'
+    return f'<div style="border-left:4px solid {colour};padding-left:.6em">{content}</div>'
 
 
 def _block(css_class: str, parts: Sequence[str]) -> str:

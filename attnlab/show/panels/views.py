@@ -1,51 +1,83 @@
 """The views of a panel: pictures rendered from its PanelData."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import CAUSAL
 from attnlab.contracts.slot_map import NOT_READ
 from attnlab.contracts.slot_states import STATES
+from attnlab.show.panels.frames import FramedPlot, Frames
 from attnlab.show.panels.panel_data import PanelData
 from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
-from attnlab.show.plots.cache import plot_cache
-from attnlab.show.plots.errors import BAND, plot_error, plot_seq_error
+from attnlab.show.plots.cache import draw_cache, frame_cache
+from attnlab.show.plots.errors import (
+    BAND,
+    draw_errors,
+    draw_seq_errors,
+    error_scale,
+    frame_errors,
+    frame_seq_errors,
+    label_errors,
+)
 from attnlab.show.plots.mask import mask_codes, plot_mask
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.case_visibility import longest_mask
+
+_BELOW: Mapping[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.13),
+    "ncols": 3,
+    "fontsize": "small",
+    "frameon": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A picture: its name, its hint, and the function that renders it or returns None.
 
-    ``render(data, is_dark)`` gives the picture for a page with a light or a dark theme.
+    ``render(data, frames, is_dark)`` gives the picture for a page with a light or a dark theme.
     """
 
     name: str
     hint: str
-    render: Callable[[PanelData, bool], Rendered | None]
+    render: Callable[[PanelData, Frames, bool], Rendered | None]
 
 
-def _render_error(data: PanelData, is_dark: bool) -> Rendered | None:
+def _render_error(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
     result = data.result
     if result.errors is None:
         return None
 
-    def plot(ax: Axes) -> None:
-        plot_error(errors, unwritten=unwritten, cache_of=data.cache_of, ax=ax)
+    def frame(ax: Axes) -> list[Artist]:
+        bar = frame_errors(ax, num_seqs, num_heads, data.cache_of)
         place_color_bar(ax, rect)
-        _move_legend(ax)
+        return [ax.yaxis, bar.yaxis]
+
+    def content(ax: Axes) -> None:
+        draw_errors(ax, errors, unwritten=unwritten, legend=_BELOW)
 
     errors = result.errors
+    num_seqs, num_heads = len(errors.lengths.query_lens), errors.error.shape[1]
     unwritten = result.unwritten_rows() if data.row_slots is None else None
     size, margins = (520, 380), (105, 98, 66, 26)
     rect = axes_rect(size, margins)
-    return render(plot, size, rect, _error_cells(data), is_dark=is_dark)
+    plot = FramedPlot(
+        key=("error", num_seqs, num_heads, data.cache_of is None),
+        label_key=(errors.lengths, data.cache_of, error_scale(errors), errors.is_derived),
+        size=size,
+        rect=rect,
+        frame=frame,
+        label=lambda ax: label_errors(ax, _color_bar(ax), errors, data.cache_of),
+        content=content,
+    )
+    return frames.render(plot, _error_cells(data), is_dark=is_dark)
 
 
 def _error_cells(data: PanelData) -> Cells:
@@ -73,32 +105,32 @@ def place_color_bar(ax: Axes, rect: tuple[float, float, float, float]) -> None:
     """Move the colour bar to the right of the axes, with room for its labels."""
     left, bottom, width, height = rect
     ax.set_position(rect)
-    bar = next(other for other in ax.figure.axes if other is not ax)
+    bar = _color_bar(ax)
     bar.set_box_aspect(None)
     bar.set_position((left + width + 0.02, bottom, 0.025, height))
     bar.set_ylabel(bar.get_ylabel(), fontsize="small")
     bar.tick_params(labelsize="small")
 
 
-def _move_legend(ax: Axes) -> None:
-    """Move the legend below the axes."""
-    if legend := ax.get_legend():
-        ax.legend(
-            handles=legend.legend_handles,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.13),
-            ncols=3,
-            fontsize="small",
-            frameon=False,
-        )
+def _color_bar(ax: Axes) -> Axes:
+    """Return the axes of the colour bar."""
+    return next(other for other in ax.figure.axes if other is not ax)
 
 
-def _render_slots(data: PanelData, is_dark: bool) -> Rendered | None:
-    size = (520, 198)
-    rect = axes_rect(size, (52, 10, 75, 26))
-    return render(
-        lambda ax: plot_cache(data.slot_map, ax=ax), size, rect, _slot_cells(data), is_dark=is_dark
+def _render_slots(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
+    def frame(ax: Axes) -> list[Artist]:
+        frame_cache(ax, slot_map)
+        return []
+
+    slot_map, size = data.slot_map, (520, 198)
+    plot = FramedPlot(
+        key=("slots", tuple(slot_map.states.shape), tuple(slot_map.provenance.block_table.shape)),
+        size=size,
+        rect=axes_rect(size, (52, 10, 75, 26)),
+        frame=frame,
+        content=lambda ax: draw_cache(ax, slot_map),
     )
+    return frames.render(plot, _slot_cells(data), is_dark=is_dark)
 
 
 def _slot_cells(data: PanelData) -> Cells:
@@ -118,31 +150,39 @@ def _slot_cells(data: PanelData) -> Cells:
     return Cells(rows=rows, columns=columns, values=codes[order.numpy()].T, names=names)
 
 
-def _render_seqs(data: PanelData, is_dark: bool) -> Rendered | None:
+def _render_seqs(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
     errors = data.result.errors
     if errors is None:
         return None
 
-    def plot(ax: Axes) -> None:
-        series = {data.result.case.platform: errors.seq_error()}
+    def frame(ax: Axes) -> list[Artist]:
+        frame_seq_errors(ax, errors.lengths, has_nan=has_nan)  # of the lengths, their number
+        ax.set(ylabel="", xlabel="sequence" if data.cache_of is None else "slots of sequence")
+        return []
+
+    def content(ax: Axes) -> None:
         limit = "largest bound" if errors.is_derived else "atol"
         title = f"largest error per sequence (dashed: {limit})"
-        plot_seq_error(series, errors.lengths, atol=errors.atol, title=title, ax=ax)
-        ax.set(ylabel="", xlabel="sequence" if data.cache_of is None else "slots of sequence")
-        ax.set_xlim(-0.5, len(errors.lengths.query_lens) - 0.5)
-        if legend := ax.get_legend():
-            legend.remove()
+        draw_seq_errors(ax, {data.result.case.platform: found}, atol=errors.atol, title=title)
 
-    size = (300, 198)
+    found, size = errors.seq_error(), (300, 198)
+    has_nan = bool(np.isnan(found).any())
+    plot = FramedPlot(
+        key=("seqs", len(errors.lengths.query_lens), has_nan, data.cache_of is None),
+        size=size,
+        rect=axes_rect(size, (60, 8, 45, 26)),
+        frame=frame,
+        content=content,
+    )
     names = [f"sequence {seq}" for seq in range(len(errors.lengths.query_lens))]
     if data.cache_of is not None:
         names[data.cache_of :] = ["no sequence"] * (len(names) - data.cache_of)
-    values = np.array([errors.seq_error()], dtype=np.float32)
+    values = np.array([found], dtype=np.float32)
     cells = Cells(rows=[""], columns=names, values=values, unit="largest error")
-    return render(plot, size, axes_rect(size, (60, 8, 45, 26)), cells, is_dark=is_dark)
+    return frames.render(plot, cells, is_dark=is_dark)
 
 
-def _render_mask(data: PanelData, is_dark: bool) -> Rendered | None:
+def _render_mask(data: PanelData, frames: Frames, is_dark: bool) -> Rendered | None:
     """Render the mask of the sequence with the most new tokens; None for a causal one."""
     case = data.result.case
     if case.mask == CAUSAL:

@@ -38,17 +38,32 @@ def plot_cache(slot_map: SlotMap, *, title: str = "", ax: Axes | None = None) ->
     table are at the right. A circle marks the first of adjacent blocks that have slots of a hatched state.
     """
     ax = ax or plt.subplots(figsize=(9, 2.6), layout="constrained")[1]
-    order = slot_map.order()
-    codes = _codes(slot_map)[order.numpy()].T
+    frame_cache(ax, slot_map)
+    draw_cache(ax, slot_map, title=title)
+    return ax
+
+
+def frame_cache(ax: Axes, slot_map: SlotMap) -> None:
+    """Draw what :func:`plot_cache` draws of any cache with as many blocks, slots and rows of the table."""
+    blocks, slots = slot_map.states.shape
+    table = slot_map.provenance.block_table
+    ax.set(xlim=(-0.5, blocks - 0.5), ylim=(slots - 0.5, -0.5))
+    _block_ticks(ax, *table.shape)
+    ax.set_yticks(sorted({0, slots // 2, slots - 1}))
+    ax.set_ylabel("slot")
+
+
+def draw_cache(ax: Axes, slot_map: SlotMap, *, title: str = "") -> None:
+    """Draw the slots on the axes of :func:`frame_cache`; see :func:`plot_cache`."""
+    codes = _codes(slot_map)[slot_map.order().numpy()].T
     _draw(ax, codes)
     for state in _HATCHES:
         _circle(ax, codes == state.code, _COLOURS[state])
-    _block_ticks(ax, slot_map.provenance.block_table.numpy(), len(order))
-    num_slots = codes.shape[0]
-    ax.set_yticks(sorted({0, num_slots // 2, num_slots - 1}))
-    ax.set(ylabel="slot", title=title or _finding(slot_map))
+    seqs, width = slot_map.provenance.block_table.shape
+    for i in range(1, seqs + (codes.shape[1] > seqs * width)):
+        ax.axvline(width * i - 0.5, color="black", linewidth=0.8)
+    ax.set_title(title or _finding(slot_map))
     put_legend(ax, _entries(codes), below=True)
-    return ax
 
 
 def plot_blocks(
@@ -86,6 +101,7 @@ def _draw(ax: Axes, codes: Any) -> None:
         vmax=len(STATES) - 1,
         aspect="auto",
         interpolation="none",
+        interpolation_stage="rgba",  # a colour per slot, not per pixel
     )
     for state, hatch in _HATCHES.items():
         if (codes == state.code).any():
@@ -114,12 +130,9 @@ def _circle(ax: Axes, mask: Any, colour: str) -> None:
         ax.plot(firsts, mask[:, firsts].argmax(0), "o", **style)
 
 
-def _block_ticks(ax: Axes, block_table: Any, num_blocks: int) -> None:
-    """Label each sequence below its blocks, and draw a line between two sequences."""
-    seqs, width = block_table.shape
+def _block_ticks(ax: Axes, seqs: int, width: int) -> None:
+    """Label each sequence below its blocks, ``width`` of them."""
     ax.set_xticks([width * (i + 0.5) - 0.5 for i in range(seqs)], [str(i) for i in range(seqs)])
-    for i in range(1, seqs + (num_blocks > seqs * width)):
-        ax.axvline(width * i - 0.5, color="black", linewidth=0.8)
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel(f"blocks of sequence ({width} each)")
 

@@ -9,6 +9,7 @@ from matplotlib.colors import FuncNorm, LinearSegmentedColormap, ListedColormap
 
 _HALF = 128  # colours on each side of the tolerance
 _DECADES_WITHIN = 3  # decades from the least error to the tolerance
+AT_LIMIT = 0.499  # the place of the tolerance in the colours, from 0 to 1
 _LEAST_ATOL = 1e-12  # takes the place of the tolerance 0
 _WITHIN = LinearSegmentedColormap.from_list("within", ["#f3f5f8", "#87a0bd"])
 _ABOVE = mpl.colormaps["YlOrRd"]
@@ -66,12 +67,12 @@ class ErrorScale:
         errors = np.clip(np.asarray(errors, dtype=float), self.least, self.most)
         within = np.log10(errors / self.least) / _DECADES_WITHIN
         above = np.log10(errors / self.atol) / np.log10(self.most / self.atol)
-        return np.where(errors <= self.atol, 0.499 * within, 0.501 + 0.499 * above)
+        return np.where(errors <= self.atol, AT_LIMIT * within, 0.501 + 0.499 * above)
 
     def _to_error(self, shares: Any) -> Any:
         """Return the errors at some places in the colours."""
         shares = np.asarray(shares, dtype=float)
-        within = self.least * 10 ** (np.minimum(shares, 0.499) / 0.499 * _DECADES_WITHIN)
+        within = self.least * 10 ** (np.minimum(shares, AT_LIMIT) / AT_LIMIT * _DECADES_WITHIN)
         rest = np.clip((shares - 0.501) / 0.499, 0, 1)
         return np.where(shares < 0.5, within, self.atol * (self.most / self.atol) ** rest)
 

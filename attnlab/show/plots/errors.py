@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from attnlab.case.lengths import Lengths
 from attnlab.show.plots.artists import hatch_cells, put_legend
-from attnlab.show.plots.error_scale import COLOURS, ErrorScale, short
+from attnlab.show.plots.error_scale import AT_LIMIT, COLOURS, ErrorScale, short
 
 if TYPE_CHECKING:
     from attnlab.lab.error_map import ErrorMap
@@ -20,6 +21,7 @@ BAND = 16  # rows of the image per sequence
 NAN_AT = 1e5  # where plot_seq_error draws NaN, above every error that it draws
 _LEAST, _MOST = 1e-9, 1e3  # the errors that plot_seq_error draws; others are drawn at the limits
 _MAX_LABELS = 20  # of the sequences of a picture
+_IN_CORNER: Mapping[str, Any] = {"loc": "upper right", "framealpha": 0.9}
 _NAN, _UNWRITTEN, _IDLE = "#111111", "#c9a0dc", "#d0d0d0"
 
 
@@ -41,25 +43,64 @@ def plot_error(
     after those of the last sequence have no owner.
     """
     ax = ax or plt.subplots(figsize=(7.5, 5), layout="constrained")[1]
+    bar = frame_errors(ax, len(errors.lengths.query_lens), errors.error.shape[1], cache_of)
+    label_errors(ax, bar, errors, cache_of)
+    draw_errors(ax, errors, unwritten=unwritten, title=title)
+    return ax
+
+
+def frame_errors(ax: Axes, num_seqs: int, num_heads: int, cache_of: int | None) -> Axes:
+    """Draw what :func:`plot_error` draws of any errors of this size; return the axes of the colour bar."""
+    ax.set(xlim=(-0.5, num_heads - 0.5), ylim=(BAND * num_seqs - 0.5, -0.5))
+    ax.set_xlabel("query head" if cache_of is None else "KV head")
+    ax.set_ylabel("sequence: new tokens on context" if cache_of is None else "slots of sequence")
+    _head_ticks(ax, num_heads)
+    bar = ax.figure.colorbar(ScalarMappable(cmap=COLOURS), ax=ax, label="largest absolute error")
+    bar.ax.axhline(AT_LIMIT, color="black", linewidth=2)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    return bar.ax
+
+
+def label_errors(ax: Axes, bar: Axes, errors: "ErrorMap", cache_of: int | None) -> None:
+    """Label the rows and the colour bar of :func:`frame_errors` for some lengths and an error scale."""
+    _sequence_ticks(ax, errors.lengths, cache_of)
+    _bar_ticks(bar, error_scale(errors), errors.is_derived)
+
+
+def error_scale(errors: "ErrorMap") -> ErrorScale:
+    """Return the scale of the colours of :func:`plot_error`."""
+    return ErrorScale.of(errors.atol, errors.error.numpy())
+
+
+def draw_errors(
+    ax: Axes,
+    errors: "ErrorMap",
+    *,
+    unwritten: Any = None,
+    title: str = "",
+    legend: Mapping[str, Any] = _IN_CORNER,
+) -> None:
+    """Draw errors on the axes of :func:`frame_errors`; see :func:`plot_error`.
+
+    ``legend``: the place and style of the legend, as matplotlib takes them.
+    """
     shown = errors.bands(errors.error, BAND).numpy()
     is_wrong = errors.bands(errors.mismatches, BAND).numpy() > 0
-    scale = ErrorScale.of(errors.atol, shown)
-    image = ax.imshow(
+    scale = error_scale(errors)
+    ax.imshow(
         scale.clip(shown, is_wrong),
         cmap=COLOURS.with_extremes(bad=_NAN),
         norm=scale.norm(),
         aspect="auto",
         interpolation="none",
+        interpolation_stage="rgba",  # a colour per cell, not per pixel
     )
     handles = _cover(ax, errors, shown, unwritten)
-    _colour_bar(ax, image, scale, errors.is_derived)
-    _sequence_ticks(ax, errors.lengths, cache_of)
-    _head_ticks(ax, shown.shape[1])
-    xlabel = "query head" if cache_of is None else "KV head"
-    ax.set(xlabel=xlabel, title=title or _finding(errors))
+    edges = BAND * np.arange(1, len(errors.lengths.query_lens)) - 0.5
+    ax.hlines(edges, *ax.get_xlim(), colors="white", linewidths=0.6)
+    ax.set_title(title or _finding(errors))
     if handles:
-        ax.legend(handles=handles, loc="upper right", framealpha=0.9)
-    return ax
+        ax.legend(handles=handles, **legend)
 
 
 def _cover(ax: Axes, errors: "ErrorMap", shown: Any, unwritten: Any) -> list[Patch]:
@@ -83,28 +124,21 @@ def _cover(ax: Axes, errors: "ErrorMap", shown: Any, unwritten: Any) -> list[Pat
     return entries
 
 
-def _colour_bar(ax: Axes, image: Any, scale: ErrorScale, is_derived: bool) -> None:
-    """Add the colour bar, with the tolerance or the largest rounding bound marked."""
-    bar = ax.figure.colorbar(image, ax=ax, label="largest absolute error")
-    bar.ax.axhline(scale.atol, color="black", linewidth=2)
+def _bar_ticks(bar: Axes, scale: ErrorScale, is_derived: bool) -> None:
+    """Label the colour bar with errors; the line at its middle is the tolerance or the largest bound."""
     ticks = scale.ticks()
     # Two lines: a panel has little space next to the bar.
     limit = f"bound\n{scale.atol:.1e}" if is_derived else f"atol\n{scale.atol:g}"
     labels = [limit if t == scale.atol else short(t) for t in ticks]
-    bar.ax.set_yticks(ticks, labels)
-    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.set_yticks(scale.norm()(ticks), labels)
 
 
 def _sequence_ticks(ax: Axes, lengths: Lengths, cache_of: int | None) -> None:
-    """Label sequences with their numbers and lengths, and draw a line between two sequences."""
+    """Label sequences with their numbers and lengths."""
     count = len(lengths.query_lens)
     shown = range(0, count, -(-count // _MAX_LABELS))
     labels = [sequence_label(lengths, i, cache_of) for i in shown]
     ax.set_yticks([BAND * (i + 0.5) - 0.5 for i in shown], labels, fontsize="small")
-    ylabel = "sequence: new tokens on context" if cache_of is None else "slots of sequence"
-    ax.set_ylabel(ylabel)
-    edges = BAND * np.arange(1, count) - 0.5
-    ax.hlines(edges, *ax.get_xlim(), colors="white", linewidths=0.6)
 
 
 def sequence_label(lengths: Lengths, i: int, cache_of: int | None) -> str:
@@ -144,24 +178,38 @@ def plot_seq_error(
     axis has the label NaN.
     """
     ax = ax or plt.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
-    at = np.arange(len(lengths.query_lens))
-    for i, (name, errors) in enumerate(series.items()):
-        shift = (i - (len(series) - 1) / 2) * 0.16
-        _points(ax, at + shift, np.array(errors, dtype=float), "osD^vP*X"[i % 8], name)
-    ax.axhline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
-    ax.set_yscale("log")
-    ax.set_ylim(_LEAST / 3, NAN_AT * 10)
-    _error_ticks(ax, bool(np.isnan(np.array(list(series.values()), dtype=float)).any()))
-    shown = at[:: -(-len(at) // _MAX_LABELS)]
-    ax.set_xticks(shown, [str(i) for i in shown])
-    one_token = lengths.query_lens[-1] == 1
-    ax.set(
-        xlabel="sequence (the last has one new token)" if one_token else "sequence",
-        ylabel="largest absolute error",
-        title=title or _seq_finding(series, atol),
-    )
+    frame_seq_errors(ax, lengths, has_nan=_has_nan(series))
+    draw_seq_errors(ax, series, atol=atol, title=title or _seq_finding(series, atol))
     put_legend(ax)
     return ax
+
+
+def frame_seq_errors(ax: Axes, lengths: Lengths, *, has_nan: bool) -> None:
+    """Draw what :func:`plot_seq_error` draws of any errors; ``has_nan``: whether one is NaN."""
+    count = len(lengths.query_lens)
+    ax.set_yscale("log")
+    ax.set(xlim=(-0.5, count - 0.5), ylim=(_LEAST / 3, NAN_AT * 10))
+    _error_ticks(ax, has_nan)
+    shown = range(0, count, -(-count // _MAX_LABELS))
+    ax.set_xticks(shown, [str(i) for i in shown])
+    one_token = lengths.query_lens[-1] == 1
+    ax.set_xlabel("sequence (the last has one new token)" if one_token else "sequence")
+    ax.set_ylabel("largest absolute error")
+
+
+def draw_seq_errors(
+    ax: Axes, series: Mapping[str, Sequence[float]], *, atol: float, title: str
+) -> None:
+    """Draw errors on the axes of :func:`frame_seq_errors`; see :func:`plot_seq_error`."""
+    for i, (name, errors) in enumerate(series.items()):
+        at = np.arange(len(errors)) + (i - (len(series) - 1) / 2) * 0.16
+        _points(ax, at, np.array(errors, dtype=float), "osD^vP*X"[i % 8], name)
+    ax.axhline(atol, color="red", linestyle="--", linewidth=1, label=f"atol {atol:g}")
+    ax.set_title(title)
+
+
+def _has_nan(series: Mapping[str, Sequence[float]]) -> bool:
+    return bool(np.isnan(np.array(list(series.values()), dtype=float)).any())
 
 
 def _points(ax: Axes, x: Any, errors: Any, marker: str, name: str) -> None:

@@ -10,7 +10,7 @@ from helpers.cases import hostile
 from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.show.plots import plot_error, plot_seq_error
-from attnlab.show.plots.error_scale import COLOURS, ErrorScale
+from attnlab.show.plots.error_scale import AT_LIMIT, COLOURS, ErrorScale
 from attnlab.show.plots.errors import BAND, NAN_AT
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))
@@ -53,7 +53,10 @@ def test_unwritten_rows_are_covered(lost):
 def test_the_tolerance_is_marked_in_the_colour_bar(lost):
     ax = plot_error(lost.errors)
     bar = next(other for other in ax.figure.axes if other is not ax)
-    assert 1e-2 in [line.get_ydata()[0] for line in bar.lines]
+    labels = dict(zip([t.get_text() for t in bar.get_yticklabels()], bar.get_yticks(), strict=True))
+    (line,) = bar.lines
+    assert labels["atol\n0.01"] == line.get_ydata()[0] == AT_LIMIT
+    assert ax.images[0].norm(1e-2) == AT_LIMIT
 
 
 def test_the_title_counts_wrong_elements(lost):
