@@ -211,5 +211,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
     least, even = argument.least_head_size, "even, " if argument.is_packed else ""
     if case.head_size < least or (argument.is_packed and case.head_size % 2):
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
+    if name == "head_major_packed" and case.block_size % case.key_x:
+        refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)
