@@ -103,6 +103,7 @@ class Recorded:
 
 
 @pytest.mark.releases
+@pytest.mark.slow
 def test_a_run_is_confirmed_with_other_data(monkeypatch):
     """The op gets the scales of keys for values, then the call without its argument."""
     case = case_of("fp8_per_token_head")
