@@ -10,7 +10,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
-from attnlab.diagnosis.access_check import access_facts
+from attnlab.diagnosis.access_check import access_facts, refuted_by_right
+from attnlab.diagnosis.argument_diagnosis import compared_argument
 from attnlab.diagnosis.bad_lines import lines_of
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnose import diagnose
@@ -92,6 +93,29 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     return {**base, "answer": "abstained"}
 
 
+def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the kind of a diagnosis of a Case with an op argument, and whether fresh cases confirm it."""
+    base = {"status": diagnosis.status, "names": [], "said": diagnosis.sentences()}
+    if diagnosis.status == "described" and not diagnosis.wrong_rows:
+        verified = _side_outputs(lab, case, diagnosis)
+        return {**base, "answer": _judged("described by a pattern", verified)}
+    if diagnosis.claim is None:
+        return {**base, "answer": "abstained"}
+    decisive = 0
+    for fresh in fresh_cases(case, diagnosis.claim.only_decodes):
+        try:
+            ran = lab.run(fresh)
+        except AttnLabError:
+            continue
+        if ran.status == "rejected":
+            continue
+        left, is_wrong = compared_argument(lab, fresh, ran.output, diagnosis.claim)
+        if left is None or left.text != diagnosis.claim.text:
+            return {**base, "answer": "described by a pattern, wrong"}
+        decisive += is_wrong
+    return {**base, "answer": _judged("described by a pattern", decisive > 0)}
+
+
 def _judged(kind: str, verified: bool) -> str:
     return f"{kind}, {'right' if verified else 'wrong'}"
 
@@ -131,6 +155,10 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
         except AttnLabError:
             continue
         found = examine(lab, known, output, ())
+        if weights.right_decodes and max(known.lengths.query_lens) == 1:
+            if bool(found.evidence.locations.is_wrong.any()):
+                return False
+            continue
         if not follows_from(weights.description, lab, known, output, found):
             return False
         decisive += bool(found.evidence.locations.is_wrong.any())
@@ -138,11 +166,12 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
 
 
 def _accessed(lab: Lab, case: Case, facts: set[str]) -> bool:
-    """Return whether the stated accesses occur exactly where a fresh output is wrong."""
+    """Return whether the stated accesses occur wherever a fresh output is wrong, and where it is right only
+    those that are faults there, too."""
     decisive = 0
     for fresh in fresh_cases(case):
         found, is_wrong = access_facts(lab, fresh, lab.run)
-        if (is_wrong and not facts <= found) or (not is_wrong and facts & found):
+        if (facts - found) if is_wrong else (facts - refuted_by_right(frozenset(facts), found)):
             return False
         decisive += is_wrong
     return decisive > 0

@@ -163,39 +163,63 @@ def pytest_command(args: argparse.Namespace) -> list[str]:
 
 
 def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
-    """Run ids through one Lab on the GPU; return seconds of each, by step, and the outcomes."""
+    """Run ids through one Lab on the GPU; return seconds of each, by step, and the outcomes.
+
+    Batches are drawn in the background: the seconds of an id include only what it waits for its batch.
+    """
     import torch
 
-    from attnlab.case.case import Case
+    from attnlab.lab.ahead import drawing_ahead
     from attnlab.lab.lab import Lab
 
-    lab = Lab(source=source, device="cuda", keep=4)
+    lab = Lab(source=source, device="cuda", keep=8)
     start = time.perf_counter()
-    lab.backend(Case(backend="vllm")).check(Case(backend="vllm"))
+    matrix = {name: case_of(name) for name in in_order(ids)}
+    first = next(iter(matrix.values()))
+    lab.backend(first).check(first)
     torch.zeros(1, device="cuda")
     setup = time.perf_counter() - start
     cases, steps, outcomes = {}, dict[str, float](), dict[str, int]()
-    for name in sorted(
-        ids, key=lambda name: name.split("-")[::-1]
-    ):  # those that share a batch together
-        case = Case.from_test_id(
-            name, backend="vllm", platform="sm_90", stage="sound", empty_slots="nan"
-        )
-        if case.is_fp8:
-            case = case.replace(cache_write="scaled")
-        start = time.perf_counter()
-        result = lab.run(case)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        greatest = result.errors.greatest_abs.value if result.errors else None
-        cases[name] = {"seconds": seconds, "verdict": result.verdict, "greatest_error": greatest}
-        outcomes[result.status] = outcomes.get(result.status, 0) + 1
-        for step, s in result.seconds.items():
-            steps[step] = steps.get(step, 0.0) + s
+    start = time.perf_counter()
+    with drawing_ahead(lab, list(matrix.values())) as coming:
+        for name, case in zip(matrix, coming, strict=True):
+            began = time.perf_counter()
+            result = lab.run(case)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+            greatest = result.errors.greatest_abs.value if result.errors else None
+            cases[name] = {
+                "seconds": seconds,
+                "verdict": result.verdict,
+                "greatest_error": greatest,
+            }
+            outcomes[result.status] = outcomes.get(result.status, 0) + 1
+            for step, s in result.seconds.items():
+                steps[step] = steps.get(step, 0.0) + s
+    wall = time.perf_counter() - start
     return {
         "cases": cases,
-        "totals": {"by_step": steps, "outcomes": outcomes, "setup_seconds": setup},
+        "totals": {
+            "by_step": steps,
+            "outcomes": outcomes,
+            "setup_seconds": setup,
+            "wall_seconds": wall,
+        },
     }
+
+
+def in_order(ids: list[str]) -> list[str]:
+    """Return ids with those that share a batch together, the smallest batches first."""
+    return sorted(ids, key=lambda name: name.split("-")[::-1], reverse=True)
+
+
+def case_of(name: str) -> Any:
+    """Return the Case of an id, with NaN in every slot that holds no token."""
+    from attnlab.case.case import Case
+
+    fields: dict[str, Any] = {"backend": "vllm", "platform": "sm_90", "stage": "sound"}
+    case = Case.from_test_id(name, **fields, empty_slots="nan")
+    return case.replace(cache_write="scaled") if case.is_fp8 else case
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
   description by a pattern is right if the same rule of places and contents holds there. A located access is
   right if the same source line makes it wherever a fresh output is wrong (tools/fault_verification.py).
 
+Of each wrong output of a Triton mutant, the place of the planted line among the located lines is recorded.
+
 A fault of a kind that the unchanged op shows on the same case does not count.
 """
 
@@ -40,7 +42,8 @@ from typing import Any
 
 import source_mutation
 import torch
-from fault_verification import answer_of
+from fault_lines import RANKS, located, rank_name, rank_of
+from fault_verification import answer_of, answer_of_argument
 from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
@@ -52,10 +55,14 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
+from attnlab.diagnosis.argument_lab import argument_lab
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.kernel_trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
 
@@ -227,12 +234,16 @@ def described(order: dict[str, Any]) -> dict[str, Any]:
 def judge(order: dict[str, Any]) -> dict[str, Any]:
     """Return the class of a mutant and, if it is found, what the diagnosis says and whether it is right."""
     torch.set_num_threads(1)
+    limit_processes(1)  # other mutants use the other cores
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = plant(order, Path(folder) / "vllm")
         os.environ["ATTNLAB_CACHE"] = str(Path(folder) / "cache")  # a mutant is built once
         backend = find_backend(order["backend"], root, "cpu")
-        result = classify(order, backend, Lab(source=root, device="cpu"))
+        lab = Lab(source=root, device="cpu")
+        result = classify(order, backend, lab)
+        if "diagnosed" in result:
+            result |= location_of(order, lab, root, Case.from_json(result.pop("diagnosed")))
     return {**described(order), **result, "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -366,16 +377,44 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
     """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
-    if case.op_argument != NONE:  # the diagnosis does not know its mask or its formats
-        return {"answer": "abstained", "error": f"op_argument {case.op_argument}"}
     case = case.replace(backend=backend.name)
     try:
         diagnosis = diagnose(case, lab=lab, propose=False, limit=None)
         if diagnosis.status == "rejected":
             return {"answer": "fails", "error": diagnosis.rejection}
-        return answer_of(lab, backend, case, diagnosis)
+        if case.op_argument != NONE:
+            return of_argument(lab, backend, case, diagnosis)
+        found = answer_of(lab, backend, case, diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
+    return found | ({"diagnosed": case.to_json()} if diagnosis.wrong_rows else {})
+
+
+def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the answer for a Case with an op argument.
+
+    If the output is wrong without the argument, too, the diagnosis is about that output. With an argument
+    that changes no number, it is about the plain Case, which runs with the argument.
+    """
+    plain, own = case.replace(op_argument=NONE), argument_lab(lab, case)
+    if own is not None:
+        return answer_of(own, backend, plain, diagnosis)
+    if diagnose(plain, lab=lab, defects=(), propose=False, limit=None).is_wrong:
+        return named(lab, backend, plain)
+    return answer_of_argument(lab, case, diagnosis)
+
+
+def location_of(order: dict[str, Any], lab: Lab, root: Path, case: Case) -> dict[str, Any]:
+    """Return where the planted line is in the ranking of the source lines for a wrong output."""
+    if case.backend != "vllm":
+        return {}
+    began = time.process_time()
+    _, place = located(lab, case, FULL)
+    file, mutant = root / order["file"], source_mutation.Mutant(**order["mutant"])
+    lines = [one.line if Path(one.file) == file else 0 for one in place.lines]
+    at = rank_of(lines, file.read_text(), mutant)
+    seconds = round(time.process_time() - began, 1)
+    return {"rank": rank_name(at, len(lines)), "at": at, "lines": lines, "location_s": seconds}
 
 
 def print_summary(path: Path) -> None:
@@ -392,6 +431,10 @@ def print_summary(path: Path) -> None:
     print(f"| found of those that change an output | {classes['found']} of {live} |")
     for name, number in answers.most_common():
         print(f"| found, {name} | {number} |")
+    ranks = Counter(result["rank"] for result in results if "rank" in result)
+    print(f"\n| planted line | of {sum(ranks.values())} wrong outputs |\n| --- | --- |")
+    for name in RANKS:
+        print(f"| {name} | {ranks[name]} |")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def split(call: KernelCall) -> None:
 
 def _sequences(call: KernelCall, device: str = "cpu"):
     """Yield query, key, value [heads, tokens, head_size] on a device, and hidden keys, of each sequence."""
-    caches = [cache.to(device) for cache in to_flash(call.key_cache, call.value_cache)]
+    caches = to_flash(call.key_cache.to(device), call.value_cache.to(device))
     queries, table = call.query.to(device), call.block_table.long().to(device)
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
         rows = slice(*call.query_start_loc[seq : seq + 2].tolist())

@@ -30,7 +30,7 @@ from attnlab.case.stages import FILLS, INDEX_DTYPES, QUERY_START_LOC_DTYPES, STA
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FP8_FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-BACKENDS = ("model", "vllm", "vllm-cpu", "rocm")
+BACKENDS = ("model", "vllm", "vllm-cpu", "rocm", "cuda")
 OUTPUT_INITS = ("recycled", "nan", "zeros")
 EMPTY_SLOTS = ("zeros", "nan", "garbage")
 FREED = ("kept", "empty", "recycled")
@@ -193,7 +193,7 @@ class CaseFields(Shown):
         "model",
         BackendName(BACKENDS),
         "kernels to run: models in torch; vLLM's Triton source; vLLM's compiled CPU op; or vLLM's HIP "
-        "source on an emulated device (rocm)",
+        "source (rocm) or its cache write of CUDA (cuda) on an emulated device",
     )
     kv_head_range: tuple[int, int] | None = _backend(
         None,

@@ -103,8 +103,8 @@ def add_source_flag(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=Path,
         metavar="PATH",
-        help="vLLM whose kernels run with --backend vllm or rocm: a wheel, an sdist or a checkout "
-        "(default: the installed vLLM); rocm requires an sdist or a checkout",
+        help="vLLM whose kernels run with --backend vllm, rocm or cuda: a wheel, an sdist or a checkout "
+        "(default: the installed vLLM); rocm and cuda require an sdist or a checkout",
     )
     parser.add_argument(
         "--device",

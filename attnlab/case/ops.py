@@ -208,6 +208,7 @@ _ALL = (
         new_tokens_from="arguments",
         cache_layout="flash",
         writes_cache=True,
+        backends=("model", "vllm", "rocm", "cuda"),
         hnd=True,
         kv_cache_dtypes=_E4M3,
     ),

@@ -72,11 +72,11 @@ def _check_subset(case: CaseQuantities) -> None:
 
 def _takes_layouts(case: CaseQuantities) -> bool:
     """Return whether the backend takes tensors with other strides, padding, and caches of any size."""
-    return case.backend in ("model", "vllm") or is_plugin(case.backend)
+    return case.backend in ("model", "vllm", "cuda") or is_plugin(case.backend)
 
 
 def _check_layout(case: CaseQuantities) -> None:
-    """Check strides and padding, which only vLLM's Triton ops, their models and plugins support."""
+    """Check strides and padding, which backends with compiled ops do not all support."""
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
@@ -211,5 +211,7 @@ def _check_op_argument(case: CaseQuantities) -> None:
     least, even = argument.least_head_size, "even, " if argument.is_packed else ""
     if case.head_size < least or (argument.is_packed and case.head_size % 2):
         refuse("head_size", f"{even}at least {least} with op_argument {name}", case.head_size)
+    if name == "head_major_packed" and case.block_size % case.key_x:
+        refuse("block_size", f"a multiple of {case.key_x} with op_argument {name}", case.block_size)
     if case.kv_head_range is not None or case.seq_range is not None:
         refuse("op_argument", f"{NONE} for a part of a call", name)

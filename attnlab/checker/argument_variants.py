@@ -105,9 +105,10 @@ ARGUMENT_VARIANTS = (
     ),
     _with(
         "int4_per_token_head",
-        "An INT4 cache in the split path, with a head that is no power of two.",
+        "An INT4 cache in the split path, with sinks and a head that is no power of two.",
         head_size=96,
         num_splits=4,
+        sinks=True,
         **_ROWS,
     ),
     _with("int4_per_token_head", "An INT4 cache and ranges of images.", mask="ranges"),

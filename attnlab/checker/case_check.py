@@ -16,7 +16,7 @@ from attnlab.checker.slot_reads import never_reads_empty_slots, observations
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
-from attnlab.diagnosis.argument_diagnosis import argument_names
+from attnlab.diagnosis.argument_pattern import argument_names
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.reruns import rows_equal

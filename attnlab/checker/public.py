@@ -27,6 +27,7 @@ def check(
     *,
     source: Path | str | None = None,
     installed: bool = False,
+    csrc: bool = False,
     release: str = RELEASES[-1],
     device: str = "cpu",
     ops: Sequence[str] | None = None,
@@ -50,6 +51,7 @@ def check(
     - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
       checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
       ``release``.
+    - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
@@ -74,7 +76,9 @@ def check(
     from attnlab.checker.plan import Plan
     from attnlab.tasks.shard import Shard
 
-    backend = backend_of(kernel, source=source, installed=installed, release=release, device=device)
+    backend = backend_of(
+        kernel, source=source, installed=installed, csrc=csrc, release=release, device=device
+    )
     check_measurable(backend, coverage)
     field_type("platform").check("platform", platform)
     if seconds is not None:
@@ -166,6 +170,7 @@ def backend_of(
     *,
     source: Path | str | None = None,
     installed: bool = False,
+    csrc: bool = False,
     release: str = RELEASES[-1],
     device: str = "cpu",
 ) -> "Backend":
@@ -175,6 +180,14 @@ def backend_of(
 
     if sum((kernel is not None, source is not None, installed)) > 1:
         raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
+    if csrc:
+        if source is None:
+            raise InvalidCase(
+                "csrc must be given with source: an sdist or a checkout", field="csrc"
+            )
+        if device != "cpu":
+            refuse("device", "cpu with csrc", device)
+        return find_backend("cuda", source)
     if kernel is not None:
         if not is_plugin(kernel):
             refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
@@ -192,7 +205,7 @@ def check_measurable(backend: "Backend", coverage: bool) -> None:
 
     The models are no Triton kernels, and natively no Python line of a kernel runs.
     """
-    if coverage and backend.name == "model":
+    if coverage and backend.name in ("model", "cuda"):
         raise InvalidCase(
             "coverage must be given with Triton kernels: --source PATH, --installed or your own",
             field="coverage",

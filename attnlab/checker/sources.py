@@ -9,6 +9,8 @@ from pathlib import Path
 
 import attnlab
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.cuda.backend import CudaBackend
+from attnlab.kernels.cuda.source_text import source_files
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.vllm.backend import VllmBackend
 
@@ -25,6 +27,8 @@ def source_digest(backend: Backend) -> str:
         root = backend.source.root
         folders = (root / name for name in backend.source.ops_folders)
         return _digest(root, (file for folder in folders for file in folder.glob("*.py")))
+    if isinstance(backend, CudaBackend):
+        return _digest(backend.source.root, source_files(backend.source.root))
     if isinstance(backend, PluginBackend) and backend.file is not None:
         file = Path(backend.file)
         return _digest(file.parent, _with_imports(file))

@@ -36,9 +36,9 @@ def case_of_flags(args: argparse.Namespace) -> Case:
 def case_with_source(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
     case = case_of_flags(args)
-    if args.source is not None and case.backend not in ("vllm", "rocm"):
+    if args.source is not None and case.backend not in ("vllm", "rocm", "cuda"):
         raise InvalidCase(
-            f"source must not be given with backend {case.backend}; add --backend vllm or --backend rocm",
+            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
             field="source",
         )
     return case

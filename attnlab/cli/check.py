@@ -65,6 +65,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     library.add_argument("--installed", action="store_true", help="the vLLM that is installed")
     library.add_argument(
+        "--csrc",
+        action="store_true",
+        help="with --source: check its CUDA cache write, csrc/cache_kernels.cu, on the emulated device",
+    )
+    library.add_argument(
         "--release",
         default=RELEASES[-1],
         metavar="VERSION",
@@ -166,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _library(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that select what is checked."""
-    names = ("kernel", "source", "installed", "release", "device")
+    names = ("kernel", "source", "installed", "csrc", "release", "device")
     return {name: getattr(args, name) for name in names}
 
 

@@ -131,14 +131,19 @@ def _reads(
     slots = positions % block_size
     states = torch.full_like(positions, SlotState.UNKNOWN.code)
     if provenance is not None:
-        states = _states(
-            provenance.seq[blocks, slots],
-            provenance.pos[blocks, slots],
-            positions,
-            _mapped(provenance)[blocks],
-            reader=(seq, call.seq_lens.long()[seq]),
-            visible=(begins[seq], ends[seq]),
-        )
+        at = blocks * block_size + slots
+        writer_seq, writer_pos = provenance.seq.flatten()[at], provenance.pos.flatten()[at]
+        if torch.equal(writer_seq, seq.int()) and torch.equal(writer_pos, positions.int()):
+            states.fill_(SlotState.OWN.code)  # the usual case; all positions are visible ones
+        else:
+            states = _states(
+                writer_seq,
+                writer_pos,
+                positions,
+                _mapped(provenance)[blocks],
+                reader=(seq, call.seq_lens.long()[seq]),
+                visible=(begins[seq], ends[seq]),
+            )
     reads = ContractReads(
         kernel=contract.name,
         seq=NOBODY,

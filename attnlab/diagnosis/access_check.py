@@ -17,6 +17,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.store_facts import is_conflict, store_facts
 from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -38,12 +39,17 @@ def with_accesses(lab: Lab, case: Case, diagnosis: Diagnosis, run: Run) -> Diagn
         if not left:
             return diagnosis
         facts, is_wrong = access_facts(lab, other, run)
-        left = left & facts if is_wrong else left - facts
+        left = left & facts if is_wrong else refuted_by_right(left, facts)
         cases += is_wrong
     if not left or not cases:
         return diagnosis
     claim = AccessClaim(facts=tuple(sorted(left)), cases=cases)
     return dataclasses.replace(diagnosis, status="described", accesses=claim)
+
+
+def refuted_by_right(left: frozenset[str], facts: frozenset[str]) -> frozenset[str]:
+    """Return what is left of statements after a case with a right output, which has its own ``facts``."""
+    return frozenset(fact for fact in left if fact not in facts or is_conflict(fact))
 
 
 def access_facts(lab: Lab, case: Case, run: Run) -> tuple[frozenset[str], bool]:
@@ -56,11 +62,16 @@ def access_facts(lab: Lab, case: Case, run: Run) -> tuple[frozenset[str], bool]:
         ran = run(traced)
         if ran.status == "rejected":
             return frozenset(), False
-        is_wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).diagnosis.is_wrong
-        facts = {*_reads(lab, traced, ran), *_writes(traced, ran), *_scratch(traced, ran, run)}
+        wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence.locations.is_wrong
+        facts = {
+            *_reads(lab, traced, ran),
+            *_writes(traced, ran),
+            *_scratch(traced, ran, run),
+            *store_facts(traced, wrong, run),
+        }
     except AttnLabError:
         return frozenset(), False
-    return frozenset(facts), is_wrong
+    return frozenset(facts), bool(wrong.any())
 
 
 def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class AccessClaim:
     """Statements about the slots that a kernel reads and the rows that it writes.
 
-    ``facts``: each holds in every case with a wrong output, and in none with a right one. ``cases``: the
+    ``facts``: each holds in every case with a wrong output. It holds in none with a right one, except that
+    programs may store different numbers to the same elements and leave the right one there. ``cases``: the
     number of further cases with wrong outputs.
     """
 

@@ -1,4 +1,4 @@
-"""Diagnose a wrong output of a Case with an op argument: where it is wrong, by how much, and by which read.
+"""Diagnose a wrong output of a Case with an op argument: where it is wrong, by how much, and what gives it.
 
 The defects of the catalogue do not know the format that the argument asks for, so they are not compared. An
 output that is wrong without the argument, too, is diagnosed as that one.
@@ -7,23 +7,30 @@ output that is wrong without the argument, too, is diagnosed as that one.
 import dataclasses
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
-from attnlab.contracts.dispatch import decide
+from attnlab.diagnosis.argument_pattern import (
+    KIND,
+    argument_cells,
+    argument_pattern,
+    sizes_of_case,
+)
 from attnlab.diagnosis.cells import Cells
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.examination import check_output
-from attnlab.diagnosis.pattern import Fact, Pattern
-from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
-from attnlab.diagnosis.pattern_values import size_fact, value_facts
-from attnlab.lab.argument_reads import wrong_masks, wrong_reads
-from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
+from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.side_claim import side_claims
 from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
 
-KIND = "argument"  # of the facts about the op argument
+_MOST_CASES = 2  # further cases; their references are slow
 _UNKNOWN = "which defect of the catalogue it is: they do not know what an op argument changes"
 
 
@@ -45,105 +52,93 @@ def diagnose_argument(
             return Diagnosis(status="rejected", rejection=str(ran.error))
         output = ran.output
     check_output(output, lab.call(case).output)
-    cells = _cells(lab, case, output.cpu())
+    cells = argument_cells(lab, case, output.cpu())
     if not bool(cells.is_wrong.any()):
-        rows = len(output)
-        return Diagnosis(status="nothing wrong", tolerance=case.tolerance, looked_at=(rows, rows))
+        return _without_wrong_rows(lab, case, ran, len(output))
     if ran is not None:
         plain = diagnose_plain(case.replace(op_argument=NONE))
-        if plain.is_wrong:
+        if plain.is_wrong or plain.side_errors:
             return _as_without(plain, case)
-    facts = _read_facts(lab, case, cells)
-    if ran is not None and facts:
-        facts = _confirmed(lab, case, facts)
-    found = _described(case, cells, output.dtype, facts)
+    found = _described(case, cells, argument_pattern(lab, case, cells, output.dtype))
+    if ran is not None:
+        found = _confirmed(lab, case, found)
     return dataclasses.replace(found, seconds=time.perf_counter() - began)
 
 
-def argument_names(lab: Lab, case: Case, output: torch.Tensor) -> list[str]:
-    """Return the names of the wrong reads and masks that give a wrong output, in words."""
-    facts = _read_facts(lab, case, _cells(lab, case, output.cpu()))
-    return [str(fact.values["name"]).replace("_", " ") for fact in facts]
+def claim_of_argument(lab: Lab, case: Case, output: torch.Tensor) -> PatternClaim | None:
+    """Return what the errors of an output of a Case with an op argument claim; None if it is right.
+
+    If something gives the output, the wrong places follow from that and are not claimed.
+    """
+    cells = argument_cells(lab, case, output.cpu())
+    is_wrong = cells.is_wrong.view(case.lengths.num_tokens, case.num_heads)
+    if not bool(is_wrong.any()):
+        return None
+    pattern = argument_pattern(lab, case, cells, output.dtype)
+    if rules := pattern.of(KIND):
+        values = frozenset(fact.what for fact in rules)
+        return PatternClaim(
+            sequences=(), rows=(), heads=(), all_heads=True, elements=None, values=values
+        )
+    return claim_of(is_wrong, list(range(case.num_heads)), sizes_of_case(case), pattern)
 
 
-def _cells(lab: Lab, case: Case, output: torch.Tensor) -> Cells:
-    """Return every row and head of an output next to the right one and its bound."""
-    batch, call = lab.batch(case).cpu(), lab.call(case)
-    native, kernels = lab.is_native_run(case), decide(case).kernels
-    bound = bound_with_argument(case, batch, call, kernels, is_native=native)
-    correct = reference_with_argument(case, batch).output
-    rows, heads, _ = output.shape
-    row = torch.arange(rows).repeat_interleave(heads)
-    seqs = torch.arange(len(case.lengths.query_lens))
-    seq = seqs.repeat_interleave(torch.tensor(case.lengths.query_lens))[row]
-    starts = torch.tensor(case.lengths.token_start_loc)
-    return Cells(
-        row=row,
-        head=torch.arange(heads).repeat(rows),
-        seq=seq,
-        token=row - starts[seq],
-        output=output.double().flatten(0, 1),
-        correct=correct.double().flatten(0, 1),
-        bound=bound.double().flatten(0, 1),
-    )
+def compared_argument(
+    lab: Lab, case: Case, output: torch.Tensor, claim: PatternClaim
+) -> tuple[PatternClaim | None, bool]:
+    """Return what is left of a claim after the output of another Case, and whether that was wrong."""
+    again = claim_of_argument(lab, case, output)
+    if again is None:
+        is_allowed = not claim.heads or claim.predicts_none(sizes_of_case(case))
+        return (claim if is_allowed else None), False
+    return claim.common(again), True
 
 
-def _read_facts(lab: Lab, case: Case, cells: Cells) -> list[Fact]:
-    """Return the wrong reads that give the output, and whether it is that without the argument."""
-    batch, wrong = lab.batch(case).cpu(), int(cells.is_wrong.sum())
-    found = {
-        name: reference_with_argument(case, batch, read).output
-        for name, read in wrong_reads(case).items()
-    }
-    found |= {
-        name: reference_with_argument(other, batch).output
-        for name, other in wrong_masks(case).items()
-    }
-    found["argument_ignored"] = lab.reference(case.replace(op_argument=NONE)).cpu()
-    facts = []
-    for name, expected in found.items():
-        numbers = expected.double().flatten(0, 1)
-        off = (cells.output - numbers).abs()
-        # Where a read meets a slot that holds nothing, the reference knows no number.
-        is_same = numbers.isnan() & ~cells.output.isfinite() | (off <= _near(cells, numbers))
-        if bool(is_same.all() & numbers[cells.is_wrong].isfinite().all(1).any()):
-            what = f"{name.replace('_', ' ')} gives this output"
-            where, values = "every row and head", {"name": name}
-            facts.append(Fact(kind=KIND, where=where, what=what, values=values, accounts_for=wrong))
-    return facts
+def _confirmed(lab: Lab, case: Case, found: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with what of its pattern further cases confirm.
+
+    What gives the output must give it there, too, or it is withdrawn.
+    """
+    claim, cases = claim_of_argument(lab, case, lab.run(case).output), 0
+    for other in islice(further_cases(case), _MOST_CASES):
+        if claim is None:
+            break
+        if claim.only_decodes and max(other.lengths.query_lens) > 1:
+            continue
+        try:
+            ran = lab.run(other)
+        except AttnLabError:
+            continue
+        if ran.status == "rejected":
+            continue
+        claim, is_decisive = compared_argument(lab, other, ran.output, claim)
+        cases += is_decisive
+    is_confirmed = claim is not None and claim.is_rule and cases > 0
+    if found.pattern.of(KIND) and not is_confirmed:
+        facts = tuple(fact for fact in found.pattern.facts if fact.kind != KIND)
+        pattern = dataclasses.replace(found.pattern, facts=facts)
+        found = dataclasses.replace(found, pattern=pattern, status="unexplained")
+    if not is_confirmed:
+        return found
+    return dataclasses.replace(found, status="described", claim=claim)
 
 
-def _near(cells: Cells, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the bound of the right output, larger where the expected ``numbers`` are."""
-    larger = (numbers.abs() / cells.correct.abs().clamp(min=1e-12)).clamp(min=1.0, max=16.0)
-    return cells.bound * larger.nan_to_num(1.0)
+def _without_wrong_rows(lab: Lab, case: Case, ran: Result | None, rows: int) -> Diagnosis:
+    """Return the diagnosis of a right output, with wrong log-sum-exps and rows of padding if the Case ran.
+
+    They describe this call alone.
+    """
+    right = Diagnosis(status="nothing wrong", tolerance=case.tolerance, looked_at=(rows, rows))
+    claims = () if ran is None else side_claims(lab, case, ran)
+    if not claims:
+        return right
+    return dataclasses.replace(right, status="unexplained", side_errors=claims, looked_at=(0, rows))
 
 
-def _confirmed(lab: Lab, case: Case, facts: list[Fact]) -> list[Fact]:
-    """Return the facts that also give the output with other data."""
-    other = case.replace(seed=case.seed + 1)
-    ran = lab.run(other)
-    if ran.status == "rejected":
-        return []
-    cells = _cells(lab, other, ran.output.cpu())
-    names = {fact.values["name"] for fact in _read_facts(lab, other, cells)}
-    return [fact for fact in facts if fact.values["name"] in names]
-
-
-def _described(case: Case, cells: Cells, dtype: torch.dtype, reads: list[Fact]) -> Diagnosis:
-    """Return the diagnosis: places, reads or values, and the worst element."""
+def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
+    """Return the diagnosis: the pattern, and the worst element."""
     rows, heads = case.lengths.num_tokens, case.num_heads
     is_wrong = cells.is_wrong.view(rows, heads)
-    values, _ = value_facts(cells, dtype)
-    rules = reads[:1] or values
-    size = size_fact(cells, any(fact.accounts_for for fact in rules))
-    facts = [
-        *place_facts(is_wrong, range(heads), _sizes(case)),
-        *element_facts(cells),
-        *([] if size is None else [size]),
-        *rules,
-    ]
-    pattern = Pattern(facts=tuple(facts), wrong_cells=int(is_wrong.sum()))
     worst = int(cells.ratio.argmax())
     error = (cells.output - cells.correct).abs().nan_to_num(torch.inf)[worst].max()
     place = ErrorPlace(
@@ -162,18 +157,6 @@ def _described(case: Case, cells: Cells, dtype: torch.dtype, reads: list[Fact]) 
         tolerance=case.tolerance,
         unknown=[_UNKNOWN],
         looked_at=(rows, rows),
-    )
-
-
-def _sizes(case: Case) -> Sizes:
-    lengths = case.lengths
-    return Sizes(
-        seqs=tuple(range(len(lengths.query_lens))),
-        query_lens=tuple(lengths.query_lens),
-        ctx_lens=tuple(lengths.ctx_lens),
-        row_starts=tuple(lengths.token_start_loc),
-        block_size=case.block_size,
-        num_queries_per_kv=case.num_queries_per_kv,
     )
 
 

@@ -26,8 +26,10 @@ _SHOWN_BY_RERUNS = ("query_start_loc_as_int32", "freed_leaked")
 def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis without explanations that do not hold in further cases.
 
-    A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects.
+    A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects. So
+    is one of a batch with several new tokens if decodes alone are right: another kernel may compute those.
     """
+    has_prefill = max(case.lengths.query_lens, default=0) > 1
     for other in further_cases(case):
         if all(one.name in _SHOWN_BY_RERUNS for one in diagnosis.explanations):
             break
@@ -37,6 +39,9 @@ def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) 
         try:
             output = rerun(known)
         except AttnLabError:
+            continue
+        only_decodes = max(other.lengths.query_lens, default=0) == 1
+        if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
         diagnosis = withdraw(
             diagnosis,

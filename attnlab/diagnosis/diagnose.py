@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.argument_diagnosis import diagnose_argument
+from attnlab.diagnosis.argument_lab import argument_lab
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.decision import collect_evidence, conclude
@@ -67,8 +68,12 @@ def diagnose(
     if case.spec.writes_cache:
         refuse("op", "an attention op to be diagnosed", case.op)
     if case.op_argument != NONE:
-        diagnose_plain = partial(diagnose, lab=lab, defects=defects, propose=propose, limit=limit)
-        return diagnose_argument(lab or Lab(), case, output, diagnose_plain)
+        return _with_argument(
+            lab or Lab(),
+            case,
+            output,
+            partial(diagnose, defects=defects, propose=propose, limit=limit),
+        )
     defects = tuple(defects)
     lab = lab or Lab()
     ran, kernel = None, None if rerun is None else Kernel(run=rerun)
@@ -102,6 +107,20 @@ def diagnose(
         tolerance=case.tolerance,
         distinction=distinction,
         seconds=time.perf_counter() - began,
+    )
+
+
+def _with_argument(
+    lab: Lab, case: Case, output: torch.Tensor | None, diagnose_in: Callable[..., Diagnosis]
+) -> Diagnosis:
+    """Diagnose a Case with an op argument; as a plain one if it runs and the argument changes no number."""
+    own = argument_lab(lab, case) if output is None else None
+    if own is None:
+        return diagnose_argument(lab, case, output, partial(diagnose_in, lab=lab))
+    found = diagnose_in(case.replace(op_argument=NONE), lab=own)
+    what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
+    return dataclasses.replace(
+        found, unknown=[*found.unknown, what] if found.is_wrong else found.unknown
     )
 
 

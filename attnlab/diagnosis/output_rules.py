@@ -82,7 +82,7 @@ class MergeRule:
 
 @dataclass(frozen=True, slots=True)
 class MergeLaw:
-    """A merge weights its two parts wrongly; ``kind`` is a key of ``MERGE_LAWS``."""
+    """A merge weights its two parts wrongly; ``kind`` is a key of ``MERGE_LAWS`` or ``_WEIGHTS_ADDED``."""
 
     kind: str
 
@@ -94,8 +94,13 @@ class MergeLaw:
             address = OWN.address(one.terms, features_of_rows(problem), _sizes(problem, one))
             read[name] = one.read(address)[0].double()
         lse = torch.stack([read["prefix_lse"], read["suffix_lse"]])
-        scales = MERGE_LAWS[self.kind](lse)
-        output = scales[0] * read["prefix_output"] + scales[1] * read["suffix_output"]
+        parts = [read["prefix_output"], read["suffix_output"]]
+        if self.kind in _WEIGHTS_ADDED:
+            scales, lost = _scaled()(lse), _WEIGHTS_ADDED[self.kind]
+            parts[lost] = torch.ones_like(parts[lost])
+        else:
+            scales = MERGE_LAWS[self.kind](lse)
+        output = scales[0] * parts[0] + scales[1] * parts[1]
         bound = (
             2 * right.bound.amax(0).amax(1)[None, :, None] * output.abs().amax(2, True).clamp(min=1)
         )
@@ -155,6 +160,13 @@ MERGE_LAWS: dict[str, Scales] = {
 }
 
 
+# The part whose output is taken for 1.
+_WEIGHTS_ADDED = {
+    "the weight of the prefix is added in place of its weighted output": 0,
+    "the weight of the suffix is added in place of its weighted output": 1,
+}
+
+
 class WholeRule(Hashable, Protocol):
     """A rule that predicts a whole output."""
 
@@ -186,7 +198,9 @@ def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
         yield OutputRule(rule), rule.text(ROW_TERMS)
     if call.op == MERGE:
-        yield from ((MergeLaw(kind), f"in the merge, {kind}") for kind in MERGE_LAWS)
+        yield from (
+            (MergeLaw(kind), f"in the merge, {kind}") for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED)
+        )
         for name, one in _merge_memory(call, problem).items():
             for rule in rules_of(name, one, _sizes(problem, one), others):
                 yield MergeRule(rule), rule.text(one.terms)

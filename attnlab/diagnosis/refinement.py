@@ -10,6 +10,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
+from attnlab.diagnosis.argument_lab import ArgumentLab
 from attnlab.diagnosis.confirmation import is_hidden, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
@@ -53,12 +54,14 @@ class Kernel:
 
 
 def kernel_of(lab: Lab) -> Kernel:
-    """Return the kernels of a lab."""
+    """Return the kernels of a lab. An X-ray would run them without an op argument."""
     return Kernel(
         run=lambda case: lab.output(case).cpu(),
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
-        xray=lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
+        xray=None
+        if isinstance(lab, ArgumentLab)
+        else lambda case: xray(case, lab=lab, limit_s=_XRAY_S),
     )
 
 

@@ -14,7 +14,11 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.scratch_rules import scratch_defects
-from attnlab.diagnosis.second_case import further_cases, with_known_contents
+from attnlab.diagnosis.second_case import (
+    further_cases,
+    whole_tiles_case,
+    with_known_contents,
+)
 from attnlab.diagnosis.softmax_rules import softmax_defects
 from attnlab.lab.lab import Lab
 
@@ -41,9 +45,23 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         if is_wrong and not (only_decodes and has_prefill and not kept):
             left, cases = kept, cases + 1
             only_decodes &= not has_prefill
+    left = _separated(lab, case, left, rerun) if len(left) > 1 else left
     if not left or not cases:
         return None
     return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
+
+
+def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) -> list[Candidate]:
+    """Return the candidates that a case with whole tiles of different sizes leaves: sizes may be mistaken."""
+    other = whole_tiles_case(case)
+    if other is None:
+        return candidates
+    try:
+        known = with_known_contents(other)
+        kept, is_wrong = _confirmed(lab, known, rerun(known), candidates)
+    except AttnLabError:
+        return candidates
+    return kept if is_wrong else candidates
 
 
 def rules_of(problem: Problem) -> tuple[Defect, ...]:

@@ -26,6 +26,7 @@ _FURTHER = (
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+_WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
 _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
 
@@ -53,6 +54,13 @@ def further_cases(case: Case) -> Iterator[Case]:
         other = _longer_case(case, chosen, seed)
         if other is not None:
             yield other
+
+
+def whole_tiles_case(case: Case) -> Case | None:
+    """Return a batch whose sequences and their quarters end with whole tiles of several sizes, or None."""
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    pairs = [(1, ctx + query - 1) if only_decodes else (query, ctx) for query, ctx in _WHOLE_TILES]
+    return _longer_case(case, pairs, 29)
 
 
 def edge_case(case: Case, limit: int) -> Case | None:

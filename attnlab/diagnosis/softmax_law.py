@@ -24,7 +24,8 @@ class SoftmaxLaw:
     - ``keep_sum``, ``keep_output``: whether the sum and the accumulator of earlier tiles are kept at all.
     - ``loop``: the loop in which they hold, None for all; it is right in the others.
     - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
-    - ``padding``: the slots of a tile after its last key count with score 0 and value 0.
+    - ``shift``: what is added to the scores of a tile.
+    - ``padding``: the slots of a tile after its last key count with score 0 and value 0; at most so many.
     - ``merge_sum``, ``merge_output``: factors of the exponents in the merge; ``merge_new``: in a running
       merge, that of the part that is added.
     - ``left_out``: parts that the merge leaves out, "first" or "last"; ``in_sum``, ``in_output``: of what.
@@ -39,7 +40,8 @@ class SoftmaxLaw:
     loop: int | None = None
     first_sum: float = 0.0
     first_max: float | None = None
-    padding: bool = False
+    shift: float = 0.0
+    padding: int = 0
     merge_sum: float = 1.0
     merge_output: float = 1.0
     merge_new: float = 1.0
@@ -132,17 +134,18 @@ class _Part:
             if first == last:
                 continue
             is_wrong = law.loop is None or law.loop == loop
-            tile = scores[..., first:last]
+            tile = scores[..., first:last] + law.shift * is_wrong
+            slots = min(slots, law.padding)
             higher = torch.maximum(maximum, tile.amax(-1, keepdim=True))
             power, of_sum, of_output = (
                 (law.weight, law.rescale_sum, law.rescale_output) if is_wrong else (1.0, 1.0, 1.0)
             )
-            if law.padding and is_wrong and slots:
+            if is_wrong and slots:
                 higher = higher.clamp(min=0.0)
             exps = _exp(tile - higher, power)
             total = total * _exp(maximum - higher, of_sum) * (law.keep_sum or not is_wrong)
             total = total + exps.sum(-1, keepdim=True)
-            if law.padding and is_wrong and slots:
+            if is_wrong and slots:
                 total = total + slots * _exp(-higher, power)
             weights *= _exp(maximum - higher, of_output) * (law.keep_output or not is_wrong)
             weights[..., first:last] += exps

@@ -41,7 +41,10 @@ _STEPS: dict[str, SoftmaxLaw] = {
     "earlier tiles are lost": SoftmaxLaw(keep_sum=False, keep_output=False),
     "earlier tiles are not rescaled": SoftmaxLaw(rescale_sum=0.0, rescale_output=0.0),
     "the slots of a tile after its last key count with score 0 and value 0": SoftmaxLaw(
-        padding=True
+        padding=ALL_KEYS
+    ),
+    "the first slot of a tile after its last key counts with score 0 and value 0": SoftmaxLaw(
+        padding=1
     ),
 }
 # What a part begins with, or where it ends.
@@ -92,6 +95,10 @@ def softmax_defects(problem: Problem) -> list[Defect]:
         rule_defect(FAMILY, text, text, _computed(law, division))
         for division in divisions(problem)
         for text, law in _rules(division)
+    ] + [
+        rule_defect(FAMILY, text, text, _computed(law, division))
+        for division in [*divisions(problem)][:1]
+        for text, law in _shifts(division, problem.sm_scale)
     ]
 
 
@@ -105,6 +112,15 @@ def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
         laws = {**_PARTS, **_MERGES, **(_RUNNING if division.merge == "running" else {})}
         for text, law in laws.items():
             yield f"with {division.text}, {text}", law
+
+
+def _shifts(division: Division, sm_scale: float) -> Iterator[tuple[str, SoftmaxLaw]]:
+    """Yield the laws of scores that begin at another number in one of two loops, whatever the tiles."""
+    for loop, where in _LOOPS.items():
+        if loop is not None and division.has_loops:
+            for start in (1, -1):
+                text = f"{where}the products of queries and keys begin at {start} in place of 0"
+                yield text, SoftmaxLaw(shift=start * sm_scale, loop=loop)
 
 
 def _computed(law: SoftmaxLaw, division: Division) -> Compute:

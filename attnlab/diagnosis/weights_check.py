@@ -30,16 +30,24 @@ def confirmed_weights(
     for description in descriptions[:_MOST]:
         cases, is_right = 0, True
         only_decodes = max(case.lengths.query_lens) == 1
+        has_prefill, right_decodes = not only_decodes, False
         for other, output, found in outputs:
+            is_wrong = bool(len(found.evidence.locations.wrong_rows))
             if follows_from(description, lab, other, output, found):
-                is_wrong = bool(len(found.evidence.locations.wrong_rows))
                 cases += is_wrong
                 only_decodes &= not (is_wrong and max(other.lengths.query_lens) > 1)
+            elif has_prefill and not is_wrong and max(other.lengths.query_lens) == 1:
+                right_decodes = True
             elif not only_decodes or max(other.lengths.query_lens) == 1:
                 is_right = False
                 break
         if is_right and cases:
-            return DescribedWeights(description=description, cases=cases, only_decodes=only_decodes)
+            return DescribedWeights(
+                description=description,
+                cases=cases,
+                only_decodes=only_decodes,
+                right_decodes=right_decodes,
+            )
     return None
 
 

@@ -1,4 +1,5 @@
-"""Backends: the models, vLLM's Triton ops, the ROCm kernel, vLLM's CPU op, and users' own functions."""
+"""Backends: the models, vLLM's Triton ops, the ROCm kernel, the CUDA cache write, vLLM's CPU op, and users'
+own functions."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ def find_backend(
 ) -> "Backend":
     """Return the backend of a name, as in ``Case.backend``.
 
-    ``source`` is the vLLM of the backends "vllm" and "rocm", None for the installed one; ``device`` is
-    where backend "vllm" runs, "cuda" or "cpu", None for the GPU if torch can use one. Other backends
+    ``source`` is the vLLM of the backends "vllm", "rocm" and "cuda", None for the installed one; ``device``
+    is where backend "vllm" runs, "cuda" or "cpu", None for the GPU if torch can use one. Other backends
     ignore both. Raises InvalidCase for a user's function that cannot be loaded.
     """
     if name == "model":
@@ -30,6 +31,10 @@ def find_backend(
         from attnlab.kernels.rocm.backend import RocmBackend
 
         return RocmBackend(path=source)
+    if name == "cuda":
+        from attnlab.kernels.cuda.backend import CudaBackend
+
+        return CudaBackend(path=source)
     if name == "vllm-cpu":
         from attnlab.kernels.cpu import CpuBackend
 

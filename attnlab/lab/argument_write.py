@@ -3,8 +3,8 @@
 A cache with a scale per token and head is compared as its numbers times their scales, in the Case's dtype;
 those of INT4 are rotated (:mod:`attnlab.lab.int4_write` has their bound). A number whose quotient is next to
 the boundary of two numbers of the format may be the other one: the quotient is off by at most 2⁻²⁰ of itself
-(:mod:`attnlab.lab.writes.expected`). Scales are off by 2⁻²², which moves a number by at most one in the
-dtype: 2⁻¹⁰ of it.
+(:mod:`attnlab.lab.writes.expected`). Scales are off by 2⁻²², so a number is off by at most 2⁻²¹ of itself,
+and by one more number of the dtype where it is rounded: the dtype's eps.
 """
 
 import functools
@@ -14,6 +14,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.lab.int4_write import int4_write_bound
+from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import (
     narrow_size,
     scaled_dtype,
@@ -21,7 +22,7 @@ from attnlab.tensors.op_argument_data import (
     stored_numbers,
 )
 
-_QUOTIENT, _DTYPE = 2.0**-20, 2.0**-10
+_QUOTIENT, _SCALE = 2.0**-20, 2.0**-21
 
 
 def expected_write(case: Case, plain: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,8 @@ def write_bound(
 def _half_bound(case: Case, is_native: bool, tokens: torch.Tensor) -> torch.Tensor:
     """Return the bound of keys or values [..., head_size]."""
     stored, scale = stored_numbers(case, tokens)
-    rounded = scaled_numbers(case, stored, scale).abs() * _DTYPE
+    unit = torch.finfo(FORMATS[case.dtype].dtype).eps + _SCALE
+    rounded = scaled_numbers(case, stored, scale).abs() * unit
     if case.argument.is_packed:
         return rounded + int4_write_bound(tokens, is_native=is_native)
     quotient = tokens.double() / scale[..., None]

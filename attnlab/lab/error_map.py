@@ -66,7 +66,7 @@ class ErrorMap(Shown):
     @property
     def mismatched(self) -> int:
         """Return the number of elements outside the tolerance."""
-        return int(self.mismatches.sum())
+        return 0 if self.first_index is None else int(self.mismatches.sum())
 
     @property
     def total(self) -> int:
@@ -181,8 +181,9 @@ def compare(
         part = compare(output[part_of], expected[part_of], lengths, part_atol, rtol)
         return _embedded(part, heads, rows, output.shape[:2])
     tokens, num_heads, head_size = output.shape
-    error = torch.empty(tokens, num_heads)
-    mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32)
+    on_gpu = expected.device.type == "cuda"
+    error = torch.empty(tokens, num_heads, pin_memory=on_gpu)
+    mismatches = torch.zeros(tokens, num_heads, dtype=torch.int32, pin_memory=on_gpu)
     # Greatest absolute and relative difference, of all elements and of those that mismatch.
     overall, outside = [NONE, NONE], [NONE, NONE]
     first, nans = None, 0

@@ -32,7 +32,7 @@ def greater(
     relative = wrong / right
     found = []
     for values, known in ((wrong, largest), (relative, None)):
-        per_head = torch.maximum(values.amax(2), -values.amin(2)) if known is None else known
+        per_head = _largest(values) if known is None else known
         head = per_head.flatten().argmax()
         elements = values.flatten(0, 1)[head].abs()
         found += [head, elements.argmax(), elements.max()]
@@ -43,6 +43,14 @@ def greater(
         index = index_of(int(head) * wrong.shape[2] + int(element), wrong.shape, row)
         kept.append(Greatest(value=value, index=index) if is_greater else before)
     return kept
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each head; NaN if one is NaN. ``aminmax`` is slow on a CPU."""
+    if values.device.type == "cpu":
+        return torch.maximum(values.amax(2), -values.amin(2))
+    low, high = values.aminmax(dim=2)
+    return torch.maximum(high, -low)
 
 
 def index_of(flat: int, shape: torch.Size, row: int) -> tuple[int, int, int]:

@@ -51,8 +51,8 @@ class Lab:
     kernel, as far as no field that reaches them differs. A shared product has the same bits as a new one.
 
     - ``keep``: how many products of each kind to keep.
-    - ``source``: the vLLM of the backends "vllm" and "rocm": a wheel, an sdist or a checkout; None is the
-      installed one.
+    - ``source``: the vLLM of the backends "vllm", "rocm" and "cuda": a wheel, an sdist or a checkout; None
+      is the installed one.
     - ``device``: where backend "vllm" runs, "cuda" or "cpu"; None is the GPU if torch can use one. The
       batch, the cache and the comparison of such a Case are there, too.
     - ``is_native``: whether rounding bounds allow for what a GPU rounds; default whether ``device`` is one.

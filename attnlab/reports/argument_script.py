@@ -13,27 +13,33 @@ from attnlab.kernels.vllm.strides import USED_STRIDES
 from attnlab.lab.lab import Lab
 from attnlab.reports.mask_script import tensor_text
 
-_FAR_ROWS, _BLOCK_POINTERS = "far_rows", "block_pointers"
-SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, _FAR_ROWS)
+_BLOCK_POINTERS = "block_pointers"
+# The dimension of each tensor whose last index is beyond 2^31 elements.
+_FAR = {"far_rows": 0, **{f"far_dim_{dim}": dim for dim in range(1, 5)}}
+SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, *_FAR)
 _MERGED = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
 
 
 def has_merge_script(case: Case) -> bool:
     """Answer whether a script can reproduce a Case of merge_attn_states: a merge of two parts alone."""
     plain = case.kv_cache_dtype == "auto" and not case.pad_batch
-    return case.op == MERGE and case.op_argument in (NONE, _FAR_ROWS) and plain
+    return case.op == MERGE and case.op_argument in (NONE, *_FAR) and plain
 
 
 def argument_facts(case: Case) -> dict[str, Any]:
-    """Return what the templates need for an op argument: its name, "" for none, and those of its tensors."""
+    """Return what the templates need for an op argument.
+
+    Its name, "" for none; the names of its tensors; the dimension that is far apart.
+    """
     if case.op_argument == NONE:
-        return {"op_argument": "", "names": ()}
+        return {"op_argument": "", "names": (), "far_dim": 0}
     names: tuple[str, ...] = ()
-    if case.op_argument == _FAR_ROWS:
-        names = tuple(USED_STRIDES[case.op])
+    dim = _FAR.get(case.op_argument, 0)
+    if case.op_argument in _FAR:
+        names = tuple(name for name, used in USED_STRIDES[case.op].items() if dim < used)
     if case.op_argument == _BLOCK_POINTERS:
         names = ("key_cache", "block_table") if case.op == WRAPPER else ("k_cache", "b_loc")
-    return {"op_argument": case.op_argument, "names": names}
+    return {"op_argument": case.op_argument, "names": names, "far_dim": dim}
 
 
 def merge_facts(case: Case) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def _sizes(call: KernelCall) -> dict[str, Any]:
     sinks = call.sinks
     return {
         "op": call.op,
+        "function": OPS[call.op].function,
         "module": OPS[call.op].module,
         "first_block": 0,
         "query_lens": call.query_lens.tolist(),

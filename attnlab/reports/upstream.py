@@ -15,7 +15,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.masks import CAUSAL, MASK_DATA
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.case.ops import ENCODER, OPS, TRITON_OPS
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
 from attnlab.contracts.kernel_contracts import contract
@@ -117,12 +117,12 @@ def _script(case: Case, facts: dict[str, Any]) -> str:
 
 
 def has_script(case: Case) -> bool:
-    """Answer whether a script can reproduce a Case: an attention op on a complete cache, with fields that
-    the script implements."""
+    """Answer whether a script can reproduce a Case: an attention op on a complete cache, or without one,
+    with fields that the script implements."""
     known = (
         case.op in TRITON_OPS
         and case.op_argument in SCRIPTED
-        and case.spec.attends_to_cache
+        and (case.spec.attends_to_cache or case.op == ENCODER)
         and case.distribution == "normal"
         and case.staging.fill == "all_rows"
     )
@@ -141,6 +141,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "version": version,
         "seen": finding.seen,
         "op": finding.op,
+        "function": OPS[finding.op].function,
         "module": OPS[finding.op].module,
         "setting": _setting(case),
         "lengths": ", ".join(f"{q} + {c}" for q, c in lens),
@@ -161,7 +162,7 @@ def _setting(case: Case) -> str:
     """Return the features of a Case as a phrase."""
     words = [
         f"{case.num_heads} query heads on {case.num_kv_heads} KV heads of {case.head_size}",
-        f"blocks of {case.block_size}",
+        *([] if case.spec.cache_layout is None else [f"blocks of {case.block_size}"]),
         case.dtype,
     ]
     if case.is_fp8:
@@ -216,6 +217,7 @@ def _of_case(case: Case) -> dict[str, Any]:
         "first_kept": kept if any(kept) else None,
         "fill": _FILL[case.empty_slots],
         "buffer": _BUFFER[case.output_init],
+        "has_cache": case.spec.cache_layout is not None,
         "flash": case.spec.cache_layout == "flash",
         "x": case.key_x,
         "cached": cached.tolist(),

@@ -202,7 +202,8 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
     rows, slots, provenance = _kept_addresses(
         tuple(batch.kv_start_loc),
         lens,
-        tuple(map(tuple, block_table.tolist())),
+        block_table.numpy().tobytes(),
+        tuple(block_table.shape),
         key.shape[0],
         case.block_size,
         tuple(begins),
@@ -226,7 +227,8 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
 def _kept_addresses(
     kv_start_loc: tuple[int, ...],
     lens: tuple[int, ...],
-    block_table: tuple[tuple[int, ...], ...],
+    block_table: bytes,
+    table_shape: tuple[int, ...],
     num_blocks: int,
     block_size: int,
     begins: tuple[int, ...],
@@ -234,9 +236,9 @@ def _kept_addresses(
 ) -> tuple[torch.Tensor, torch.Tensor, Provenance]:
     """Return what :func:`addresses` does, rows and slots on ``device``; caches share them.
 
-    The element formats of a matrix of tests, for example, have the same addresses.
+    The element formats of a matrix of tests, for example, have the same addresses. ``block_table``: bytes.
     """
-    table = torch.tensor(block_table)
+    table = torch.from_numpy(np.frombuffer(block_table, np.int64).reshape(table_shape).copy())
     rows, slots, provenance = addresses(kv_start_loc, lens, table, num_blocks, block_size, begins)
     return rows.to(device), slots.to(device), provenance
 

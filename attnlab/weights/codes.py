@@ -8,6 +8,7 @@ head and element, and if the output is linear in V.
 
 import dataclasses
 from collections.abc import Iterator
+from math import prod
 
 import torch
 
@@ -26,11 +27,14 @@ def num_slots(call: KernelCall) -> int:
 def one_hot(call: KernelCall, lanes: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the values of each run, [N, num_kv_heads, head_size] int8.
 
-    ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run.
+    ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run. The values
+    are on the call's device.
     """
-    head_size, slots = call.query.shape[2], torch.arange(len(lanes))
+    lanes = lanes.to(call.query.device)
+    head_size, slots = call.query.shape[2], torch.arange(len(lanes), device=lanes.device)
     for first in range(0, int(lanes.max()) + 1, head_size):
-        codes = torch.zeros(len(lanes), call.key.shape[1], head_size, dtype=torch.int8)
+        shape = (len(lanes), call.key.shape[1], head_size)
+        codes = torch.zeros(shape, dtype=torch.int8, device=lanes.device)
         here = (lanes >= first) & (lanes < first + head_size)
         codes[slots[here], :, lanes[here] - first] = 1
         yield codes
@@ -40,9 +44,10 @@ def random_codes(call: KernelCall, seed: int = 0) -> torch.Tensor:
     """Return ±1, ±2 or ±4 for every slot, head and element, [N, num_kv_heads, head_size] int8."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_slots(call), call.key.shape[1], call.query.shape[2])
-    powers = torch.randint(0, 3, shape, generator=generator)
-    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    return (signs * 2**powers).to(torch.int8)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-prod(shape) // 8),), generator=generator)
+    numbers = words.view(torch.int8)[: prod(shape)].view(shape)
+    magnitudes = torch.ones_like(numbers) << (numbers & 127) % 3
+    return torch.where(numbers < 0, -magnitudes, magnitudes)
 
 
 def with_values(call: KernelCall, target: Target, codes: torch.Tensor) -> KernelCall:
@@ -73,19 +78,34 @@ def with_finite_keys(call: KernelCall, target: Target, empty: torch.Tensor) -> K
     """
     format = format_of(call, target)
     blocks, kv_heads, chunks, block_size, x = call.key_cache.shape
-    tokens = call.key_cache.cpu().permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, chunks, x)
-    spread = 1.0
-    if bool((~empty).any()):
-        numbers = format.decode(tokens[~empty].contiguous())
-        numbers = numbers[numbers.isfinite()]
-        spread = float(numbers.std()) if numbers.numel() > 1 else 1.0
-    generator = torch.Generator().manual_seed(17)
-    drawn = torch.randn(tokens.shape, generator=generator) * (spread or 1.0)
-    finite = format.decode(tokens.contiguous()).isfinite()
-    fill = empty[:, None, None, None] | ~finite
-    tokens = torch.where(fill, format.encode(drawn), tokens)
+    tokens = call.key_cache.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, chunks, x)
+    numbers = format.decode(tokens.contiguous())
+    finite = numbers.isfinite()
+    empty = empty.to(tokens.device)[:, None, None, None]
+    fill = empty | ~finite
+    chosen = torch.nonzero(fill.flatten(1).any(1)).flatten()
+    if not len(chosen):
+        return call
+    shape = (len(chosen), kv_heads, chunks, x)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * _spread(
+        numbers, ~fill
+    )
+    tokens = tokens.clone()
+    tokens[chosen] = torch.where(
+        fill[chosen], format.encode(drawn).to(tokens.device), tokens[chosen]
+    )
     key_cache = tokens.view(blocks, block_size, kv_heads, chunks, x).permute(0, 2, 3, 1, 4)
     return dataclasses.replace(call, key_cache=_like(call.key_cache, key_cache))
+
+
+def _spread(numbers: torch.Tensor, used: torch.Tensor) -> float:
+    """Return the standard deviation of the used numbers; 1 if they are too few or all the same."""
+    count = int(used.sum())
+    if count < 2:
+        return 1.0
+    mean = float(torch.where(used, numbers, 0.0).sum(dtype=torch.float64)) / count
+    squares = torch.where(used, numbers - mean, 0.0).square().sum(dtype=torch.float64)
+    return float(squares / (count - 1)) ** 0.5 or 1.0
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from attnlab.weights.confirmation import Other, SecondCase
 from attnlab.weights.description import Description, numbers
 from attnlab.weights.evidence import compare, explained
-from attnlab.weights.examine import Examined, Subject, examine, is_coarse
+from attnlab.weights.examine import COARSE_VALUES, Examined, Subject, examine, is_coarse
 from attnlab.weights.head_rules import HeadGain, HeadScore
 from attnlab.weights.measurement import runner
 from attnlab.weights.pattern import pattern
@@ -38,13 +38,15 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0)
     """
     began = time.perf_counter()
     found = examine(subject)
+    if not found.is_right:  # the search for rules is one of the CPU
+        found = found.on_cpu
     run = runner(subject.backend, subject.target, subject.kernels, subject.options)
     usable, second = usable_rows(found, every_slot=False), SecondCase(other)
     verdict = _Verdict(status="unreadable")
     if len(usable.rows):
         three = usable.setup, usable.measured, usable.expected
         coarse = bool(explained(*three, 1.0).all()) or is_coarse(*three)
-        faults = value_faults(found.setup, found.measurement, run, 0.05 if coarse else 0.0)
+        faults = value_faults(found.setup, found.measurement, run, COARSE_VALUES if coarse else 0.0)
         if faults.elements is not None:
             found = with_elements(found, faults.elements)
             usable = usable_rows(found, every_slot=False)
@@ -53,16 +55,12 @@ def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0)
         status=_status_of_all(verdict.status, found, usable),
         case=subject.case,
         backend=subject.backend.text(subject.kernels, subject.target),
-        setup=found.setup,
-        measurement=found.measurement,
-        expected=found.expected,
-        owners=found.owners,
+        examined=found,
         descriptions=verdict.search.descriptions,
         confirmed=verdict.confirmed,
         law=usable.law,
         magnitudes=usable.magnitudes,
         sentences=(*_unreadable(found, usable.rows), *verdict.sentences, *_limits(found)),
-        drawn=found.drawn,
         tried=verdict.search.tried,
         seconds=time.perf_counter() - began,
     )
@@ -96,9 +94,10 @@ def _judge_all(
     rows = usable.setup.rows[zero].tolist()
     words = f"{'row' if len(rows) == 1 else 'rows'} {numbers(rows)} {_BE[len(rows) > 1]} 0 in every head"
     status = "undecided" if verdict.status == "undecided" else "described"
+    prefix = "" if verdict.status == "right" else "other rows: "
     lines = (
         f"{words}: no key has a weight",
-        *(f"other rows: {one}" for one in verdict.sentences[:1]),
+        *(f"{prefix}{one}" for one in verdict.sentences[:1]),
     )
     return dataclasses.replace(verdict, status=status, sentences=(*lines, *verdict.sentences[1:]))
 
@@ -116,7 +115,8 @@ def _judge(
     about_values = _about_values(faults, holds)
     if bool(explained(setup, measured, expected, 1.0).all()):
         if not about_values:
-            words = "every row attends to its keys with the right weights, within the precision"
+            which = "every row" if usable.is_all else "every other row"
+            words = f"{which} attends to its keys with the right weights, within the precision"
             return _Verdict(status="right", sentences=(words,))
         lines = (*about_values, "the weights themselves are right")
         status = "undecided" if holds is False else "described"
@@ -158,7 +158,7 @@ def _status_of_all(status: str, found: Examined, usable: UsableRows) -> str:
     """Return the status with the rows that are not finite: unwritten rows are a description of their own."""
     if len(usable.rows) == len(found.setup.rows):
         return status
-    left = torch.ones(len(found.setup.rows), dtype=torch.bool)
+    left = torch.ones_like(found.measurement.unwritten)
     left[usable.rows] = False
     if bool(found.measurement.unwritten[left].all()):
         return status if status == "undecided" else "described"
@@ -226,7 +226,7 @@ def _unreadable(found: Examined, usable: torch.Tensor) -> list[str]:
         lines.append(
             f"{noun} {numbers(rows)} {verb} not written: the output buffer keeps its contents"
         )
-    left = torch.ones(len(setup.rows), dtype=torch.bool)
+    left = torch.ones_like(unwritten)
     left[usable] = False
     left &= ~unwritten
     if bool(left.any()):

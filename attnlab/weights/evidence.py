@@ -60,7 +60,7 @@ def _ratios(
 ) -> Iterator[torch.Tensor]:
     """Yield |measured - predicted| in bounds for groups of heads, [R, heads of the group, N]."""
     relative, fixed = setup.relative[:, None, None], setup.fixed[:, None, None]
-    for group in head_groups(*measured.shape):
+    for group in head_groups(measured.shape, measured.device):
         given, right = measured[:, group], predicted[:, group]
         bound = (right.abs() * relative).add_(fixed)
         yield (given - right).abs_().div_(slack * bound).nan_to_num_(1e30, 1e30, 1e30)

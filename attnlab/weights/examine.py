@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
 from attnlab.weights.codes import with_drawn_keys, with_finite_keys
+from attnlab.weights.device import moved
+from attnlab.weights.evidence import explained
 from attnlab.weights.head_groups import right_weights, some_rows
 from attnlab.weights.lanes import shared_lanes
-from attnlab.weights.measurement import Measurement, check_size, measure, runner
+from attnlab.weights.measurement import Measurement, measure, runner, values_are_right
 from attnlab.weights.plan import right_plan
 from attnlab.weights.setup import AttentionSetup, make_setup
+from attnlab.weights.size import check_size
 from attnlab.weights.slot_owner import SlotOwners, holds_token, slot_owners
 
 COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
+COARSE_VALUES = 0.05  # relative rounding of the output where the weights are right
 _COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding
 
 
@@ -31,6 +36,7 @@ class Subject:
 
     - ``rows`` [R], ``heads`` [H]: output rows and query heads; ``written``: [cache slots] bool, slots that
       hold a token, or None if that is unknown.
+    - ``device``: where the weights are computed.
     """
 
     call: KernelCall
@@ -42,17 +48,33 @@ class Subject:
     heads: torch.Tensor
     written: torch.Tensor | None = None
     case: Case | None = None
+    device: torch.device | str = "cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Examined:
-    """A measurement with what is expected of it."""
+    """A measurement with what is expected of it, on the device of the subject."""
 
     setup: AttentionSetup
     measurement: Measurement
     expected: torch.Tensor
     owners: SlotOwners
     drawn: bool
+
+    @cached_property
+    def on_cpu(self) -> "Examined":
+        """Return this with all tensors on the CPU."""
+        return self if self.setup.device.type == "cpu" else moved(self, "cpu")
+
+    @cached_property
+    def is_right(self) -> bool:
+        """Answer whether every row is finite, with the right weights and values."""
+        found, setup = self.measurement, self.setup
+        return (
+            bool(found.finite.all())
+            and bool(explained(setup, found.weights, self.expected, 1.0).all())
+            and bool(values_are_right(setup, found, COARSE_VALUES).all())
+        )
 
 
 def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> Examined:
@@ -61,21 +83,21 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
     Without ``resolve`` only the sums of lanes are measured, and without ``values`` there is no run with
     random values, which takes fewer runs.
     """
-    call, target = subject.call, subject.target
+    call, target, device = subject.call, subject.target, subject.device
     check_weighs_values(call.spec)
     call = as_measurable(call)
     check_size(call, len(subject.rows), len(subject.heads))
     owners = slot_owners(call)
     held = holds_token(call, owners) if subject.written is None else subject.written
     call = with_finite_keys(call, target, ~held)
-    setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
+    setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads, device)
     drawn = not law_is_visible(setup)
     if drawn:
         call = with_drawn_keys(call, target)
-        setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads)
-    run = runner(subject.backend, target, subject.kernels, subject.options)
+        setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads, device)
+    run = runner(subject.backend, target, subject.kernels, subject.options, device)
     expected = right_weights(setup)
-    lanes = shared_lanes(call, owners)
+    lanes = moved(shared_lanes(call, owners), device)
     measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
@@ -83,7 +105,7 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
         setup=setup,
         measurement=measurement,
         expected=expected,
-        owners=owners,
+        owners=moved(owners, device),
         drawn=drawn,
     )
 
@@ -123,7 +145,7 @@ def law_is_visible(setup: AttentionSetup) -> bool:
         return True
     rows = some_rows(setup)
     if len(rows) < len(setup.rows):
-        setup = setup.take(rows, torch.arange(len(setup.heads)))
+        setup = setup.take(rows, torch.arange(len(setup.heads), device=setup.device))
     plan = right_plan(setup)
     seen = (plan.visible > 0)[:, None].expand(-1, len(setup.heads), -1)
     scores = plan.scores()[seen]

@@ -59,7 +59,7 @@ def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | 
     values = _centred(target, used)[used]
     if float(design[:, 0].square().mean()) < 1e-12:
         return None
-    solution = torch.linalg.lstsq(design, values[:, None]).solution[:, 0]
+    solution = _least_squares(design, values)
     residual = values - design @ solution
     spread = float(residual.square().mean().sqrt())
     error = spread / float(design[:, 0].square().sum().sqrt())
@@ -70,6 +70,18 @@ def fit_law(plan: Plan, weights: torch.Tensor, *, with_distance: bool) -> Law | 
         spread=spread,
         count=count,
     )
+
+
+def _least_squares(design: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the solution [columns] of design [n, columns] × solution = values [n].
+
+    A GPU only sums products, because its solvers refuse columns that depend on each other.
+    """
+    where = design.device
+    if where.type != "cpu":
+        design, values = (design.T @ design).cpu(), (design.T @ values).cpu()
+    solution: torch.Tensor = torch.linalg.lstsq(design, values[:, None]).solution[:, 0]
+    return solution.to(where)
 
 
 def _centred(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,9 @@ class Lanes:
         return len(self.of) == self.count
 
 
-def single_lanes(call: KernelCall, slots: int) -> Lanes:
+def single_lanes(call: KernelCall, slots: int, device: torch.device | str = "cpu") -> Lanes:
     """Return one lane for every slot."""
-    return Lanes(of=torch.arange(slots), cached=cache_slots(call), count=slots)
+    return Lanes(of=torch.arange(slots, device=device), cached=cache_slots(call), count=slots)
 
 
 def shared_lanes(call: KernelCall, owners: SlotOwners) -> Lanes:
@@ -66,7 +66,7 @@ def shared_lanes(call: KernelCall, owners: SlotOwners) -> Lanes:
 
 def own_slots(setup: AttentionSetup, lanes: Lanes) -> torch.Tensor:
     """Return the slot of each lane that belongs to the row's sequence, [R, lanes]; -1 for none."""
-    own = torch.full((len(setup.rows), lanes.count + 1), -1)
+    own = torch.full((len(setup.rows), lanes.count + 1), -1, device=setup.device)
     held = setup.entry_position < setup.seq_len[:, None]
     for kept in (
         ~held & ~setup.is_new,

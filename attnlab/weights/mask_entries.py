@@ -34,12 +34,12 @@ def _by_sequence(
 
     ``values_of`` returns [rows, seq_len] for the positions of some rows of one sequence.
     """
-    at = setup.entry_position
+    at, seqs, position = (one.cpu() for one in (setup.entry_position, setup.seq, setup.position))
     found = torch.zeros(at.shape, dtype=torch.float64)
-    for seq in setup.seq.unique().tolist():
-        rows, mask = setup.seq == seq, mask_of(setup.call, seq)
-        values, keys = values_of(mask, setup.position[rows]), at[rows]
+    for seq in seqs.unique().tolist():
+        rows, mask = seqs == seq, mask_of(setup.call, seq)
+        values, keys = values_of(mask, position[rows]), at[rows]
         assert values is not None
         inside = (keys >= 0) & (keys < mask.seq_len)
         found[rows] = values.double().gather(1, keys.clamp(0, mask.seq_len - 1)) * inside
-    return found
+    return found.to(setup.device)

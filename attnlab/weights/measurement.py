@@ -9,20 +9,18 @@ import torch
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
-from attnlab.lab.memory_check import available_bytes
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
+from attnlab.weights.device import moved
 from attnlab.weights.evidence import explained
 from attnlab.weights.head_groups import head_groups
 from attnlab.weights.lanes import Lanes, own_slots, single_lanes
 from attnlab.weights.setup import AttentionSetup, cache_slots, near_slots, one_number
 from attnlab.weights.sketch import signed_codes, sketch_runs, solve_near
 
-MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine
 _SMALL = (
     1.0  # an error of a weight, in units of the relative precision, that leaves nothing to explain
 )
-_BYTES = 100  # that an X-ray needs for each weight
 MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
 MOST_LANE_RUNS = 4096
 Run = Callable[[KernelCall], torch.Tensor]
@@ -77,12 +75,18 @@ class Measurement:
         return _finite(self.folded)
 
 
-def runner(backend: Backend, target: Target, kernels: tuple[str, ...], options: RunOptions) -> Run:
-    """Return the function that runs a call on the backend and returns its output on the CPU."""
+def runner(
+    backend: Backend,
+    target: Target,
+    kernels: tuple[str, ...],
+    options: RunOptions,
+    device: torch.device | str = "cpu",
+) -> Run:
+    """Return the function that runs a call on the backend and returns its output on a device."""
 
     def run(call: KernelCall) -> torch.Tensor:
         backend.run(call, target, kernels, options)
-        return call.output.cpu().double()
+        return call.output.to(device).double()
 
     return run
 
@@ -106,7 +110,7 @@ def measure(
     - ``values``: run once more with random values.
     """
     call, reader = setup.call, _Reader(setup, run, values=values)
-    single = single_lanes(call, num_slots(call))
+    single = single_lanes(call, num_slots(call), setup.device)
     few, all_runs = reader.runs_of(shared), reader.runs_of(single)
     if few > MOST_LANE_RUNS:
         raise InvalidCall(
@@ -124,9 +128,11 @@ def measure(
         return found
     if all_runs <= MOST_RUNS:
         return reader.finish(single, reader.lanes(single))
-    own, near, outputs = own_slots(setup, shared), near_slots(setup), reader.sketch()
-    solved = solve_near(setup, outputs, reader.sketch_codes, folded, shared, own, near)
-    return reader.finish(shared, read, *solved)
+    outputs, here = reader.sketch().cpu(), moved(setup, "cpu")  # least squares of few numbers
+    lanes = moved(shared, "cpu")
+    own, near = own_slots(here, lanes), near_slots(here)
+    solved, error = solve_near(here, outputs, reader.sketch_codes, folded.cpu(), lanes, own, near)
+    return reader.finish(shared, read, solved.to(setup.device), error)
 
 
 def _agrees(setup: AttentionSetup, folded: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -149,6 +155,16 @@ def residual_bound(setup: AttentionSetup, found: Measurement, coarse: float = 0.
     return bound + 8 * setup.fixed[:, None, None] * (1 + count)
 
 
+def values_are_right(
+    setup: AttentionSetup, found: Measurement, coarse: float = 0.0
+) -> torch.Tensor:
+    """Return which rows and heads have the output that their weights give, [R, H] bool.
+
+    ``coarse``: a relative rounding error to allow in addition.
+    """
+    return (found.residual.abs() <= residual_bound(setup, found, coarse)).all(-1)
+
+
 def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> bool:
     """Answer whether wrong sums of lanes, ``off`` [R, H, lanes], belong to the row's own sequence.
 
@@ -159,7 +175,8 @@ def _is_own(setup: AttentionSetup, found: Measurement, off: torch.Tensor) -> boo
     if not bool((found.residual.abs() <= bound)[found.finite].all()):
         return False
     largest, limit = off.abs().amax((1, 2)), bound.amax((1, 2))
-    kernels = torch.tensor([sorted(set(setup.kernels)).index(one) for one in setup.kernels])
+    names = sorted(set(setup.kernels))
+    kernels = torch.tensor([names.index(one) for one in setup.kernels]).to(setup.device)
     wrong = ~explained(setup, found.folded, found.folded - off, 1.0).all(1) & found.finite
     return all(
         bool((largest > limit)[wrong & (kernels == one)].any()) for one in kernels[wrong].unique()
@@ -226,7 +243,8 @@ class _Reader:
             zeros = self._output(next(one_hot(call, lanes.of)), 0.0)
             unwritten &= (zeros == 0).flatten(1).all(1)
         codes = random_codes(call)
-        predicted, magnitude = weigh(call, weights, codes.double(), setup.kv_head)
+        numbers = codes.to(setup.device).double()
+        predicted, magnitude = weigh(call, weights, numbers, setup.kv_head)
         output = self._output(codes) if self._values else predicted
         return Measurement(
             call=call,
@@ -255,26 +273,6 @@ def unfolded(setup: AttentionSetup, lanes: Lanes, folded: torch.Tensor) -> torch
     return weights[..., :-1]
 
 
-def check_size(call: KernelCall, rows: int, heads: int) -> None:
-    """Raise InvalidCall if the X-ray of so many rows and heads would be too large."""
-    check_numbers(rows, heads, num_slots(call))
-
-
-def most_weights() -> int:
-    """Return how many weights a measurement may have: more than MOST_WEIGHTS if memory is available."""
-    return max(MOST_WEIGHTS, available_bytes() // _BYTES)
-
-
-def check_numbers(rows: int, heads: int, slots: int) -> None:
-    """Raise InvalidCall if an X-ray would hold too many numbers."""
-    if rows * heads * slots > (most := most_weights()):
-        raise InvalidCall(
-            f"rows × heads × slots must be at most {most}, got {rows} × {heads} × {slots}; "
-            "choose a part with --seq-range and --kv-head-range, or fewer blocks",
-            field="num_blocks",
-        )
-
-
 def value_scale(call: KernelCall) -> float:
     """Return the factor that a right kernel applies to values of the cache."""
     return one_number(call.v_scale) if call.kv_cache_dtype != "auto" else 1.0
@@ -287,11 +285,11 @@ def weigh(
 
     The values of the cache are stored numbers; ``kv_heads``: [H]. Both results are [R, H, head_size].
     """
-    scale = torch.ones(len(values), 1, 1, dtype=torch.float64)
+    scale = torch.ones(len(values), 1, 1, dtype=torch.float64, device=values.device)
     scale[: cache_slots(call)] = value_scale(call)
     value = (values * scale)[:, kv_heads].transpose(0, 1)
     outputs, magnitudes = [], []
-    for group in head_groups(*weights.shape):
+    for group in head_groups(weights.shape, weights.device):
         by_head = weights[:, group].transpose(0, 1)
         outputs.append(by_head @ value[group])
         magnitudes.append(by_head.abs() @ value[group].abs())

@@ -86,7 +86,7 @@ class Plan:
     def scores(self) -> torch.Tensor:
         """Return the scaled scores of each entry, before soft cap and bias, [R, H, E]."""
         setup = self.setup
-        default = torch.arange(len(setup.heads))
+        default = torch.arange(len(setup.heads), device=setup.device)
         if torch.equal(self.query_head, default) and torch.equal(self.kv_head, setup.kv_head):
             products = setup.products
         else:
@@ -139,12 +139,12 @@ def right_plan(setup: AttentionSetup) -> Plan:
         value_slot=setup.entry_slot,
         visible=visible,
         counted=visible,
-        query_head=torch.arange(len(setup.heads)),
+        query_head=torch.arange(len(setup.heads), device=setup.device),
         kv_head=setup.kv_head,
         softcap=setup.softcap,
         slopes=setup.slopes,
         sinks=setup.sinks,
-        zero_keys=torch.zeros(len(setup.rows), dtype=torch.float64),
+        zero_keys=torch.zeros(len(setup.rows), dtype=torch.float64, device=setup.device),
     )
 
 

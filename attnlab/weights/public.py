@@ -18,10 +18,12 @@ from attnlab.lab.memory_check import check_memory
 from attnlab.lab.public import default_lab
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import num_slots
 from attnlab.weights.conclude import xray_of
+from attnlab.weights.device import device_for
 from attnlab.weights.examine import Subject, check_weighs_values
-from attnlab.weights.measurement import check_numbers
 from attnlab.weights.other_case import other_case
+from attnlab.weights.size import check_numbers
 from attnlab.weights.xray import XRay
 
 
@@ -55,7 +57,8 @@ def xray(
         chosen = backend if backend is not None else changes.pop("backend", "model")
         if isinstance(chosen, str):
             return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
-        return xray_of(_of_call(case, Case(**changes), chosen), limit_s=limit_s)
+        subject = _of_call(case, Case(**changes), chosen)
+        return xray_of(_on_fastest(subject, lab.device), limit_s=limit_s)
     if isinstance(backend, str):
         changes["backend"] = backend
     case = as_case(case, **changes)
@@ -68,7 +71,8 @@ def xray(
         part = second if every_head else _of_one_head(second, found, heads)
         return _of_case(part, lab, found)
 
-    return xray_of(_of_case(case, lab, found), other if confirm else None, limit_s)
+    subject = _on_fastest(_of_case(case, lab, found), lab.device)
+    return xray_of(subject, other if confirm else None, limit_s)
 
 
 def _of_one_head(case: Case, backend: Backend, heads: tuple[int, ...] | None) -> Case:
@@ -87,7 +91,13 @@ def xray_of_call(
 ) -> XRay:
     """Return the X-ray of a call; ``ran`` has the platform, the release and, by default, the backend."""
     found = find_backend(backend or ran.backend, lab.source, lab.device)
-    return xray_of(_of_call(call, ran, found), limit_s=limit_s)
+    return xray_of(_on_fastest(_of_call(call, ran, found), lab.device), limit_s=limit_s)
+
+
+def _on_fastest(subject: Subject, requested: str | None) -> Subject:
+    """Return the subject with the device that computes its weights fastest."""
+    weights = len(subject.rows) * len(subject.heads) * num_slots(subject.call)
+    return dataclasses.replace(subject, device=device_for(weights, requested))
 
 
 def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:

@@ -18,6 +18,7 @@ from attnlab.defects.problem import Problem
 from attnlab.kernels.model.cache_reads import format_of
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.device import moved
 
 OVERHANG = 8  # entries after the last new token of a sequence
 DECODES = (TRITON_DECODE, ROCM_DECODE, DECODE_FWD)
@@ -37,6 +38,8 @@ class AttentionSetup:
     - ``kv_head``: [H]; ``slopes``, ``sinks``: [H] or None; ``softcap``: None for no cap.
     - ``kept``: [N] the numbers of the slots in memory, ascending, if only some are in the setup; else None.
     - ``relative``, ``fixed``: [R], the bound of a weight w is relative × w + fixed.
+
+    All tensors are on one device, ``device``; those of ``call`` may be on another.
     """
 
     call: KernelCall
@@ -62,6 +65,11 @@ class AttentionSetup:
     relative: torch.Tensor
     fixed: torch.Tensor
     kept: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return self.query.device
 
     @property
     def num_slots(self) -> int:
@@ -93,7 +101,7 @@ class AttentionSetup:
     @cached_property
     def products(self) -> torch.Tensor:
         """Return query × key of every slot, without the scale, [R, H, N] float64."""
-        return self.products_of(torch.arange(len(self.heads)), self.kv_head)
+        return self.products_of(torch.arange(len(self.heads), device=self.device), self.kv_head)
 
     def products_of(self, query_head: torch.Tensor, kv_head: torch.Tensor) -> torch.Tensor:
         """Return query × key for other heads; ``query_head`` indexes ``heads``; both [H]."""
@@ -134,12 +142,14 @@ def near_slots(setup: AttentionSetup, weighed: torch.Tensor | None = None) -> to
     ``weighed``: [N] bool.
     """
     call = setup.call
-    near = torch.zeros(setup.num_slots, dtype=torch.bool) if weighed is None else weighed.clone()
+    none = torch.zeros(setup.num_slots, dtype=torch.bool, device=setup.device)
+    near = none if weighed is None else weighed.clone()
     near[setup.cache_slots :] = True
     blocks = call.block_table.long().cpu().flatten()
     blocks = torch.cat([blocks + step for step in (-1, 0, 1)]).unique()
     blocks = blocks[(blocks >= 0) & (blocks < call.value_cache.shape[0])]
-    near[(blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()] = True
+    slots = (blocks[:, None] * call.block_size + torch.arange(call.block_size)).flatten()
+    near[slots.to(setup.device)] = True
     return torch.nonzero(near).flatten()
 
 
@@ -164,8 +174,9 @@ def make_setup(
     kernels: tuple[str, ...],
     rows: torch.Tensor,
     heads: torch.Tensor,
+    device: torch.device | str = "cpu",
 ) -> AttentionSetup:
-    """Return the setup of some rows and heads of a call; tensors on the CPU.
+    """Return the setup of some rows and heads of a call, both on the CPU; its tensors are on ``device``.
 
     The keys are what the call's slots hold, decoded as the kernels read them.
     """
@@ -175,12 +186,13 @@ def make_setup(
     ctx_len = seq_lens[seq] - starts.diff()[seq]
     cached = torch.tensor([problem.cached_len(one) for one in range(len(seq_lens))])[seq]
     entry_slot, entry_position, is_new = _entries(call, starts, seq, ctx_len)
-    key, query = _keys(call, target), call.query[rows][:, heads].cpu().double()
+    key = _keys(call, target, device)
+    query = call.query.to(device)[rows.to(device)][:, heads.to(device)].double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
     relative, fixed = _bounds(problem, seq, query, key)
     slopes, sinks = call.alibi_slopes, call.sinks
-    return AttentionSetup(
+    setup = AttentionSetup(
         call=call,
         target=target,
         rows=rows,
@@ -204,6 +216,7 @@ def make_setup(
         relative=relative,
         fixed=fixed,
     )
+    return moved(setup, device)
 
 
 def _entries(
@@ -230,14 +243,14 @@ def _entries(
     return torch.cat([slots, new_slots], 1), at, is_new
 
 
-def _keys(call: KernelCall, target: Target) -> torch.Tensor:
+def _keys(call: KernelCall, target: Target, device: torch.device | str) -> torch.Tensor:
     """Return the keys of all slots, [N, num_kv_heads, head_size] float64."""
-    stored = call.key_cache.cpu().permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+    stored = call.key_cache.to(device).permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
     format = format_of(call, target)
     key = format.decode(stored.contiguous()).double()
     if format.is_fp8:
         key = (key * call.k_scale).to(call.query.dtype).double()
-    return torch.cat([key, call.key.cpu().double()]) if has_new_slots(call) else key
+    return torch.cat([key, call.key.to(device).double()]) if has_new_slots(call) else key
 
 
 def _kernel_of(problem: Problem, seq: int) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnlab.weights.device import moved
 from attnlab.weights.examine import Examined
 from attnlab.weights.fit import Law, fit_law
 from attnlab.weights.head_groups import some_rows
@@ -20,6 +21,7 @@ class UsableRows:
 
     - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
     - ``law``, ``magnitudes``: fits of the weights, of some rows of a large call; None if there are too few.
+    - ``is_all``: whether they are all rows of the measurement.
     """
 
     rows: torch.Tensor
@@ -29,6 +31,7 @@ class UsableRows:
     owners: SlotOwners
     law: Law | None
     magnitudes: Magnitudes | None
+    is_all: bool
 
     @property
     def zero(self) -> torch.Tensor:
@@ -41,10 +44,11 @@ class UsableRows:
         """Return some of the rows; ``keep``: [n] bool."""
         return _usable(
             self.rows[keep],
-            self.setup.take(torch.nonzero(keep).flatten(), torch.arange(len(self.setup.heads))),
+            self.setup.take(torch.nonzero(keep).flatten(), _every_head(self.setup)),
             self.measured[keep],
             self.expected[keep],
             self.owners,
+            is_all=self.is_all and bool(keep.all()),
         )
 
 
@@ -62,14 +66,13 @@ def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
     setup, measured, expected = found.setup, found.measurement.weights, found.expected
     owners = found.owners
     if not bool(finite.all()):
-        setup = setup.take(rows, torch.arange(len(setup.heads)))
+        setup = setup.take(rows, _every_head(setup))
         measured, expected = measured[rows], expected[rows]
     if every_slot or setup.num_slots <= _MANY or not len(rows):
-        return _usable(rows, setup, measured, expected, owners)
+        return _usable(rows, setup, measured, expected, owners, is_all=bool(finite.all()))
     kept = near_slots(setup, (measured != 0).any(0).any(0))
-    return _usable(
-        rows, setup.with_slots(kept), measured[..., kept], expected[..., kept], owners.take(kept)
-    )
+    setup, measured, expected = setup.with_slots(kept), measured[..., kept], expected[..., kept]
+    return _usable(rows, setup, measured, expected, owners.take(kept), is_all=bool(finite.all()))
 
 
 def _usable(
@@ -78,15 +81,18 @@ def _usable(
     measured: torch.Tensor,
     expected: torch.Tensor,
     owners: SlotOwners,
+    *,
+    is_all: bool,
 ) -> UsableRows:
     law, magnitudes = None, None
     if len(rows):
         some = some_rows(setup)
-        is_all = len(some) == len(rows)
-        part = setup if is_all else setup.take(some, torch.arange(len(setup.heads)))
-        plan, fitted = right_plan(part), measured if is_all else measured[some]
+        is_small = len(some) == len(rows)
+        part = setup if is_small else setup.take(some, _every_head(setup))
+        plan, fitted = right_plan(part), measured if is_small else measured[some]
         law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
-        magnitudes = fit_magnitudes(plan, fitted)
+        fit = fit_magnitudes(plan, fitted)
+        magnitudes = None if fit is None else moved(fit, "cpu")
     return UsableRows(
         rows=rows,
         setup=setup,
@@ -95,7 +101,12 @@ def _usable(
         owners=owners,
         law=law,
         magnitudes=magnitudes,
+        is_all=is_all,
     )
+
+
+def _every_head(setup: AttentionSetup) -> torch.Tensor:
+    return torch.arange(len(setup.heads), device=setup.device)
 
 
 def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:

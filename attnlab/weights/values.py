@@ -7,7 +7,13 @@ import torch
 
 from attnlab.weights.codes import num_slots, random_codes, with_values
 from attnlab.weights.description import numbers
-from attnlab.weights.measurement import Measurement, Run, residual_bound, weigh
+from attnlab.weights.measurement import (
+    Measurement,
+    Run,
+    residual_bound,
+    values_are_right,
+    weigh,
+)
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, other_head
 
@@ -66,16 +72,6 @@ def predicts_values(setup: AttentionSetup, found: Measurement, faults: ValueFaul
     bound = residual_bound(setup, found)
     rows: torch.Tensor = ((found.output - predicted).abs() <= bound).flatten(1).all(1)
     return rows
-
-
-def values_are_right(
-    setup: AttentionSetup, found: Measurement, coarse: float = 0.0
-) -> torch.Tensor:
-    """Return which rows and heads have the output that their weights give, [R, H] bool.
-
-    ``coarse``: a relative rounding error to allow in addition.
-    """
-    return (found.residual.abs() <= residual_bound(setup, found, coarse)).all(-1)
 
 
 def value_faults(

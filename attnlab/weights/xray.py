@@ -9,6 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 from attnlab.weights.description import Description
+from attnlab.weights.examine import Examined
 from attnlab.weights.fit import Law
 from attnlab.weights.magnitudes import Magnitudes
 from attnlab.weights.measurement import Measurement
@@ -25,35 +26,55 @@ class XRay(Shown):
 
     - ``status``: "right"; "precision" (they differ by rounding that is coarser than the bound); "described"
       (a rule explains every weight within the bound); "undecided"; "unreadable" (no row is finite).
-    - ``weights``, ``expected``: [rows, heads, slots] float64, measured and right; ``setup`` has the rows, the
-      heads, and the slots (of the cache, then of new tokens). NaN where the output was not finite.
+    - ``examined``: the measurement, on the device that computed it. All other tensors are on the CPU: those
+      of a GPU are copied when they are first asked for.
     - ``descriptions``: the rules that explain the weights, simplest first; all predict the same weights here.
     - ``confirmed``: whether the first also predicts another case that was measured; None if none was.
     - ``law``: the fit of the log weights; ``magnitudes``: the scales of keys, values and output; None if
       there are too few weights.
     - ``sentences``: the conclusion, then the pattern and the limits.
-    - ``drawn``: whether query and keys were replaced by N(0, 1) numbers.
     """
 
     status: str
     case: Case | None
     backend: str
-    setup: AttentionSetup
-    measurement: Measurement
-    expected: torch.Tensor
-    owners: SlotOwners
+    examined: Examined
     descriptions: tuple[Description, ...]
     confirmed: bool | None
     law: Law | None
     magnitudes: Magnitudes | None
     sentences: tuple[str, ...]
-    drawn: bool
     tried: int
     seconds: float
 
     @property
+    def setup(self) -> AttentionSetup:
+        """Return the rows, the heads, and the slots: of the cache, then of new tokens."""
+        return self.examined.on_cpu.setup
+
+    @property
+    def measurement(self) -> Measurement:
+        """Return what the runs gave."""
+        return self.examined.on_cpu.measurement
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """Return the right weights, [rows, heads, slots] float64."""
+        return self.examined.on_cpu.expected
+
+    @property
+    def owners(self) -> SlotOwners:
+        """Return the sequence and the position of each slot."""
+        return self.examined.on_cpu.owners
+
+    @property
+    def drawn(self) -> bool:
+        """Answer whether query and keys were replaced by N(0, 1) numbers."""
+        return self.examined.drawn
+
+    @property
     def weights(self) -> torch.Tensor:
-        """Return the measured weights, [rows, heads, slots] float64."""
+        """Return the measured weights, [rows, heads, slots] float64; NaN where the output was not finite."""
         return self.measurement.weights
 
     @property

@@ -6,13 +6,16 @@ from helpers.argument_cases import FORMATS, random_format_case
 from helpers.sources import of_release
 
 from attnlab.case.op_arguments import NONE
-from attnlab.diagnosis.argument_diagnosis import KIND, diagnose_argument
+from attnlab.diagnosis.argument_diagnosis import diagnose_argument
+from attnlab.diagnosis.argument_lab import argument_lab
+from attnlab.diagnosis.argument_pattern import KIND
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.argument_reads import wrong_reads
 from attnlab.lab.argument_reference import reference_with_argument
 from attnlab.lab.lab import Lab
+from attnlab.tensors.case_call import make_output
 
 
 def case_of(name):
@@ -57,6 +60,46 @@ def test_another_error_is_described_by_its_values():
     generator = torch.Generator().manual_seed(0)
     other = diagnose(case, torch.randn(right.shape, generator=generator).half(), lab=lab)
     assert (other.status, named(other)) == ("unexplained", set())
+
+
+def test_an_output_that_is_written_to_a_wrong_address_is_described():
+    """All rows are written to the first one, and the last one stays there."""
+    lab, case = Lab(device="cpu"), case_of("int8_per_token_head")
+    right = reference_with_argument(case, lab.batch(case)).output.half()
+    output = make_output(case)
+    output[0] = right[-1]
+    found = diagnose(case, output, lab=lab)
+    assert found.status == "described"
+    assert any("written to a wrong address" in fact.what for fact in found.pattern.of(KIND))
+    output[2] = 1.0  # which no row's result is
+    assert not diagnose(case, output, lab=lab).pattern.of(KIND)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_plain"), [("gaps", True), ("fp8_output", False), ("int8_per_token_head", False)]
+)
+def test_an_argument_that_changes_no_number_leaves_a_plain_case(name, is_plain):
+    """Such a Case runs with its argument, and everything else is that of the plain one."""
+    lab, ran = Lab(device="cpu"), []
+    case = case_of("int8_per_token_head").replace(op_argument=name, backend="vllm")
+    found = argument_lab(lab, case)
+    assert (found is not None) == is_plain
+    if found is not None:
+        found.shared.get("backend", "vllm", lambda: Recorded(ran))
+        found._run_kernels(case.replace(op_argument=NONE), None)
+        assert ran == [name]
+
+
+class Recorded:
+    """A backend that records the op arguments of its runs."""
+
+    models_prefill = False
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def run(self, call, target, kernels, options):
+        self.ran.append(options.argument_of.op_argument)
 
 
 @pytest.mark.releases

@@ -12,9 +12,11 @@ from attnlab.case.ops import DECODE_FWD
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.contracts.target import Target
+from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
 from attnlab.diagnosis.address_defects import address_defects
+from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
@@ -186,3 +188,30 @@ def test_a_rule_of_decodes_may_fail_for_other_batches():
     found = find_rule(Lab(), DECODES, Spoiled(spoil=spoil).output)
     assert found is not None
     assert found.only_decodes
+
+
+@dataclasses.dataclass(slots=True)
+class WideWindow(Lab):
+    """A lab whose window is too wide by one key, except in batches of decodes if ``right_decodes``."""
+
+    right_decodes: bool = True
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        wrong = not (self.right_decodes and is_decode(case))
+        window = call.sliding_window + wrong
+        changed = dataclasses.replace(call, sliding_window=window)
+        model.run(changed, Target.of(case), decide(case).kernels)
+        return RunOutput()
+
+
+def test_right_batches_of_decodes_alone_do_not_refute_a_name():
+    """Releases before 0.33.0 compute them with another kernel than batches with prefills."""
+    case, lab = MIXED.replace(sliding_window=8), WideWindow()
+    first = examine(Lab(), case, lab.output(case), DEFECTS.values()).diagnosis
+    assert [one.name for one in first.explanations] == ["window_plus_one"]
+    diagnosis = with_second_cases(Lab(), case, lab.output, first)
+    assert [one.name for one in diagnosis.explanations] == ["window_plus_one"]
+    wrong = Spoiled(
+        spoil=lambda one, output: output.mul_(1.0 if one.lengths != case.lengths else 2.0)
+    )
+    assert not with_second_cases(Lab(), case, wrong.output, first).explanations

@@ -16,6 +16,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.output_rules import MERGE_LAWS, output_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import backend as model
+from attnlab.kernels.model.merge import partials
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
@@ -104,6 +105,27 @@ def test_a_part_with_weight_1_may_be_empty(name):
     part = 0 if "prefix" in name else 1
     assert found[part].tolist() == [1.0, 1.0]
     assert found.isfinite().all()
+
+
+@dataclasses.dataclass(slots=True)
+class AddsWeights(Lab):
+    """A lab whose merge adds the weight of the suffix in place of its weighted output."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        parts = partials(call, Target.of(case))
+        lse = torch.stack([parts.prefix_lse, parts.suffix_lse]).double()
+        weights = lse.softmax(0).transpose(1, 2)[..., None]
+        call.output[:] = weights[0] * parts.prefix_output.double() + weights[1]
+        return RunOutput()
+
+
+def test_a_weight_that_is_added_in_place_of_a_weighted_output():
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(1, 3), ctx_lens=(9, 40), num_heads=4
+    )
+    diagnosis = diagnose(case, lab=AddsWeights())
+    assert "the weight of the suffix is added" in diagnosis.rule.text
+    assert diagnosis.rule.cases > 2
 
 
 def test_a_fault_that_no_rule_predicts_gets_none():

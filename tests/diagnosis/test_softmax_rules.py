@@ -89,9 +89,16 @@ def test_a_sound_split_kernel_is_right():
         ({"new": torch.exp2}, "the part that is added has a weight with base 2"),
         ({"new": torch.exp2, "old": torch.exp2}, "all weights of the parts have base 2"),
         ({"tile_pads": 32}, "the slots of a tile after its last key count with score 0"),
+        ({"tile_pads": 32, "most_pads": 1}, "the first slot of a tile after its last key counts"),
         ({"head_stride": 33}, "outputs of the parts are read at a wrong address"),
     ],
-    ids=["one exp2 in the merge", "exp2 in the merge", "padding counts", "scratch stride"],
+    ids=[
+        "one exp2 in the merge",
+        "exp2 in the merge",
+        "padding counts",
+        "one slot counts",
+        "scratch stride",
+    ],
 )
 def test_a_fault_of_a_split_is_described(fault, text):
     lab = Splits(kernel=lambda call: split_attention(call, **fault))
@@ -144,3 +151,19 @@ def test_maxima_and_sums_of_segments_share_an_address():
         right = problem.correct(row_slice).output
         torch.testing.assert_close(output[:, 0], right[:, 0])
         assert not torch.allclose(output[:, 1:], right[:, 1:], rtol=0.01)
+
+
+def test_products_begin_at_another_number_in_one_loop():
+    """The scores of the context are larger by the scale: its dot products begin at 1."""
+    problem = make_problem(small("context_attention_fwd"))
+    rules = {one.text: one for one in softmax_defects(problem)}
+    rule = rules[
+        "in the loop over the context, the products of queries and keys begin at 1 in place of 0"
+    ]
+    row_slice = next(iter(all_rows(problem)))
+    inputs = problem.attention_inputs(row_slice)
+    scores = scores_of(inputs)
+    scores[..., : problem.cached_len(row_slice.seq)] += problem.sm_scale
+    expected = torch.einsum("hqk,khd->qhd", softmax(scores, inputs.sinks), inputs.value)
+    torch.testing.assert_close(rule.compute(problem, row_slice).output, expected)
+    assert not torch.allclose(problem.correct(row_slice).output, expected, rtol=1e-3)

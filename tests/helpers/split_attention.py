@@ -18,13 +18,14 @@ def split_attention(
     new=torch.exp,
     old=torch.exp,
     tile_pads: int = 0,
+    most_pads: int | None = None,
     head_stride: int | None = None,
 ) -> None:
     """Run it on a call whose sequences have one new token each.
 
     ``new``, ``old``: the exponentials of the part that is added and of those before it. ``tile_pads``: tiles
-    of so many slots, whose slots after the last key count with score 0 and value 0. ``head_stride``: with
-    which the second loop reads the outputs of the parts.
+    of so many slots, whose slots after the last key, at most ``most_pads``, count with score 0 and value 0.
+    ``head_stride``: with which the second loop reads the outputs of the parts.
     """
     keys, values = (
         cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)
@@ -42,6 +43,7 @@ def split_attention(
             key, value = keys[chosen][:, own], values[chosen][:, own]
             scores = torch.einsum("hd,khd->hk", call.query[seq].float(), key) * call.sm_scale
             pads = -len(chosen) % tile_pads if tile_pads else 0
+            pads = pads if most_pads is None else min(pads, most_pads)
             scores = torch.cat([scores, scores.new_zeros(heads, pads)], 1)
             value = torch.cat([value, value.new_zeros(pads, heads, size)])
             weights = scores.softmax(1)

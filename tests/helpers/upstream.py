@@ -18,6 +18,7 @@ from helpers.forked import outcome_of
 OPS_MODULES = (
     "chunked_prefill_paged_decode",
     "prefix_prefill",
+    "triton_prefill_attention",
     "triton_unified_attention",
     "triton_decode_attention",
     "triton_merge_attn_states",

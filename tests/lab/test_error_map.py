@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
+from helpers.other_device import DEVICE, other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.lengths import Lengths
 from attnlab.lab import error_map as compare_module
+from attnlab.lab import greatest
 from attnlab.lab.error_map import compare
 
 INF, NAN = math.inf, math.nan
@@ -168,3 +170,13 @@ def test_the_text_of_torch_has_count_and_index():
     assert re.search(r"7\.0 at index \(1, 0, 0\) \(up to 0\.0001 allowed\)", text)
     output[2] = 9.0
     assert text != message_of_torch(output, expected, 1e-4, 0.0)
+
+
+@pytest.mark.parametrize("special", [None, torch.nan, torch.inf, -torch.inf])
+def test_a_gpu_finds_the_same_largest_magnitudes(special):
+    values = torch.randn(3, 2, 16)
+    if special is not None:
+        values[1, 1, 5] = special
+    with other_device():
+        found = greatest._largest(values.to(DEVICE)).cpu()
+    torch.testing.assert_close(found, greatest._largest(values), rtol=0, atol=0, equal_nan=True)

@@ -14,6 +14,14 @@ from attnlab.kernels.vllm.source import Source
 
 pytestmark = [needs_triton, pytest.mark.releases]
 MERGED = {"op": "merge_attn_states", "query_lens": (1, 2), "ctx_lens": (20, 5), "num_blocks": None}
+ENCODER = {
+    "op": "triton_prefill_attention",
+    "backend": "vllm",
+    "query_lens": (2,),
+    "ctx_lens": (0,),
+    "fill": "all_rows",
+    "num_blocks": None,
+}
 FAR = {
     "backend": "vllm",
     "op": "context_attention_fwd",
@@ -53,6 +61,27 @@ def test_a_merge(tmp_path: Path) -> None:
     assert outcome(tmp_path / "right", case) == 0
     assert outcome(tmp_path / "far", far) == 2
     assert outcome(tmp_path / "gpu", far, is_on_a_gpu=True) == 1
+    heads = far.replace(op_argument="far_dim_1")
+    assert outcome(tmp_path / "heads", heads, is_on_a_gpu=True) == 1
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    """0.33.0 loses a window of one token, and computes the offsets of rows and heads in int32."""
+    case = CASE.replace(**ENCODER)
+    assert outcome(tmp_path / "two", case.replace(sliding_window=2)) == 0
+    assert outcome(tmp_path / "one", case.replace(sliding_window=1)) == 1
+    for name in ("far_rows", "far_dim_1"):
+        far = case.replace(op_argument=name, query_lens=(4,), head_size=32)
+        assert outcome(tmp_path / name, far, is_on_a_gpu=True) == 1
+
+
+@pytest.mark.parametrize(("name", "code"), [("far_dim_1", 0), ("far_dim_3", 1)])
+def test_a_far_dimension(tmp_path: Path, name: str, code: int) -> None:
+    """unified_attention of 0.33.0 computes the offset of an element in int32, but not that of a head."""
+    case = CASE.replace(
+        backend="vllm", op="unified_attention", op_argument=name, fill="all_rows", num_blocks=None
+    )
+    assert outcome(tmp_path, case, is_on_a_gpu=True) == code
 
 
 def test_far_rows(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def setup(monkeypatch):
 
 
 def test_groups_give_the_same_weights_and_verdicts(setup):
-    groups = list(head_groups.head_groups(14, 6, setup.num_slots))
+    groups = list(head_groups.head_groups((14, 6, setup.num_slots), setup.device))
     assert len(groups) > 2
     expected = right_plan(setup).weights()
     assert torch.equal(head_groups.right_weights(setup), expected)
@@ -50,10 +50,10 @@ def test_some_rows_have_the_edges_of_every_sequence(setup):
 
 
 def test_a_large_machine_measures_more_weights(monkeypatch):
-    from attnlab.weights import measurement
+    from attnlab.weights import size
 
-    monkeypatch.setattr(measurement, "available_bytes", lambda: 100 << 30)
-    measurement.check_numbers(880, 64, 1312)
-    monkeypatch.setattr(measurement, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(size, "available_bytes", lambda: 100 << 30)
+    size.check_numbers(880, 64, 1312)
+    monkeypatch.setattr(size, "available_bytes", lambda: 1 << 30)
     with pytest.raises(attnlab.AttnLabError, match="rows × heads × slots"):
-        measurement.check_numbers(880, 64, 1312)
+        size.check_numbers(880, 64, 1312)

@@ -268,6 +268,8 @@ def test_rows_with_a_nan_query_cannot_be_read_and_the_others_can():
     found = attnlab.xray(call)
     assert found.status == "undecided"
     assert not found.measurement.finite[2]
+    assert any(one.startswith("every other row attends") for one in found.sentences)
+    assert not any(one.startswith("every row attends") for one in found.sentences)
     assert int(found.measurement.finite.sum()) == len(query) - 1
 
 

@@ -46,6 +46,12 @@ def has_source(root: Path) -> bool:
     return _file(root, (MAIN,)) is not None and _file(root, CONVERSIONS) is not None
 
 
+def source_files(root: Path) -> list[Path]:
+    """Return the files of the vLLM at ``root`` that are compiled."""
+    groups = (*((name,) for name in VECTORS), CONVERSIONS, DTYPES, (MAIN,))
+    return [file for names in groups if (file := _file(root, names)) is not None]
+
+
 def adapted(root: Path) -> str:
     """Return the adapted text of the cache writes of the vLLM at ``root``, its headers first.
 

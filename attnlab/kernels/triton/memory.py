@@ -33,12 +33,12 @@ def other_outside(number: int) -> Iterator[None]:
 
 
 class Accesses(Protocol):
-    """Records loads and stores: addresses (uint64) and a mask (bool) of the same shape."""
+    """Records loads and stores: addresses (uint64), and a mask (bool) and stored values of the same shape."""
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         """Record a load."""
 
-    def stored(self, addresses: Any, mask: Any) -> None:
+    def stored(self, addresses: Any, mask: Any, values: Any) -> None:
         """Record a store."""
 
 

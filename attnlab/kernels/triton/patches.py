@@ -100,7 +100,7 @@ def _watch(interpreter: Any, scope: Any, observed: RunLog, memory: Memory) -> No
     def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         pointers, mask = placed("writes", pointers, mask)
         if memory.trace is not None:
-            memory.trace.stored(pointers.data, mask.data)
+            memory.trace.stored(pointers.data, mask.data, value.data)
         return store(self, pointers, value, mask, *rest, **named)
 
     scope.set_attr(builder, "create_mul", multiplied)

@@ -27,6 +27,7 @@ class ProgramLog:
     - ``lines``: how often each line ran; ``steps``: pairs of lines of one function that ran one after the
       other, so that both outcomes of a branch differ.
     - ``loads``, ``stores``: by line, the unique addresses (uint64) that were not masked off.
+    - ``values``: as ``stores``, the value of each of these addresses; of several, the last.
     """
 
     program: Program
@@ -34,6 +35,7 @@ class ProgramLog:
     steps: set[tuple[Line, Line]] = field(default_factory=set)
     loads: dict[Line, list[Any]] = field(default_factory=dict)
     stores: dict[Line, list[Any]] = field(default_factory=dict)
+    values: dict[Line, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,19 +56,21 @@ class LaunchLog:
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         """Record a load of the current line; ``addresses`` uint64, ``mask`` bool of the same shape."""
-        self._add(self.programs[-1].loads, addresses, mask)
+        live = np.unique(np.atleast_1d(addresses)[np.atleast_1d(mask)])
+        if live.size:
+            self.programs[-1].loads.setdefault(self._line, []).append(live)
 
-    def stored(self, addresses: Any, mask: Any) -> None:
-        """Record a store; as :meth:`loaded`."""
-        self._add(self.programs[-1].stores, addresses, mask)
+    def stored(self, addresses: Any, mask: Any, values: Any) -> None:
+        """Record a store and its values; as :meth:`loaded`."""
+        is_live = np.atleast_1d(mask)
+        live, last = np.unique(np.atleast_1d(addresses)[is_live][::-1], return_index=True)
+        if live.size:
+            given = np.broadcast_to(np.atleast_1d(values), is_live.shape)[is_live][::-1]
+            self.programs[-1].stores.setdefault(self._line, []).append(live)
+            self.programs[-1].values.setdefault(self._line, []).append(given[last])
 
     def end(self) -> None:
         """Do nothing: :meth:`running` ends a program."""
-
-    def _add(self, found: dict[Line, list[Any]], addresses: Any, mask: Any) -> None:
-        live = np.unique(np.atleast_1d(addresses)[np.atleast_1d(mask)])
-        if live.size:
-            found.setdefault(self._line, []).append(live)
 
     @contextmanager
     def running(self, program: Program, codes: set[CodeType]) -> Iterator[None]:

@@ -139,8 +139,8 @@ class Trace:
         """Record a load; ``addresses`` uint64, ``mask`` bool of the same shape."""
         self._record(addresses, mask, reads=True)
 
-    def stored(self, addresses: Any, mask: Any) -> None:
-        """Record the rows of a store; as :meth:`loaded`."""
+    def stored(self, addresses: Any, mask: Any, values: Any) -> None:
+        """Record the rows of a store; as :meth:`loaded`. ``values`` are not recorded."""
         self._record(addresses, mask, reads=False)
 
     def _record(self, addresses: Any, mask: Any, reads: bool) -> None:

@@ -76,6 +76,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "vllm": "The Triton source of a vLLM, on a GPU or under Triton's interpreter.",
         "vllm-cpu": "The compiled CPU op of the installed vLLM.",
         "rocm": "The HIP source of a vLLM on an emulated device.",
+        "cuda": "The CUDA source of a vLLM's cache write on an emulated device.",
     },
     "cache_write": {
         "scaled": "Numbers are divided by the scale and rounded to FP8, as vLLM does.",

@@ -1,10 +1,10 @@
 """triton_prefill_attention, which gets no cache: the model agrees with it, and faults of it are found."""
 
-import random
 import shutil
 
 import pytest
 from helpers.agreement import agrees, bound, modelled, real
+from helpers.encoder_cases import random_encoder_case
 from helpers.sources import needs_triton, of_release
 
 from attnlab.case.case import Case
@@ -27,40 +27,10 @@ FAULTS = {
 }
 
 
-def random_case(number: int) -> Case:
-    """Return a random Case of the op."""
-    draw = random.Random(number)
-    group = draw.choice((1, 2, 3, 5))
-    sequences = range(draw.randint(1, 3))
-    lens = tuple(draw.choice((1, 5, 31, 32, 33, 127, 128, 130)) for _ in sequences)
-    return Case(
-        op=ENCODER,
-        mask=draw.choice(("causal", "bidirectional")),
-        sliding_window=draw.choice((0, 2, 5, 32, 129)),
-        num_heads=group * draw.choice((1, 2)),
-        num_queries_per_kv=group,
-        head_size=draw.choice((16, 48, 64, 80)),
-        dtype=draw.choice(("float16", "float32")),
-        sinks=draw.random() < 0.3,
-        sm_scale=draw.choice((None, 0.125, 2.0)),
-        kv_layout=draw.choice(("contiguous", "fused")),
-        pad_batch=draw.choice((0, 3)),
-        stage=draw.choice(("sound", "int64")),
-        query_lens=lens,
-        ctx_lens=(0,) * len(lens),
-        fill="all_rows",
-        empty_slots="nan",
-        output_init="nan",
-        distribution="normal",
-        platform="sm_90",
-        seed=number,
-    )
-
-
 def test_the_model_agrees_with_the_op():
     source = of_release("0.33.0")
     for number in range(FEW):
-        case = random_case(number)
+        case = random_encoder_case(number)
         within = bound(case)
         assert agrees(modelled(case).output, real(case, source).output, within), number
         assert within[: case.lengths.num_tokens].max() < 0.2

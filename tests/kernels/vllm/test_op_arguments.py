@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.argument_cases import FORMATS, random_format_case
+from helpers.argument_cases import DRAWN, FORMATS, random_argument_case, random_format_case
 from helpers.masked_cases import random_case
 from helpers.sources import of_release
 
@@ -12,6 +12,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.ops import WRITE
 from attnlab.case.platforms import PLATFORMS
 from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.case_check import check_case
@@ -147,6 +148,14 @@ def test_random_cases_agree_with_the_release(backend, name):
         assert lab.run(random_format_case(name, number)).status == "match", number
 
 
+@pytest.mark.releases
+def test_random_cases_of_every_other_argument_agree(backend):
+    """200 Cases of each agree, under the interpreter and on a GPU (docs/coverage.md)."""
+    lab = Lab(source=backend.path, device="cpu")
+    for number, name in enumerate(DRAWN):
+        assert lab.run(random_argument_case(name, number)).status == "match", name
+
+
 def _next_slot(scales):
     """Return the scales of the slot before, each in its block."""
     return scales.roll(1, dims=1)
@@ -255,6 +264,10 @@ def test_a_release_without_the_argument_is_unsupported():
         ({"op_argument": "int4_per_token_head", "mask": "bidirectional"}, "mask"),
         ({"op_argument": "int4_per_token_head", "head_size": 63, "x": 1}, "head_size"),
         ({"op_argument": "diffkv", "head_size": 2, "x": 1}, "head_size"),
+        (
+            {"op": WRITE, "op_argument": "head_major_packed", "block_size": 20, "fill": None},
+            "block_size",
+        ),
     ],
 )
 def test_impossible_combinations(fields, field):

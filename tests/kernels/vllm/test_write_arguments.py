@@ -12,9 +12,12 @@ from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
+from attnlab.lab.argument_write import write_bound
 from attnlab.lab.int4_write import int4_write_bound
 from attnlab.lab.lab import Lab
+from attnlab.tensors.formats import FORMATS as FORMATS_OF_ELEMENTS
 from attnlab.tensors.int4 import int4_scale, pack_int4
+from attnlab.tensors.op_argument_data import scaled_numbers, stored_numbers
 
 pytestmark = pytest.mark.releases
 INT4 = "int4_per_token_head"
@@ -100,6 +103,21 @@ def test_the_bound_of_int4_admits_few_numbers():
     assert float(steps.max()) < 1.1
     native = int4_write_bound(tokens, is_native=True)
     assert bool((native >= bound).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_bound_admits_the_neighbour_of_a_number(dtype):
+    """A number with another last bit of its scale may round to the next number of the dtype."""
+    case = case_of("fp8_per_token_head").replace(dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(100, 2, 64, generator=draw).to(FORMATS_OF_ELEMENTS[dtype].dtype)
+    halves = [stored_numbers(case, half) for half in tokens.split(32, -1)]
+    right = torch.cat([scaled_numbers(case, *half) for half in halves], -1).to(tokens.dtype)
+    step = torch.nextafter(right, torch.full_like(right, torch.inf)).double() - right.double()
+    bound = write_bound(case, lambda: tokens)
+    near = step <= 1.01 * bound.double()  # the bound is that of the number before it was rounded
+    assert bool(near[right > 0].all())
+    assert float(bound.max()) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,6 @@ FAULTS = {
         write_variants()["mla: block offsets beyond 2³¹ elements"],
         None,
     ),
-    "a scale for all heads from the first lane": (
-        FILE,
-        "if ((lane_idx == 0) || (lane_idx == 16)) {",
-        "if (lane_idx == 0) {",
-        DS,
-        {"scales"},
-    ),
     "vectors at any address": (
         VECTORS,
         "((out_addr & (OUT_WIDTH - 1)) == 0) &&",
@@ -118,7 +111,7 @@ def test_the_source_is_right_on_random_writes(version):
     """The bytes are those of the model; 0.11.2 stores another scale and may write misaligned vectors."""
     write = vllm_write(sdist(version))
     for cache_format in CUDA_FORMATS:
-        for case in draw_writes(cache_format, 20, seed=3):
+        for case in draw_writes(cache_format, 12, seed=3):
             if version == "0.11.2" and is_misaligned(case, write):
                 continue
             assert check_write(case, write).status == "match", case

@@ -1,0 +1,92 @@
+"""What the programs of a launch store: conflicts between programs, and elements that none of them writes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.cases import hostile
+
+from attnlab.diagnosis.access_check import refuted_by_right
+from attnlab.diagnosis.store_facts import is_conflict, store_facts
+from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
+
+CASE = hostile(op="unified_attention", backend="vllm", query_lens=(1, 1), ctx_lens=(20, 9))
+ROWS, HEADS, SIZE = 2, 6, 4
+LINE = ("/somewhere/kernel.py", 290)
+
+
+def stores(output: torch.Tensor, extra: int, numbers: float | None) -> LaunchLog:
+    """Return a launch whose programs store one row each, and ``extra`` elements of the next row.
+
+    These get ``numbers`` in place of those of the next row; None stores the same.
+    """
+    size = output.element_size()
+    right = np.arange(output.numel(), dtype=np.float32)
+    programs = []
+    for row in range(ROWS):
+        first = row * HEADS * SIZE
+        at = np.arange(first, min(first + HEADS * SIZE + extra, output.numel()))
+        values = right[at].copy()
+        if numbers is not None:
+            values[HEADS * SIZE :] = numbers
+        addresses = (output.data_ptr() + at * size).astype(np.uint64)
+        programs.append(
+            ProgramLog(program=(row, 0, 0), stores={LINE: [addresses]}, values={LINE: [values]})
+        )
+    arguments = {"output_ptr": output}
+    function = SimpleNamespace()
+    return LaunchLog(
+        function=function, arguments=arguments, converted={}, sizes=(2, 1, 1), programs=programs
+    )
+
+
+def facts(launch: LaunchLog, wrong: torch.Tensor) -> set[str]:
+    def run(case):
+        current_probe().launches.append(launch)
+        return SimpleNamespace(output=torch.zeros(len(wrong), HEADS, SIZE))
+
+    return set(store_facts(CASE, wrong, run))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_fault"), [(7.5, True), (None, False), (float("nan"), True)]
+)
+def test_a_store_beyond_the_own_row_is_a_conflict_if_it_changes_the_next_row(numbers, is_fault):
+    output, wrong = torch.zeros(ROWS, HEADS, SIZE), torch.zeros(ROWS, HEADS, dtype=torch.bool)
+    found = facts(stores(output, 2, numbers), wrong)
+    assert len(found) == is_fault
+    assert all(is_conflict(one) and "kernel.py:290" in one for one in found)
+
+
+def test_programs_that_store_their_rows_alone_have_no_facts():
+    output, wrong = torch.zeros(ROWS, HEADS, SIZE), torch.ones(ROWS, HEADS, dtype=torch.bool)
+    assert facts(stores(output, 0, None), wrong) == set()
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_an_element_that_no_program_stores_is_stated_where_the_output_is_wrong(is_wrong):
+    output = torch.zeros(ROWS + 1, HEADS, SIZE)
+    wrong = torch.zeros(ROWS + 1, HEADS, dtype=torch.bool)
+    wrong[ROWS, 3] = is_wrong
+    found = facts(stores(output, 0, None), wrong)
+    assert found == ({"no kernel writes some elements of the output"} if is_wrong else set())
+
+
+def test_scratch_memory_with_unwritten_elements_is_not_the_output():
+    """Maxima of segments are [rows, heads, segments]."""
+    scratch = torch.zeros(ROWS + 1, HEADS, SIZE + 1)
+    wrong = torch.ones(ROWS + 1, HEADS, dtype=torch.bool)
+    assert facts(stores(scratch, 0, None), wrong) == set()
+
+
+def test_a_right_output_refutes_only_facts_that_are_no_faults_there():
+    conflict, other = "kernel.py:1 stores other numbers to elements of out that …", "other"
+    left = frozenset({conflict, other})
+    assert refuted_by_right(left, left) == {conflict}
+    assert refuted_by_right(left, frozenset()) == left
+
+
+def test_nothing_is_stated_of_kernels_that_are_not_interpreted():
+    wrong = torch.ones(1, 1, dtype=torch.bool)
+    assert not list(store_facts(CASE.replace(backend="model"), wrong, None))
