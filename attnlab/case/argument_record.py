@@ -35,6 +35,7 @@ class OpArgument:
       numbers in the platform's E4M3.
     - ``least_head_size``: the smallest head_size.
     - ``refused_masks``: masks with which the op refuses the argument; ``refusal``: by which line.
+    - ``no_xray``: why values of 0 and 1 do not show the weights of the keys, or "".
     - ``far_dim``: the dimension of tensors whose last index is beyond 2^31 elements, or None.
     """
 
@@ -48,6 +49,7 @@ class OpArgument:
     least_head_size: int = 1
     refused_masks: tuple[str, ...] = ()
     refusal: str = ""
+    no_xray: str = ""
     far_dim: int | None = None
 
     @property

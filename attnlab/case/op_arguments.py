@@ -26,6 +26,7 @@ _ALL = (
         parameters=("use_alibi_sqrt",),
         summary="the bias of ALiBi is the slope times the negative root of the distance",
         needs={**_PLAIN, "alibi": True},
+        no_xray="its rules know the ALiBi bias by distance alone",
     ),
     OpArgument(
         name="fp8_query",
@@ -42,6 +43,7 @@ _ALL = (
         summary="the output is FP8, with a scale; in a merge the last tokens have no context",
         needs=_CAUSAL,
         has_fp8=True,
+        no_xray="an FP8 output holds a weight to 4 bits",
     ),
     OpArgument(
         name="int8_per_token_head",
@@ -103,6 +105,7 @@ _ALL = (
         parameters=("k", "v", "key", "value"),
         summary="key and value are None: new tokens come from the cache",
         needs=_CAUSAL,
+        no_xray="it passes coded values of new tokens as arguments, which the op does not get",
     ),
     OpArgument(
         name="block_pointers",
@@ -117,6 +120,7 @@ _ALL = (
         parameters=("sinks_bias_key0",),
         summary="a sink is added to the score of key 0, and has no weight of its own",
         needs={**_CAUSAL, "sinks": True},
+        no_xray="its rules know no bias of a single key",
     ),
     OpArgument(
         name="skip_decode",
@@ -129,6 +133,7 @@ _ALL = (
             "pad_batch": 0,
             "output_init": "zeros",
         },
+        no_xray="rows that the op skips have no weights",
     ),
     OpArgument(
         name="suffix_only_tokens",
@@ -150,6 +155,7 @@ _ALL = (
         parameters=("is_mla",),
         summary="the value is the first eight ninths, or all, of the key (MLA)",
         needs=_CAUSAL,
+        no_xray="the values are a part of the keys, so they cannot be coded alone",
     ),
     OpArgument(
         name="default_scales",

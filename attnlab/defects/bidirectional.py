@@ -13,7 +13,7 @@ from attnlab.defects.row_slice import RowSlice
 from attnlab.tensors.sequence_mask import mask_of
 
 TILES = (16, 32, 64, 128)
-_ROWS = (16, 8, 4, 2, 1)  # rows of a block: 16 rows and heads, by heads per KV head
+_ROWS = (16, 8, 5, 4, 3, 2, 1)  # rows of a block: 16 // num_queries_per_kv
 
 
 def _has_ranges(problem: Problem) -> bool:

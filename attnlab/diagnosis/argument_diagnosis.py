@@ -1,7 +1,8 @@
 """Diagnose a wrong output of a Case with an op argument: where it is wrong, by how much, and what gives it.
 
-The defects of the catalogue do not know the format that the argument asks for, so they are not compared. An
-output that is wrong without the argument, too, is diagnosed as that one.
+An X-ray describes the weights, where the op argument allows one. The defects of the catalogue do not know the
+format that the argument asks for, so they are not compared. An output that is wrong without the argument is
+diagnosed as that one.
 """
 
 import dataclasses
@@ -21,15 +22,19 @@ from attnlab.diagnosis.argument_pattern import (
     sizes_of_case,
 )
 from attnlab.diagnosis.cells import Cells
+from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.examination import check_output
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
+from attnlab.diagnosis.refinement import can_xray
 from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.side_claim import side_claims
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+from attnlab.weights.public import xray
 
+_XRAY_S = 6.0  # time for the search for a description
 _MOST_CASES = 2  # further cases; their references are slow
 _UNKNOWN = "which defect of the catalogue it is: they do not know what an op argument changes"
 
@@ -62,7 +67,25 @@ def diagnose_argument(
     found = _described(case, cells, argument_pattern(lab, case, cells, output.dtype))
     if ran is not None:
         found = _confirmed(lab, case, found)
+        found = _with_xray(lab, case, found, sum(ran.seconds.values()))
     return dataclasses.replace(found, seconds=time.perf_counter() - began)
+
+
+def _with_xray(lab: Lab, case: Case, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
+    """Return the diagnosis with an X-ray of the kernel, if the op argument allows it and it is quick; what it
+    describes must hold for a second Case. ``seconds``: that a run takes.
+    """
+    if case.argument.no_xray or not can_xray(case, seconds):
+        return diagnosis
+    try:
+        seen = xray(case, lab=lab, limit_s=_XRAY_S)
+    except AttnLabError:
+        return diagnosis  # the call is too large, or the kernel rejects coded values
+    diagnosis = dataclasses.replace(diagnosis, xray=seen)
+    if seen.description is None or not seen.confirmed:
+        return diagnosis
+    weights = DescribedWeights(description=seen.description, cases=1)
+    return dataclasses.replace(diagnosis, status="described", weights=weights)
 
 
 def claim_of_argument(lab: Lab, case: Case, output: torch.Tensor) -> PatternClaim | None:

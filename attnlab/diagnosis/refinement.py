@@ -132,7 +132,7 @@ def _from_the_first_block(lab: Lab, case: Case, diagnosis: Diagnosis, kernel: Ke
 
 def _with_xray(case: Case, kernel: Kernel, diagnosis: Diagnosis, seconds: float) -> Diagnosis:
     """Return the diagnosis with an X-ray, if one may change it and is quick; a run takes ``seconds``."""
-    if kernel.xray is None or not needs_xray(diagnosis) or not _can_xray(case, seconds):
+    if kernel.xray is None or not needs_xray(diagnosis) or not can_xray(case, seconds):
         return diagnosis
     try:
         return with_xray(diagnosis, kernel.xray(case))
@@ -151,7 +151,7 @@ def _with_weights(lab: Lab, case: Case, kernel: Kernel, diagnosis: Diagnosis) ->
     return dataclasses.replace(diagnosis, status=status, weights=weights)
 
 
-def _can_xray(case: Case, seconds: float) -> bool:
+def can_xray(case: Case, seconds: float) -> bool:
     """Answer whether an X-ray takes seconds at most, if a run takes ``seconds``."""
     slots = case.total_blocks * case.block_size
     is_small = case.lengths.num_tokens * case.num_heads * slots <= _XRAY_WEIGHTS

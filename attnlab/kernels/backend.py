@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
@@ -30,6 +32,8 @@ class RunOptions:
     - ``trace_reads``: record which elements of the cache the kernels read.
     - ``kv_head_range``, ``seq_range``: the KV heads and the sequences to run, None for all.
     - ``argument_of``: the Case whose op argument is passed, or None (:mod:`attnlab.case.op_arguments`).
+    - ``value_scale``: with which values are stored in a cache with a scale per token and head, in place of
+      that of their numbers, [num_blocks, block_size, num_kv_heads] float32.
     - ``on_step``: called before each step of a long run.
     - ``on_notice``: called with a message before a run that will take minutes.
     """
@@ -38,6 +42,7 @@ class RunOptions:
     kv_head_range: range | None = None
     seq_range: range | None = None
     argument_of: Case | None = None
+    value_scale: torch.Tensor | None = field(default=None, compare=False)
     on_step: OnStep = ignore_step
     on_notice: Callable[[str], None] = lambda text: None
 

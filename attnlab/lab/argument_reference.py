@@ -107,7 +107,11 @@ def _rounding(case: Case, call: KernelCall, kernels: Sequence[str], one: _Sequen
     """Return what the kernels round for a sequence."""
     is_prefill = PREFILL in kernels and (one.query.shape[1] > 1 or len(kernels) == 1)
     serving = (PREFILL,) if is_prefill else tuple(name for name in kernels if name != PREFILL)
-    rounding = Rounding.of(call, Target.of(case), serving)
+    return argument_rounding(case, Rounding.of(call, Target.of(case), serving))
+
+
+def argument_rounding(case: Case, rounding: Rounding) -> Rounding:
+    """Return what kernels round with a Case's op argument; ``rounding``: what they round without it."""
     if case.op_argument == "fp8_query":  # weights times 256 are rounded to FP8
         terms = 1 + round(_FP8_UNIT / rounding.unit)
         return dataclasses.replace(rounding, terms=terms, step=_FP8_STEP / 128)
@@ -120,7 +124,7 @@ def _sequences(case: Case, batch: Batch, read: Read | None = None) -> Iterator[_
     rows, tokens = batch.token_start_loc, batch.kv_start_loc
     for seq, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
         here, own = slice(rows[seq], rows[seq + 1]), slice(tokens[seq], tokens[seq + 1])
-        query = _query(case, batch.query[here]).double().transpose(0, 1)
+        query = query_as_read(case, batch.query[here]).double().transpose(0, 1)
         key, value = (
             one.double().transpose(0, 1).repeat_interleave(case.num_queries_per_kv, 0)
             for one in _stored(case, batch.key[own], batch.value[own], cached, read)
@@ -173,7 +177,7 @@ def _scale(case: Case) -> float:
     return case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
 
 
-def _query(case: Case, query: torch.Tensor) -> torch.Tensor:
+def query_as_read(case: Case, query: torch.Tensor) -> torch.Tensor:
     """Return the query as the op reads it."""
     if case.op_argument != "fp8_query":
         return query

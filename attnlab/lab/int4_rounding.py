@@ -81,9 +81,15 @@ class Int4Rounding:
         found = found + self.weight * torch.minimum(whole, likely) + keys * 2.0**-23 * whole
         mean = rotated.unflatten(-1, (-1, size)).mean(-1, keepdim=True)
         mean = mean.expand(*mean.shape[:-1], size).flatten(-2)
-        e = self._rotation(size)
-        last: torch.Tensor = (self.rounding.unit + e + size * 2.0**-24) * mean
-        return found + e * output.abs() + last
+        last: torch.Tensor = self.output_error(size) * mean
+        return found + self._rotation(size) * output.abs() + last
+
+    def output_error(self, size: int) -> float:
+        """Return by how much an output may be off, over the mean magnitude of the rotated ones.
+
+        ``size``: of the rotation.
+        """
+        return self.rounding.unit + self._rotation(size) + size * 2.0**-24
 
     def _rotation(self, size: int) -> float:
         """Return e of a rotation."""

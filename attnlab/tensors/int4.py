@@ -13,6 +13,7 @@ import torch
 _SIGN_SEED = 0x9E3779B9
 LEAST_SCALE = 1e-6
 _ZERO_BITS = 0xF
+_MIDDLE = 8  # a zero point: -8 to 7 can be stored
 
 
 def rotation_size(head_size: int) -> int:
@@ -50,6 +51,14 @@ def pack_int4(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = numbers.nan_to_num(0.0).clamp(0, 15).to(torch.uint8).unflatten(-1, (-1, 2))
     bits = scale.float().view(torch.int32) & ~_ZERO_BITS
     bits |= zero.nan_to_num(0.0).to(torch.int32)
+    return pairs[..., 0] | (pairs[..., 1] << 4), bits.view(torch.float32)
+
+
+def pack_with_scale(tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what :func:`pack_int4` does, for given scales [...] and the zero point 8."""
+    numbers = (rotate(tokens) / scale.double()[..., None]).round() + _MIDDLE
+    pairs = numbers.clamp(0, 15).to(torch.uint8).unflatten(-1, (-1, 2))
+    bits = (scale.float().view(torch.int32) & ~_ZERO_BITS) | _MIDDLE
     return pairs[..., 0] | (pairs[..., 1] << 4), bits.view(torch.float32)
 
 

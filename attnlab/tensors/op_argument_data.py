@@ -7,20 +7,25 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.int4 import pack_int4, rotate_back, unpack_int4
+from attnlab.tensors.int4 import pack_int4, pack_with_scale, rotate_back, unpack_int4
 
 QUERY_SCALE = 0.125  # of an FP8 query, whose elements are at most 448
 OUTPUT_SCALE = 0.03125  # of an FP8 output
 
 
-def stored_numbers(case: Case, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def stored_numbers(
+    case: Case, tokens: torch.Tensor, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens [..., head_size] as the Case's cache stores them, and the scale of each [...] float32.
 
-    The cache has a scale per token and head. Two numbers of INT4 are one byte.
+    The cache has a scale per token and head: ``scale``, or that of their numbers. Two numbers of INT4 are one
+    byte.
     """
     if case.argument.is_packed:
-        return pack_int4(tokens)
-    return per_token_head(tokens, scaled_dtype(case))
+        return pack_int4(tokens) if scale is None else pack_with_scale(tokens, scale)
+    if scale is None:
+        return per_token_head(tokens, scaled_dtype(case))
+    return (tokens.float() / scale[..., None]).to(scaled_dtype(case)), scale
 
 
 def decoded_numbers(case: Case, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

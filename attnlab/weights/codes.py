@@ -24,18 +24,18 @@ def num_slots(call: KernelCall) -> int:
     return cache_slots(call) + (call.query.shape[0] if has_new_slots(call) else 0)
 
 
-def one_hot(call: KernelCall, lanes: torch.Tensor) -> Iterator[torch.Tensor]:
+def one_hot(call: KernelCall, lanes: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
     """Yield the values of each run, [N, num_kv_heads, head_size] int8.
 
-    ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run. The values
-    are on the call's device.
+    ``lanes``: [N], the lane of each slot. The slot is 1 in the element of its lane, in one run. ``width``:
+    the number of elements that are used. The values are on the call's device.
     """
     lanes = lanes.to(call.query.device)
     head_size, slots = call.query.shape[2], torch.arange(len(lanes), device=lanes.device)
-    for first in range(0, int(lanes.max()) + 1, head_size):
+    for first in range(0, int(lanes.max()) + 1, width):
         shape = (len(lanes), call.key.shape[1], head_size)
         codes = torch.zeros(shape, dtype=torch.int8, device=lanes.device)
-        here = (lanes >= first) & (lanes < first + head_size)
+        here = (lanes >= first) & (lanes < first + width)
         codes[slots[here], :, lanes[here] - first] = 1
         yield codes
 

@@ -14,12 +14,19 @@ from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
-from attnlab.weights.codes import with_drawn_keys, with_finite_keys
+from attnlab.weights.argument_setup import with_argument, with_stored
+from attnlab.weights.codes import num_slots, with_drawn_keys, with_finite_keys
 from attnlab.weights.device import moved
 from attnlab.weights.evidence import explained
 from attnlab.weights.head_groups import right_weights, some_rows
 from attnlab.weights.lanes import shared_lanes
-from attnlab.weights.measurement import Measurement, measure, runner, values_are_right
+from attnlab.weights.measurement import (
+    MOST_RUNS,
+    Measurement,
+    measure,
+    runner,
+    values_are_right,
+)
 from attnlab.weights.plan import right_plan
 from attnlab.weights.setup import AttentionSetup, make_setup
 from attnlab.weights.size import check_size
@@ -90,15 +97,18 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
     owners = slot_owners(call)
     held = holds_token(call, owners) if subject.written is None else subject.written
     call = with_finite_keys(call, target, ~held)
-    setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads, device)
+    setup = _setup(subject, call)
     drawn = not law_is_visible(setup)
     if drawn:
         call = with_drawn_keys(call, target)
-        setup = make_setup(call, target, subject.kernels, subject.rows, subject.heads, device)
+        setup = _setup(subject, call)
     run = runner(subject.backend, target, subject.kernels, subject.options, device)
+    if is_packed(subject.case):  # INT4 cannot store random codes
+        values, resolve = False, resolve and num_slots(call) <= MOST_RUNS * setup.width
     expected = right_weights(setup)
     lanes = moved(shared_lanes(call, owners), device)
     measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
+    setup = with_stored(setup, subject.case, measurement.lanes.of, not measurement.error)
     if measurement.error:
         setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
     return Examined(
@@ -108,6 +118,18 @@ def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> E
         owners=moved(owners, device),
         drawn=drawn,
     )
+
+
+def _setup(subject: Subject, call: KernelCall) -> AttentionSetup:
+    """Return the setup of a subject whose call is ``call``."""
+    rows, heads = subject.rows, subject.heads
+    setup = make_setup(call, subject.target, subject.kernels, rows, heads, subject.device)
+    return with_argument(setup, subject.case, subject.backend.device == "cuda")
+
+
+def is_packed(case: Case | None) -> bool:
+    """Answer whether the cache of a Case has two numbers in a byte."""
+    return case is not None and case.argument.is_packed
 
 
 def check_weighs_values(op: Op) -> None:

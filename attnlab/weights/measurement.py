@@ -191,7 +191,7 @@ class _Reader:
 
     def runs_of(self, lanes: Lanes) -> int:
         """Return the number of runs that measure lanes."""
-        return -(-lanes.count // self._setup.call.query.shape[2])
+        return -(-lanes.count // self._setup.width)
 
     def _outputs(self, codes: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the outputs of the rows and heads for each of the codes, [R, H, runs × head_size]."""
@@ -201,14 +201,15 @@ class _Reader:
         call = with_values(self._setup.call, self._setup.target, codes)
         call.output.fill_(output)
         self._runs += 1
-        found, rows, heads = self._run(call), self._setup.rows, self._setup.heads
+        found = self._run(call)[..., : self._setup.width]
+        rows, heads = self._setup.rows, self._setup.heads
         if found.shape[:2] == (len(rows), len(heads)):
             return found  # the rows and heads are ascending
         return found[rows][:, heads]
 
     def lanes(self, lanes: Lanes) -> torch.Tensor:
         """Return the sums of the weights by lane, then zeros, [R, H, runs × head_size]."""
-        read = self._outputs(one_hot(self._setup.call, lanes.of))
+        read = self._outputs(one_hot(self._setup.call, lanes.of, self._setup.width))
         scale = value_scale(self._setup.call)
         if scale != 1:
             read[..., : lanes.cached] /= scale
@@ -221,9 +222,9 @@ class _Reader:
 
     def sketch_codes(self, slots: torch.Tensor) -> torch.Tensor:
         """Return what the kernel weighs of some slots in those runs, [n, M] float32."""
-        call = self._setup.call
-        runs = range(sketch_runs(call))
-        codes = torch.cat([signed_codes(call, run)[slots, 0] for run in runs], 1).float()
+        call, runs = self._setup.call, range(sketch_runs(self._setup.call))
+        width = self._setup.width
+        codes = torch.cat([signed_codes(call, run)[slots, 0, :width] for run in runs], 1).float()
         codes[slots < cache_slots(call)] *= value_scale(call)
         return codes
 
@@ -240,10 +241,10 @@ class _Reader:
             weights = unfolded(setup, lanes, read[..., : lanes.count])
         unwritten = read.isnan().flatten(1).all(1)
         if bool(unwritten.any()):
-            zeros = self._output(next(one_hot(call, lanes.of)), 0.0)
+            zeros = self._output(next(one_hot(call, lanes.of, setup.width)), 0.0)
             unwritten &= (zeros == 0).flatten(1).all(1)
         codes = random_codes(call)
-        numbers = codes.to(setup.device).double()
+        numbers = codes[..., : setup.width].to(setup.device).double()
         predicted, magnitude = weigh(call, weights, numbers, setup.kv_head)
         output = self._output(codes) if self._values else predicted
         return Measurement(

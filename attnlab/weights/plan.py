@@ -25,7 +25,8 @@ class Plan:
     - ``zero_keys``: [R], keys of score 0 and value 0 in the denominator. ``sinks``: [H] or None.
     - ``gain``: of the values, from the cache and from new tokens.
     - ``head_factor``, ``head_gain``: [H], of the scores and of the output of each head; or None.
-    - ``entry_factor``: [H, E], of the scores; or None.
+    - ``entry_factor``: [H, E], of the scores; or None. ``value_gain``: [H, N], of the value of each slot; or
+      None.
     - ``fixed_logit``: [R, E], logits that do not depend on the key, NaN for those that do; or None.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     head_factor: torch.Tensor | None = None
     head_gain: torch.Tensor | None = None
     entry_factor: torch.Tensor | None = None
+    value_gain: torch.Tensor | None = None
 
     def weights(self) -> torch.Tensor:
         """Return the weight of each slot, [R, H, N] float64; 0 for a row that sees no key."""
@@ -57,7 +59,8 @@ class Plan:
         slots = self.value_slot[:, None].expand_as(entries)
         found = entries.new_zeros(*entries.shape[:2], self.setup.num_slots + 1)
         found.scatter_add_(2, torch.where(slots < 0, self.setup.num_slots, slots), entries)
-        return found[..., :-1]
+        found = found[..., :-1]
+        return found if self.value_gain is None else (found * self.value_gain).nan_to_num(0.0)
 
     def entry_weights(self) -> torch.Tensor:
         """Return the weight of each entry, [R, H, E] float64."""

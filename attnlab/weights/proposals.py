@@ -27,6 +27,7 @@ from attnlab.weights.score_rules import (
 )
 from attnlab.weights.setup import AttentionSetup
 from attnlab.weights.slot_rules import HEAD_FORMS, SLOPE_FORMS, KeyHead, OtherSlots, SlopeOf
+from attnlab.weights.stored_rules import StoredRead
 from attnlab.weights.tile_rules import fitted_tiles, partitions
 
 START = Edge("start")
@@ -50,6 +51,8 @@ def proposals(
     if bool((measured == 0).all()):
         yield NoKeys()
         return
+    if plan.setup.stored is not None:
+        yield from (StoredRead(name) for name in plan.setup.stored.reads)
     if traits.extra or traits.missing or traits.law:
         yield from _slots(plan.setup, traits)
     yield from _keys(plan.setup, traits)

@@ -18,6 +18,7 @@ from attnlab.lab.memory_check import check_memory
 from attnlab.lab.public import default_lab
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.argument_setup import check_readable, with_value_scales
 from attnlab.weights.codes import num_slots
 from attnlab.weights.conclude import xray_of
 from attnlab.weights.device import device_for
@@ -103,6 +104,7 @@ def _on_fastest(subject: Subject, requested: str | None) -> Subject:
 def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     """Return what is measured of a Case: the rows and heads that it runs."""
     check_weighs_values(case.spec)
+    check_readable(case)
     check_memory(case, backend.cache_copies)
     backend.check(case)
     rows = case.query_rows or range(case.lengths.num_tokens)
@@ -110,7 +112,7 @@ def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
     slots = case.total_blocks * case.block_size
     check_numbers(len(rows), len(heads), slots)
     call, provenance = lab.call(case), lab.cache(case).provenance
-    options = RunOptions.of(case)
+    options = with_value_scales(RunOptions.of(case), case, call)
     if lab.on_step is not None:
         options = dataclasses.replace(options, on_step=lab.on_step)
     return Subject(

@@ -16,9 +16,10 @@ from attnlab.case.ops import DECODE_FWD, PREFILL
 from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.defects.problem import Problem
 from attnlab.kernels.model.cache_reads import format_of
-from attnlab.lab.rounding import Rounding
 from attnlab.tensors.call import KernelCall
+from attnlab.weights.bounds import bounds_of
 from attnlab.weights.device import moved
+from attnlab.weights.stored_cache import StoredCache
 
 OVERHANG = 8  # entries after the last new token of a sequence
 DECODES = (TRITON_DECODE, ROCM_DECODE, DECODE_FWD)
@@ -37,6 +38,8 @@ class AttentionSetup:
     - ``query``: [R, H, head_size]; ``key``: [N, num_kv_heads, head_size], as the kernel reads the slots.
     - ``kv_head``: [H]; ``slopes``, ``sinks``: [H] or None; ``softcap``: None for no cap.
     - ``kept``: [N] the numbers of the slots in memory, ascending, if only some are in the setup; else None.
+    - ``value_size``: the elements of a value, None for head_size. ``stored``: what the cache holds, if it has
+      a scale per token and head.
     - ``relative``, ``fixed``: [R], the bound of a weight w is relative × w + fixed.
 
     All tensors are on one device, ``device``; those of ``call`` may be on another.
@@ -65,6 +68,8 @@ class AttentionSetup:
     relative: torch.Tensor
     fixed: torch.Tensor
     kept: torch.Tensor | None = None
+    value_size: int | None = None
+    stored: StoredCache | None = None
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +80,11 @@ class AttentionSetup:
     def num_slots(self) -> int:
         """Return N, the number of slots of the cache and of new tokens."""
         return self.key.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements of a value, and so of the lanes that a run measures."""
+        return self.call.query.shape[2] if self.value_size is None else self.value_size
 
     @property
     def cache_slots(self) -> int:
@@ -91,7 +101,8 @@ class AttentionSetup:
     def with_slots(self, kept: torch.Tensor) -> "AttentionSetup":
         """Return the setup of a part of all slots; ``kept``: [n], ascending."""
         entry_slot = places(kept, self.entry_slot)
-        return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=self.key[kept])
+        key = self.key[kept]
+        return dataclasses.replace(self, kept=kept, entry_slot=entry_slot, key=key, stored=None)
 
     @property
     def query_len(self) -> torch.Tensor:
@@ -190,7 +201,7 @@ def make_setup(
     query = call.query.to(device)[rows.to(device)][:, heads.to(device)].double()
     kv_head = heads // call.num_queries_per_kv
     names = tuple(_kernel_of(problem, int(one)) for one in seq)
-    relative, fixed = _bounds(problem, seq, query, key)
+    relative, fixed = bounds_of(problem, seq, query, key)
     slopes, sinks = call.alibi_slopes, call.sinks
     setup = AttentionSetup(
         call=call,
@@ -260,32 +271,3 @@ def _kernel_of(problem: Problem, seq: int) -> str:
     if not problem.is_decode(seq):
         return PREFILL
     return next(name for name in problem.kernels if name != PREFILL)
-
-
-def _bounds(
-    problem: Problem, seq: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the relative and the fixed part of the bound of a weight, each [R].
-
-    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1.
-    """
-    call = problem.call
-    query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
-    key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
-    relative, fixed = {}, {}
-    for one in seq.unique().tolist():
-        rounding: Rounding = problem.rounding(one)
-        length = problem.seq_len(one)
-        slopes = call.alibi_slopes
-        bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
-        error = rounding.score_error(
-            *(query_norm, key_norm, call.query.shape[2], problem.sm_scale, bias),
-            call.softcap or 0.0,
-        )
-        relative[one] = min(rounding.relative(length, error), 1e3)
-        fixed[one] = rounding.fixed(length, 1.0) + 1e-9
-    rows = seq.tolist()
-    return (
-        torch.tensor([relative[one] for one in rows], dtype=torch.float64),
-        torch.tensor([fixed[one] for one in rows], dtype=torch.float64),
-    )

@@ -61,7 +61,7 @@ class ValueFaults:
 
 def predicts_values(setup: AttentionSetup, found: Measurement, faults: ValueFaults) -> torch.Tensor:
     """Return for which rows the faults give the output with random values, [R] bool."""
-    codes = random_codes(found.call).double()
+    codes = random_codes(found.call)[..., : setup.width].double()
     kv_heads = faults.kv_heads_of(setup)
     predicted, _ = weigh(found.call, found.weights, codes, kv_heads)
     if faults.elements is not None:
@@ -107,7 +107,7 @@ def _is_linear(setup: AttentionSetup, found: Measurement, run: Run, rows: torch.
     """Answer whether twice the random values give twice the output in some rows."""
     codes = random_codes(found.call)
     once, twice = (
-        run(with_values(found.call, setup.target, times * codes))[found.rows][:, found.heads][rows]
+        _some(run(with_values(found.call, setup.target, times * codes)), setup, found)[rows]
         for times in (1, 2)
     )
     bound = 4 * residual_bound(setup, found)[rows] + 0.02 * once.abs()
@@ -121,11 +121,16 @@ def _ran(
     call = found.call
     codes = code(call.key.shape[1], call.query.shape[2]).to(torch.int8)
     codes = codes.expand(num_slots(call), *codes.shape[-2:]).contiguous()
-    output = run(with_values(call, setup.target, codes))[found.rows][:, found.heads]
+    output = _some(run(with_values(call, setup.target, codes)), setup, found)
     # with FP8, cached values are multiplied by v_scale: the run with ones measures that, too
     ones = torch.ones_like(codes)
-    total = run(with_values(call, setup.target, ones))[found.rows][:, found.heads]
+    total = _some(run(with_values(call, setup.target, ones)), setup, found)
     return output / total.clamp(min=1e-12)
+
+
+def _some(output: torch.Tensor, setup: AttentionSetup, found: Measurement) -> torch.Tensor:
+    """Return the rows, heads and elements of an output that were measured, [R, H, width]."""
+    return output[found.rows][:, found.heads][..., : setup.width]
 
 
 def _heads_of(
@@ -169,7 +174,7 @@ def _elements_of(
     setup: AttentionSetup, found: Measurement, run: Run, rows: torch.Tensor
 ) -> tuple[torch.Tensor | None, str]:
     """Return which elements of the values the output has, if not its own."""
-    size = found.call.query.shape[2]
+    size = setup.width
     place, power = torch.zeros(len(setup.rows), len(setup.heads), size), 1
     while power < size:
         step = power

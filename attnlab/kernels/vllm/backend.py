@@ -162,6 +162,7 @@ class VllmBackend(Backend):
             self.device,
             options.trace_reads,
             options.argument_of,
+            options.value_scale,
         )
         return RunOutput(log=log, is_traced=options.trace_reads)
 
@@ -191,14 +192,13 @@ def run(
     where: str = "cpu",
     watch: bool = False,
     argument_of: Case | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> RunLog:
     """Run the real op, or some heads or sequences of it, into ``call.output``.
 
-    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots of the
-    cache the programs load. ``argument_of``: a Case whose op argument is passed. Returns what was recorded;
-    on a GPU that is only the LSE and padded rows.
-
-    Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
+    ``where`` is "cuda" for a GPU, "cpu" for Triton's interpreter. ``watch`` records which slots the programs
+    load. ``argument_of``, ``value_scale``: as in RunOptions. Returns what was recorded, on a GPU only the LSE
+    and padded rows. Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
     check_runs(call.query.dtype, where, share, watch)
     loaded = load(source, target.platform, where, is_measuring())
@@ -211,7 +211,8 @@ def run(
     function = loaded.function(call.op)
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
-        passed = pass_argument(argument_of, passed.arguments, parameters_of(function))
+        names = parameters_of(function)
+        passed = pass_argument(argument_of, passed.arguments, names, value_scale)
         function, passed = with_function(loaded.loader, function, passed)
     if is_measuring():
         note_arguments(argument_facts(function, passed.arguments))

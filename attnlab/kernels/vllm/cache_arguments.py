@@ -10,6 +10,9 @@ from attnlab.tensors.op_argument_data import latent_size, narrow_size, stored_nu
 _DIFFKV = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
 
 
+VALUE_SCALE = "value_scale"  # what values are stored with, or None for the scale of their numbers
+
+
 def scaled_cache(case: Case, given: Arguments) -> Arguments:
     """Pass a quantised cache, with NaN as the scales of empty slots.
 
@@ -20,7 +23,8 @@ def scaled_cache(case: Case, given: Arguments) -> Arguments:
     changed: Arguments = {"kv_quant_mode": cache.mode}
     for name, dim in zip(("k", "v"), cache.far_dims, strict=True):
         # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
-        stored, scale = stored_numbers(case, given[name].cpu())
+        chosen = given.get(VALUE_SCALE) if name == "v" else None
+        stored, scale = stored_numbers(case, given[name].cpu(), chosen)
         scale = scale.to(given[name].device)
         scales = with_gaps(scale, scale.dim()) if dim is None else far_dim(scale, dim)
         changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}

@@ -10,7 +10,12 @@ from attnlab.case.errors import OutOfMemory, Unsupported
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import diffkv, latent_cache, scaled_cache
+from attnlab.kernels.vllm.cache_arguments import (
+    VALUE_SCALE,
+    diffkv,
+    latent_cache,
+    scaled_cache,
+)
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import (
     USED_STRIDES,
@@ -25,11 +30,16 @@ from attnlab.tensors.formats import FORMATS
 from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
 
 
-def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Passed:
+def pass_argument(
+    case: Case,
+    arguments: Arguments,
+    parameters: set[str],
+    value_scale: torch.Tensor | None = None,
+) -> Passed:
     """Return ``arguments`` with the op argument of a Case; they are those that the op gets without one.
 
-    ``parameters``: the names of the op's parameters. Raises Unsupported if the release lacks one, OutOfMemory
-    if the tensors do not fit on a GPU.
+    ``parameters``: the names of the op's parameters. ``value_scale``: as in RunOptions. Raises
+    Unsupported if the release lacks one, OutOfMemory if the tensors do not fit on a GPU.
     """
     name = case.op_argument
     if name == NONE:
@@ -38,7 +48,7 @@ def pass_argument(case: Case, arguments: Arguments, parameters: set[str]) -> Pas
         text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
         raise Unsupported(text)
     try:
-        made = _MAKERS[name](case, dict(arguments))
+        made = _MAKERS[name](case, {**arguments, VALUE_SCALE: value_scale})
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"op_argument {name} needs more memory than the GPU has") from error
     found = made if isinstance(made, Passed) else Passed(arguments={**arguments, **made})

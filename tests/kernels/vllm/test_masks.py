@@ -11,10 +11,12 @@ from helpers.sources import needs_triton, of_release
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unsupported
 from attnlab.case.masks import MASKS
+from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.contracts.target import Target
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.backend import run
 from attnlab.lab.lab import Lab
@@ -76,7 +78,7 @@ def test_the_faults_of_0_33_0_are_found_and_named():
     lab = Lab(source=backend.path, device="cpu")
     found = {}
     for case in hostile_cases(backend, UNIFIED, "sm_90", 31, 0):
-        if case.mask == "causal" or case.num_splits:
+        if case.mask == "causal" or case.num_splits or case.op_argument != NONE:
             continue
         for finding in check_case(lab, backend, case):
             if finding.is_fault:
@@ -85,6 +87,18 @@ def test_the_faults_of_0_33_0_are_found_and_named():
     for faults in found.values():
         ((diagnosis, names),) = faults
         assert diagnosis == "window_of_first_row" or "window_of_first_row" in names
+
+
+@pytest.mark.parametrize(("group", "rows"), [(3, 5), (5, 3)])
+def test_blocks_whose_rows_are_no_power_of_two(group, rows):
+    """A block has 16 // num_queries_per_kv rows."""
+    fields = {"query_lens": (8,), "ctx_lens": (17,), "num_heads": group, "head_size": 32}
+    fields |= {"num_queries_per_kv": group, "backend": "vllm", "num_splits": 0}
+    case = hostile(op=UNIFIED, mask="bidirectional", sliding_window=7, platform="sm_90", **fields)
+    lab = Lab(source=of_release("0.33.0").path, device="cpu")
+    found = diagnose(case, lab.output(case), lab=lab, propose=False)
+    assert "window_of_first_row" in {one.name for one in found.explanations}
+    assert any(f"blocks of {rows} rows" in one for one in found.sentences())
 
 
 def test_sound_models_have_no_findings():
