@@ -13,6 +13,11 @@ def cache_types(interpreter: Any, scope: Any) -> None:
     scope.set_attr(interpreter, "_get_np_dtype", _np_dtype(interpreter._get_np_dtype))
     scope.set_attr(tl.block_type, "__init__", _block_type(tl, tl.block_type.__init__))
     scope.set_attr(tl.tensor, "__init__", _tensor(tl.tensor.__init__))
+    semantic = type(interpreter.interpreter_semantic)
+    scope.set_attr(semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value))
+    scope.set_attr(
+        semantic, "computation_type_impl", _computation_type(semantic.computation_type_impl)
+    )
 
 
 def _np_dtype(compute: Any) -> Any:
@@ -55,3 +60,49 @@ def _tensor(compute: Any) -> Any:
         tensor.shape, tensor.numel = known[type.name]
 
     return init
+
+
+def _broadcast(compute: Any) -> Any:
+    """Return ``broadcast_impl_value`` that finds the types of its results once for two types.
+
+    The original builds and compares tuples of constexpr at each call.
+    """
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}  # None: the value is returned as it is
+
+    def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
+        key = (lhs.type.name, rhs.type.name)
+        if key not in known:
+            left, right = compute(semantic, lhs, rhs)
+            known[key] = (
+                None if left is lhs else left.type,
+                None if right is rhs else right.type,
+            )
+            return left, right
+        left_ty, right_ty = known[key]
+        return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)
+
+    return broadcast
+
+
+def _spread(semantic: Any, value: Any, type: Any) -> Any:
+    """Return a value with the shape of a type, or itself for None."""
+    if type is None:
+        return value
+    if value.type.is_block():
+        handle = semantic.builder.create_broadcast(value.handle, type.shape)
+    else:
+        handle = semantic.builder.create_splat(type, value.handle)
+    return semantic.tensor(handle, type)
+
+
+def _computation_type(compute: Any) -> Any:
+    """Return a cached ``computation_type_impl``, the dtype of an operation on two scalar types."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def computation_type(semantic: Any, a_ty: Any, a_is_scalar: Any, b_ty: Any, *rest: Any) -> Any:
+        key = (a_ty.name, a_is_scalar, b_ty.name, *rest)
+        if key not in known:
+            known[key] = compute(semantic, a_ty, a_is_scalar, b_ty, *rest)
+        return known[key]
+
+    return computation_type
