@@ -3,10 +3,12 @@
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
 from attnlab.case.platforms import PLATFORMS
 from attnlab.checker.finding import Finding
 from attnlab.kernels.triton.interpreter import load_triton
@@ -60,4 +62,5 @@ def _offer(source: Source, loaded: Loaded) -> None:
     sys.modules |= {"vllm": vllm, "vllm.triton_utils": utils}
     for folder in source.ops_folders:
         for name in OPS_MODULES:
-            sys.modules[f"{folder.replace('/', '.')}.{name}"] = loaded.loader.load(name)
+            with suppress(Unsupported):  # an op that the release lacks
+                sys.modules[f"{folder.replace('/', '.')}.{name}"] = loaded.loader.load(name)
