@@ -40,7 +40,7 @@ def with_function(
     module, name = passed.function
     try:
         found: Callable[..., None] = getattr(loader.load(module), name)
-    except Unavailable as error:
+    except (Unavailable, AttributeError) as error:
         raise Unsupported(f"this vLLM has no function {name}: {error}") from error
     names = parameters_of(found)
     kept = {key: value for key, value in passed.arguments.items() if key in names}
