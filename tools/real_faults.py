@@ -47,7 +47,7 @@ from fault_verification import answer_of, answer_of_argument
 from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable, Unsupported
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
@@ -116,7 +116,12 @@ def run_all(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as threads:
         ops = [HIP_OP] if args.hip else args.op or list(TRITON_OPS)
         name = "rocm" if args.hip else "vllm"
-        plans = [(find_source(path), op) for path in args.source for op in ops]
+        plans = [
+            (source, op)
+            for source in map(find_source, args.source)
+            for op in ops
+            if has_op(source, op)
+        ]
         kept = args.sound_folder or Path(folder)
         files = [kept / f"{source.version}-{name}-{op}.pt" for source, op in plans]
         list(threads.map(lambda plan, file: sound_in_process(*plan, name, file), plans, files))
@@ -135,6 +140,14 @@ def run_all(args: argparse.Namespace) -> None:
                 print(f"{i}/{len(orders)} {result['class']:15} {result['text']}", file=sys.stderr)
     print(f"{len(orders)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     print_summary(args.out)
+
+
+def has_op(source: Source, op: str) -> bool:
+    """Answer whether a release has an op; 0.11.2 has none for encoders, for example."""
+    try:
+        return op == HIP_OP or source.op_file(OPS[op].module).is_file()
+    except Unsupported:
+        return False
 
 
 def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
