@@ -7,6 +7,7 @@ import torch
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
+from attnlab.case.errors import Unsupported
 from attnlab.case.ops import WRITE
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
@@ -35,6 +36,13 @@ def case_of(name, seed=0):
     fields = {"query_lens": (3, 9), "ctx_lens": (18, 0), "num_heads": 4, "num_queries_per_kv": 2}
     fields |= {"head_size": 32, "distribution": "normal", "empty_slots": "nan", "stage": "sound"}
     return Case(op=WRITE, backend="vllm", op_argument=name, seed=seed, fill=None, **fields)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_release_without_the_function_of_a_write_is_unsupported(name):
+    lab = Lab(source=of_release("0.11.2").path, device="cpu")
+    with pytest.raises(Unsupported, match="no function"):
+        lab.run(dataclasses.replace(case_of(name), release="0.11.2"))
 
 
 def test_check_has_a_write_of_each_format(backend):
