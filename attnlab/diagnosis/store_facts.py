@@ -20,9 +20,8 @@ def store_facts(case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result
     """
     if case.backend != "vllm":
         return
-    known = case.replace(
-        empty_slots="garbage"
-    )  # stores of NaN by all programs would hide a conflict
+    # Stores of NaN by all programs would hide a conflict.
+    known = case.replace(empty_slots="garbage")
     with probing(Probe(records=True)) as probe:
         output = run(known).output
     for stores in stores_of(probe.launches):

@@ -29,6 +29,7 @@ from attnlab.reports.argument_script import (
     has_merge_script,
     merge_facts,
 )
+from attnlab.reports.ignored_script import has_ignored_script, ignored_facts
 from attnlab.reports.mask_script import MASK_TENSORS, mask_facts
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
@@ -113,6 +114,8 @@ def _script(case: Case, facts: dict[str, Any]) -> str:
     """Return the script of a finding, "" if it has none."""
     if has_merge_script(case):
         return render("merge_repro.py.j2", {**facts, **merge_facts(case)})
+    if has_ignored_script(case):
+        return render("ignored_repro.py.j2", {**facts, **_of_case(case)})
     return render("repro.py.j2", facts) if has_script(case) else ""
 
 
@@ -149,7 +152,7 @@ def _facts(finding: Finding, version: str) -> dict[str, Any]:
         "packages": {name: version_of(name) for name in ("torch", "triton")},
         "python": platform.python_version(),
     }
-    facts |= argument_facts(case)
+    facts |= argument_facts(case) | ignored_facts(case)
     return {**facts, **_of_case(case)} if has_script(case) else facts
 
 

@@ -22,6 +22,7 @@ OPS_MODULES = (
     "prefix_prefill",
     "triton_prefill_attention",
     "triton_unified_attention",
+    "int4_per_token_head",
     "triton_decode_attention",
     "triton_merge_attn_states",
 )
