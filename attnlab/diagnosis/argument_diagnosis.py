@@ -35,7 +35,9 @@ from attnlab.lab.result import Result
 from attnlab.weights.public import xray
 
 _XRAY_S = 6.0  # time for the search for a description
-_MOST_CASES = 2  # further cases; their references are slow
+_MOST_CASES = (
+    3  # further cases, the last with other places of sequences without context; references are slow
+)
 _UNKNOWN = "which defect of the catalogue it is: they do not know what an op argument changes"
 
 

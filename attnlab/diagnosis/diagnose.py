@@ -30,7 +30,7 @@ from attnlab.diagnosis.examination import check_output, examine
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import FULL, Limit
-from attnlab.diagnosis.outside_check import with_outside_reads
+from attnlab.diagnosis.outside_check import with_outside_reads, without_unfounded_rule
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
@@ -92,7 +92,9 @@ def diagnose(
     if kernel is not None and diagnosis.is_wrong and not diagnosis.bad_lines:
         diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
     if ran is not None:
-        diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
+        diagnosis = without_unfounded_rule(
+            dataclasses.replace(diagnosis, outside_rows=outside_rows)
+        )
         diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
         diagnosis = with_accesses(lab, case, diagnosis, own.run)
         diagnosis = with_bad_lines(lab, case, diagnosis, own.run)

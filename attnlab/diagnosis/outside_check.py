@@ -31,8 +31,9 @@ def with_outside_reads(
     """Return the diagnosis with the rows that depend on memory outside of the tensors.
 
     If the lines of these accesses recur wherever a further output is wrong, the status is "described", and
-    nothing is stated about values. A rule about addresses is: it is why an access is out of bounds. ``lab``
-    has its tensors on the CPU; ``run`` runs the kernels.
+    nothing is stated about values. A rule about addresses is, if it predicts rows that do not depend on that
+    memory: it is why an access is out of bounds. ``lab`` has its tensors on the CPU; ``run`` runs the
+    kernels.
     """
     rows = outside_rows(case, ran, run) if diagnosis.wrong_rows and ran.outside else ()
     if not rows:
@@ -53,7 +54,21 @@ def with_outside_reads(
         return diagnosis
     rule = find_rule(lab, case, lambda one: run(one).output.cpu())
     is_address = rule is not None and rule.candidate.defect.family == FAMILY
-    return dataclasses.replace(found, rule=rule if is_address else None)
+    return without_unfounded_rule(dataclasses.replace(found, rule=rule if is_address else None))
+
+
+def without_unfounded_rule(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis without a rule about addresses if every wrong row depends on memory outside.
+
+    The interpreter loads zeros there from every address, so that other factors give the same output.
+    """
+    rule = diagnosis.rule
+    if rule is None or rule.candidate.defect.family != FAMILY:
+        return diagnosis
+    if len(diagnosis.outside_rows) < diagnosis.wrong_rows:
+        return diagnosis
+    status = diagnosis.status if diagnosis.bad_lines else "unexplained"
+    return dataclasses.replace(diagnosis, rule=None, status=status)
 
 
 def outside_rows(case: Case, ran: Result, run: Run) -> tuple[int, ...]:
