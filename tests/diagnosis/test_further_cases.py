@@ -183,3 +183,11 @@ def test_log_sum_exps_at_wrong_addresses_are_found():
     assert laws[0] == "written to a wrong address: with stride 0 in place of row × stride 0"
     values[1] = expected[2] + 1
     assert not list(_misplaced(problem, values, expected, bound))
+
+
+def test_further_cases_of_the_op_of_encoders_have_no_context():
+    case = hostile(op="triton_prefill_attention", query_lens=(3, 9), ctx_lens=(0, 0), **SMALL)
+    further = [*further_cases(case)]
+    assert len(further) > 4
+    assert all(set(one.lengths.ctx_lens) == {0} for one in further)
+    assert max(max(one.lengths.query_lens) for one in further) > 256

@@ -4,16 +4,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.triton_example import CASE, TRITON
 
 from attnlab.case.case import Case
 from attnlab.diagnosis import bad_lines, confirmation, rule_search
+from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.outside_check import with_outside_reads
+from attnlab.diagnosis.outside_check import with_outside_reads, without_unfounded_rule
 from attnlab.lab.lab import Lab
 
 SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
@@ -69,6 +71,23 @@ def test_a_read_outside_that_changes_no_row_is_not_the_fault(tmp_path):
     first = examine(lab, case, ran.output, ()).diagnosis
     assert ran.outside
     assert with_outside_reads(lab, case, first, ran, lab.run) is first
+
+
+@pytest.mark.parametrize(
+    ("family", "outside", "stays"), [(FAMILY, 2, False), (FAMILY, 1, True), ("softmax", 2, True)]
+)
+def test_a_rule_about_addresses_needs_a_row_without_loads_from_outside(family, outside, stays):
+    rule = SimpleNamespace(candidate=SimpleNamespace(defect=SimpleNamespace(family=family)))
+    found = Diagnosis(
+        status="described",
+        tolerance=SMALL.tolerance,
+        looked_at=(0, 2),
+        rule=rule,
+        wrong_rows=2,
+        outside_rows=tuple(range(outside)),
+    )
+    left = without_unfounded_rule(found)
+    assert (left.rule is rule, left.status == "described") == (stays, stays)
 
 
 @pytest.mark.slow
