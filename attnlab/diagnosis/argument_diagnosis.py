@@ -35,9 +35,8 @@ from attnlab.lab.result import Result
 from attnlab.weights.public import xray
 
 _XRAY_S = 6.0  # time for the search for a description
-_MOST_CASES = (
-    3  # further cases, the last with other places of sequences without context; references are slow
-)
+# Further cases, whose references are slow. The third has its sequences without context at other places.
+_MOST_CASES = 3
 _UNKNOWN = "which defect of the catalogue it is: they do not know what an op argument changes"
 
 

@@ -31,9 +31,8 @@ def with_outside_reads(
     """Return the diagnosis with the rows that depend on memory outside of the tensors.
 
     If the lines of these accesses recur wherever a further output is wrong, the status is "described", and
-    nothing is stated about values. A rule about addresses is, if it predicts rows that do not depend on that
-    memory: it is why an access is out of bounds. ``lab`` has its tensors on the CPU; ``run`` runs the
-    kernels.
+    nothing is stated about values. A rule about addresses is: it is why an access is out of bounds.
+    :func:`without_unfounded_rule` judges it. ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
     """
     rows = outside_rows(case, ran, run) if diagnosis.wrong_rows and ran.outside else ()
     if not rows:
@@ -54,7 +53,7 @@ def with_outside_reads(
         return diagnosis
     rule = find_rule(lab, case, lambda one: run(one).output.cpu())
     is_address = rule is not None and rule.candidate.defect.family == FAMILY
-    return without_unfounded_rule(dataclasses.replace(found, rule=rule if is_address else None))
+    return dataclasses.replace(found, rule=rule if is_address else None)
 
 
 def without_unfounded_rule(diagnosis: Diagnosis) -> Diagnosis:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.op_arguments import NONE
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE, WRAPPER
 from attnlab.contracts.target import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
@@ -15,7 +15,7 @@ from attnlab.reports.mask_script import tensor_text
 
 _BLOCK_POINTERS = "block_pointers"
 # The dimension of each tensor whose last index is beyond 2^31 elements.
-_FAR = {"far_rows": 0, **{f"far_dim_{dim}": dim for dim in range(1, 5)}}
+_FAR = {name: one.far_dim for name, one in OP_ARGUMENTS.items() if one.far_dim is not None}
 SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, *_FAR)
 _MERGED = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
 

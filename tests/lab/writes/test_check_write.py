@@ -13,6 +13,8 @@ from attnlab.lab.writes.write_case import (
     CUDA_FORMATS,
     DS_LATENT,
     DS_SIZES,
+    HND,
+    NHD,
     PER_TOKEN_HEAD,
     X_SPLIT,
     WriteCase,
@@ -74,6 +76,12 @@ WRONG = [
     ({"cache_format": "int8_per_token_head", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     ({"cache_format": "int4_per_token_head", "head_size": 25}, "head_size"),
     ({"cache_format": "mla"}, "num_kv_heads"),
+    ({"cache_format": NHD, "value_size": 16}, "value_size"),
+    ({"cache_format": X_SPLIT}, "gap"),
+    ({"cache_format": X_SPLIT, "gap": 0, "head_size": 20, "value_size": 20}, "head_size"),
+    ({"cache_format": DS_LATENT, "num_kv_heads": 1}, "head_size"),
+    ({"cache_format": HND, "slot_gap": 16}, "slot_gap"),
+    ({"cache_format": "diffkv", "first_block": 1}, "first_block"),
 ]
 
 

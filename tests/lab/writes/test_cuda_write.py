@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.sources import RELEASES, sdist
 
-from attnlab.case.errors import InvalidCase, KernelFailed, KernelRejected, Unsupported
+from attnlab.case.errors import KernelFailed, KernelRejected, Unsupported
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.writes.check_write import check_write, model_write, vllm_write
 from attnlab.lab.writes.cuda_write import cuda_write
@@ -18,7 +18,6 @@ from attnlab.lab.writes.write_case import (
     HND,
     LATENT,
     NHD,
-    X_SPLIT,
     WriteCase,
     make_write_inputs,
 )
@@ -67,21 +66,6 @@ FAULTS = {
         None,
     ),
 }
-WRONG = [
-    ({"cache_format": NHD, "value_size": 16}, "value_size"),
-    ({"cache_format": X_SPLIT}, "gap"),
-    ({"cache_format": X_SPLIT, "gap": 0, "head_size": 20, "value_size": 20}, "head_size"),
-    ({"cache_format": DS_LATENT, "num_kv_heads": 1}, "head_size"),
-    ({"cache_format": HND, "slot_gap": 16}, "slot_gap"),
-    ({"cache_format": "diffkv", "first_block": 1}, "first_block"),
-]
-
-
-@pytest.mark.parametrize(("fields", "field"), WRONG, ids=lambda one: str(one)[:40])
-def test_what_is_refused(fields, field):
-    with pytest.raises(InvalidCase) as raised:
-        WriteCase(**fields)
-    assert raised.value.field == field
 
 
 def test_a_scale_that_clips_or_wastes_bits_is_found():
