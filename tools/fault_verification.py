@@ -21,6 +21,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.repair_check import is_right
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
@@ -78,6 +79,8 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.repair is not None:
+        return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.accesses is not None:
         facts = set(diagnosis.accesses.facts)
         return {**base, "answer": _judged("described by its accesses", _accessed(lab, case, facts))}
@@ -99,6 +102,8 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
 def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the kind of a diagnosis of a Case with an op argument, and whether fresh cases confirm it."""
     base = {"status": diagnosis.status, "names": [], "said": diagnosis.sentences()}
+    if diagnosis.is_by_repair:
+        return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.status == "described" and not diagnosis.wrong_rows:
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -165,6 +170,27 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
         if not follows_from(weights.description, lab, known, output, found):
             return False
         decisive += bool(found.evidence.locations.is_wrong.any())
+    return decisive > 0
+
+
+def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether the edit makes every fresh output and side output right.
+
+    Unwritten rows are recognised. Where the kernel raises with and without the edit, nothing is said. With
+    finite numbers in slots without a token if the statement is about these.
+    """
+    claim, decisive = diagnosis.repair, 0
+    assert claim is not None
+    for fresh in fresh_cases(case):
+        known = with_known_contents(fresh)
+        if not claim.only_finite:
+            known = known.replace(empty_slots="nan")
+        before, after = is_right(lab, known), is_right(lab, known, claim.repair)
+        if before is None and after is None:
+            continue
+        if not after:
+            return False
+        decisive += not before
     return decisive > 0
 
 

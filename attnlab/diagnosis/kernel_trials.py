@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,13 +65,20 @@ class KernelText:
 class Repair:
     """An edit that makes a ``share`` of the wrong elements right and no right one wrong.
 
-    ``text``: the text that it changes; a share below 1 is that of one program.
+    ``text``: the text that it changes; a share below 1 is that of one program. ``holds``: not refuted by a
+    second case.
     """
 
     kernel: KernelText
     text: str
     edit: Edit
     share: float
+    holds: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Answer whether it makes every element right, in a second case, too."""
+        return self.share == 1 and self.holds
 
     @property
     def line(self) -> Line:
@@ -90,6 +97,8 @@ class Trials:
 
     - ``judge``: returns which rows and heads of an output are right, [rows, heads] bool; ``right``: those of
       the unchanged kernels.
+    - ``holds``: answers whether an edit that makes everything right does so in a second case; None if there
+      is none.
     - ``repairs``: what was found; ``tried``: the number of edits.
     - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
       that store nothing, else some that store right elements.
@@ -98,6 +107,7 @@ class Trials:
     replay: Replay
     judge: Judge
     right: torch.Tensor
+    holds: Callable[[Repair], bool] | None = None
     tried: int = 0
     repairs: list[Repair] = field(default_factory=list)
     wrong_units: list[Unit] = field(init=False)
@@ -127,7 +137,7 @@ class Trials:
         trees: dict[tuple[int, str], KernelTree] = {}
         first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
         for kernel, text, edit in self._edits(suspicion, lines):
-            is_done = any(one.share == 1 and one.edit.cost < edit.cost for one in self.repairs)
+            is_done = any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
             if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
@@ -145,7 +155,10 @@ class Trials:
             if share == 1 or is_elsewhere:
                 share = max(self._share(None, edited)[0], 0.5 * (share == 1))
             if share > 0:
-                self.repairs.append(Repair(kernel=kernel, text=text, edit=edit, share=share))
+                found = Repair(kernel=kernel, text=text, edit=edit, share=share)
+                if share == 1 and self.holds is not None and not self.holds(found):
+                    found = replace(found, holds=False)
+                self.repairs.append(found)
 
     def _edits(
         self, suspicion: Callable[[Line], float], lines: Collection[Line]
