@@ -18,8 +18,8 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
   description of the weights is right if it gives the mutant's output on fresh cases wherever that is wrong. A
   description by a pattern is right if the same rule of places and contents holds there. A located access is
   right if the same source line makes it wherever a fresh output is wrong (tools/fault_verification.py). A
-  repair, an edit of one expression, is right if the edited kernel is right on all fresh cases. The trial edits
-  are of the same kinds as the mutations, so answers by a repair hold for faults of one expression.
+  repair, an edit of one expression, is right if the edited kernel is right on all fresh cases. The trial
+  edits are of the same kinds as the mutations, so answers by a repair hold for faults of one expression.
 
 Of each wrong output of a Triton mutant, the place of the planted line among the located lines is recorded.
 

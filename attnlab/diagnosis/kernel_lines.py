@@ -14,7 +14,9 @@ The evidence, the strongest first:
 If there is no evidence, no line is stated.
 """
 
+import difflib
 import linecache
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -38,6 +40,7 @@ from attnlab.weights.other_case import other_case
 from attnlab.weights.xray import XRay
 
 _MOST_LINES = 25
+_WORD = re.compile(r"\w+|[^\w\s(),]+")
 _LEAST_EXCESS = 0.05
 # Suspicion of the first line by accesses or the X-ray, in units of the cost of an edit, and by how much that
 # of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
@@ -171,13 +174,27 @@ def _of_repairs(trials: Trials) -> Iterator[Ranked]:
 
 def _preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
     """Return the edits that repair everything: those that use a name again that the statement may have lost,
-    then the cheap ones, as tried."""
+    then the cheap ones, then those that change little."""
     return tuple(
         sorted(
             (one for one in repairs if one.is_full),
-            key=lambda one: (not one.edit.is_kin, one.edit.cost, not one.edit.revives),
+            key=lambda one: (
+                not one.edit.is_kin,
+                one.edit.cost,
+                not one.edit.revives,
+                _changed_words(one.edit.before, one.edit.after),
+            ),
         )
     )
+
+
+def _changed_words(before: str, after: str) -> tuple[int, int]:
+    """Return how many names, numbers and signs of two expressions differ, without parentheses and commas, and
+    how many of the second are new."""
+    words = [_WORD.findall(text) for text in (before, after)]
+    blocks = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_matching_blocks()
+    changed = len(words[0]) + len(words[1]) - 2 * sum(block.size for block in blocks)
+    return changed, len(set(words[1]) - set(words[0]))
 
 
 def _of_spectrum(

@@ -16,7 +16,8 @@ from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.lab.lab import Lab
 
 _MOST_EDITS = 6  # that are compared with each other
-_MOST_S = 12.0  # processor time; edits that are not confirmed by then are no claim
+_MOST_S = 20.0  # processor time; edits that are not confirmed by then are no claim
+_MOST_OTHERS_S = 6.0  # for others, which the claim mentions
 # It holds wherever rows are not written, so it does not say which rows are wrong.
 _WITHOUT_RULE = frozenset({"rows_never_written"})
 _OBSERVED = ("leak", "accesses", "claim")
@@ -40,58 +41,75 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
 
     ``repairs``: edits that make a smaller run of the Case right, the best first.
     """
-    verdicts = _Verdicts(lab=lab, left=list(repairs[:_MOST_EDITS]))
-    end = time.process_time() + _MOST_S
-    for at, one in enumerate([case, *further_cases(case)]):
-        if not verdicts.left:
-            return None
+    end, others = time.process_time() + _MOST_S, list[Repair]()
+    further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
+    proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
+    claim: RepairClaim | None = None
+    for repair in repairs[:_MOST_EDITS]:
+        if claim is None:
+            claim = _claim_of(proofs, repair, end)
+            end = min(end, time.process_time() + _MOST_OTHERS_S)
+        elif (other := _claim_of(proofs, repair, end)) is not None:
+            others += [repair] if other.only_finite == claim.only_finite else []
         if time.process_time() > end:
+            break
+    return None if claim is None else dataclasses.replace(claim, others=tuple(others))
+
+
+def _claim_of(proofs: Sequence["_Proof"], repair: Repair, end: float) -> RepairClaim | None:
+    """Return the claim of an edit, or None if it is refuted, if no further case is wrong without it, or if
+    the processor time is over."""
+    cases, leaks = 0, False
+    for at, proof in enumerate(proofs):
+        if time.process_time() > end or not proof.accepts(repair):
             return None
-        verdicts.see(one, is_further=at > 0)
-    if not verdicts.left or not verdicts.cases:
+        cases += at > 0 and proof.is_decisive(repair)
+        leaks = leaks or proof.leaks(repair)
+    file, line = repair.line
+    source = linecache.getline(file, line).strip()
+    if not cases:
         return None
-    first, *others = verdicts.left
-    file, line = first.line
-    return RepairClaim(
-        repair=first,
-        source=linecache.getline(file, line).strip(),
-        cases=verdicts.cases,
-        only_finite=verdicts.leaks,
-        others=tuple(others),
-    )
+    return RepairClaim(repair=repair, source=source, cases=cases, only_finite=leaks)
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Verdicts:
-    """What the cases leave of some edits. ``leaks``: NaN in slots without a token makes all of them wrong."""
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Proof:
+    """A case in which edits must hold, with finite numbers and with NaN in slots without a token.
+
+    ``verdicts``: what :func:`is_right` answered, by the contents of the slots and the edit.
+    """
 
     lab: Lab
-    left: list[Repair]
-    cases: int = 0
-    leaks: bool = False
+    case: Case
+    verdicts: dict[tuple[str, int | None], bool | None] = dataclasses.field(default_factory=dict)
 
-    def see(self, case: Case, *, is_further: bool) -> None:
-        """Run a case with finite numbers and with NaN in slots without a token; drop the edits that fail.
+    def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
+        key = (slots, None if repair is None else id(repair))
+        if key not in self.verdicts:
+            known = self.case.replace(empty_slots=slots, output_init="recycled")
+            self.verdicts[key] = is_right(self.lab, known, repair)
+        return self.verdicts[key]
 
-        A case in which the kernel raises with and without an edit says nothing.
+    def accepts(self, repair: Repair) -> bool:
+        """Answer whether the outputs are right with an edit, or the kernel raises with and without it.
+
+        With NaN, outputs may stay wrong if they are so without the edit: that is another fault.
         """
-        finite = case.replace(empty_slots="garbage", output_init="recycled")
-        with_nan = finite.replace(empty_slots="nan")
-        was_right = is_right(self.lab, finite)
-        found = [(one, is_right(self.lab, finite, one)) for one in self.left]
-        if was_right is None and all(right is None for _, right in found):
-            return
-        self.left = [one for one, right in found if right]
-        if not self.left:
-            return
-        right_with_nan = is_right(self.lab, with_nan)
-        found = [(one, is_right(self.lab, with_nan, one)) for one in self.left]
-        if any(right for _, right in found) or right_with_nan:
-            self.left = [one for one, right in found if right]
-            was_right = was_right and right_with_nan is True
-        else:
-            self.leaks = True
-        self.cases += is_further and was_right is not True
+        right = self._is_right("garbage", repair)
+        if not right:
+            return right is None and self._is_right("garbage", None) is None
+        return self._is_right("nan", repair) is True or self._is_right("nan", None) is not True
+
+    def is_decisive(self, repair: Repair) -> bool:
+        """Answer whether the kernel is wrong without an edit that makes it right."""
+        return any(
+            self._is_right(slots, repair) and not self._is_right(slots, None)
+            for slots in ("garbage", "nan")
+        )
+
+    def leaks(self, repair: Repair) -> bool:
+        """Answer whether NaN makes an output wrong that is right with finite numbers."""
+        return bool(self._is_right("garbage", repair)) and not self._is_right("nan", repair)
 
 
 def with_repair(lab: Lab, case: Case, diagnosis: Diagnosis, repairs: Sequence[Repair]) -> Diagnosis:

@@ -92,11 +92,12 @@ class Replay:
         self.idle = list(self._idle())
 
     def _idle(self) -> Iterator[Unit]:
-        """Yield the programs that store nothing in any tensor."""
+        """Yield the programs that store nothing in the output, and nothing that is read for it."""
         none = torch.zeros(self._shape[:2], dtype=torch.bool)
+        used = {(at, log.program) for unit in self.units for at, log in unit.programs}
         for index, launch in enumerate(self.launches):
             for log in launch.programs:
-                if not len(_inside(log.stores, self._written)):
+                if (index, log.program) not in used:
                     yield Unit(programs=((index, log),), cells=none)
 
     def _units(self, output: torch.Tensor) -> Sequence[Unit]:
