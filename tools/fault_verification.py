@@ -37,6 +37,7 @@ _LENGTHS = (
     ((1, 1, 1), (19, 34, 523)),
     ((1, 1, 3, 9), (0, 61, 0, 32)),
     ((140, 2, 197), (0, 50, 21)),
+    ((2, 1, 5), (39, 18, 0)),  # ends with a sequence without context, whose rows a merge may copy
 )
 
 

@@ -116,11 +116,11 @@ def test_a_run_is_confirmed_with_other_data(monkeypatch):
         return {**made, "v_scale_cache": made["k_scale_cache"]}
 
     monkeypatch.setitem(op_arguments._MAKERS, case.op_argument, exchanged)
-    found = diagnose(case, lab=lab)
+    found = diagnose(case, lab=lab, limit=None)
     assert (found.status, named(found)) == ("described", {"k_scale_for_values"})
     monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
     plain = case.replace(op_argument=NONE, alibi=True)
-    found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab)
+    found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab, limit=None)
     assert (found.status, named(found)) == ("described", {"argument_ignored"})
 
 
