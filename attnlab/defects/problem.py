@@ -66,9 +66,10 @@ class Problem:
     def of_case(
         cls, case: Case, batch: Batch, call: KernelCall, before: torch.Tensor | None = None
     ) -> "Problem":
-        """Return the problem of a Case and its call."""
+        """Return the problem of a Case and its call, whose output is FP8 if it has an output scale."""
         return cls(
             call=call,
+            formats=Formats.of_scaled(call, case.machine.fp8_e4m3),
             target=Target.of(case),
             kernels=decide(case).kernels,
             written=written_format(case),
