@@ -48,14 +48,14 @@ class MaskLaw:
         keys, at = torch.arange(inputs.key.shape[0]), inputs.position[:, None]
         visited = (keys >= slots.first) & (keys < slots.loaded)
         counted = visited & ~inputs.visible & self._counts(keys, at)
-        constant = (visited if self.seen else counted) if self.score is not None else None
+        constant = visited if self.seen else counted
         padding = self._padding_scores(inputs, slots)
         empty = torch.zeros_like(counted)
         if self.no_values:
             empty = counted & (slots.block - keys >= problem.call.sliding_window)
 
         def weigh(scores: torch.Tensor) -> torch.Tensor:
-            if constant is not None:
+            if self.score is not None:
                 scores = scores.masked_fill(constant, self.score)
             every = torch.cat([scores, padding.to(scores.dtype)], -1)
             found = softmax(every, inputs.sinks)[..., : scores.shape[-1]]
