@@ -8,7 +8,6 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.ops import ENCODER
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
 from attnlab.diagnosis.access_check import access_facts
@@ -50,7 +49,7 @@ def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
     for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
         has_prefill = case.spec.prefill and not only_decodes
         lengths = query_lens if has_prefill else (1,) * len(query_lens)
-        if case.op == ENCODER:
+        if not case.spec.context:
             ctx_lens = (0,) * len(lengths)
         changes: dict[str, Any] = {"query_lens": lengths, "ctx_lens": ctx_lens, "seed": seed}
         if case.sm_scale is not None:

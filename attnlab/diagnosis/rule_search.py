@@ -9,6 +9,8 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.loop_rules import loop_defects
+from attnlab.diagnosis.mask_rules import mask_defects
 from attnlab.diagnosis.output_rules import output_defects
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
@@ -71,6 +73,8 @@ def rules_of(problem: Problem) -> tuple[Defect, ...]:
         *address_defects(problem),
         *output_defects(problem),
         *softmax_defects(problem),
+        *loop_defects(problem),
+        *mask_defects(problem),
         *scratch_defects(problem),
     )
 

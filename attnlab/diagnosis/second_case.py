@@ -10,7 +10,6 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.ops import ENCODER
 from attnlab.contracts.dispatch import decide
 from attnlab.weights.other_case import other_case
 
@@ -98,7 +97,7 @@ def _longer_case(
     """
     if case.block_table is not None or case.seq_range is not None or case.first_block:
         return None
-    if case.op == ENCODER:  # it has no context
+    if not case.spec.context:
         pairs = [(query + ctx, 0) for query, ctx in pairs]
     changes = {**_lengths(case, pairs), **_other_scales(case)}
     try:
