@@ -124,7 +124,7 @@ def _with_argument(
     """Diagnose a Case with an op argument; as a plain one if it runs and the argument changes no number."""
     own = argument_lab(lab, case) if output is None else None
     if own is None:
-        found = diagnose_argument(lab, case, output, partial(diagnose_in, lab=lab))
+        found = diagnose_argument(lab, case, output, diagnose_in)
         if output is None and found.location is None:
             found = _with_location(lab, case, found, limit)
         return found
