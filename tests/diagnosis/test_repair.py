@@ -128,7 +128,7 @@ def test_an_edit_that_changes_no_verdict_is_no_claim(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("fault", "is_side"), [(LSE, True), (COPY, False)])
 def test_a_side_output_and_an_op_argument_have_repairs(fault, is_side, tmp_path):
     lab = planted_merge(tmp_path, *fault)
-    found = diagnose(MERGE, lab=lab, propose=False, defects=(), limit=Limit(edits=300))
+    found = diagnose(MERGE, lab=lab, propose=False, defects=(), limit=Limit(edits=150))
     assert argument_lab(lab, MERGE) is None
     assert bool(found.side_errors) == is_side
     assert (found.wrong_rows == 0) == is_side
