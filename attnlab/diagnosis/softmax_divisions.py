@@ -15,10 +15,12 @@ from attnlab.defects.softmax import TILES
 
 Tile = tuple[int, int, int, int]  # first key, last key + 1, slots of the tile after them, loop
 Parts = list[list[Tile]]
-_SEGMENTS, _SPLITS = (
-    16,
-    4,
-)  # of unified_attention and decode_attention_fwd, if a call does not state them
+LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the new tokens, "}
+# Of unified_attention and decode_attention_fwd, if a call does not state them.
+_SEGMENTS, _SPLITS = 16, 4
+_SPLIT_TILES = (8,)  # of decode_attention_fwd on ROCm, in addition to TILES
+# New tokens of the longest query up to which unified_attention divides sequences: 0.11.2 and 0.33.0.
+BATCHES_OF_SEGMENTS = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,12 @@ def divisions(problem: Problem) -> Iterator[Division]:
         for size in sizes if count > 1 else ():
             text = f"up to {count} segments of tiles of {size}"
             yield Division(text, _segments(count, size), merge="at once", slots=count)
+        for most in BATCHES_OF_SEGMENTS if count > 1 else ():
+            text = f"tiles of 32, or {count} segments of tiles of 16 {of_batches(most)}"
+            yield Division(text, _by_batch(count, most), merge="at once", slots=count)
     if call.op == DECODE_FWD:
         count = _SPLITS if call.num_splits is None else call.num_splits
-        for size in sizes if count > 1 else ():
+        for size in dict.fromkeys((*_SPLIT_TILES, *sizes)) if count > 1 else ():
             text = f"{count} splits with tiles of {size}"
             yield Division(text, _splits(count, size), merge="running", slots=count)
     if ROCM_DECODE in problem.kernels:
@@ -82,6 +87,25 @@ def _segments(count: int, size: int) -> Callable[[Problem, int], Parts]:
         return _cut(length, step, size)
 
     return parts
+
+
+def _by_batch(count: int, most: int) -> Callable[[Problem, int], Parts]:
+    """Return segments of tiles of 16 in batches with short queries, and one part of tiles of 32 in others."""
+
+    def parts(problem: Problem, seq: int) -> Parts:
+        return (_segments(count, 16) if has_segments(problem, most) else _loops(32))(problem, seq)
+
+    return parts
+
+
+def has_segments(problem: Problem, most: int) -> bool:
+    """Answer whether no sequence of a batch has more than ``most`` new tokens."""
+    return max(map(problem.query_len, problem.computed_seqs())) <= most
+
+
+def of_batches(most: int) -> str:
+    """Return in which batches sequences are divided, in words."""
+    return "for decodes alone" if most == 1 else f"if no query is longer than {most}"
 
 
 def _splits(count: int, size: int) -> Callable[[Problem, int], Parts]:

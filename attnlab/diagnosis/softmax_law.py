@@ -24,7 +24,8 @@ class SoftmaxLaw:
     - ``keep_sum``, ``keep_output``: whether the sum and the accumulator of earlier tiles are kept at all.
     - ``loop``: the loop in which they hold, None for all; it is right in the others.
     - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
-    - ``shift``: what is added to the scores of a tile.
+    - ``weight_minus``, ``sum_minus``, ``output_minus``: how often the new maximum is subtracted in the
+      exponents of the weights, and of both rescalings. ``sum_is_one``: the sum of earlier tiles counts as 1.
     - ``padding``: the slots of a tile after its last key count with score 0 and value 0; at most so many.
     - ``merge_sum``, ``merge_output``: factors of the exponents in the merge; ``merge_new``: in a running
       merge, that of the part that is added.
@@ -40,7 +41,10 @@ class SoftmaxLaw:
     loop: int | None = None
     first_sum: float = 0.0
     first_max: float | None = None
-    shift: float = 0.0
+    weight_minus: float = 1.0
+    sum_minus: float = 1.0
+    output_minus: float = 1.0
+    sum_is_one: bool = False
     padding: int = 0
     merge_sum: float = 1.0
     merge_output: float = 1.0
@@ -133,21 +137,19 @@ class _Part:
         for first, last, slots, loop in tiles:
             if first == last:
                 continue
-            is_wrong = law.loop is None or law.loop == loop
-            tile = scores[..., first:last] + law.shift * is_wrong
-            slots = min(slots, law.padding)
+            step = law if law.loop is None or law.loop == loop else _RIGHT
+            tile, slots = scores[..., first:last], min(slots, step.padding)
             higher = torch.maximum(maximum, tile.amax(-1, keepdim=True))
-            power, of_sum, of_output = (
-                (law.weight, law.rescale_sum, law.rescale_output) if is_wrong else (1.0, 1.0, 1.0)
-            )
-            if is_wrong and slots:
+            if slots:
                 higher = higher.clamp(min=0.0)
-            exps = _exp(tile - higher, power)
-            total = total * _exp(maximum - higher, of_sum) * (law.keep_sum or not is_wrong)
-            total = total + exps.sum(-1, keepdim=True)
-            if is_wrong and slots:
-                total = total + slots * _exp(-higher, power)
-            weights *= _exp(maximum - higher, of_output) * (law.keep_output or not is_wrong)
+            exps = _exp(tile - step.weight_minus * higher, step.weight)
+            before = torch.ones_like(total) if step.sum_is_one else total
+            total = before * _exp(maximum - step.sum_minus * higher, step.rescale_sum)
+            total = total * step.keep_sum + exps.sum(-1, keepdim=True)
+            if slots:
+                total = total + slots * _exp(-step.weight_minus * higher, step.weight)
+            weights *= _exp(maximum - step.output_minus * higher, step.rescale_output)
+            weights *= step.keep_output
             weights[..., first:last] += exps
             maximum = higher
         return cls(weights, maximum, total)
@@ -156,3 +158,6 @@ class _Part:
 def _exp(difference: torch.Tensor, factor: float) -> torch.Tensor:
     """Return exp(factor × difference); 1 for factor 0."""
     return (difference * factor).exp() if factor else torch.ones_like(difference)
+
+
+_RIGHT = SoftmaxLaw()  # of the tiles of other loops

@@ -14,12 +14,11 @@ from attnlab.defects.defect import Compute, Defect, changing_inputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.rule_defect import rule_defect
-from attnlab.diagnosis.softmax_divisions import Division, divisions
+from attnlab.diagnosis.softmax_divisions import LOOPS, Division, divisions
 from attnlab.diagnosis.softmax_law import ALL_KEYS, SoftmaxLaw
 
 FAMILY = "running softmax"
 _LN_2 = math.log(2)
-_LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the new tokens, "}
 # What a tile does wrongly.
 _STEPS: dict[str, SoftmaxLaw] = {
     "the weights have base 2 in place of e": SoftmaxLaw(weight=_LN_2),
@@ -40,6 +39,17 @@ _STEPS: dict[str, SoftmaxLaw] = {
     "the accumulator of earlier tiles is lost": SoftmaxLaw(keep_output=False),
     "earlier tiles are lost": SoftmaxLaw(keep_sum=False, keep_output=False),
     "earlier tiles are not rescaled": SoftmaxLaw(rescale_sum=0.0, rescale_output=0.0),
+    "the sum of earlier tiles is rescaled by exp(old maximum)": SoftmaxLaw(sum_minus=0.0),
+    "the accumulator of earlier tiles is rescaled by exp(old maximum)": SoftmaxLaw(
+        output_minus=0.0
+    ),
+    "earlier tiles are rescaled by exp(old maximum)": SoftmaxLaw(sum_minus=0.0, output_minus=0.0),
+    "earlier tiles are rescaled by exp(old maximum + new maximum)": SoftmaxLaw(
+        sum_minus=-1.0, output_minus=-1.0
+    ),
+    "the weights lack the maximum in their exponent": SoftmaxLaw(weight_minus=0.0),
+    "the maximum is added in the exponent of the weights": SoftmaxLaw(weight_minus=-1.0),
+    "the sum of earlier tiles is taken for 1": SoftmaxLaw(sum_is_one=True),
     "the slots of a tile after its last key count with score 0 and value 0": SoftmaxLaw(
         padding=ALL_KEYS
     ),
@@ -95,16 +105,12 @@ def softmax_defects(problem: Problem) -> list[Defect]:
         rule_defect(FAMILY, text, text, _computed(law, division))
         for division in divisions(problem)
         for text, law in _rules(division)
-    ] + [
-        rule_defect(FAMILY, text, text, _computed(law, division))
-        for division in [*divisions(problem)][:1]
-        for text, law in _shifts(division, problem.sm_scale)
     ]
 
 
 def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
     """Yield the laws of a division, each with its text."""
-    for loop, where in _LOOPS.items():
+    for loop, where in LOOPS.items():
         if loop is None or division.has_loops:
             for text, law in _STEPS.items():
                 yield f"with {division.text}, {where}{text}", dataclasses.replace(law, loop=loop)
@@ -112,15 +118,6 @@ def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
         laws = {**_PARTS, **_MERGES, **(_RUNNING if division.merge == "running" else {})}
         for text, law in laws.items():
             yield f"with {division.text}, {text}", law
-
-
-def _shifts(division: Division, sm_scale: float) -> Iterator[tuple[str, SoftmaxLaw]]:
-    """Yield the laws of scores that begin at another number in one of two loops, whatever the tiles."""
-    for loop, where in _LOOPS.items():
-        if loop is not None and division.has_loops:
-            for start in (1, -1):
-                text = f"{where}the products of queries and keys begin at {start} in place of 0"
-                yield text, SoftmaxLaw(shift=start * sm_scale, loop=loop)
 
 
 def _computed(law: SoftmaxLaw, division: Division) -> Compute:

@@ -13,6 +13,7 @@ from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import make_problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.loop_rules import loop_defects
 from attnlab.diagnosis.rule_search import rules_of
 from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.diagnosis.softmax_divisions import divisions
@@ -156,7 +157,7 @@ def test_maxima_and_sums_of_segments_share_an_address():
 def test_products_begin_at_another_number_in_one_loop():
     """The scores of the context are larger by the scale: its dot products begin at 1."""
     problem = make_problem(small("context_attention_fwd"))
-    rules = {one.text: one for one in softmax_defects(problem)}
+    rules = {one.text: one for one in loop_defects(problem)}
     rule = rules[
         "in the loop over the context, the products of queries and keys begin at 1 in place of 0"
     ]
