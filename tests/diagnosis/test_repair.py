@@ -89,11 +89,8 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     claim = found.repair
     assert (found.status, found.is_by_repair) == ("described", True)
     assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
-    assert (claim.repair.edit.after, claim.only_finite, claim.cases) == (
-        "((first) // (BLOCK))",
-        False,
-        3,
-    )
+    assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
+    assert (claim.only_finite, claim.cases) == (False, 3)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert any(claim.text in sentence for sentence in found.sentences())
