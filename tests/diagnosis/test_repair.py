@@ -21,7 +21,7 @@ from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
 
 SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
-LIMIT = Limit(edits=90)
+LIMIT = Limit(edits=400)
 MERGE = Case(
     op="merge_attn_states",
     platform="sm_90",
