@@ -6,7 +6,7 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
-from attnlab.case.ops import ENCODER
+from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
 from attnlab.checker.value_variants import VALUE_VARIANTS
 from attnlab.checker.variants import FAR_BLOCKS, Variant
 
@@ -295,5 +295,21 @@ ARGUMENT_VARIANTS = (
     Variant(
         {**FAR_BLOCKS, "alibi": True},
         "Block offsets just beyond 2^31 elements in the kernel for ALiBi.",
+    ),
+    Variant(
+        {"query_lens": (1, 1), "ctx_lens": (40, 9), "sinks": True, "alibi": True},
+        "Sinks with ALiBi in decodes alone: only a sink shows distances that are off by a constant.",
+        (UNIFIED,),
+    ),
+    Variant(
+        {
+            "query_lens": (1, 1),
+            "ctx_lens": (20, 9),
+            "head_size": 80,
+            "num_queries_per_kv": 1,
+            "num_splits": 1,
+        },
+        "A head size that is no power of two in the kernel for one query head per KV head.",
+        (DECODE_FWD,),
     ),
 )
