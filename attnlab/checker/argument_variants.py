@@ -6,9 +6,10 @@ Triton ops under the interpreter only.
 
 from typing import Any
 
-from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
+from attnlab.case.ops import ENCODER
+from attnlab.checker.late_variants import LATE_VARIANTS
 from attnlab.checker.value_variants import VALUE_VARIANTS
-from attnlab.checker.variants import FAR_BLOCKS, Variant
+from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
@@ -292,24 +293,5 @@ ARGUMENT_VARIANTS = (
         v_scale=2.0,
     ),
     _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
-    Variant(
-        {**FAR_BLOCKS, "alibi": True},
-        "Block offsets just beyond 2^31 elements in the kernel for ALiBi.",
-    ),
-    Variant(
-        {"query_lens": (1, 1), "ctx_lens": (40, 9), "sinks": True, "alibi": True},
-        "Sinks with ALiBi in decodes alone: only a sink shows distances that are off by a constant.",
-        (UNIFIED,),
-    ),
-    Variant(
-        {
-            "query_lens": (1, 1),
-            "ctx_lens": (20, 9),
-            "head_size": 80,
-            "num_queries_per_kv": 1,
-            "num_splits": 1,
-        },
-        "A head size that is no power of two in the kernel for one query head per KV head.",
-        (DECODE_FWD,),
-    ),
+    *LATE_VARIANTS,
 )
