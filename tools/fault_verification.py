@@ -10,7 +10,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
-from attnlab.diagnosis.access_check import access_facts, refuted_by_right
+from attnlab.diagnosis.access_check import access_facts
+from attnlab.diagnosis.access_claim import AccessClaim
 from attnlab.diagnosis.argument_diagnosis import compared_argument
 from attnlab.diagnosis.bad_lines import lines_of
 from attnlab.diagnosis.described_weights import DescribedWeights
@@ -35,6 +36,7 @@ _LENGTHS = (
     ((1, 1, 1), (19, 34, 523)),
     ((1, 1, 3, 9), (0, 61, 0, 32)),
     ((140, 2, 197), (0, 50, 21)),
+    ((4, 1, 2), (35, 0, 0)),  # a merge may copy the last sequences without context
 )
 
 
@@ -78,8 +80,8 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
     if diagnosis.accesses is not None:
-        facts = set(diagnosis.accesses.facts)
-        return {**base, "answer": _judged("described by its accesses", _accessed(lab, case, facts))}
+        verified = _accessed(lab, case, diagnosis.accesses)
+        return {**base, "answer": _judged("described by its accesses", verified)}
     if diagnosis.leak is not None:
         return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
@@ -167,16 +169,11 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
     return decisive > 0
 
 
-def _accessed(lab: Lab, case: Case, facts: set[str]) -> bool:
-    """Return whether the stated accesses occur wherever a fresh output is wrong, and where it is right only
-    those that are faults there, too."""
-    decisive = 0
-    for fresh in fresh_cases(case):
-        found, is_wrong = access_facts(lab, fresh, lab.run)
-        if (facts - found) if is_wrong else (facts - refuted_by_right(frozenset(facts), found)):
-            return False
-        decisive += is_wrong
-    return decisive > 0
+def _accessed(lab: Lab, case: Case, claim: AccessClaim) -> bool:
+    """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output."""
+    found = [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)]
+    is_decisive = any(bool(one.is_wrong.any()) for one in found)
+    return is_decisive and all(claim.holds_in(one) for one in found)
 
 
 def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:

@@ -55,7 +55,7 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
-from attnlab.diagnosis.argument_lab import argument_lab
+from attnlab.diagnosis.argument_lab import argument_lab, coarse_lab
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
@@ -414,6 +414,9 @@ def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) ->
         return answer_of(own, backend, plain, diagnosis)
     if diagnose(plain, lab=lab, defects=(), propose=False, limit=None).is_wrong:
         return named(lab, backend, plain)
+    coarse = coarse_lab(lab, case)
+    if coarse is not None:
+        return answer_of(coarse, backend, plain, diagnosis)
     return answer_of_argument(lab, case, diagnosis)
 
 

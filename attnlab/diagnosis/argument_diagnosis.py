@@ -15,6 +15,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
+from attnlab.diagnosis.argument_lab import coarse_lab
 from attnlab.diagnosis.argument_pattern import (
     KIND,
     argument_cells,
@@ -44,12 +45,13 @@ def diagnose_argument(
     lab: Lab,
     case: Case,
     output: torch.Tensor | None,
-    diagnose_plain: Callable[[Case], Diagnosis],
+    diagnose_in: Callable[..., Diagnosis],
 ) -> Diagnosis:
     """Diagnose the output of a Case with an op argument, or run the Case for it.
 
-    ``diagnose_plain`` diagnoses the Case without its argument; it is called if the Case ran. Raises
-    InvalidCall if ``output`` has another shape or dtype than the Case's output.
+    ``diagnose_in`` diagnoses a Case without an argument in the lab ``lab``; it is called if the Case ran.
+    An FP8 output is diagnosed as a plain one that is rounded more. Raises InvalidCall if ``output`` has
+    another shape or dtype than the Case's output.
     """
     began, ran = time.perf_counter(), None
     if output is None:
@@ -62,9 +64,12 @@ def diagnose_argument(
     if not bool(cells.is_wrong.any()):
         return _without_wrong_rows(lab, case, ran, len(output))
     if ran is not None:
-        plain = diagnose_plain(case.replace(op_argument=NONE))
+        plain_case, coarse = case.replace(op_argument=NONE), coarse_lab(lab, case)
+        plain = diagnose_in(plain_case, lab=lab)
         if plain.is_wrong or plain.side_errors:
             return _as_without(plain, case)
+        if coarse is not None:
+            return _with_argument_alone(diagnose_in(plain_case, lab=coarse), case)
     found = _described(case, cells, argument_pattern(lab, case, cells, output.dtype))
     if ran is not None:
         found = _confirmed(lab, case, found)
@@ -182,6 +187,12 @@ def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
         unknown=[_UNKNOWN],
         looked_at=(rows, rows),
     )
+
+
+def _with_argument_alone(found: Diagnosis, case: Case) -> Diagnosis:
+    """Return the diagnosis of an output that is wrong with its argument alone, with a note."""
+    what = f"why it is right without op_argument {case.op_argument}"
+    return dataclasses.replace(found, unknown=[*found.unknown, what])
 
 
 def _as_without(plain: Diagnosis, case: Case) -> Diagnosis:

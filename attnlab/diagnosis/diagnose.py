@@ -118,7 +118,7 @@ def _with_argument(
     """Diagnose a Case with an op argument; as a plain one if it runs and the argument changes no number."""
     own = argument_lab(lab, case) if output is None else None
     if own is None:
-        return diagnose_argument(lab, case, output, partial(diagnose_in, lab=lab))
+        return diagnose_argument(lab, case, output, diagnose_in)
     found = diagnose_in(case.replace(op_argument=NONE), lab=own)
     what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
     return dataclasses.replace(

@@ -14,6 +14,7 @@ from attnlab.diagnosis.mask_rules import mask_defects
 from attnlab.diagnosis.output_rules import output_defects
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.rows_of_rule import is_about_part
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.diagnosis.second_case import (
@@ -87,7 +88,19 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
         return []
     if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):
         return []  # many rules predict NaN from scratch memory; none is shown by it
-    return [one for one in found.diagnosis.candidates if is_general(one)]
+    candidates = found.diagnosis.candidates
+    return [one for one in candidates if is_general(one)] + [
+        one for one in candidates if _is_of_part(one)
+    ]
+
+
+def _is_of_part(candidate: Candidate) -> bool:
+    """Answer whether a rule about the rows of one part of an op fits, but less well than one about more.
+
+    Further cases, in which other rows belong to the part, decide.
+    """
+    is_less = candidate.verdict == "less likely" and _has_general_scope(candidate)
+    return is_less and is_about_part(candidate.name)
 
 
 def is_general(candidate: Candidate) -> bool:
