@@ -196,3 +196,13 @@ def test_log_sum_exps_without_their_logarithm_weigh_parts_by_maxima():
     found = SoftmaxLaw(log_of_sum=0.0).weights(scores, parts, "running", None)[0, 0]
     last = torch.tensor([0.0, 1.0]).double().softmax(0)[1]
     torch.testing.assert_close(found, torch.stack([(1 - last) / 2, (1 - last) / 2, last]))
+
+
+def test_rules_have_positive_bounds():
+    """A bound below 0 would fit any output; sums that are subtracted give negative weights."""
+    problem = make_problem(small("context_attention_fwd"))
+    row_slice = list(all_rows(problem))[-1]
+    for rule in softmax_defects(problem):
+        if rule.text.startswith("with tiles of 16, "):
+            bound = rule.compute(problem, row_slice).bound.nan_to_num(1.0)
+            assert (bound > 0).all(), rule.text
