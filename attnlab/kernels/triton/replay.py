@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attnlab.kernels.triton.interpreter import prepared
+from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
 from attnlab.kernels.triton.run_log import RunLog
 
@@ -81,6 +82,10 @@ class Replay:
             self._written.append(missed)
         self.units = [] if self.output is None else list(self._units(self.output))
         self.idle = list(self._idle())
+        self._functions = [
+            {one.fn for one in called_functions(launch.function)} for launch in launches
+        ]
+        self._states: dict[tuple[tuple[int, ...] | None, int], list[torch.Tensor]] = {}
 
     def _idle(self) -> Iterator[Unit]:
         """Yield the programs that store nothing in any tensor."""
@@ -125,14 +130,27 @@ class Replay:
     def run(self, units: Sequence[Unit] | None, edited: Mapping[Any, Any]) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
 
-        Rows that these do not write are as before the call.
+        Rows that these do not write are as before the call. Launches before the first one that has an edited
+        function run only once.
 
         Raises TooLong, or what an edited kernel raises.
         """
+        assert self.output is not None
+        reached = (
+            at for at, functions in enumerate(self._functions) if not functions.isdisjoint(edited)
+        )
+        first = next(reached, 0)
+        self._restore(units, first)
+        self._run(units, edited, range(first, len(self.launches)))
+        rows = self._shape[0]
+        return self.output[:rows].reshape(self._shape).clone()
+
+    def _run(
+        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], launches: range
+    ) -> None:
+        """Run programs of some launches; writes their tensors."""
         from triton.runtime import interpreter
 
-        assert self.output is not None
-        self._restore()
         wanted = [
             {log.program for log in launch.programs}
             if units is None
@@ -140,7 +158,8 @@ class Replay:
             for index, launch in enumerate(self.launches)
         ]
         with probing(Probe(edited=edited)):
-            for launch, programs in zip(self.launches, wanted, strict=True):
+            for at in launches:
+                launch, programs = self.launches[at], wanted[at]
                 if not programs:
                     continue
                 kernel = launch.function.rewrite()
@@ -149,14 +168,20 @@ class Replay:
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)
                         kernel(**launch.converted)
-        rows = self._shape[0]
-        return self.output[:rows].reshape(self._shape).clone()
 
-    def _restore(self) -> None:
-        for tensor in self._written:
+    def _restore(self, units: Sequence[Unit] | None, first: int) -> None:
+        """Give the tensors the contents that they have before a launch of the unchanged kernels."""
+        key = (None if units is None else tuple(map(id, units)), first)
+        if first and key not in self._states:
+            self._restore(units, 0)
+            self._run(units, {}, range(first))
+            self._states[key] = [tensor.clone() for tensor in self._written]
+        for at, tensor in enumerate(self._written):
             address = tensor.data_ptr()
             tensor.copy_(
-                next(one.before[address] for one in self.launches if address in one.before)
+                self._states[key][at]
+                if first
+                else next(one.before[address] for one in self.launches if address in one.before)
             )
 
 
