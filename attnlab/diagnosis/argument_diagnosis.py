@@ -30,7 +30,7 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.refinement import can_xray
 from attnlab.diagnosis.second_case import further_cases
-from attnlab.diagnosis.side_claim import side_claims
+from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.weights.public import xray
@@ -155,13 +155,19 @@ def _confirmed(lab: Lab, case: Case, found: Diagnosis) -> Diagnosis:
 def _without_wrong_rows(lab: Lab, case: Case, ran: Result | None, rows: int) -> Diagnosis:
     """Return the diagnosis of a right output, with wrong log-sum-exps and rows of padding if the Case ran.
 
-    They describe this call alone.
+    They are described if further cases confirm what is stated of them.
     """
     right = Diagnosis(status="nothing wrong", tolerance=case.tolerance, looked_at=(rows, rows))
     claims = () if ran is None else side_claims(lab, case, ran)
     if not claims:
         return right
-    return dataclasses.replace(right, status="unexplained", side_errors=claims, looked_at=(0, rows))
+    confirmed = confirmed_side_claims(lab, case, claims, lab.run)
+    return dataclasses.replace(
+        right,
+        status="described" if confirmed else "unexplained",
+        side_errors=confirmed or claims,
+        looked_at=(0, rows),
+    )
 
 
 def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
