@@ -69,7 +69,8 @@ class Repair:
     def edited(self) -> dict[Any, Any]:
         """Return the edited function by its original."""
         function = self.kernel.function
-        return {function.fn: compile_text(function, self.edit.apply(self.text))}
+        whole = self.kernel.text  # a further case may take a branch that ``text`` leaves out
+        return {function.fn: compile_text(function, self.edit.moved(self.text, whole).apply(whole))}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,10 +14,11 @@ from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.defects.softmax import TILES
-from attnlab.diagnosis.softmax_divisions import BATCHES_OF_SEGMENTS, has_segments, of_batches
 
 _ROW_BLOCKS = (128, 64, 32, 16)  # rows of a program of prefills
 _LEAST_PAIRS = 16  # of a row and a query head, in a program of unified_attention
+# New tokens of the longest query up to which unified_attention divides sequences: 0.11.2 and 0.33.0.
+BATCHES_OF_SEGMENTS = (1, 8)
 _OF_WINDOWS = {True: " that windows of the block's rows reach", False: ""}
 
 
@@ -35,6 +36,9 @@ class VisitedSlots:
     block: torch.Tensor
 
 
+VisitedOf = Callable[[Problem, RowSlice], VisitedSlots]
+
+
 @dataclass(frozen=True, slots=True)
 class Visits:
     """Which slots programs visit in one loop.
@@ -45,7 +49,7 @@ class Visits:
     """
 
     text: str
-    slots: Callable[[Problem, RowSlice], VisitedSlots]
+    slots: VisitedOf
     loop: int | None = None
     prunes: bool = False
 
@@ -57,14 +61,14 @@ def visits(problem: Problem) -> Iterator[Visits]:
     if call.op == ENCODER:
         for size, pruned in itertools.product(_ROW_BLOCKS, prunes):
             text = f"with tiles of {size} keys and rows"
-            yield Visits(text + _OF_WINDOWS[pruned], _of_rows(size, pruned), prunes=pruned)
+            yield Visits(text + _OF_WINDOWS[pruned], slots_of_rows(size, pruned), prunes=pruned)
     elif call.op == UNIFIED:
         for size, pruned in itertools.product(_tiles(problem), prunes):
             text = f"with tiles of {size}{_OF_WINDOWS[pruned]}"
-            yield Visits(text, _of_pairs(size, pruned), prunes=pruned)
+            yield Visits(text, slots_of_pairs(size, pruned), prunes=pruned)
         for most, pruned in itertools.product(BATCHES_OF_SEGMENTS, prunes):
             text = f"with tiles of 32, of 16 {of_batches(most)}{_OF_WINDOWS[pruned]}"
-            yield Visits(text, _by_batch(most, pruned), prunes=pruned)
+            yield Visits(text, slots_by_batch(most, pruned), prunes=pruned)
     elif call.op != DECODE_FWD:  # its parts end elsewhere
         yield from _visits_of_loops(problem)
 
@@ -77,14 +81,14 @@ def _visits_of_loops(problem: Problem) -> Iterator[Visits]:
         for size in _tiles(problem):
             yield Visits(f"with tiles of {size}", _cached(size), 0 if has_new else None)
     for size in _ROW_BLOCKS if has_new else ():
-        yield Visits(f"with blocks of {size} rows", _new(size), 1)
+        yield Visits(f"with blocks of {size} rows", new_slots(size), 1)
 
 
 def _tiles(problem: Problem) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*TILES, problem.call.block_size)))
 
 
-def _cached(tile: int) -> Callable[[Problem, RowSlice], VisitedSlots]:
+def _cached(tile: int) -> VisitedOf:
     """Return all tiles of the cached keys."""
 
     def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
@@ -95,7 +99,7 @@ def _cached(tile: int) -> Callable[[Problem, RowSlice], VisitedSlots]:
     return slots
 
 
-def _new(rows: int) -> Callable[[Problem, RowSlice], VisitedSlots]:
+def new_slots(rows: int) -> VisitedOf:
     """Return the new tokens up to the end of the block of rows, which may be past the last token."""
 
     def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
@@ -111,7 +115,7 @@ def _new(rows: int) -> Callable[[Problem, RowSlice], VisitedSlots]:
     return slots
 
 
-def _of_rows(size: int, prunes: bool) -> Callable[[Problem, RowSlice], VisitedSlots]:
+def slots_of_rows(size: int, prunes: bool) -> VisitedOf:
     """Return the tiles up to the end of the block of rows; both have ``size`` tokens."""
 
     def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
@@ -124,7 +128,7 @@ def _of_rows(size: int, prunes: bool) -> Callable[[Problem, RowSlice], VisitedSl
     return slots
 
 
-def _of_pairs(tile: int, prunes: bool) -> Callable[[Problem, RowSlice], VisitedSlots]:
+def slots_of_pairs(tile: int, prunes: bool) -> VisitedOf:
     """Return the tiles up to the last row of a block; a block is 16 pairs of a row and a query head."""
 
     def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
@@ -140,12 +144,12 @@ def _of_pairs(tile: int, prunes: bool) -> Callable[[Problem, RowSlice], VisitedS
     return slots
 
 
-def _by_batch(most: int, prunes: bool) -> Callable[[Problem, RowSlice], VisitedSlots]:
+def slots_by_batch(most: int, prunes: bool) -> VisitedOf:
     """Return tiles of 16 in batches with short queries, of 32 in others."""
 
     def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
         tile = 16 if has_segments(problem, most) else 32
-        return _of_pairs(tile, prunes)(problem, row_slice)
+        return slots_of_pairs(tile, prunes)(problem, row_slice)
 
     return slots
 
@@ -163,3 +167,13 @@ def _whole(length: torch.Tensor, tile: int) -> torch.Tensor:
 def _position(problem: Problem, row_slice: RowSlice) -> torch.Tensor:
     context = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
     return context + row_slice.tokens[:, None]
+
+
+def has_segments(problem: Problem, most: int) -> bool:
+    """Answer whether no sequence of a batch has more than ``most`` new tokens."""
+    return max(map(problem.query_len, problem.computed_seqs())) <= most
+
+
+def of_batches(most: int) -> str:
+    """Return in which batches sequences are divided, in words."""
+    return "for decodes alone" if most == 1 else f"if no query is longer than {most}"

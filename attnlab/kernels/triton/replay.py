@@ -4,7 +4,7 @@ The tensors of a launch get their first contents back before each run, so a run 
 small part of the time of the call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,10 @@ class Unit:
 
 
 class _Counter:
-    """Counts accesses; raises TooLong beyond a limit."""
+    """Counts accesses, and notes the tensors that are stored to; raises TooLong beyond a limit."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, most: int, note: Callable[[Any], None]) -> None:
+        self._left, self._note = most, note
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         self._left -= 1
@@ -68,6 +68,7 @@ class _Counter:
 
     def stored(self, addresses: Any, mask: Any, values: Any) -> None:
         self.loaded(addresses, mask)
+        self._note(np.atleast_1d(addresses)[np.atleast_1d(mask)])
 
 
 class Replay:
@@ -172,7 +173,8 @@ class Replay:
                 if not programs:
                     continue
                 kernel = launch.function.rewrite()
-                counter = _Counter(_SLACK * (1 + _accesses(launch, programs)))
+                most = _SLACK * (1 + _accesses(launch, programs))
+                counter = _Counter(most, self._note_stores)
                 with prepared(kernel, launch.arguments, launch.sizes, RunLog(), counter):
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)
@@ -183,6 +185,20 @@ class Replay:
         assert self.output is not None
         rows = self._shape[0]
         return self.output[:rows].reshape(self._shape).clone()
+
+    def _note_stores(self, addresses: Any) -> None:
+        """Note tensors to restore, too: an edited kernel may store to an input."""
+        left = addresses
+        for tensor in self._written:
+            left = left[~_is_among(left, tensor)]
+        if not len(left):
+            return
+        for launch in self.launches:
+            for value in launch.arguments.values():
+                if isinstance(value, torch.Tensor) and len(_among(left, value)):
+                    left = left[~_is_among(left, value)]
+                    self._written.append(value)
+                    self._states.clear()
 
     def _restore(self, units: Sequence[Unit] | None, first: int) -> None:
         """Give the tensors the contents that they have before a launch of the unchanged kernels."""
@@ -243,9 +259,14 @@ def _is_output(tensor: torch.Tensor, shape: torch.Size) -> bool:
 
 def _among(addresses: Any, tensor: torch.Tensor) -> Any:
     """Return the addresses that are in a tensor."""
+    return addresses[_is_among(addresses, tensor)]
+
+
+def _is_among(addresses: Any, tensor: torch.Tensor) -> Any:
+    """Return which addresses are in a tensor."""
     begin, size = tensor.data_ptr(), tensor.element_size()
     last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return addresses[(addresses >= begin) & (addresses < begin + (last + 1) * size)]
+    return (addresses >= begin) & (addresses < begin + (last + 1) * size)
 
 
 def _inside(parts: Mapping[Line, Sequence[Any]], tensors: Sequence[torch.Tensor]) -> Any:

@@ -1,10 +1,11 @@
 """Small changes of one expression of a kernel, to find the line where a change makes a wrong result right."""
 
 import ast
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from attnlab.kernels.triton.edit_parts import Parts, words
 from attnlab.kernels.triton.kernel_text import Change, function_of, statements
@@ -51,6 +52,17 @@ class Edit:
             data = data[:start] + self.after.encode() + data[end:]
         return data.decode()
 
+    def moved(self, text: str, whole: str) -> "Edit":
+        """Return the edit for another text whose rows are the same in the places of the edit."""
+        rows, others = (_starts(one) for one in (text, whole))
+
+        def place(at: int) -> int:
+            row = bisect_right(rows, at) - 1
+            return others[row] + at - rows[row]
+
+        more = tuple((place(start), place(end)) for start, end in self.more)
+        return replace(self, start=place(self.start), end=place(self.end), more=more)
+
     @property
     def change(self) -> Change:
         """Return the bytes that the edit replaces, as begin and end, and the new text; of an edit of several
@@ -73,9 +85,7 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
     """
     function = function_of(text)
     parts = Parts(function, function_of(whole))
-    starts = [0]
-    for row in text.encode().splitlines(keepends=True):
-        starts.append(starts[-1] + len(row))
+    starts = _starts(text)
     found = dict[tuple[int, int, str], Edit]()
     for statement in statements(function.body):
         if statement.lineno not in lines:
@@ -103,6 +113,12 @@ def edits(text: str, lines: Collection[int], cost: int, whole: str) -> list[Edit
         return list(found.values())
     repeated = edits(text, lines, 1, whole) if cost == _COST_OF_PLACES else []
     return [*found.values(), *_in_all_places(repeated)]
+
+
+def _starts(text: str) -> list[int]:
+    """Return the first byte of each line of a text, and its length."""
+    rows = text.encode().splitlines(keepends=True)
+    return list(accumulate(map(len, rows), initial=0))
 
 
 def _in_all_places(found: Sequence[Edit]) -> Iterator[Edit]:
