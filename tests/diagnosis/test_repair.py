@@ -11,12 +11,12 @@ from helpers.triton_example import CASE, TRITON
 from attnlab.case.case import Case
 from attnlab.diagnosis import repair_check
 from attnlab.diagnosis.access_claim import AccessClaim
-from attnlab.diagnosis.argument_lab import argument_lab
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_trials import Limit
 from attnlab.diagnosis.repair_check import find_claim, with_repair
+from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
 
@@ -122,14 +122,25 @@ def test_an_edit_that_changes_no_verdict_is_no_claim(tmp_path, monkeypatch):
 
 @needs_triton
 @pytest.mark.releases
-@pytest.mark.parametrize(("fault", "is_side"), [(LSE, True), (COPY, False)])
-def test_a_side_output_and_an_op_argument_have_repairs(fault, is_side, tmp_path):
-    lab = planted_merge(tmp_path, *fault)
+def test_a_wrong_log_sum_exp_is_described_by_its_repair(tmp_path):
+    lab = planted_merge(tmp_path, *LSE)
     found = diagnose(MERGE, lab=lab, propose=False, defects=(), limit=Limit(edits=150))
-    assert argument_lab(lab, MERGE) is None
-    assert bool(found.side_errors) == is_side
-    assert (found.wrong_rows == 0) == is_side
-    assert found.status == "described"
-    file = Path(found.repair.file)
+    assert (found.status, found.wrong_rows, found.is_by_repair) == ("described", 0, True)
+    assert found.side_errors
+    assert found.observed
+    assert is_line_of(found.repair, LSE)
+
+
+@needs_triton
+@pytest.mark.releases
+def test_a_case_with_an_op_argument_has_a_repair(tmp_path):
+    lab = planted_merge(tmp_path, *COPY)
+    claim = find_claim(lab, MERGE, locate_lines(lab, MERGE, None, Limit(edits=150)).repairs)
+    assert is_line_of(claim, COPY)
+
+
+def is_line_of(claim: RepairClaim, fault: tuple[str, str]) -> bool:
+    """Answer whether a repair is in the line of a planted fault."""
+    file = Path(claim.file)
     assert file.name == "triton_merge_attn_states.py"
-    assert file.read_text().splitlines()[found.repair.line - 1].strip() == fault[1].strip()
+    return file.read_text().splitlines()[claim.line - 1].strip() == fault[1].strip()
