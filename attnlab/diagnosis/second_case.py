@@ -27,7 +27,7 @@ _FURTHER = (
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
 # Few sequences: a statement about some of several sequences must also be true of one.
-_FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)))
+_FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
 _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
