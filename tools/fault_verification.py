@@ -21,7 +21,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
-from attnlab.diagnosis.repair_check import is_right
+from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
@@ -183,9 +183,7 @@ def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
     claim, decisive = diagnosis.repair, 0
     assert claim is not None
     for fresh in fresh_cases(case):
-        known = with_known_contents(fresh)
-        if not claim.only_finite:
-            known = known.replace(empty_slots="nan")
+        known = with_contents(fresh, "garbage" if claim.only_finite else "nan")
         before, after = is_right(lab, known), is_right(lab, known, claim.repair)
         if before is None and after is None:
             continue

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import Repair
@@ -34,6 +34,18 @@ def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
     except AttnLabError:
         return None
     return None if ran.status == "rejected" else ran.status == "match"
+
+
+def with_contents(case: Case, slots: str) -> Case:
+    """Return a Case with these contents of empty slots, and with an output buffer that can be recognised.
+
+    An op argument may ask for a buffer of its own, which stays.
+    """
+    known = case.replace(empty_slots=slots)
+    try:
+        return known.replace(output_init="recycled")
+    except InvalidCase:
+        return known
 
 
 def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
@@ -86,8 +98,7 @@ class _Proof:
     def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
         key = (slots, None if repair is None else id(repair))
         if key not in self.verdicts:
-            known = self.case.replace(empty_slots=slots, output_init="recycled")
-            self.verdicts[key] = is_right(self.lab, known, repair)
+            self.verdicts[key] = is_right(self.lab, with_contents(self.case, slots), repair)
         return self.verdicts[key]
 
     def accepts(self, repair: Repair) -> bool:

@@ -15,7 +15,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_trials import Limit
-from attnlab.diagnosis.repair_check import find_claim, with_repair
+from attnlab.diagnosis.repair_check import find_claim, with_contents, with_repair
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
@@ -107,6 +107,13 @@ def test_an_edit_that_a_further_case_refutes_is_no_claim(tmp_path):
     repairs = locate_lines(lab, case, None, LIMIT).repairs
     assert [one.line[1] for one in repairs] == [line]
     assert find_claim(lab, case, repairs) is None
+
+
+def test_an_op_argument_keeps_the_output_buffer_that_it_asks_for():
+    assert with_contents(SMALL, "nan").output_init == "recycled"
+    case = Case(op="context_attention_fwd", backend="vllm", output_init="zeros")
+    case = case.replace(op_argument="skip_decode")
+    assert with_contents(case, "nan").output_init == "zeros"
 
 
 def test_an_edit_that_changes_no_verdict_is_no_claim(tmp_path, monkeypatch):
