@@ -38,9 +38,10 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
-from attnlab.diagnosis.kernel_lines import judge_of, locate_lines
+from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import FULL, Limit
+from attnlab.diagnosis.trial_target import judge_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.kernels.triton.kernel_text import enclosing_statement

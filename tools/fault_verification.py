@@ -8,10 +8,10 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.ops import ENCODER
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
-from attnlab.diagnosis.access_check import access_facts, refuted_by_right
+from attnlab.diagnosis.access_check import access_facts
+from attnlab.diagnosis.access_claim import AccessClaim
 from attnlab.diagnosis.argument_diagnosis import compared_argument
 from attnlab.diagnosis.bad_lines import lines_of
 from attnlab.diagnosis.described_weights import DescribedWeights
@@ -21,6 +21,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.repair_check import is_right
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
@@ -36,6 +37,7 @@ _LENGTHS = (
     ((1, 1, 1), (19, 34, 523)),
     ((1, 1, 3, 9), (0, 61, 0, 32)),
     ((140, 2, 197), (0, 50, 21)),
+    ((4, 1, 2), (35, 0, 0)),  # a merge may copy the last sequences without context
 )
 
 
@@ -48,7 +50,7 @@ def fresh_cases(case: Case, only_decodes: bool = False) -> Iterator[Case]:
     for seed, (query_lens, ctx_lens) in enumerate(_LENGTHS, 911):
         has_prefill = case.spec.prefill and not only_decodes
         lengths = query_lens if has_prefill else (1,) * len(query_lens)
-        if case.op == ENCODER:
+        if not case.spec.context:
             ctx_lens = (0,) * len(lengths)
         changes: dict[str, Any] = {"query_lens": lengths, "ctx_lens": ctx_lens, "seed": seed}
         if case.sm_scale is not None:
@@ -78,9 +80,11 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
+    if diagnosis.repair is not None:
+        return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.accesses is not None:
-        facts = set(diagnosis.accesses.facts)
-        return {**base, "answer": _judged("described by its accesses", _accessed(lab, case, facts))}
+        verified = _accessed(lab, case, diagnosis.accesses)
+        return {**base, "answer": _judged("described by its accesses", verified)}
     if diagnosis.leak is not None:
         return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
@@ -99,6 +103,8 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
 def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the kind of a diagnosis of a Case with an op argument, and whether fresh cases confirm it."""
     base = {"status": diagnosis.status, "names": [], "said": diagnosis.sentences()}
+    if diagnosis.is_by_repair:
+        return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.status == "described" and not diagnosis.wrong_rows:
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -168,16 +174,32 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
     return decisive > 0
 
 
-def _accessed(lab: Lab, case: Case, facts: set[str]) -> bool:
-    """Return whether the stated accesses occur wherever a fresh output is wrong, and where it is right only
-    those that are faults there, too."""
-    decisive = 0
+def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
+    """Return whether the edit makes every fresh output and side output right.
+
+    Unwritten rows are recognised. Where the kernel raises with and without the edit, nothing is said. With
+    finite numbers in slots without a token if the statement is about these.
+    """
+    claim, decisive = diagnosis.repair, 0
+    assert claim is not None
     for fresh in fresh_cases(case):
-        found, is_wrong = access_facts(lab, fresh, lab.run)
-        if (facts - found) if is_wrong else (facts - refuted_by_right(frozenset(facts), found)):
+        known = with_known_contents(fresh)
+        if not claim.only_finite:
+            known = known.replace(empty_slots="nan")
+        before, after = is_right(lab, known), is_right(lab, known, claim.repair)
+        if before is None and after is None:
+            continue
+        if not after:
             return False
-        decisive += is_wrong
+        decisive += not before
     return decisive > 0
+
+
+def _accessed(lab: Lab, case: Case, claim: AccessClaim) -> bool:
+    """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output."""
+    found = [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)]
+    is_decisive = any(bool(one.is_wrong.any()) for one in found)
+    return is_decisive and all(claim.holds_in(one) for one in found)
 
 
 def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:

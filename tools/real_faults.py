@@ -17,7 +17,9 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
 - found: the check finds it. Its first wrong output is diagnosed with the kernel at hand. A name, a rule, or a
   description of the weights is right if it gives the mutant's output on fresh cases wherever that is wrong. A
   description by a pattern is right if the same rule of places and contents holds there. A located access is
-  right if the same source line makes it wherever a fresh output is wrong (tools/fault_verification.py).
+  right if the same source line makes it wherever a fresh output is wrong (tools/fault_verification.py). A
+  repair, an edit of one expression, is right if the edited kernel is right on all fresh cases. The trial
+  edits are of the same kinds as the mutations, so answers by a repair hold for faults of one expression.
 
 Of each wrong output of a Triton mutant, the place of the planted line among the located lines is recorded.
 
@@ -42,7 +44,7 @@ from typing import Any
 
 import source_mutation
 import torch
-from fault_lines import RANKS, located, rank_name, rank_of
+from fault_lines import RANKS, rank_name, rank_of
 from fault_verification import answer_of, answer_of_argument
 from mutant_process import error_of, run_judge
 
@@ -55,7 +57,7 @@ from attnlab.checker.case_run import run_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
-from attnlab.diagnosis.argument_lab import argument_lab
+from attnlab.diagnosis.argument_lab import argument_lab, coarse_lab
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
@@ -255,8 +257,8 @@ def judge(order: dict[str, Any]) -> dict[str, Any]:
         backend = find_backend(order["backend"], root, "cpu")
         lab = Lab(source=root, device="cpu")
         result = classify(order, backend, lab)
-        if "diagnosed" in result:
-            result |= location_of(order, lab, root, Case.from_json(result.pop("diagnosed")))
+        if "located" in result:
+            result |= place_of(order, root, result.pop("located"))
     return {**described(order), **result, "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -392,15 +394,19 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
         return {"answer": "not an attention op"}
     case = case.replace(backend=backend.name)
     try:
-        diagnosis = diagnose(case, lab=lab, propose=False, limit=None)
+        began = time.process_time()
+        diagnosis = diagnose(case, lab=lab, propose=False, limit=FULL)
+        seconds = round(time.process_time() - began, 1)
         if diagnosis.status == "rejected":
             return {"answer": "fails", "error": diagnosis.rejection}
-        if case.op_argument != NONE:
-            return of_argument(lab, backend, case, diagnosis)
-        found = answer_of(lab, backend, case, diagnosis)
+        answer = of_argument if case.op_argument != NONE else answer_of
+        found = answer(lab, backend, case, diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
-    return found | ({"diagnosed": case.to_json()} if diagnosis.wrong_rows else {})
+    places = [[one.file, one.line] for one in diagnosis.locations]
+    repair = None if diagnosis.repair is None else diagnosis.repair.text
+    located = {"located": places} if diagnosis.location is not None else {}
+    return {**found, "repair": repair, "diagnosis_s": seconds, **located}
 
 
 def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -413,21 +419,19 @@ def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) ->
     if own is not None:
         return answer_of(own, backend, plain, diagnosis)
     if diagnose(plain, lab=lab, defects=(), propose=False, limit=None).is_wrong:
-        return named(lab, backend, plain)
+        return answer_of(lab, backend, plain, diagnosis)
+    coarse = coarse_lab(lab, case)
+    if coarse is not None:
+        return answer_of(coarse, backend, plain, diagnosis)
     return answer_of_argument(lab, case, diagnosis)
 
 
-def location_of(order: dict[str, Any], lab: Lab, root: Path, case: Case) -> dict[str, Any]:
-    """Return where the planted line is in the ranking of the source lines for a wrong output."""
-    if case.backend != "vllm":
-        return {}
-    began = time.process_time()
-    _, place = located(lab, case, FULL)
+def place_of(order: dict[str, Any], root: Path, located: list[list[Any]]) -> dict[str, Any]:
+    """Return where the planted line is among the located lines, [[file, line], ...]."""
     file, mutant = root / order["file"], source_mutation.Mutant(**order["mutant"])
-    lines = [one.line if Path(one.file) == file else 0 for one in place.lines]
+    lines = [line if Path(of) == file else 0 for of, line in located]
     at = rank_of(lines, file.read_text(), mutant)
-    seconds = round(time.process_time() - began, 1)
-    return {"rank": rank_name(at, len(lines)), "at": at, "lines": lines, "location_s": seconds}
+    return {"rank": rank_name(at, len(lines)), "at": at, "lines": lines}
 
 
 def print_summary(path: Path) -> None:

@@ -7,8 +7,9 @@ Triton ops under the interpreter only.
 from typing import Any
 
 from attnlab.case.ops import ENCODER
+from attnlab.checker.late_variants import LATE_VARIANTS
 from attnlab.checker.value_variants import VALUE_VARIANTS
-from attnlab.checker.variants import FAR_BLOCKS, Variant
+from attnlab.checker.variants import Variant
 
 _LENGTHS: dict[str, Any] = {"query_lens": (1, 19, 3), "ctx_lens": (20, 0, 37)}
 _SHORT: dict[str, Any] = {"query_lens": (3, 1, 2), "ctx_lens": (17, 40, 0)}
@@ -292,8 +293,5 @@ ARGUMENT_VARIANTS = (
         v_scale=2.0,
     ),
     _with("padded_heads", "Heads of the merged outputs are padded, their log-sum-exp is not."),
-    Variant(
-        {**FAR_BLOCKS, "alibi": True},
-        "Block offsets just beyond 2^31 elements in the kernel for ALiBi.",
-    ),
+    *LATE_VARIANTS,
 )

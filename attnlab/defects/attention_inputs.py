@@ -112,7 +112,7 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype | None = None) -> Pred
     finite = inputs.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
     output = exact @ finite
     bound = inputs.rounding.bound(
-        exact.nan_to_num(0.0), finite, output.nan_to_num(0.0), score_error(inputs)
+        exact.nan_to_num(0.0).abs(), finite, output.nan_to_num(0.0), score_error(inputs)
     )
     if dtype is not None:
         weights = weights_of(inputs, scores.float()).to(dtype).float()

@@ -45,7 +45,7 @@ class Problem:
       and scale to bytes.
     - ``seqs``: the sequences that ran, or None for all.
     - ``before``: contents of the output buffer before the call, or None if unknown.
-    - ``formats``: how a recorded call stores its query and output; ``call`` has their numbers.
+    - ``formats``: how a call stores its query and output, if not plainly; ``call`` has their numbers.
     - ``rounds_like_kernel``: predict outputs as a kernel rounds them (sums in float32; weights and output
       in the query's dtype) instead of in float64. Fault injection uses this.
     """
@@ -66,9 +66,10 @@ class Problem:
     def of_case(
         cls, case: Case, batch: Batch, call: KernelCall, before: torch.Tensor | None = None
     ) -> "Problem":
-        """Return the problem of a Case and its call."""
+        """Return the problem of a Case and its call; with an output scale, its output is FP8."""
         return cls(
             call=call,
+            formats=Formats.of_scaled(call, case.machine.fp8_e4m3),
             target=Target.of(case),
             kernels=decide(case).kernels,
             written=written_format(case),
@@ -275,9 +276,8 @@ class Problem:
 
     def row_slice_of(self, row: int, heads: torch.Tensor) -> RowSlice:
         """Return the RowSlice of one output row."""
-        query_start_loc = self.call.query_start_loc
-        seq = int(torch.searchsorted(query_start_loc, row, right=True)) - 1
-        tokens = torch.tensor([row - int(query_start_loc[seq])])
+        seq = int(torch.searchsorted(self.call.query_start_loc, row, right=True)) - 1
+        tokens = torch.tensor([row - int(self.call.query_start_loc[seq])])
         return RowSlice(seq=seq, tokens=tokens, heads=heads)
 
     def rows(self, row_slice: RowSlice) -> torch.Tensor:

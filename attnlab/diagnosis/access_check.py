@@ -1,7 +1,8 @@
 """Compare what the kernels of a Case read and write with what they must, here and in further cases."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 
 import torch
 
@@ -11,19 +12,20 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.kernel_contracts import contracts_of
 from attnlab.contracts.slot_states import SlotState, contract_reads
 from attnlab.contracts.target import Target
-from attnlab.diagnosis.access_claim import AccessClaim
+from attnlab.diagnosis.access_claim import AccessClaim, AccessFacts
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
-from attnlab.diagnosis.second_case import further_cases
-from attnlab.diagnosis.store_facts import is_conflict, store_facts
+from attnlab.diagnosis.second_case import few_sequences, further_cases
+from attnlab.diagnosis.store_facts import store_facts
 from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.case_call import make_output
 
 Run = Callable[[Case], Result]
+_EVERYWHERE = torch.tensor([[True]])
 _FOREIGN = (SlotState.OTHER_SEQUENCE, SlotState.OTHER_POSITION, SlotState.NEVER_MAPPED)
 
 
@@ -34,47 +36,90 @@ def with_accesses(lab: Lab, case: Case, diagnosis: Diagnosis, run: Run) -> Diagn
     """
     if diagnosis.status != "unexplained" or not diagnosis.wrong_rows:
         return diagnosis
-    left, cases = access_facts(lab, case, run)[0], 0
-    for other in further_cases(case):
-        if not left:
-            return diagnosis
-        facts, is_wrong = access_facts(lab, other, run)
-        left = left & facts if is_wrong else refuted_by_right(left, facts)
-        cases += is_wrong
-    if not left or not cases:
+    first = access_facts(lab, case, run)
+    if not first.places:
         return diagnosis
-    claim = AccessClaim(facts=tuple(sorted(left)), cases=cases)
+    found = [first]
+    for other in (*further_cases(case), *few_sequences(case)):
+        found.append(access_facts(lab, other, run))
+        if bool(found[-1].is_wrong.any()) and claim_of_facts(found) is None:
+            return diagnosis
+    claim = claim_of_facts(found)
+    if claim is None:
+        return diagnosis
     return dataclasses.replace(diagnosis, status="described", accesses=claim)
 
 
-def refuted_by_right(left: frozenset[str], facts: frozenset[str]) -> frozenset[str]:
-    """Return what is left of statements after a case with a right output, which has its own ``facts``."""
-    return frozenset(fact for fact in left if fact not in facts or is_conflict(fact))
+def claim_of_facts(found: Sequence[AccessFacts]) -> AccessClaim | None:
+    """Return what is true of a wrong output and of others, or None; the first is the one to describe.
 
-
-def access_facts(lab: Lab, case: Case, run: Run) -> tuple[frozenset[str], bool]:
-    """Return statements about the accesses of a Case, and whether its output is wrong.
-
-    There are none if the Case cannot run.
+    Statements that concern all wrong rows are best, then two that do so together, then those that concern
+    some rows of each wrong output. If none is true of single sequences, those about several are stated.
     """
+    several = [one for one in found if one.num_seqs > 1]
+    claim = _claim_of(found)
+    if claim is not None or len(several) == len(found) or found[0].num_seqs < 2:
+        return claim
+    claim = _claim_of(several)
+    return None if claim is None else dataclasses.replace(claim, several=True)
+
+
+def _claim_of(found: Sequence[AccessFacts]) -> AccessClaim | None:
+    """Return what is true of a wrong output and of others, or None."""
+    wrong = [one for one in found if bool(one.is_wrong.any())]
+    cases = len(wrong) - 1
+    if cases < 1:
+        return None
+    refuted = frozenset[str]().union(*(one.refuted for one in found))
+    names = sorted({name for one in wrong for name in one.places} - refuted)
+    alone = tuple(name for name in names if all(one.covers(name) for one in wrong))
+    if alone:
+        return AccessClaim(facts=alone, cases=cases)
+    for pair in combinations(names, 2):
+        if all(one.covers(*pair) for one in wrong):
+            return AccessClaim(either=pair, cases=cases)
+    some = tuple(name for name in names if all(name in one.places for one in wrong))
+    return AccessClaim(some=some, cases=cases) if some else None
+
+
+def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
+    """Return statements about the accesses of a Case; none if the Case cannot run."""
+    num_seqs = len(case.lengths.query_lens)
+    none = AccessFacts(places={}, is_wrong=torch.zeros(0, 0, dtype=torch.bool), num_seqs=num_seqs)
     try:
         traced = case.replace(trace_reads=True, output_init="recycled")
         ran = run(traced)
         if ran.status == "rejected":
-            return frozenset(), False
+            return none
         wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence.locations.is_wrong
-        facts = {
+        found = (
             *_reads(lab, traced, ran),
             *_writes(traced, ran),
             *_scratch(traced, ran, run),
             *store_facts(traced, wrong, run),
-        }
+        )
     except AttnLabError:
-        return frozenset(), False
-    return frozenset(facts), bool(wrong.any())
+        return none
+    places: dict[str, torch.Tensor] = {}
+    for name, cells in found:
+        whole = cells.expand_as(wrong)
+        places[name] = places[name] | whole if name in places else whole
+    return AccessFacts(places=places, is_wrong=wrong, num_seqs=num_seqs)
 
 
-def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
+_Found = tuple[
+    str, torch.Tensor
+]  # a statement, and its places: broadcast to [num_tokens, num_heads]
+
+
+def _rows_of(case: Case, seq: int) -> torch.Tensor:
+    """Return which rows belong to a sequence, [num_tokens, 1] bool."""
+    rows = torch.arange(case.lengths.num_tokens)[:, None]
+    start = case.lengths.token_start_loc[seq]
+    return (rows >= start) & (rows < start + case.lengths.query_lens[seq])
+
+
+def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[_Found]:
     """Yield what is wrong with the slots that are read for the sequences.
 
     On the emulated ROCm device, sequences with several new tokens are computed elsewhere and not traced.
@@ -86,7 +131,8 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
         kind = "keys" if entry.tensor.lower().startswith("k") else "values"
         # a freed block may belong to another sequence; a kernel may read it and count none of its keys
         if case.freed == "kept" and any(entry.counts[state] for state in _FOREIGN):
-            yield f"cached {kind} that do not belong to the sequence are read"
+            what = f"cached {kind} that do not belong to the sequence are read"
+            yield what, _rows_of(case, entry.seq)
         places = {place for found in entry.slots.values() for place in found}
         read.setdefault((kind, entry.seq), set()).update(places)
     traced = ["keys", *([] if case.interleave_v else ["values"])]
@@ -94,9 +140,9 @@ def _reads(lab: Lab, case: Case, ran: Result) -> Iterator[str]:
         for seq, slots in _needed(lab, case).items():
             is_traced = case.backend == "vllm" or any(of == seq for _, of in read)
             if is_traced and not slots <= read.get((kind, seq), set()):
-                yield f"cached {kind} that a sequence must read are never read"
-    for unwritten in ran.memory.unwritten:
-        yield f"{unwritten.tensor} is read before it is written, {unwritten.kernel}, {unwritten.line}"
+                yield f"cached {kind} that a sequence must read are never read", _rows_of(case, seq)
+    for one in ran.memory.unwritten:
+        yield f"{one.tensor} is read before it is written, {one.kernel}, {one.line}", _EVERYWHERE
 
 
 def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
@@ -113,17 +159,18 @@ def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
-def _writes(case: Case, ran: Result) -> Iterator[str]:
+def _writes(case: Case, ran: Result) -> Iterator[_Found]:
     """Yield that some rows keep the previous contents of the output buffer, if so."""
     output, heads, rows = ran.output.cpu(), case.query_heads, case.query_rows
     ran_heads = slice(None) if heads is None else slice(heads.start, heads.stop)
     unwritten = rows_equal(output[:, ran_heads], make_output(case)[:, ran_heads])
-    at = torch.nonzero(unwritten).flatten().tolist()
-    if any(rows is None or row in rows for row in at):
-        yield "no kernel writes some rows of the output"
+    if rows is not None:
+        unwritten[: rows.start], unwritten[rows.stop :] = False, False
+    if bool(unwritten.any()):
+        yield "no kernel writes some rows of the output", unwritten[:, None]
 
 
-def _scratch(case: Case, ran: Result, run: Run) -> Iterator[str]:
+def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
     """Yield that the output depends on scratch memory that no kernel has written, if so.
 
     Only ops of vLLM get scratch memory from the lab. On the emulated device, a trace finds such reads.
@@ -134,5 +181,6 @@ def _scratch(case: Case, ran: Result, run: Run) -> Iterator[str]:
         again = run(case)
     if again.status == "rejected":
         return
-    if not bool(rows_equal(again.output.cpu(), ran.output.cpu()).all()):
-        yield "scratch memory that no kernel has written is read"
+    is_other = ~rows_equal(again.output.cpu(), ran.output.cpu())
+    if bool(is_other.any()):
+        yield "scratch memory that no kernel has written is read", is_other[:, None]

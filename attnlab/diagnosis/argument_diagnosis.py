@@ -15,6 +15,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
+from attnlab.diagnosis.argument_lab import coarse_lab
 from attnlab.diagnosis.argument_pattern import (
     KIND,
     argument_cells,
@@ -29,7 +30,7 @@ from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.refinement import can_xray
 from attnlab.diagnosis.second_case import further_cases
-from attnlab.diagnosis.side_claim import side_claims
+from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.weights.public import xray
@@ -44,12 +45,13 @@ def diagnose_argument(
     lab: Lab,
     case: Case,
     output: torch.Tensor | None,
-    diagnose_plain: Callable[[Case], Diagnosis],
+    diagnose_in: Callable[..., Diagnosis],
 ) -> Diagnosis:
     """Diagnose the output of a Case with an op argument, or run the Case for it.
 
-    ``diagnose_plain`` diagnoses the Case without its argument; it is called if the Case ran. Raises
-    InvalidCall if ``output`` has another shape or dtype than the Case's output.
+    ``diagnose_in`` diagnoses a Case without an argument in the lab ``lab``; it is called if the Case ran.
+    An FP8 output is diagnosed as a plain one that is rounded more. Raises InvalidCall if ``output`` has
+    another shape or dtype than the Case's output.
     """
     began, ran = time.perf_counter(), None
     if output is None:
@@ -62,9 +64,12 @@ def diagnose_argument(
     if not bool(cells.is_wrong.any()):
         return _without_wrong_rows(lab, case, ran, len(output))
     if ran is not None:
-        plain = diagnose_plain(case.replace(op_argument=NONE))
+        plain_case, coarse = case.replace(op_argument=NONE), coarse_lab(lab, case)
+        plain = diagnose_in(plain_case, lab=lab)
         if plain.is_wrong or plain.side_errors:
             return _as_without(plain, case)
+        if coarse is not None:
+            return _with_argument_alone(diagnose_in(plain_case, lab=coarse), case)
     found = _described(case, cells, argument_pattern(lab, case, cells, output.dtype))
     if ran is not None:
         found = _confirmed(lab, case, found)
@@ -150,13 +155,19 @@ def _confirmed(lab: Lab, case: Case, found: Diagnosis) -> Diagnosis:
 def _without_wrong_rows(lab: Lab, case: Case, ran: Result | None, rows: int) -> Diagnosis:
     """Return the diagnosis of a right output, with wrong log-sum-exps and rows of padding if the Case ran.
 
-    They describe this call alone.
+    They are described if further cases confirm what is stated of them.
     """
     right = Diagnosis(status="nothing wrong", tolerance=case.tolerance, looked_at=(rows, rows))
     claims = () if ran is None else side_claims(lab, case, ran)
     if not claims:
         return right
-    return dataclasses.replace(right, status="unexplained", side_errors=claims, looked_at=(0, rows))
+    confirmed = confirmed_side_claims(lab, case, claims, lab.run)
+    return dataclasses.replace(
+        right,
+        status="described" if confirmed else "unexplained",
+        side_errors=confirmed or claims,
+        looked_at=(0, rows),
+    )
 
 
 def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
@@ -182,6 +193,12 @@ def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
         unknown=[_UNKNOWN],
         looked_at=(rows, rows),
     )
+
+
+def _with_argument_alone(found: Diagnosis, case: Case) -> Diagnosis:
+    """Return the diagnosis of an output that is wrong with its argument alone, with a note."""
+    what = f"why it is right without op_argument {case.op_argument}"
+    return dataclasses.replace(found, unknown=[*found.unknown, what])
 
 
 def _as_without(plain: Diagnosis, case: Case) -> Diagnosis:

@@ -141,6 +141,8 @@ def _fact(cells: Cells, name: str, what: str) -> Fact:
 
 def _is_near(cells: Cells, numbers: torch.Tensor) -> torch.Tensor:
     """Return which elements are the ``numbers`` up to the bound of the right output, or a larger one where
-    the numbers are larger."""
-    larger = (numbers.abs() / cells.correct.abs().clamp(min=1e-12)).clamp(min=1.0, max=16.0)
-    return (cells.output - numbers).abs() <= cells.bound * larger.nan_to_num(1.0)
+    the numbers, or those of their row and head, are larger."""
+    sizes, right = numbers.abs().nan_to_num(0.0), cells.correct.abs().clamp(min=1e-12)
+    larger = (sizes / right).clamp(min=1.0, max=16.0)
+    larger = larger.maximum(sizes.amax(1, True) / right.amax(1, True))
+    return (cells.output - numbers).abs() <= cells.bound * larger

@@ -1,10 +1,11 @@
-"""Candidates as cells of a table, and as values of JSON."""
+"""Candidates as cells of a table and as values of JSON, and the conclusion of an X-ray as such."""
 
 import dataclasses
 from typing import Any
 
 from attnlab.case.json import json_number
 from attnlab.diagnosis.candidates import Candidate
+from attnlab.weights.xray import XRay
 
 CANDIDATE_COLUMNS = (
     "candidate",
@@ -38,4 +39,14 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
     return {
         name: json_number(value) if isinstance(value, float) else value
         for name, value in values.items()
+    }
+
+
+def xray_dict(found: XRay) -> dict[str, Any]:
+    """Return the conclusion of an X-ray; ``attnlab xray --json`` has the weights."""
+    return {
+        "status": found.status,
+        "descriptions": [one.to_dict() for one in found.descriptions],
+        "confirmed": found.confirmed,
+        "sentences": list(found.sentences),
     }

@@ -109,13 +109,14 @@ class Confirmation:
 
 
 def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
-    """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN, and any row that
-    sees no key.
+    """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN, an infinite number
+    fits one that the dtype cannot hold, and anything fits a row that sees no key.
 
     Rounded weights move a head's output in at most as many directions as there are keys or elements.
     """
     residual = (output.double() - predicted.output).abs()
-    is_odd, predicts_odd = ~output.isfinite(), ~predicted.output.isfinite()
+    is_odd, largest = ~output.isfinite(), torch.finfo(output.dtype).max
+    predicts_odd = ~(predicted.output.abs() <= largest)  # NaN, or infinite in the output's dtype
     residual = residual.masked_fill(is_odd != predicts_odd, torch.inf)
     residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
     if predicted.sees_nothing is not None:

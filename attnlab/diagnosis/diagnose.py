@@ -32,6 +32,7 @@ from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import FULL, Limit
 from attnlab.diagnosis.outside_check import with_outside_reads, without_unfounded_rule
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
+from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.diagnosis.withdrawal import with_coarse_formats, with_run_faults
@@ -73,6 +74,7 @@ def diagnose(
             case,
             output,
             partial(diagnose, defects=defects, propose=propose, limit=limit),
+            limit,
         )
     defects = tuple(defects)
     lab = lab or Lab()
@@ -113,12 +115,19 @@ def diagnose(
 
 
 def _with_argument(
-    lab: Lab, case: Case, output: torch.Tensor | None, diagnose_in: Callable[..., Diagnosis]
+    lab: Lab,
+    case: Case,
+    output: torch.Tensor | None,
+    diagnose_in: Callable[..., Diagnosis],
+    limit: Limit | None,
 ) -> Diagnosis:
     """Diagnose a Case with an op argument; as a plain one if it runs and the argument changes no number."""
     own = argument_lab(lab, case) if output is None else None
     if own is None:
-        return diagnose_argument(lab, case, output, partial(diagnose_in, lab=lab))
+        found = diagnose_argument(lab, case, output, diagnose_in)
+        if output is None and found.location is None:
+            found = _with_location(lab, case, found, limit)
+        return found
     found = diagnose_in(case.replace(op_argument=NONE), lab=own)
     what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
     return dataclasses.replace(
@@ -175,12 +184,13 @@ def _holds_output(before: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
-    """Return the diagnosis with the source lines that may hold the fault.
+    """Return the diagnosis with the source lines that may hold the fault, and an edit that repairs it.
 
     Models have no source, and a wrong call is no fault of the kernel.
     """
     is_callers = any(violation.effect != "harmless" for violation in diagnosis.violations)
-    if limit is None or not diagnosis.wrong_rows or is_callers or case.backend == "model":
+    is_wrong = diagnosis.wrong_rows or diagnosis.side_errors
+    if limit is None or not is_wrong or is_callers or case.backend == "model":
         return diagnosis
     if lab.on_step is not None:
         lab.on_step("trial edits of the source")
@@ -188,7 +198,8 @@ def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | No
         location = locate_lines(lab, case, diagnosis.xray, limit)
     except AttnLabError as error:
         location = KernelLocation(why_none=f"the kernels cannot be traced: {error}")
-    return dataclasses.replace(diagnosis, location=location)
+    diagnosis = dataclasses.replace(diagnosis, location=location)
+    return with_repair(lab, case, diagnosis, location.repairs)
 
 
 def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:

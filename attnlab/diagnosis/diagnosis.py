@@ -9,7 +9,8 @@ from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 from attnlab.contracts.violation import Violations
 from attnlab.diagnosis.access_claim import AccessClaim
-from attnlab.diagnosis.candidate_text import candidate_dict
+from attnlab.diagnosis.argument_pattern import KIND as ARGUMENT
+from attnlab.diagnosis.candidate_text import candidate_dict, xray_dict
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.distinction import Distinction
@@ -17,6 +18,7 @@ from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.leak_claim import LeakClaim
 from attnlab.diagnosis.pattern import Pattern, list_text
 from attnlab.diagnosis.pattern_claim import PatternClaim
+from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.side_claim import SideClaim
 from attnlab.weights.xray import XRay
@@ -70,6 +72,8 @@ class Diagnosis(Shown):
     - ``xray``: the attention weights of the kernel, if it was at hand and they were measured.
     - ``weights``: what of the X-ray's descriptions gives the outputs of further cases, or None.
     - ``rule``: a rule beyond the catalogue that explains the output and those of further cases, or None.
+    - ``repair``: an edit of the source with which this output and those of further cases are right, or None.
+    - ``observed``: what holds of this call, as sentences, if a repair describes the fault.
     - ``accesses``: wrong accesses that recur wherever the output of a further case is wrong, or None.
     - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
@@ -105,6 +109,8 @@ class Diagnosis(Shown):
     xray: XRay | None = None
     weights: DescribedWeights | None = None
     rule: ConfirmedRule | None = None
+    repair: RepairClaim | None = None
+    observed: tuple[str, ...] = ()
     accesses: AccessClaim | None = None
     leak: LeakClaim | None = None
     claim: PatternClaim | None = None
@@ -152,7 +158,9 @@ class Diagnosis(Shown):
             *self._run_sentences(),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
+            *(f"in this call, {text}" for text in self.observed),
             self._cause_sentence(),
+            *self._repair_sentences(),
             *self._violation_sentences(),
             *self.withdrawn,
             *([] if self.location is None else self.location.sentences()),
@@ -199,10 +207,24 @@ class Diagnosis(Shown):
         subject = "X-ray of the kernel" if is_rule else "X-ray of the kernel, for this call alone"
         return [f"{subject}: {sentence}" for sentence in self.xray.sentences[:count]]
 
+    @property
+    def is_by_repair(self) -> bool:
+        """Answer whether a repair is what describes the output."""
+        known = self.explanations or self.rule or self.weights or self.pattern.of(ARGUMENT)
+        return self.repair is not None and not known
+
+    def _repair_sentences(self) -> list[str]:
+        """Return the repair as an addition to an explanation that predicts numbers."""
+        if self.repair is None or self.is_by_repair:
+            return []
+        return [self.repair.addition]
+
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
             return f"ambiguous: {', '.join(names)} each explain the output"
+        if self.repair is not None and self.is_by_repair:
+            return f"{self.status}: {self.repair.text}"
         if self.side_errors and not self.wrong_rows:
             words = "; ".join(one.sentence for one in self.side_errors)
             return f"{self.status}: {words}"
@@ -257,43 +279,21 @@ class Diagnosis(Shown):
             "bad_lines": list(self.bad_lines),
             "outside_rows": list(self.outside_rows),
             "withdrawn": list(self.withdrawn),
-            "xray": None if self.xray is None else _xray_dict(self.xray),
+            "xray": None if self.xray is None else xray_dict(self.xray),
             "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
             "side_errors": [one.sentence for one in self.side_errors],
             "weights": None if self.weights is None else self.weights.text,
+            "repair": None if self.repair is None else self.repair.to_dict(),
+            "observed": list(self.observed),
             "accesses": None if self.accesses is None else self.accesses.text,
             "leak": None if self.leak is None else self.leak.text,
             "claim": None if self.claim is None else self.claim.text,
             "locations": [line.to_dict() for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],
-            "distinction": self._distinction_dict(),
+            "distinction": None if self.distinction is None else self.distinction.to_dict(),
             "unknown": self.unknown,
             "looked_at": list(self.looked_at),
             "sentences": self.sentences(),
             "seconds": self.seconds,
         }
-
-    def _distinction_dict(self) -> dict[str, Any] | None:
-        if self.distinction is None:
-            return None
-        case = self.distinction.case
-        return {
-            "pair": list(self.distinction.pair),
-            "case": None if case is None else case.changes(),
-            "changes": self.distinction.changes,
-            "gap": json_number(self.distinction.gap),
-            "tried": self.distinction.tried,
-            "sentence": self.distinction.sentence(),
-            "run": self.distinction.command,
-        }
-
-
-def _xray_dict(found: XRay) -> dict[str, Any]:
-    """Return the conclusion of an X-ray; ``attnlab xray --json`` has the weights."""
-    return {
-        "status": found.status,
-        "descriptions": [one.to_dict() for one in found.descriptions],
-        "confirmed": found.confirmed,
-        "sentences": list(found.sentences),
-    }

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.json import json_number
 from attnlab.case.masks import DATA_OF_LENGTHS
 from attnlab.contracts.dispatch import decide
 from attnlab.defects.defect import Defect
@@ -78,6 +79,18 @@ class Distinction:
             f"to distinguish {first} from {second}, run with {changes}: their outputs differ by "
             f"{self.gap:.3g} rounding bounds"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return {
+            "pair": list(self.pair),
+            "case": None if self.case is None else self.case.changes(),
+            "changes": self.changes,
+            "gap": json_number(self.gap),
+            "tried": self.tried,
+            "sentence": self.sentence(),
+            "run": self.command,
+        }
 
 
 def find_distinction(

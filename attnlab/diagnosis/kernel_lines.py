@@ -14,29 +14,33 @@ The evidence, the strongest first:
 If there is no evidence, no line is stated.
 """
 
+import difflib
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.access_lines import lines_of_accesses
 from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
 from attnlab.diagnosis.kernel_trials import COSTS, FULL, Limit, Repair, Trials
+from attnlab.diagnosis.repair_check import is_right
 from attnlab.diagnosis.second_case import second_case
 from attnlab.diagnosis.spectrum import comparable_units, excess, is_wrong, spectrum
+from attnlab.diagnosis.trial_target import target_of
 from attnlab.diagnosis.xray_lines import lines_of_xray
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.kernels.triton.program_filter import Subset, estimated_s
-from attnlab.kernels.triton.replay import Replay, Unit
+from attnlab.kernels.triton.replay import Unit
 from attnlab.lab.lab import Lab
 from attnlab.weights.other_case import other_case
 from attnlab.weights.xray import XRay
 
 _MOST_LINES = 25
+_WORD = re.compile(r"\w+|[^\w\s(),]+")
 _LEAST_EXCESS = 0.05
 # Suspicion of the first line by accesses or the X-ray, in units of the cost of an edit, and by how much that
 # of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
@@ -63,12 +67,17 @@ def locate_lines(
     if why or small is None:
         return KernelLocation(why_none=why or "no case that is small enough has a wrong output")
     with probing(Probe(records=True)) as probe:
-        output = lab.output(small)
+        ran = lab.run(small)
     if not probe.launches:
         return KernelLocation(why_none="no Triton kernel was launched")
-    judge = judge_of(lab, small)
-    right, replay = judge(output), Replay(probe.launches, output.shape)
-    trials = Trials(replay=replay, judge=judge, right=right)
+    target = target_of(lab, small, ran, probe.launches)
+    other = second_case(small)
+    trials = Trials(
+        replay=target.replay,
+        judge=target.judge,
+        right=target.right,
+        holds=None if other is None else lambda repair: is_right(lab, other, repair) is True,
+    )
     if not trials.suspects:
         return KernelLocation(why_none="no program of a Triton kernel writes a wrong row")
     return _located(lab, small, trials, found, limit)
@@ -95,11 +104,8 @@ def locatable_case(lab: Lab, case: Case) -> Case | None:
         if one is None or estimated_s(lab.call(one), decide(one).kernels, Subset()) > _MOST_CASE_S:
             continue
         for tried in (one.replace(empty_slots="zeros", output_init="zeros"), one):
-            try:
-                if not bool(judge_of(lab, tried)(lab.output(tried)).all()):
-                    return tried
-            except AttnLabError:
-                continue
+            if is_right(lab, tried) is False:
+                return tried
     return None
 
 
@@ -136,7 +142,7 @@ def _located(
 
     trials.run(suspicion, near or scores, limit)
     ranked = [
-        *_of_repairs(lab, case, trials),
+        *_of_repairs(trials),
         *_of_spectrum(units, trials.right, scores),
         *(
             (line, kind, _EVIDENCE[kind] - 1e-3 * i, text)
@@ -147,30 +153,18 @@ def _located(
     return KernelLocation(
         lines=lines,
         why_none="" if lines else _why_no_line(trials),
+        repairs=_preferred(trials.repairs),
         tried=trials.tried,
         programs=(len(trials.wrong_units), len(trials.replay.units)),
     )
 
 
-def judge_of(lab: Lab, case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that answers which rows and heads of an output are right up to rounding."""
-    own = case.replace(atol=None, rtol=0.0)
-    call, expected = lab.call(own), lab.reference(own)
-
-    def judge(output: torch.Tensor) -> torch.Tensor:
-        call.output.copy_(output)
-        return lab.errors(own, call, expected).mismatches == 0
-
-    return judge
-
-
-def _of_repairs(lab: Lab, case: Case, trials: Trials) -> Iterator[Ranked]:
+def _of_repairs(trials: Trials) -> Iterator[Ranked]:
     """Yield the lines of edits; an edit that repairs everything must also hold in a second case."""
     wrong = int((~trials.right).sum())
-    other = second_case(case)
+    again = "" if trials.holds is None else ", and so is a second case"
     for repair in trials.repairs:
-        if repair.share == 1 and (other is None or _is_right(lab, other, repair)):
-            again = ", and so is a second case" if other is not None else ""
+        if repair.is_full:
             text = f"with {repair.edit.text}, all {wrong} wrong rows × heads are right{again}"
             yield repair.line, "edit", 1.0 - 0.05 * COSTS.index(repair.edit.cost), text
         elif repair.share >= 0.5:
@@ -178,13 +172,29 @@ def _of_repairs(lab: Lab, case: Case, trials: Trials) -> Iterator[Ranked]:
             yield repair.line, "part", _EVIDENCE["part"] * min(repair.share, 0.9), text
 
 
-def _is_right(lab: Lab, case: Case, repair: Repair) -> bool:
-    """Answer whether the output of a Case is right with an edit."""
-    try:
-        with probing(Probe(edited=repair.edited())):
-            return bool(judge_of(lab, case)(lab.output(case)).all())
-    except AttnLabError:
-        return False
+def _preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
+    """Return the edits that repair everything: those that use a name again that the statement may have lost,
+    then the cheap ones, then those that change little."""
+    return tuple(
+        sorted(
+            (one for one in repairs if one.is_full),
+            key=lambda one: (
+                not one.edit.is_kin,
+                one.edit.cost,
+                not one.edit.revives,
+                _changed_words(one.edit.before, one.edit.after),
+            ),
+        )
+    )
+
+
+def _changed_words(before: str, after: str) -> tuple[int, int]:
+    """Return how many names, numbers and signs of two expressions differ, without parentheses and commas, and
+    how many of the second are new."""
+    words = [_WORD.findall(text) for text in (before, after)]
+    blocks = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_matching_blocks()
+    changed = len(words[0]) + len(words[1]) - 2 * sum(block.size for block in blocks)
+    return changed, len(set(words[1]) - set(words[0]))
 
 
 def _of_spectrum(

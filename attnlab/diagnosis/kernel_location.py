@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnlab.diagnosis.kernel_trials import Repair
+
 _MOST_SENTENCES = 3
 
 
@@ -38,11 +40,13 @@ class KernelLine:
 class KernelLocation:
     """Lines that may hold a fault, ranked; or why there are none.
 
+    - ``repairs``: edits that make the located call right, and a second case, the best first.
     - ``why_none``: a clause, "" if there are lines. ``tried``: the number of trial edits. ``programs``:
       (programs with wrong elements, programs that write elements).
     """
 
     lines: tuple[KernelLine, ...] = ()
+    repairs: tuple[Repair, ...] = ()
     why_none: str = ""
     tried: int = 0
     programs: tuple[int, int] = (0, 0)

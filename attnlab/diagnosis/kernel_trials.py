@@ -2,18 +2,18 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from attnlab.diagnosis.edited_kernels import EditedForms, Found, KernelText, kernel_text
 from attnlab.kernels.triton.kernel_text import (
-    KernelTree,
     branch_lines,
+    called_functions,
     compile_text,
-    statement_lines,
-    text_of,
     without_unused,
 )
 from attnlab.kernels.triton.probe import Line
@@ -27,6 +27,7 @@ _REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
 _MOST_IDLE = (
     4  # programs that store nothing, of those that run if no program stores a wrong element
 )
+_STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -38,40 +39,27 @@ class Limit:
     seconds: float = math.inf
 
 
-FULL = Limit(edits=1000, seconds=20.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelText:
-    """A kernel or device function that ran, with its text from ``def`` on, and where that begins.
-
-    ``first``: the number of the line before ``def``. ``executed``: lines of statements that ran in programs
-    with wrong results, and ``ran``: in any program, as numbers in the text.
-    """
-
-    function: Any
-    text: str
-    file: str
-    first: int
-    executed: frozenset[int]
-    ran: frozenset[int]
-
-    def line(self, number: int) -> Line:
-        """Return the file and line of a line of the text."""
-        return self.file, self.first + number
+FULL = Limit(edits=4000, seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repair:
     """An edit that makes a ``share`` of the wrong elements right and no right one wrong.
 
-    ``text``: the text that it changes; a share below 1 is that of one program.
+    ``text``: the text that it changes; a share below 1 is that of one program. ``holds``: not refuted by a
+    second case.
     """
 
     kernel: KernelText
     text: str
     edit: Edit
     share: float
+    holds: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Answer whether it makes every element right, in a second case, too."""
+        return self.share == 1 and self.holds
 
     @property
     def line(self) -> Line:
@@ -81,7 +69,8 @@ class Repair:
     def edited(self) -> dict[Any, Any]:
         """Return the edited function by its original."""
         function = self.kernel.function
-        return {function.fn: compile_text(function, self.edit.apply(self.text))}
+        whole = self.kernel.text  # a further case may take a branch that ``text`` leaves out
+        return {function.fn: compile_text(function, self.edit.moved(self.text, whole).apply(whole))}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +79,8 @@ class Trials:
 
     - ``judge``: returns which rows and heads of an output are right, [rows, heads] bool; ``right``: those of
       the unchanged kernels.
+    - ``holds``: answers whether an edit that makes everything right does so in a second case; None if there
+      is none.
     - ``repairs``: what was found; ``tried``: the number of edits.
     - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
       that store nothing, else some that store right elements.
@@ -98,6 +89,7 @@ class Trials:
     replay: Replay
     judge: Judge
     right: torch.Tensor
+    holds: Callable[[Repair], bool] | None = None
     tried: int = 0
     repairs: list[Repair] = field(default_factory=list)
     wrong_units: list[Unit] = field(init=False)
@@ -113,7 +105,7 @@ class Trials:
         wrong, ran = (
             set[Line]().union(*(unit.lines for unit in some)) for some in (self.suspects, every)
         )
-        self.kernels = [_kernel_text(function, wrong, ran) for function in _functions(self.replay)]
+        self.kernels = [kernel_text(function, wrong, ran) for function in _functions(self.replay)]
 
     def run(
         self, suspicion: Callable[[Line], float], lines: Collection[Line], limit: Limit
@@ -124,32 +116,30 @@ class Trials:
         If edits of one cost repair everything, more costly ones are not tried.
         """
         end = time.process_time() + limit.seconds
-        trees: dict[tuple[int, str], KernelTree] = {}
+        forms = EditedForms(found := list(self._edits(suspicion, lines)))
         first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
-        for kernel, text, edit in self._edits(suspicion, lines):
-            is_done = any(one.share == 1 and one.edit.cost < edit.cost for one in self.repairs)
+        for number, (kernel, text, edit) in enumerate(found):
+            is_done = any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
             if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
-            key = (id(kernel), text)
-            if key not in trees:
-                trees[key] = KernelTree(kernel.function, text)
-            try:
-                compiled = trees[key].compiled(edit.apply(text), edit.statement)
-            except (
-                Exception
-            ):  # an edited text may be no Python, or none that the interpreter accepts
+            if first and not forms.has_effect(number, self.replay, first):
+                continue
+            if (compiled := forms.compiled(number)) is None:
                 continue
             edited = {kernel.function.fn: compiled}
             share, is_elsewhere = self._share(first or self.suspects, edited)
             if share == 1 or is_elsewhere:
                 share = max(self._share(None, edited)[0], 0.5 * (share == 1))
             if share > 0:
-                self.repairs.append(Repair(kernel=kernel, text=text, edit=edit, share=share))
+                repair = Repair(kernel=kernel, text=text, edit=edit, share=share)
+                if share == 1 and self.holds is not None and not self.holds(repair):
+                    repair = replace(repair, holds=False)
+                self.repairs.append(repair)
 
     def _edits(
         self, suspicion: Callable[[Line], float], lines: Collection[Line]
-    ) -> Iterator[tuple[KernelText, str, Edit]]:
+    ) -> Iterator[Found]:
         """Yield edits with the texts that they change, in the order in which they are tried."""
         found = []
         for kernel in self.kernels:
@@ -159,8 +149,13 @@ class Trials:
             for cost in COSTS:
                 wanted = kernel.executed if cost < COSTS[-1] else inside
                 for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
+                    ranks = Counter[
+                        int
+                    ]()  # so that the edits of a statement take turns with the others
                     for edit in edits(text, chosen, cost, kernel.text):
                         order = cost - suspicion(kernel.line(edit.statement))
+                        order += _STEP * ranks[edit.statement]
+                        ranks[edit.statement] += 1
                         if edit.revives:
                             order -= _REVIVED if edit.is_kin else _REVIVED_ELSEWHERE
                         found.append((order, kernel, text, edit))
@@ -189,33 +184,5 @@ class Trials:
 
 def _functions(replay: Replay) -> list[Any]:
     """Return the kernels of the launches and the device functions that they call, each once."""
-    todo, found = [launch.function for launch in replay.launches], list[Any]()
-    while todo:
-        function = todo.pop()
-        if any(function.fn is one.fn for one in found):
-            continue
-        found.append(function)
-        names = function.fn.__code__.co_names
-        others = (function.fn.__globals__.get(name) for name in names)
-        todo += [one for one in others if type(one) is type(function)]
-    return found
-
-
-def _kernel_text(function: Any, wrong: Collection[Line], ran: Collection[Line]) -> KernelText:
-    """Return a function with its lines among those that ran in wrong programs, and in any."""
-    text = text_of(function)
-    file, first = function.rewriter.filename, function.rewriter.def_file_lineno - 1
-    own = statement_lines(text)
-
-    def numbers(lines: Collection[Line]) -> frozenset[int]:
-        inside = (line - first for name, line in lines if name == file)
-        return frozenset(own[number] for number in inside if number in own)
-
-    return KernelText(
-        function=function,
-        text=text,
-        file=file,
-        first=first,
-        executed=numbers(wrong),
-        ran=numbers(ran),
-    )
+    found = [one for launch in replay.launches for one in called_functions(launch.function)]
+    return list({one.fn: one for one in found}.values())

@@ -23,6 +23,7 @@ from attnlab.diagnosis.address_memory import (
     sizes_of,
 )
 from attnlab.diagnosis.address_rules import FAMILY, OWN, AddressRule, rules_of
+from attnlab.diagnosis.rows_of_rule import ALL, parts_of, rows_of, text_of
 from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.kernels.model.merge import partials
 from attnlab.tensors.call import KernelCall
@@ -36,10 +37,12 @@ _PARTS = ("prefix_output", "suffix_output", "prefix_lse", "suffix_lse")
 class OutputRule:
     """The output is written to wrong addresses: an element of the rule's address gets the right number.
 
-    If several rows or heads write an element, the last one wins. One that none writes keeps its contents.
+    If several rows or heads write an element, the last one wins, those of the ``part`` after all others. One
+    that none writes keeps its contents.
     """
 
     rule: AddressRule
+    part: str = ALL
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
@@ -52,15 +55,18 @@ class OutputRule:
         own = OWN.address(ROW_TERMS, features, sizes).expand(right.output.shape) + memory.base
         inside = (to >= 0) & (to < len(memory.flat))
         flat, bound = memory.flat.double().clone(), torch.full((len(memory.flat),), 1e-30).double()
-        flat[to[inside]], bound[to[inside]] = right.output[inside], right.bound[inside]
+        is_moved = rows_of(problem, self.part)[:, None, None].expand_as(inside)
+        for at, chosen in ((own, ~is_moved), (to, is_moved & inside)):
+            flat[at[chosen]], bound[at[chosen]] = right.output[chosen], right.bound[chosen]
         return Predicted(output=flat[own], bound=bound[own])
 
 
 @dataclass(frozen=True, slots=True)
 class MergeRule:
-    """A merge reads one of its four inputs at wrong addresses."""
+    """A merge reads one of its four inputs at wrong addresses, in the rows of a ``part``."""
 
     rule: AddressRule
+    part: str = ALL
 
     def predict(self, problem: Problem) -> Predicted:
         """Return the whole output under the rule."""
@@ -77,7 +83,11 @@ class MergeRule:
         weights = (weights / weights.sum(0)).nan_to_num(0.0)
         output = weights[0] * read["prefix_output"] + weights[1] * read["suffix_output"]
         bound = 2 * right.bound.amax(0).amax(1)[None, :, None].expand_as(output)
-        return Predicted(output=output.expand_as(right.output), bound=bound)
+        is_part = rows_of(problem, self.part)[:, None, None]
+        return Predicted(
+            output=torch.where(is_part, output, right.output),
+            bound=torch.where(is_part, bound, right.bound),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +193,7 @@ def output_defects(problem: Problem) -> list[Defect]:
     return [
         rule_defect(
             FAMILY,
-            text if isinstance(rule, MergeLaw) else rule.rule.name,
+            text if isinstance(rule, MergeLaw) else text_of(rule.part, rule.rule.name),
             text,
             computed(rule),
         )
@@ -194,16 +204,18 @@ def output_defects(problem: Problem) -> list[Defect]:
 def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw, str]]:
     call = problem.call
     memory = TensorMemory.of(call.output, ROW_TERMS)
-    others = _other_strides(problem)
+    others, parts = _other_strides(problem), parts_of(problem)
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
-        yield OutputRule(rule), rule.text(ROW_TERMS)
+        for part in parts:
+            yield OutputRule(rule, part), text_of(part, rule.text(ROW_TERMS))
     if call.op == MERGE:
         yield from (
             (MergeLaw(kind), f"in the merge, {kind}") for kind in (*MERGE_LAWS, *_WEIGHTS_ADDED)
         )
         for name, one in _merge_memory(call, problem).items():
             for rule in rules_of(name, one, _sizes(problem, one), others):
-                yield MergeRule(rule), rule.text(one.terms)
+                for part in parts:
+                    yield MergeRule(rule, part), text_of(part, rule.text(one.terms))
 
 
 def computed(rule: WholeRule) -> Compute:

@@ -9,9 +9,12 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.loop_rules import loop_defects
+from attnlab.diagnosis.mask_rules import mask_defects
 from attnlab.diagnosis.output_rules import output_defects
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.rows_of_rule import is_about_part
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.diagnosis.second_case import (
@@ -70,6 +73,8 @@ def rules_of(problem: Problem) -> tuple[Defect, ...]:
         *address_defects(problem),
         *output_defects(problem),
         *softmax_defects(problem),
+        *loop_defects(problem),
+        *mask_defects(problem),
         *scratch_defects(problem),
     )
 
@@ -83,7 +88,19 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
         return []
     if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):
         return []  # many rules predict NaN from scratch memory; none is shown by it
-    return [one for one in found.diagnosis.candidates if is_general(one)]
+    candidates = found.diagnosis.candidates
+    return [one for one in candidates if is_general(one)] + [
+        one for one in candidates if _is_of_part(one)
+    ]
+
+
+def _is_of_part(candidate: Candidate) -> bool:
+    """Answer whether a rule about the rows of one part of an op fits, but less well than one about more.
+
+    Further cases, in which other rows belong to the part, decide.
+    """
+    is_less = candidate.verdict == "less likely" and _has_general_scope(candidate)
+    return is_less and is_about_part(candidate.name)
 
 
 def is_general(candidate: Candidate) -> bool:

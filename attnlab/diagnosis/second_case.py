@@ -10,7 +10,6 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.masks import DATA_OF_LENGTHS
-from attnlab.case.ops import ENCODER
 from attnlab.contracts.dispatch import decide
 from attnlab.weights.other_case import other_case
 
@@ -27,6 +26,8 @@ _FURTHER = (
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+# Few sequences: a statement about some of several sequences must also be true of one.
+_FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
 _MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
 
@@ -57,6 +58,19 @@ def further_cases(case: Case) -> Iterator[Case]:
             yield other
 
 
+def few_sequences(case: Case) -> Iterator[Case]:
+    """Yield cases with one or two sequences, decodes alone among them, for statements about accesses.
+
+    They may need fewer kernels.
+    """
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    for seed, pairs in enumerate(_FEW, 31):
+        chosen = [(1, ctx + query - 1) for query, ctx in pairs] if only_decodes else pairs
+        other = _longer_case(case, chosen, seed, fewer_kernels=True)
+        if other is not None:
+            yield other
+
+
 def whole_tiles_case(case: Case) -> Case | None:
     """Return a batch whose sequences and their quarters end with whole tiles of several sizes, or None."""
     only_decodes = max(case.lengths.query_lens, default=0) == 1
@@ -74,18 +88,24 @@ def with_known_contents(case: Case) -> Case:
     return case.replace(empty_slots="garbage", output_init="recycled")
 
 
-def _longer_case(case: Case, pairs: Sequence[tuple[int, int]], seed: int) -> Case | None:
-    """Return a case whose sequences have contexts and different lengths, or None if other kernels run it."""
+def _longer_case(
+    case: Case, pairs: Sequence[tuple[int, int]], seed: int, *, fewer_kernels: bool = False
+) -> Case | None:
+    """Return a case whose sequences have contexts and different lengths, or None if other kernels run it.
+
+    ``fewer_kernels``: one that needs fewer of the kernels is returned, too.
+    """
     if case.block_table is not None or case.seq_range is not None or case.first_block:
         return None
-    if case.op == ENCODER:  # it has no context
+    if not case.spec.context:
         pairs = [(query + ctx, 0) for query, ctx in pairs]
     changes = {**_lengths(case, pairs), **_other_scales(case)}
     try:
         changed = case.replace(seed=case.seed + seed, freed="kept", **changes)
     except InvalidCase:
         return None
-    return changed if set(decide(changed).kernels) == set(decide(case).kernels) else None
+    own, others = set(decide(case).kernels), set(decide(changed).kernels)
+    return changed if others == own or (fewer_kernels and others < own) else None
 
 
 def second_case(case: Case) -> Case | None:

@@ -10,11 +10,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import MERGE
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.address_memory import ROW_TERMS, TensorMemory
-from attnlab.diagnosis.address_memory import sizes_of as sizes
-from attnlab.diagnosis.address_rules import OWN, rules_of
 from attnlab.diagnosis.describe import sizes_of
-from attnlab.diagnosis.output_rules import features_of_rows
+from attnlab.diagnosis.lse_addresses import is_address, wrong_addresses
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.second_case import further_cases
@@ -31,7 +28,6 @@ _FACTORS = {
     "1/2": 0.5,
 }
 _CLOSE = 1e-3
-_MISPLACED = "written to a wrong address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +75,7 @@ class SideClaim:
         places = None
         if self.places is not None and other.places is not None:
             places = self.places.common(other.places)
-        if laws and laws[0].startswith(_MISPLACED):
+        if laws and is_address(laws[0]):
             places = None  # they follow from the addresses
         return SideClaim(
             subject=self.subject, quantity=self.quantity, laws=laws, places=places, text=self.text
@@ -158,7 +154,7 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], Patt
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
     laws = _laws(values[wrong], expected[wrong], _highest(problem)[wrong])
-    return (*_misplaced(problem, values, expected, bound), *laws), places
+    return (*wrong_addresses(problem, values, expected, bound), *laws), places
 
 
 def _highest(problem: Problem) -> torch.Tensor:
@@ -167,41 +163,6 @@ def _highest(problem: Problem) -> torch.Tensor:
         return torch.full(problem.call.query.shape[:2], math.nan, dtype=torch.float64)
     parts = partials(problem.call, problem.target)
     return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
-
-
-def _misplaced(
-    problem: Problem, values: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
-) -> Iterator[str]:
-    """Yield the rules of wrong addresses to which the log-sum-exps may be stored."""
-    rows, heads = expected.shape
-    is_merge = (
-        problem.call.op == MERGE
-    )  # it stores [heads, rows], decode_attention_fwd [rows, heads]
-    strides = (1, rows) if is_merge else (heads, 1)
-    memory = TensorMemory(
-        flat=torch.full((rows * heads,), math.nan, dtype=torch.float64),
-        base=0,
-        terms=ROW_TERMS[:2],
-        strides={"stride 0": strides[0], "stride 1": strides[1]},
-    )
-    features = {name: one[..., 0] if one.ndim else one for name, one in _features(problem).items()}
-    factors = dict(memory.strides) | sizes(problem.call)
-    own = OWN.address(memory.terms, features, factors).expand(expected.shape)
-    for rule in rules_of("lse", memory, factors):
-        to = rule.address(memory.terms, features, factors).expand(expected.shape)
-        inside = (to >= 0) & (to < rows * heads)
-        flat, allowed = memory.flat.clone(), memory.flat.clone()
-        flat[to[inside]], allowed[to[inside]] = expected[inside], bound[inside]
-        is_same = (values - flat[own]).abs() <= allowed[own]
-        if bool((is_same | (values.isnan() & flat[own].isnan())).all()):
-            yield rule.text(memory.terms).removeprefix("the log-sum-exp is ")
-
-
-def _features(problem: Problem) -> dict[str, torch.Tensor]:
-    """Return the features of rows and heads, which broadcast to [rows, heads, 1]."""
-    found = dict(features_of_rows(problem))
-    found["d"] = torch.tensor(0)
-    return found
 
 
 def _slice(span: range | None) -> slice:

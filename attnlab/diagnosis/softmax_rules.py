@@ -8,18 +8,19 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import torch
+
 from attnlab.case.ops import MERGE
-from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import Compute, Defect, changing_inputs
+from attnlab.defects.attention_inputs import Predicted
+from attnlab.defects.defect import Compute, Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.rule_defect import rule_defect
-from attnlab.diagnosis.softmax_divisions import Division, divisions
+from attnlab.diagnosis.softmax_divisions import LOOPS, Division, divisions, with_tiles_to
 from attnlab.diagnosis.softmax_law import ALL_KEYS, SoftmaxLaw
 
 FAMILY = "running softmax"
 _LN_2 = math.log(2)
-_LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the new tokens, "}
 # What a tile does wrongly.
 _STEPS: dict[str, SoftmaxLaw] = {
     "the weights have base 2 in place of e": SoftmaxLaw(weight=_LN_2),
@@ -40,6 +41,20 @@ _STEPS: dict[str, SoftmaxLaw] = {
     "the accumulator of earlier tiles is lost": SoftmaxLaw(keep_output=False),
     "earlier tiles are lost": SoftmaxLaw(keep_sum=False, keep_output=False),
     "earlier tiles are not rescaled": SoftmaxLaw(rescale_sum=0.0, rescale_output=0.0),
+    "the sum of earlier tiles is rescaled by exp(old maximum)": SoftmaxLaw(sum_minus=0.0),
+    "the accumulator of earlier tiles is rescaled by exp(old maximum)": SoftmaxLaw(
+        output_minus=0.0
+    ),
+    "earlier tiles are rescaled by exp(old maximum)": SoftmaxLaw(sum_minus=0.0, output_minus=0.0),
+    "earlier tiles are rescaled by exp(old maximum + new maximum)": SoftmaxLaw(
+        sum_minus=-1.0, output_minus=-1.0
+    ),
+    "the weights lack the maximum in their exponent": SoftmaxLaw(weight_minus=0.0),
+    "the maximum is added in the exponent of the weights": SoftmaxLaw(weight_minus=-1.0),
+    "the sum of earlier tiles is taken for 1": SoftmaxLaw(sum_is_one=True),
+    "the accumulator of earlier tiles is taken for 1": SoftmaxLaw(output_is_one=True),
+    "the sums of the tiles are not added": SoftmaxLaw(added_sum=0.0),
+    "the sums of the tiles are subtracted": SoftmaxLaw(added_sum=-1.0),
     "the slots of a tile after its last key count with score 0 and value 0": SoftmaxLaw(
         padding=ALL_KEYS
     ),
@@ -84,6 +99,9 @@ _RUNNING: dict[str, SoftmaxLaw] = {
         merge_new=_LN_2, merge_sum=_LN_2, merge_output=_LN_2
     ),
     "the part that is added has the weight 1": SoftmaxLaw(merge_new=0.0),
+    "the outputs of the parts are not divided by their sums": SoftmaxLaw(divides=False),
+    "the log-sum-exps of the parts lack the logarithm of the sum": SoftmaxLaw(log_of_sum=0.0),
+    "the log-sum-exps of the parts subtract the logarithm of the sum": SoftmaxLaw(log_of_sum=-1.0),
 }
 
 
@@ -95,18 +113,16 @@ def softmax_defects(problem: Problem) -> list[Defect]:
         rule_defect(FAMILY, text, text, _computed(law, division))
         for division in divisions(problem)
         for text, law in _rules(division)
-    ] + [
-        rule_defect(FAMILY, text, text, _computed(law, division))
-        for division in [*divisions(problem)][:1]
-        for text, law in _shifts(division, problem.sm_scale)
     ]
 
 
 def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
     """Yield the laws of a division, each with its text."""
-    for loop, where in _LOOPS.items():
+    for loop, where in LOOPS.items():
         if loop is None or division.has_loops:
             for text, law in _STEPS.items():
+                if division.repeats and not law.is_of_every_tile:
+                    continue
                 yield f"with {division.text}, {where}{text}", dataclasses.replace(law, loop=loop)
     if division.merge:
         laws = {**_PARTS, **_MERGES, **(_RUNNING if division.merge == "running" else {})}
@@ -114,23 +130,34 @@ def _rules(division: Division) -> Iterator[tuple[str, SoftmaxLaw]]:
             yield f"with {division.text}, {text}", law
 
 
-def _shifts(division: Division, sm_scale: float) -> Iterator[tuple[str, SoftmaxLaw]]:
-    """Yield the laws of scores that begin at another number in one of two loops, whatever the tiles."""
-    for loop, where in _LOOPS.items():
-        if loop is not None and division.has_loops:
-            for start in (1, -1):
-                text = f"{where}the products of queries and keys begin at {start} in place of 0"
-                yield text, SoftmaxLaw(shift=start * sm_scale, loop=loop)
-
-
 def _computed(law: SoftmaxLaw, division: Division) -> Compute:
     """Return the ``compute`` of a law."""
 
-    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
-        parts = division.parts(problem, row_slice.seq)
-        return dataclasses.replace(
-            inputs,
-            weigh=lambda scores: law.weights(scores, parts, division.merge, inputs.sinks),
-        )
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        inputs, parts = problem.attention_inputs(row_slice), division.parts(problem, row_slice.seq)
+        stops, is_empty = None, torch.zeros(len(row_slice.tokens), dtype=torch.bool)
+        added = torch.zeros(len(row_slice.tokens), len(row_slice.heads), 1, dtype=torch.float64)
+        if division.visited is not None and law.is_of_every_tile:
+            stops = division.visited(problem, row_slice).stop
+            parts = with_tiles_to(parts, int(stops.max()), division.size)
 
-    return changing_inputs(change)
+        def weigh(scores: torch.Tensor) -> torch.Tensor:
+            found = law.weights(scores, parts, division.merge, inputs.sinks, stops)
+            is_empty.copy_((found == 0).all(-1).all(0))
+            if law.output_is_one:
+                added.copy_(found[..., -1:].transpose(0, 1))
+            return found[..., : scores.shape[-1]]
+
+        predicted = problem.predict(dataclasses.replace(inputs, weigh=weigh))
+        if law.output_is_one:
+            error = 2 * inputs.rounding.unit * added.abs()
+            predicted = dataclasses.replace(
+                predicted, output=predicted.output + added, bound=predicted.bound + error
+            )
+        if not bool(is_empty.any()):
+            return predicted
+        return dataclasses.replace(
+            predicted, sees_nothing=is_empty
+        )  # 0, or the quotient of 0 and 0
+
+    return compute

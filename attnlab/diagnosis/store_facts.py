@@ -12,11 +12,13 @@ from attnlab.lab.result import Result
 _CONFLICT = "stores other numbers to elements of"
 
 
-def store_facts(case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result]) -> Iterator[str]:
-    """Yield what is wrong with the stores of a Case.
+def store_facts(
+    case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is wrong with the stores of a Case, each with the rows and heads that it concerns.
 
-    ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output. Only the interpreter
-    records stores.
+    ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output, as are the yielded
+    tensors. A conflict in scratch memory may concern all of them. Only the interpreter records stores.
     """
     if case.backend != "vllm":
         return
@@ -26,13 +28,16 @@ def store_facts(case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result
         output = run(known).output
     for stores in stores_of(probe.launches):
         # the kernels of an op may have several names for the output
-        name = "the output" if _is_output(stores.tensor, output) else stores.name
-        for place in stores.conflicts:
-            yield f"{place} {_CONFLICT} {name} that another program stores to"
-        if _is_output(stores.tensor, output) and bool(
-            (_unwritten(stores, is_wrong) & is_wrong).any()
-        ):
-            yield "no kernel writes some elements of the output"
+        is_output = _is_output(stores.tensor, output)
+        name = "the output" if is_output else stores.name
+        for place, addresses in stores.conflicts.items():
+            cells = torch.ones_like(is_wrong)
+            if is_output:
+                cells = stores.holds(addresses)[: len(is_wrong)].any(-1)
+            yield f"{place} {_CONFLICT} {name} that another program stores to", cells
+        unwritten = _unwritten(stores, is_wrong) & is_wrong if is_output else is_wrong[:0]
+        if bool(unwritten.any()):
+            yield "no kernel writes some elements of the output", unwritten
 
 
 def is_conflict(fact: str) -> bool:
@@ -44,9 +49,12 @@ def is_conflict(fact: str) -> bool:
 
 
 def _is_output(tensor: torch.Tensor, output: torch.Tensor) -> bool:
-    """Answer whether a tensor is the output, maybe with rows of padding; scratch memory has other sizes."""
-    same = tensor.shape[1:] == output.shape[1:] and tensor.dtype == output.dtype
-    return same and len(tensor) >= len(output)
+    """Answer whether a tensor is the output, maybe in FP8 or with rows of padding.
+
+    Scratch memory has other sizes.
+    """
+    is_format = tensor.dtype == output.dtype or tensor.element_size() == 1
+    return tensor.shape[1:] == output.shape[1:] and is_format and len(tensor) >= len(output)
 
 
 def _unwritten(stores: TensorStores, is_wrong: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def wrong_reads(case: Case) -> Mapping[str, Read]:
         return {"values_one_element_early": _early_values}
     if case.argument.cache is None:
         return {}
-    return _NIBBLES | _SCALES if case.argument.is_packed else _SCALES
+    return _NIBBLES | _SCALES if case.argument.is_packed else _SCALES | _POWERS
 
 
 def _of_slot(move: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[..., StoredHalf]:
@@ -80,6 +80,16 @@ def _next_head(case: Case, half: StoredHalf) -> StoredHalf:
 
 def _first_token(case: Case, half: StoredHalf) -> StoredHalf:
     return _with_scale(half, torch.zeros(len(half.numbers), dtype=torch.int64))
+
+
+def _power(exponent: int) -> Callable[[Case, StoredHalf], StoredHalf]:
+    """Return the change that applies a scale ``exponent`` times."""
+
+    def change(case: Case, half: StoredHalf) -> StoredHalf:
+        assert half.scale is not None
+        return replace(half, scale=half.scale**exponent)
+
+    return change
 
 
 _CHANGES: dict[str, Callable[[Case, StoredHalf], StoredHalf]] = {
@@ -123,6 +133,12 @@ _SCALES: dict[str, Read] = {
         replace(key, scale=value.scale),
         replace(value, scale=key.scale),
     ),
+}
+# Of a packed format, a scale also holds a zero point.
+_POWERS: dict[str, Read] = {
+    name: apply(_power(exponent))
+    for what, apply in (("scale", _both), ("k_scale", _keys), ("v_scale", _values))
+    for name, exponent in ((f"{what}_not_applied", 0), (f"{what}_applied_twice", 2))
 }
 _NIBBLES: dict[str, Read] = {
     "nibbles_exchanged": _both(_swapped),

@@ -47,6 +47,14 @@ class Formats:
             largest = min(largest, float(torch.finfo(output).max))
         return cls(query=call.query.dtype, output=output, output_scale=scale, limit=largest * scale)
 
+    @classmethod
+    def of_scaled(cls, call: KernelCall, fp8_e4m3: str) -> "Formats | None":
+        """Return the formats of a call with an output scale, whose op stores FP8 and whose ``output`` has the
+        numbers; None for another call."""
+        if call.output_scale is None:
+            return None
+        return dataclasses.replace(cls.of(call, fp8_e4m3), output=FORMATS[fp8_e4m3].dtype)
+
     def clamped(self, output: torch.Tensor) -> torch.Tensor:
         """Return numbers of an output with the limit as the largest; NaN stays."""
         return output if self.limit == math.inf else output.clamp(-self.limit, self.limit)

@@ -1,21 +1,36 @@
 """Wrong outputs of Cases with an op argument: the read that explains them, or a plain description."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.argument_cases import FORMATS, random_format_case
+from helpers.cases import hostile
 from helpers.sources import of_release
 
+from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
+from attnlab.case.ops import MERGE
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.target import Target
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.argument_diagnosis import diagnose_argument
-from attnlab.diagnosis.argument_lab import argument_lab
+from attnlab.diagnosis.argument_lab import ArgumentLab, argument_lab, coarse_lab
 from attnlab.diagnosis.argument_pattern import KIND
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.rows_of_rule import NO_CONTEXT, rows_of
+from attnlab.kernels.backend import RunOutput
+from attnlab.kernels.model import backend as model
+from attnlab.kernels.model.merge import partials
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.argument_reads import wrong_reads
 from attnlab.lab.argument_reference import reference_with_argument
 from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
+from attnlab.tensors.layout import presented
+from attnlab.tensors.op_argument_data import OUTPUT_SCALE
 
 
 def case_of(name):
@@ -86,20 +101,49 @@ def test_an_argument_that_changes_no_number_leaves_a_plain_case(name, is_plain):
     assert (found is not None) == is_plain
     if found is not None:
         found.shared.get("backend", "vllm", lambda: Recorded(ran))
-        found._run_kernels(case.replace(op_argument=NONE), None)
+        plain = case.replace(op_argument=NONE)
+        found._run_kernels(plain, found.call(plain))
         assert ran == [name]
 
 
 class Recorded:
     """A backend that records the op arguments of its runs."""
 
-    models_prefill = False
+    models_prefill, device = False, "cpu"
 
     def __init__(self, ran):
         self.ran = ran
 
     def run(self, call, target, kernels, options):
         self.ran.append(options.argument_of.op_argument)
+
+
+@dataclasses.dataclass(slots=True)
+class FirstSuffix(ArgumentLab):
+    """A lab whose merge copies the suffix of row 1 for the last sequences without context, into FP8."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        model.run(call, Target.of(case), decide(case).kernels)
+        problem = Problem.of_case(case, self.batch(case), call)
+        parts = partials(presented(call), problem.target)
+        call.output[rows_of(problem, NO_CONTEXT)] = parts.suffix_output[1]
+        stored = (call.output.float() / OUTPUT_SCALE).to(torch.float8_e4m3fn)
+        call.output.copy_(stored.float() * OUTPUT_SCALE)
+        return RunOutput()
+
+
+def test_a_merge_with_an_fp8_output_has_the_rules_of_a_plain_one():
+    """They concern the last rows without context alone, which the op copies."""
+    case = hostile(op=MERGE, query_lens=(2, 1, 3), ctx_lens=(9, 4, 0), num_heads=2, head_size=16)
+    lab = FirstSuffix(op_argument="fp8_output")
+    found = diagnose(case, lab=lab, propose=False, limit=None)
+    assert found.rule is not None
+    assert "outputs of the suffix are read at a wrong address" in found.rule.text
+    assert NO_CONTEXT in found.rule.text
+    coarse = coarse_lab(Lab(device="cpu"), case.replace(op_argument="fp8_output", backend="vllm"))
+    assert coarse is not None
+    assert coarse.op_argument == "fp8_output"
+    assert coarse_lab(Lab(device="cpu"), case) is None
 
 
 @pytest.mark.releases
@@ -116,11 +160,11 @@ def test_a_run_is_confirmed_with_other_data(monkeypatch):
         return {**made, "v_scale_cache": made["k_scale_cache"]}
 
     monkeypatch.setitem(op_arguments._MAKERS, case.op_argument, exchanged)
-    found = diagnose(case, lab=lab)
+    found = diagnose(case, lab=lab, limit=None)
     assert (found.status, named(found)) == ("described", {"k_scale_for_values"})
     monkeypatch.setitem(op_arguments._MAKERS, "alibi_sqrt", lambda case, given: {})
     plain = case.replace(op_argument=NONE, alibi=True)
-    found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab)
+    found = diagnose(plain.replace(op_argument="alibi_sqrt"), lab=lab, limit=None)
     assert (found.status, named(found)) == ("described", {"argument_ignored"})
 
 
@@ -132,7 +176,7 @@ def test_an_output_that_is_wrong_without_the_argument_is_diagnosed_as_that(monke
     lab = Lab(source=of_release("0.33.0").path, device="cpu")
     asked = []
 
-    def plain(case):
+    def plain(case, lab):
         asked.append(case.op_argument)
         return Diagnosis(status="explained", unknown=["more"])
 

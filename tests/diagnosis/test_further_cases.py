@@ -14,9 +14,11 @@ from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.lse_addresses import wrong_addresses
 from attnlab.diagnosis.pattern_check import confirmed_claim
+from attnlab.diagnosis.rows_of_rule import NO_CONTEXT
 from attnlab.diagnosis.second_case import further_cases, second_cases
-from attnlab.diagnosis.side_claim import _laws, _misplaced
+from attnlab.diagnosis.side_claim import _laws
 from attnlab.diagnosis.weights_check import confirmed_weights
 from attnlab.kernels.backend import RunOptions, RunOutput
 from attnlab.kernels.model import backend as model
@@ -179,10 +181,36 @@ def test_log_sum_exps_at_wrong_addresses_are_found():
     expected, bound = (one.double() for one in lab.expected_lse(case))
     values = torch.full_like(expected, torch.nan)
     values[1] = expected[2]
-    laws = list(_misplaced(problem, values, expected, bound))
+    laws = list(wrong_addresses(problem, values, expected, bound))
     assert laws[0] == "written to a wrong address: with stride 0 in place of row × stride 0"
     values[1] = expected[2] + 1
-    assert not list(_misplaced(problem, values, expected, bound))
+    assert not list(wrong_addresses(problem, values, expected, bound))
+
+
+MERGED = hostile(
+    op="merge_attn_states", query_lens=(2, 1, 3), ctx_lens=(9, 4, 0), platform="sm_90", num_heads=4
+)
+
+
+def test_a_merge_that_reads_a_log_sum_exp_at_a_wrong_address_is_found():
+    """Rows without context copy that of head 1, or of their own head plus 1."""
+    lab, problem = Lab(), make_problem(MERGED)
+    expected, bound = (one.double() for one in lab.expected_lse(MERGED))
+    values = expected.clone()
+    values[3:] = expected[3:, 1:2]
+    laws = list(wrong_addresses(problem, values, expected, bound))
+    assert any(NO_CONTEXT in law and "of the suffix are read" in law for law in laws)
+    assert not list(wrong_addresses(problem, expected + 1, expected, bound))
+
+
+def test_log_sum_exps_outside_of_their_memory_have_no_more_precise_address():
+    lab, problem = Lab(), make_problem(MERGED)
+    expected, bound = (one.double() for one in lab.expected_lse(MERGED))
+    values = expected.clone()
+    values[3:] = torch.nan
+    laws = list(wrong_addresses(problem, values, expected, bound))
+    assert "outside of its memory" in laws[0]
+    assert NO_CONTEXT in laws[0]
 
 
 def test_further_cases_of_the_op_of_encoders_have_no_context():

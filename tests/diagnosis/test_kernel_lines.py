@@ -1,11 +1,9 @@
 """Faults that are planted in a small Triton kernel are located in its source."""
 
-import dis
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
 
 import torch
 from helpers import faulty_attention
@@ -20,6 +18,7 @@ from attnlab.diagnosis.kernel_trials import Limit
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
 from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.kernels.triton.replay import Replay, TooLong
 from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
 from attnlab.weights.public import xray
@@ -46,7 +45,7 @@ def located(case: Case, edits: int = 400, with_xray: bool = False) -> KernelLoca
 def test_an_edit_that_repairs_the_output_gives_the_line(tmp_path):
     old, new = "first // BLOCK).to", "first % BLOCK).to"
     case, line = planted(tmp_path, old, new)
-    found = located(case, edits=90)
+    found = located(case, edits=400)
     assert [one.line for one in found.lines if one.evidence == "edit"] == [line]
     assert found.lines[0].line == line
     assert (found.lines[0].evidence, found.lines[0].score) == ("edit", 1.0)
@@ -62,7 +61,7 @@ def test_rows_that_no_program_stores_are_located(tmp_path):
     case, line = planted(
         tmp_path, "tl.program_id(0), tl.program_id(1)", "tl.program_id(0), tl.program_id(0)"
     )
-    found = located(case, edits=60)
+    found = located(case, edits=200)
     assert (found.lines[0].line, found.lines[0].evidence) == (line, "edit")
 
 
@@ -73,25 +72,32 @@ def test_an_access_outside_a_tensor_gives_the_lines_that_feed_it(tmp_path):
     assert places[:2] == [(line + 1, "outside"), (line, "outside")]
 
 
-def test_an_edited_statement_compiles_as_the_whole_text_does(tmp_path):
+def test_variants_of_a_statement_do_what_the_whole_edited_texts_do(tmp_path):
     case, _ = planted(tmp_path, "first // BLOCK", "first % BLOCK")
+    lab = Lab(device="cpu")
     with probing(Probe(records=True)) as probe:
-        Lab(device="cpu").output(case)
-    function = probe.launches[0].function
-    text, same = text_of(function), 0
-    tree, lines = KernelTree(function, text), set(statement_lines(text).values())
-    for edit in edits(text, lines, 1, text)[::5]:
-        new = edit.apply(text)
-        one, whole = tree.compiled(new, edit.statement), compile_text(function, new)
-        assert list(instructions(one.__code__)) == list(instructions(whole.__code__)), edit.text
-        same += 1
-    assert same > 10
+        output = lab.output(case)
+    function, replay = probe.launches[0].function, Replay(probe.launches, output.shape)
+    text = text_of(function)
+    tree, changed = KernelTree(function, text), 0
+    lines = sorted(set(statement_lines(text).values()))
+    for line in lines:
+        found = edits(text, {line}, 1, text)[::20]
+        forms = tree.variants(line, [one.change for one in found])
+        for edit, form in zip(found, forms, strict=True):
+            whole = compile_text(function, edit.apply(text))
+            one, other = (outcome(replay, {function.fn: run}) for run in (form, whole))
+            assert one == other, edit.text
+            changed += one != outcome(replay, {})
+    assert changed > 5
 
 
-def instructions(code: CodeType) -> Iterator[tuple[object, ...]]:
-    """Yield name, argument and line of each instruction of a function."""
-    for one in dis.get_instructions(code):
-        yield one.opname, one.argrepr, one.positions.lineno if one.positions else None
+def outcome(replay: Replay, edited: Mapping[object, object]) -> bytes | type:
+    """Return the bytes of the output of a replay with edited kernels, or the error that it raises."""
+    try:
+        return replay.run(None, edited).numpy().tobytes()
+    except (Exception, TooLong) as error:
+        return type(error)
 
 
 def test_a_branch_of_some_programs_is_found_by_the_spectrum(tmp_path):

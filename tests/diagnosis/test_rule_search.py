@@ -14,6 +14,7 @@ from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.output_rules import MERGE_LAWS, output_defects
+from attnlab.diagnosis.rows_of_rule import DECODES, rows_of
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.model.merge import partials
@@ -143,3 +144,38 @@ def test_rules_have_names_of_their_own(op):
     problem = make_problem(hostile(op=op, platform="sm_90", empty_slots="garbage"))
     found = [one.name for one in (*address_defects(problem), *output_defects(problem))]
     assert len(found) == len(set(found)) > 100
+
+
+@dataclasses.dataclass(slots=True)
+class DecodesElsewhere(Lab):
+    """A lab that writes decodes after all other rows, with the stride of a head for that of a row."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        model.run(call, Target.of(case), decide(case).kernels)
+        right, flat = call.output.clone(), call.output.flatten()
+        size = call.query.shape[1] * call.query.shape[2]
+        problem = make_problem(case)
+        rows = rows_of(problem, DECODES).nonzero().flatten().tolist()
+        before = make_output(case).flatten()
+        for row in rows:
+            flat[row * size : (row + 1) * size] = before[row * size : (row + 1) * size]
+        for row in rows:
+            at = row * call.query.shape[2]
+            flat[at : at + size] = right[row].flatten()
+        call.output.copy_(flat.view_as(call.output))
+        return RunOutput()
+
+
+def test_a_rule_may_concern_the_rows_of_one_kernel():
+    """chunked_prefill_paged_decode computes decodes after all other rows."""
+    case = hostile(
+        query_lens=(3, 1, 4, 1),
+        ctx_lens=(20, 9, 33, 17),
+        num_heads=2,
+        head_size=16,
+        platform="sm_90",
+    )
+    found = diagnose(case, lab=DecodesElsewhere(), limit=None, propose=False)
+    assert found.rule is not None
+    assert DECODES in found.rule.text
+    assert "with row × stride 1 in place of row × stride 0" in found.rule.text

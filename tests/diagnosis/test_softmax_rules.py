@@ -13,6 +13,7 @@ from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import make_problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.loop_rules import loop_defects
 from attnlab.diagnosis.rule_search import rules_of
 from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.diagnosis.softmax_divisions import divisions
@@ -156,7 +157,7 @@ def test_maxima_and_sums_of_segments_share_an_address():
 def test_products_begin_at_another_number_in_one_loop():
     """The scores of the context are larger by the scale: its dot products begin at 1."""
     problem = make_problem(small("context_attention_fwd"))
-    rules = {one.text: one for one in softmax_defects(problem)}
+    rules = {one.text: one for one in loop_defects(problem)}
     rule = rules[
         "in the loop over the context, the products of queries and keys begin at 1 in place of 0"
     ]
@@ -167,3 +168,41 @@ def test_products_begin_at_another_number_in_one_loop():
     expected = torch.einsum("hqk,khd->qhd", softmax(scores, inputs.sinks), inputs.value)
     torch.testing.assert_close(rule.compute(problem, row_slice).output, expected)
     assert not torch.allclose(problem.correct(row_slice).output, expected, rtol=1e-3)
+
+
+def test_an_accumulator_that_counts_as_1_adds_a_constant():
+    """Two tiles of 2 keys: the first is replaced by 1 times its rescaling."""
+    scores = torch.tensor([[[0.5, 1.0, 2.0, -1.0]]], dtype=torch.float64)
+    parts = [[(0, 2, 0, 0), (2, 4, 0, 0)]]
+    found = SoftmaxLaw(output_is_one=True).weights(scores, parts, "", None)[0, 0]
+    right, total = scores.softmax(-1)[0, 0], (scores - 2).exp().sum()
+    torch.testing.assert_close(found[2:4], right[2:])
+    assert found[:2].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(found[4], torch.tensor(-1.0).double().exp() / total)
+
+
+def test_a_tile_without_a_visible_key_loses_earlier_tiles_in_rows_that_visit_it():
+    scores = torch.tensor([[[0.5, 1.0, -torch.inf], [0.5, 1.0, -torch.inf]]], dtype=torch.float64)
+    parts = [[(0, 2, 0, 0), (2, 3, 0, 0)]]
+    law = SoftmaxLaw(keep_sum=False, keep_output=False)
+    found = law.weights(scores, parts, "", None, torch.tensor([[2], [4]]))[0]
+    torch.testing.assert_close(found[0], scores.softmax(-1)[0, 0])
+    assert found[1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_log_sum_exps_without_their_logarithm_weigh_parts_by_maxima():
+    scores = torch.tensor([[[0.0, 0.0, 1.0]]], dtype=torch.float64)
+    parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
+    found = SoftmaxLaw(log_of_sum=0.0).weights(scores, parts, "running", None)[0, 0]
+    last = torch.tensor([0.0, 1.0]).double().softmax(0)[1]
+    torch.testing.assert_close(found, torch.stack([(1 - last) / 2, (1 - last) / 2, last]))
+
+
+def test_rules_have_positive_bounds():
+    """A bound below 0 would fit any output; sums that are subtracted give negative weights."""
+    problem = make_problem(small("context_attention_fwd"))
+    row_slice = list(all_rows(problem))[-1]
+    for rule in softmax_defects(problem):
+        if rule.text.startswith("with tiles of 16, "):
+            bound = rule.compute(problem, row_slice).bound.nan_to_num(1.0)
+            assert (bound > 0).all(), rule.text

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers.cases import hostile
 
-from attnlab.diagnosis.access_check import refuted_by_right
+from attnlab.diagnosis.access_check import claim_of_facts
+from attnlab.diagnosis.access_claim import AccessClaim, AccessFacts
 from attnlab.diagnosis.store_facts import is_conflict, store_facts
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
 
@@ -46,7 +47,7 @@ def facts(launch: LaunchLog, wrong: torch.Tensor) -> set[str]:
         current_probe().launches.append(launch)
         return SimpleNamespace(output=torch.zeros(len(wrong), HEADS, SIZE))
 
-    return set(store_facts(CASE, wrong, run))
+    return {name for name, _ in store_facts(CASE, wrong, run)}
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,53 @@ def test_scratch_memory_with_unwritten_elements_is_not_the_output():
     assert facts(stores(scratch, 0, None), wrong) == set()
 
 
+def cells(*places: tuple[int, int]) -> torch.Tensor:
+    """Return which of two rows and two heads are among ``places``."""
+    found = torch.zeros(2, 2, dtype=torch.bool)
+    for place in places:
+        found[place] = True
+    return found
+
+
+def of_case(wrong: torch.Tensor, num_seqs: int = 2, **places: torch.Tensor) -> AccessFacts:
+    return AccessFacts(places=places, is_wrong=wrong, num_seqs=num_seqs)
+
+
+ROW_0, ROW_1 = cells((0, 0), (0, 1)), cells((1, 0), (1, 1))
+BOTH, NONE = ROW_0 | ROW_1, cells()
+
+
 def test_a_right_output_refutes_only_facts_that_are_no_faults_there():
-    conflict, other = "kernel.py:1 stores other numbers to elements of out that …", "other"
-    left = frozenset({conflict, other})
-    assert refuted_by_right(left, left) == {conflict}
-    assert refuted_by_right(left, frozenset()) == left
+    conflict = "kernel.py:1 stores other numbers to elements of out that …"
+    right = of_case(NONE, other=ROW_0, **{conflict: ROW_0})
+    assert right.refuted == {"other"}
+    assert of_case(ROW_0, other=ROW_0).refuted == frozenset()
+
+
+def test_a_fact_of_some_wrong_rows_alone_yields_to_two_that_concern_all():
+    """The claim names every wrong row: those that are not read and those that are not written."""
+    first, second = of_case(ROW_0, read=ROW_0), of_case(BOTH, read=ROW_0, written=ROW_1)
+    assert claim_of_facts([first, first]) == AccessClaim(facts=("read",), cases=1)
+    claim = claim_of_facts([first, second])
+    assert claim == AccessClaim(either=("read", "written"), cases=1)
+    assert claim.holds_in(of_case(ROW_1, written=ROW_1))
+    assert not claim.holds_in(of_case(BOTH, written=ROW_1))
+    assert not claim.holds_in(of_case(NONE, written=ROW_1))
+
+
+def test_without_that_a_fact_of_each_wrong_output_is_stated():
+    claim = claim_of_facts([of_case(BOTH, read=ROW_0), of_case(ROW_1, read=ROW_0)])
+    assert claim == AccessClaim(some=("read",), cases=1)
+    assert not claim.holds_in(of_case(ROW_1))
+
+
+def test_a_fact_that_single_sequences_lack_is_about_several():
+    found = [of_case(ROW_0, read=ROW_0), of_case(ROW_0, num_seqs=1), of_case(ROW_1, read=ROW_1)]
+    claim = claim_of_facts(found)
+    assert claim == AccessClaim(facts=("read",), cases=1, several=True)
+    assert claim.holds_in(of_case(ROW_0, num_seqs=1))
+    assert not claim.holds_in(of_case(ROW_0))
+    assert claim_of_facts([of_case(ROW_0, read=ROW_0), of_case(ROW_0)]) is None
 
 
 def test_nothing_is_stated_of_kernels_that_are_not_interpreted():

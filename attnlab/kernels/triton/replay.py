@@ -4,7 +4,7 @@ The tensors of a launch get their first contents back before each run, so a run 
 small part of the time of the call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attnlab.kernels.triton.interpreter import prepared
+from attnlab.kernels.triton.kernel_text import called_functions
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
 from attnlab.kernels.triton.run_log import RunLog
 
@@ -55,10 +56,10 @@ class Unit:
 
 
 class _Counter:
-    """Counts accesses; raises TooLong beyond a limit."""
+    """Counts accesses, and notes the tensors that are stored to; raises TooLong beyond a limit."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, most: int, note: Callable[[Any], None]) -> None:
+        self._left, self._note = most, note
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         self._left -= 1
@@ -67,27 +68,42 @@ class _Counter:
 
     def stored(self, addresses: Any, mask: Any, values: Any) -> None:
         self.loaded(addresses, mask)
+        self._note(np.atleast_1d(addresses)[np.atleast_1d(mask)])
 
 
 class Replay:
-    """Recorded launches of a call with an output [rows, heads, head_size], and their units."""
+    """Recorded launches of a call with an output [rows, heads, head_size], and their units.
 
-    def __init__(self, launches: Sequence[LaunchLog], shape: torch.Size) -> None:
+    ``output``: the argument that is the output, by default the first written one with this shape.
+    """
+
+    def __init__(
+        self, launches: Sequence[LaunchLog], shape: torch.Size, output: torch.Tensor | None = None
+    ) -> None:
         self.launches, self._shape = launches, shape
         self._written = _written(launches)
         self.output = next((t for t in self._written if _is_output(t, shape)), None)
-        if self.output is None and (missed := _named_output(launches, shape)) is not None:
+        if output is not None:
+            self.output = output
+            if all(one.data_ptr() != output.data_ptr() for one in self._written):
+                self._written.append(output)
+        elif self.output is None and (missed := _named_output(launches, shape)) is not None:
             self.output = missed
             self._written.append(missed)
         self.units = [] if self.output is None else list(self._units(self.output))
         self.idle = list(self._idle())
+        self._functions = [
+            {one.fn for one in called_functions(launch.function)} for launch in launches
+        ]
+        self._states: dict[tuple[tuple[int, ...] | None, int], list[torch.Tensor]] = {}
 
     def _idle(self) -> Iterator[Unit]:
-        """Yield the programs that store nothing in any tensor."""
+        """Yield the programs that store nothing in the output, and nothing that is read for it."""
         none = torch.zeros(self._shape[:2], dtype=torch.bool)
+        used = {(at, log.program) for unit in self.units for at, log in unit.programs}
         for index, launch in enumerate(self.launches):
             for log in launch.programs:
-                if not len(_inside(log.stores, self._written)):
+                if (index, log.program) not in used:
                     yield Unit(programs=((index, log),), cells=none)
 
     def _units(self, output: torch.Tensor) -> Sequence[Unit]:
@@ -125,14 +141,26 @@ class Replay:
     def run(self, units: Sequence[Unit] | None, edited: Mapping[Any, Any]) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
 
-        Rows that these do not write are as before the call.
+        Rows that these do not write are as before the call. Launches before the first one that has an edited
+        function run only once.
 
         Raises TooLong, or what an edited kernel raises.
         """
+        assert self.output is not None
+        reached = (
+            at for at, functions in enumerate(self._functions) if not functions.isdisjoint(edited)
+        )
+        first = next(reached, 0)
+        self._restore(units, first)
+        self._run(units, edited, range(first, len(self.launches)))
+        return self.contents()
+
+    def _run(
+        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], launches: range
+    ) -> None:
+        """Run programs of some launches; writes their tensors."""
         from triton.runtime import interpreter
 
-        assert self.output is not None
-        self._restore()
         wanted = [
             {log.program for log in launch.programs}
             if units is None
@@ -140,23 +168,51 @@ class Replay:
             for index, launch in enumerate(self.launches)
         ]
         with probing(Probe(edited=edited)):
-            for launch, programs in zip(self.launches, wanted, strict=True):
+            for at in launches:
+                launch, programs = self.launches[at], wanted[at]
                 if not programs:
                     continue
                 kernel = launch.function.rewrite()
-                counter = _Counter(_SLACK * (1 + _accesses(launch, programs)))
+                most = _SLACK * (1 + _accesses(launch, programs))
+                counter = _Counter(most, self._note_stores)
                 with prepared(kernel, launch.arguments, launch.sizes, RunLog(), counter):
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)
                         kernel(**launch.converted)
+
+    def contents(self) -> torch.Tensor:
+        """Return a copy of the output as the last run left it, [rows, heads, head_size]."""
+        assert self.output is not None
         rows = self._shape[0]
         return self.output[:rows].reshape(self._shape).clone()
 
-    def _restore(self) -> None:
+    def _note_stores(self, addresses: Any) -> None:
+        """Note tensors to restore, too: an edited kernel may store to an input."""
+        left = addresses
         for tensor in self._written:
+            left = left[~_is_among(left, tensor)]
+        if not len(left):
+            return
+        for launch in self.launches:
+            for value in launch.arguments.values():
+                if isinstance(value, torch.Tensor) and len(_among(left, value)):
+                    left = left[~_is_among(left, value)]
+                    self._written.append(value)
+                    self._states.clear()
+
+    def _restore(self, units: Sequence[Unit] | None, first: int) -> None:
+        """Give the tensors the contents that they have before a launch of the unchanged kernels."""
+        key = (None if units is None else tuple(map(id, units)), first)
+        if first and key not in self._states:
+            self._restore(units, 0)
+            self._run(units, {}, range(first))
+            self._states[key] = [tensor.clone() for tensor in self._written]
+        for at, tensor in enumerate(self._written):
             address = tensor.data_ptr()
             tensor.copy_(
-                next(one.before[address] for one in self.launches if address in one.before)
+                self._states[key][at]
+                if first
+                else next(one.before[address] for one in self.launches if address in one.before)
             )
 
 
@@ -203,9 +259,14 @@ def _is_output(tensor: torch.Tensor, shape: torch.Size) -> bool:
 
 def _among(addresses: Any, tensor: torch.Tensor) -> Any:
     """Return the addresses that are in a tensor."""
+    return addresses[_is_among(addresses, tensor)]
+
+
+def _is_among(addresses: Any, tensor: torch.Tensor) -> Any:
+    """Return which addresses are in a tensor."""
     begin, size = tensor.data_ptr(), tensor.element_size()
     last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return addresses[(addresses >= begin) & (addresses < begin + (last + 1) * size)]
+    return (addresses >= begin) & (addresses < begin + (last + 1) * size)
 
 
 def _inside(parts: Mapping[Line, Sequence[Any]], tensors: Sequence[torch.Tensor]) -> Any:

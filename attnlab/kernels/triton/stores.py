@@ -1,6 +1,6 @@
 """What the programs of recorded launches store: which elements of a tensor, and whether they agree."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,30 @@ class TensorStores:
     - ``name``: of the argument of the kernel that stores. ``tensor``: what it is.
     - ``stored``: the addresses of its elements that any program stores to (uint64).
     - ``conflicts``: the source lines, "file:line", whose stores put another value into an element than an
-      earlier program did. On a GPU, the order of the programs decides which value stays.
+      earlier program did, with the addresses of these elements (uint64). On a GPU, the order of the programs
+      decides which value stays.
     """
 
     name: str
     tensor: torch.Tensor
     stored: Any
-    conflicts: tuple[str, ...]
+    conflicts: Mapping[str, Any]
 
     @property
     def unwritten(self) -> torch.Tensor:
         """Return which elements of the tensor no program stores to, bool, with its shape."""
+        return ~self.holds(self.stored)
+
+    def holds(self, addresses: Any) -> torch.Tensor:
+        """Return which elements of the tensor are at ``addresses`` (uint64), bool, with its shape."""
         index = torch.zeros(self.tensor.shape, dtype=torch.int64)
         for dim, (size, stride) in enumerate(
             zip(self.tensor.shape, self.tensor.stride(), strict=True)
         ):
             shape = [size if at == dim else 1 for at in range(self.tensor.dim())]
             index += stride * torch.arange(size).view(shape)
-        addresses = self.tensor.data_ptr() + index.numpy() * self.tensor.element_size()
-        return torch.from_numpy(~np.isin(addresses.astype(np.uint64), self.stored))
+        own = self.tensor.data_ptr() + index.numpy() * self.tensor.element_size()
+        return torch.from_numpy(np.isin(own.astype(np.uint64), addresses))
 
 
 def stores_of(launches: Sequence[LaunchLog]) -> list[TensorStores]:
@@ -54,25 +59,34 @@ def stores_of(launches: Sequence[LaunchLog]) -> list[TensorStores]:
         span = (begin, begin + (last + 1) * size)
         stored, conflicts = _merged(programs, span)
         if stored:
-            addresses = np.fromiter(stored, dtype=np.uint64, count=len(stored))
             found.append(
                 TensorStores(
-                    name=name, tensor=tensor, stored=addresses, conflicts=tuple(sorted(conflicts))
+                    name=name,
+                    tensor=tensor,
+                    stored=_array(stored),
+                    conflicts={place: _array(conflicts[place]) for place in sorted(conflicts)},
                 )
             )
     return found
 
 
-def _merged(programs: Sequence[ProgramLog], span: tuple[int, int]) -> tuple[set[int], set[str]]:
-    """Return the addresses in a range that are stored to, and the lines with conflicts."""
+def _array(addresses: set[int]) -> Any:
+    return np.fromiter(addresses, dtype=np.uint64, count=len(addresses))
+
+
+def _merged(
+    programs: Sequence[ProgramLog], span: tuple[int, int]
+) -> tuple[set[int], dict[str, set[int]]]:
+    """Return the addresses in a range that are stored to, and those of conflicts by line."""
     before: dict[int, Any] = {}
-    conflicts = set()
+    conflicts: dict[str, set[int]] = {}
     for log in programs:
         own: dict[int, Any] = {}
         for place, addresses, values in _stores(log, span):
             pairs = [*zip(addresses.tolist(), values.tolist(), strict=True)]
-            if any(at in before and not _same(before[at], value) for at, value in pairs):
-                conflicts.add(place)
+            others = {at for at, value in pairs if at in before and not _same(before[at], value)}
+            if others:
+                conflicts.setdefault(place, set()).update(others)
             own |= pairs
         before |= own
     return set(before), conflicts

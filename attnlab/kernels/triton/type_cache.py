@@ -15,6 +15,7 @@ def cache_types(interpreter: Any, scope: Any) -> None:
     scope.set_attr(tl.tensor, "__init__", _tensor(tl.tensor.__init__))
     semantic = type(interpreter.interpreter_semantic)
     scope.set_attr(semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value))
+    scope.set_attr(semantic, "expand_dims", _expand_dims(semantic.expand_dims))
     scope.set_attr(
         semantic, "computation_type_impl", _computation_type(semantic.computation_type_impl)
     )
@@ -82,6 +83,23 @@ def _broadcast(compute: Any) -> Any:
         return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)
 
     return broadcast
+
+
+def _expand_dims(compute: Any) -> Any:
+    """Return ``expand_dims`` that finds the type of its result once for a type and an axis."""
+    known: dict[tuple[str, int], Any] = {}
+
+    def expand_dims(semantic: Any, value: Any, axis: int) -> Any:
+        if not value.type.is_block():
+            return compute(semantic, value, axis)
+        key = (value.type.name, axis)
+        if key not in known:
+            found = compute(semantic, value, axis)
+            known[key] = found.type
+            return found
+        return semantic.tensor(semantic.builder.create_expand_dims(value.handle, axis), known[key])
+
+    return expand_dims
 
 
 def _spread(semantic: Any, value: Any, type: Any) -> Any:

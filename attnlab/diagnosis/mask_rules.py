@@ -1,0 +1,150 @@
+"""Rules about masks: slots that a row must not see count, because a kernel visits whole tiles.
+
+A slot counts with the score of its key, or with a constant. A slot past the last key has a key and a value of
+zeros, so it adds to the sum alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.ops import MERGE, UNIFIED
+from attnlab.defects.attention_inputs import AttentionInputs, Predicted, softmax
+from attnlab.defects.defect import Defect
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.rule_defect import rule_defect
+from attnlab.diagnosis.softmax_divisions import LOOPS
+from attnlab.diagnosis.visited_slots import VisitedSlots, Visits, visits
+
+FAMILY = "masks"
+_LOWEST = -1e4  # what some kernels write in place of -inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskLaw:
+    """Which hidden slots count, and with which score.
+
+    - ``later``: those after a row's own key: "none", "next" (the first of them) or "all".
+    - ``before``: those before the window. ``padding``: those past the last key.
+    - ``score``: None for the score of the slot's key, or a constant. ``seen``: keys that the row sees have
+      the constant, too.
+    - ``no_values``: values of slots before the window of a program's first row are 0.
+    """
+
+    later: str = "none"
+    before: bool = False
+    padding: bool = False
+    score: float | None = None
+    seen: bool = False
+    no_values: bool = False
+
+    def inputs(
+        self, problem: Problem, inputs: AttentionInputs, slots: VisitedSlots
+    ) -> AttentionInputs:
+        """Return the inputs of attention in which the slots count."""
+        keys, at = torch.arange(inputs.key.shape[0]), inputs.position[:, None]
+        visited = (keys >= slots.first) & (keys < slots.loaded)
+        counted = visited & ~inputs.visible & self._counts(keys, at)
+        constant = visited if self.seen else counted
+        padding = self._padding_scores(inputs, slots)
+        empty = torch.zeros_like(counted)
+        if self.no_values:
+            empty = counted & (slots.block - keys >= problem.call.sliding_window)
+
+        def weigh(scores: torch.Tensor) -> torch.Tensor:
+            if self.score is not None:
+                scores = scores.masked_fill(constant, self.score)
+            every = torch.cat([scores, padding.to(scores.dtype)], -1)
+            found = softmax(every, inputs.sinks)[..., : scores.shape[-1]]
+            return found.masked_fill(empty, 0.0)
+
+        return dataclasses.replace(inputs, visible=inputs.visible | counted, weigh=weigh)
+
+    def _counts(self, keys: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Return which keys count if they are hidden, [rows, keys] bool."""
+        later = {"none": keys < 0, "next": keys == at + 1, "all": keys > at}[self.later]
+        return later | ((keys <= at) & self.before)
+
+    def _padding_scores(self, inputs: AttentionInputs, slots: VisitedSlots) -> torch.Tensor:
+        """Return the scores of the slots past the last key, [heads, rows, slots], -inf where none counts."""
+        most = int((slots.stop - slots.loaded).max()) if self.padding else 0
+        slot = slots.loaded + torch.arange(most)
+        scores = torch.zeros(inputs.query.shape[1], *slot.shape, dtype=torch.float64)
+        if self.score is not None:
+            scores = scores + self.score
+        elif inputs.alibi_slopes is not None:
+            scores = inputs.alibi_slopes[:, None, None] * (slot - inputs.position[:, None])
+        counts = slot < slots.stop
+        if self.later == "next":
+            counts &= slot == inputs.position[:, None] + 1
+        return scores.masked_fill(~counts, -torch.inf)
+
+
+def mask_defects(problem: Problem) -> list[Defect]:
+    """Return the rules about masks that a call allows, each as a defect."""
+    if problem.call.op == MERGE or not problem.call.visibility.is_plain:
+        return []
+    return [
+        rule_defect(FAMILY, text, text, _Counting(law, visited).compute)
+        for visited in visits(problem)
+        for law in _laws(problem, visited)
+        for text in [f"{LOOPS[visited.loop]}{visited.text}, {_text(law)}"]
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Counting:
+    """A law for the slots that a kernel visits."""
+
+    law: MaskLaw
+    visited: Visits
+
+    def compute(self, problem: Problem, row_slice: RowSlice) -> Predicted:
+        """Return the output of some rows under the law."""
+        inputs, slots = problem.attention_inputs(row_slice), self.visited.slots(problem, row_slice)
+        return problem.predict(self.law.inputs(problem, inputs, slots))
+
+
+def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
+    """Yield the laws that can change a call, those with the fewest slots first."""
+    is_biased = problem.call.alibi_slopes is not None
+    if not visited.prunes:
+        if visited.loop == 0 or max(map(problem.query_len, problem.computed_seqs())) == 1:
+            later = [MaskLaw(padding=True)] if is_biased else []  # else a rule of the softmax
+        else:
+            later = [
+                MaskLaw(later="next", padding=True),
+                MaskLaw(later="all"),
+                MaskLaw(later="all", padding=True),
+                MaskLaw(padding=True),
+            ]
+        yield from later
+        for law in later:
+            if law.later != "none" or is_biased:
+                yield dataclasses.replace(law, score=0.0)
+        yield MaskLaw(later="all", before=True, padding=True, score=_LOWEST, seen=True)
+    if problem.call.sliding_window:
+        for law in (MaskLaw(before=True), MaskLaw(before=True, later="all", padding=True)):
+            for score in (None, 0.0):
+                yield dataclasses.replace(law, score=score)
+                if problem.call.op == UNIFIED:
+                    yield dataclasses.replace(law, score=score, no_values=True)
+
+
+def _text(law: MaskLaw) -> str:
+    """Return a law in words."""
+    if law.seen:
+        return f"the scores of all slots are {law.score:g}"
+    parts = []
+    if law.later != "none":
+        parts.append("the next key" if law.later == "next" else "later keys")
+    if law.before:
+        parts.append("keys before the window")
+    if law.padding:
+        parts.append("slots past the last key")
+    score = "their own scores" if law.score is None else f"score {law.score:g}"
+    values = ", those before the window of the block without values" if law.no_values else ""
+    return f"hidden slots of the tiles count with {score}: {' and '.join(parts)}{values}"

@@ -1,0 +1,179 @@
+"""Visits: the slots of the tiles that the program of a row visits, seen or not.
+
+A program computes a block of rows of one sequence. It visits whole tiles, up to a bound that is common to its
+rows, and hides from each row what it must not see. Slots past the last key hold zeros.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnlab.case.ops import DECODE_FWD, ENCODER, UNIFIED
+from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.softmax import TILES
+
+_ROW_BLOCKS = (128, 64, 32, 16)  # rows of a program of prefills
+_LEAST_PAIRS = 16  # of a row and a query head, in a program of unified_attention
+# New tokens of the longest query up to which unified_attention divides sequences: 0.11.2 and 0.33.0.
+BATCHES_OF_SEGMENTS = (1, 8)
+_OF_WINDOWS = {True: " that windows of the block's rows reach", False: ""}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisitedSlots:
+    """The slots from ``first`` to ``stop`` - 1 that are visited, each [rows, 1] int64, as positions.
+
+    ``loaded``: slots from here on hold no key; their keys and values are 0. ``block``: position of the first
+    row of each row's program.
+    """
+
+    first: torch.Tensor
+    loaded: torch.Tensor
+    stop: torch.Tensor
+    block: torch.Tensor
+
+
+VisitedOf = Callable[[Problem, RowSlice], VisitedSlots]
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """Which slots programs visit in one loop.
+
+    - ``text``: the tiles and the blocks of rows in words. ``loop``: 0 for the context, 1 for the new tokens,
+      None if there is one loop. ``prunes``: tiles before the windows of all rows are left out.
+    - ``slots``: returns them for some rows of a sequence.
+    """
+
+    text: str
+    slots: VisitedOf
+    loop: int | None = None
+    prunes: bool = False
+
+
+def visits(problem: Problem) -> Iterator[Visits]:
+    """Yield the ways in which the kernels of a call may visit slots."""
+    call = problem.call
+    prunes = (True, False) if call.sliding_window else (False,)
+    if call.op == ENCODER:
+        for size, pruned in itertools.product(_ROW_BLOCKS, prunes):
+            text = f"with tiles of {size} keys and rows"
+            yield Visits(text + _OF_WINDOWS[pruned], slots_of_rows(size, pruned), prunes=pruned)
+    elif call.op == UNIFIED:
+        for size, pruned in itertools.product(_tiles(problem), prunes):
+            text = f"with tiles of {size}{_OF_WINDOWS[pruned]}"
+            yield Visits(text, slots_of_pairs(size, pruned), prunes=pruned)
+        for most, pruned in itertools.product(BATCHES_OF_SEGMENTS, prunes):
+            text = f"with tiles of 32, of 16 {of_batches(most)}{_OF_WINDOWS[pruned]}"
+            yield Visits(text, slots_by_batch(most, pruned), prunes=pruned)
+    elif call.op != DECODE_FWD:  # its parts end elsewhere
+        yield from _visits_of_loops(problem)
+
+
+def _visits_of_loops(problem: Problem) -> Iterator[Visits]:
+    """Yield the ways of a loop over the cached keys, and of one over the new ones."""
+    seqs = problem.computed_seqs()
+    has_new = any(problem.cached_len(seq) < problem.seq_len(seq) for seq in seqs)
+    if any(map(problem.cached_len, seqs)):
+        for size in _tiles(problem):
+            yield Visits(f"with tiles of {size}", _cached(size), 0 if has_new else None)
+    for size in _ROW_BLOCKS if has_new else ():
+        yield Visits(f"with blocks of {size} rows", new_slots(size), 1)
+
+
+def _tiles(problem: Problem) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*TILES, problem.call.block_size)))
+
+
+def _cached(tile: int) -> VisitedOf:
+    """Return all tiles of the cached keys."""
+
+    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
+        cached = torch.full((len(row_slice.tokens), 1), problem.cached_len(row_slice.seq))
+        first = torch.zeros_like(cached)
+        return VisitedSlots(first, cached, _whole(cached, tile), _position(problem, row_slice))
+
+    return slots
+
+
+def new_slots(rows: int) -> VisitedOf:
+    """Return the new tokens up to the end of the block of rows, which may be past the last token."""
+
+    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
+        length, cached = problem.seq_len(row_slice.seq), problem.cached_len(row_slice.seq)
+        block = row_slice.tokens[:, None] // rows * rows
+        if cached == length:  # this sequence has no loop over new tokens
+            end = torch.full_like(block, length)
+            return VisitedSlots(end, end, end, end)
+        stop = cached + block + rows
+        first = torch.full_like(stop, cached)
+        return VisitedSlots(first, stop.clamp(max=length), stop, cached + block)
+
+    return slots
+
+
+def slots_of_rows(size: int, prunes: bool) -> VisitedOf:
+    """Return the tiles up to the end of the block of rows; both have ``size`` tokens."""
+
+    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
+        length = problem.seq_len(row_slice.seq)
+        block = row_slice.tokens[:, None] // size * size
+        stop = _whole((block + size).clamp(max=length), size)
+        first = _start(problem, block - 1, size) if prunes else torch.zeros_like(block)
+        return VisitedSlots(first, stop.clamp(max=length), stop, block)
+
+    return slots
+
+
+def slots_of_pairs(tile: int, prunes: bool) -> VisitedOf:
+    """Return the tiles up to the last row of a block; a block is 16 pairs of a row and a query head."""
+
+    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
+        length, heads = problem.seq_len(row_slice.seq), problem.call.num_queries_per_kv
+        pairs = max(_LEAST_PAIRS, 1 << (heads - 1).bit_length())
+        rows = pairs // heads
+        context = length - problem.query_len(row_slice.seq)
+        block = context + row_slice.tokens[:, None] // rows * rows
+        loaded = (block + (pairs - 1) // heads + 1).clamp(max=length)
+        first = _start(problem, block, tile) if prunes else torch.zeros_like(block)
+        return VisitedSlots(first, loaded, _whole(loaded, tile), block)
+
+    return slots
+
+
+def slots_by_batch(most: int, prunes: bool) -> VisitedOf:
+    """Return tiles of 16 in batches with short queries, of 32 in others."""
+
+    def slots(problem: Problem, row_slice: RowSlice) -> VisitedSlots:
+        tile = 16 if has_segments(problem, most) else 32
+        return slots_of_pairs(tile, prunes)(problem, row_slice)
+
+    return slots
+
+
+def _start(problem: Problem, block: torch.Tensor, tile: int) -> torch.Tensor:
+    """Return the start of the tile with the oldest key in the window of a block's first row."""
+    oldest = block - problem.call.sliding_window + 1
+    return (oldest // tile * tile).clamp(min=0)
+
+
+def _whole(length: torch.Tensor, tile: int) -> torch.Tensor:
+    return (length + tile - 1) // tile * tile
+
+
+def _position(problem: Problem, row_slice: RowSlice) -> torch.Tensor:
+    context = problem.seq_len(row_slice.seq) - problem.query_len(row_slice.seq)
+    return context + row_slice.tokens[:, None]
+
+
+def has_segments(problem: Problem, most: int) -> bool:
+    """Answer whether no sequence of a batch has more than ``most`` new tokens."""
+    return max(map(problem.query_len, problem.computed_seqs())) <= most
+
+
+def of_batches(most: int) -> str:
+    """Return in which batches sequences are divided, in words."""
+    return "for decodes alone" if most == 1 else f"if no query is longer than {most}"

@@ -1,0 +1,111 @@
+"""Rules about masks, loops and rescaling: each is found from the outputs of a kernel with that fault."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.cases import hostile
+from helpers.tiled_attention import CONTEXT, tiled_attention
+
+from attnlab.case.case import Case
+from attnlab.defects.problem import make_problem
+from attnlab.defects.row_slices import all_rows
+from attnlab.diagnosis.loop_rules import loop_defects
+from attnlab.diagnosis.mask_rules import mask_defects
+from attnlab.diagnosis.rule import ConfirmedRule
+from attnlab.diagnosis.rule_search import find_rule
+from attnlab.kernels.backend import RunOutput
+from attnlab.lab.lab import Lab
+from attnlab.tensors.call import KernelCall
+
+LENGTHS = {"query_lens": (1, 20, 6), "ctx_lens": (33, 50, 0)}
+
+
+@dataclasses.dataclass(slots=True)
+class Tiles(Lab):
+    """A lab whose kernel computes tiles of keys; ``faults``: of tiled_attention."""
+
+    faults: dict[str, object] = dataclasses.field(default_factory=dict)
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        tiled_attention(call, **self.faults)
+        return RunOutput()
+
+
+def case_of(op: str, **changes: object) -> Case:
+    fields = {"op": op, "platform": "sm_90", "num_heads": 2, "head_size": 16, "sm_scale": 0.3}
+    return hostile(**{**fields, "empty_slots": "garbage", **LENGTHS, **changes})
+
+
+def rule_of(case: Case, **faults: object) -> ConfirmedRule | None:
+    lab = Tiles(faults=faults)
+    return find_rule(lab, case, lambda one: lab.run(one).output)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("op", ["context_attention_fwd", "unified_attention"])
+def test_a_sound_kernel_has_no_rule(op, window):
+    case, lab = case_of(op, sliding_window=window), Tiles()
+    output, right = lab.run(case).output, lab.reference(case)
+    torch.testing.assert_close(output.double(), right.double(), rtol=2e-3, atol=2e-3)
+    assert rule_of(case) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "window", "faults", "parts"),
+    [
+        ("context_attention_fwd", 0, {"hidden": 0.0}, ("blocks of 64 rows", "score 0: later")),
+        ("context_attention_fwd", 0, {"hidden": "own"}, ("blocks of 64 rows", "own scores: later")),
+        ("unified_attention", 0, {"hidden": "own"}, ("tiles of 32", "own scores: later keys and")),
+        ("unified_attention", 20, {"hidden": 0.0}, ("tiles of 32", "score 0", "before the window")),
+        ("context_attention_fwd", 0, {"shift": 1.0}, ("new tokens, 1 is added to the scores",)),
+        (
+            "context_attention_fwd",
+            0,
+            {"rescale": lambda old, new: old.exp(), "loop": CONTEXT},
+            ("the accumulator of earlier tiles is rescaled by exp(old maximum)",),
+        ),
+    ],
+    ids=["constant", "own", "unified", "window", "shift", "rescale"],
+)
+def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
+    rule = rule_of(case_of(op, sliding_window=window), **faults)
+    assert rule is not None
+    assert all(part in rule.text for part in parts), rule.text
+    assert rule.cases > 3
+
+
+@pytest.mark.parametrize(
+    ("op", "changes"),
+    [
+        ("context_attention_fwd", {"alibi": True}),
+        ("context_attention_fwd", {"sliding_window": 5}),
+        ("unified_attention", {"sliding_window": 5}),
+    ],
+    ids=["alibi", "window", "unified"],
+)
+def test_rules_change_outputs_and_have_names_of_their_own(op, changes):
+    problem = make_problem(case_of(op, **changes))
+    rules = [*mask_defects(problem), *loop_defects(problem)]
+    assert len({rule.name for rule in rules}) == len(rules) > 50
+    row_slice = list(all_rows(problem))[1]
+    right = problem.correct(row_slice).output
+    for rule in rules:
+        output = rule.compute(problem, row_slice).output
+        assert not torch.allclose(output, right, rtol=1e-6, atol=1e-9), rule.name
+
+
+def test_a_constant_in_one_loop_is_scaled_in_each_case():
+    """The constant is in units of the softmax scale, which differs between cases."""
+    case = case_of("context_attention_fwd")
+    texts = {
+        scale: {one.name: one for one in loop_defects(make_problem(case.replace(sm_scale=scale)))}
+        for scale in (0.3, 0.1)
+    }
+    text = (
+        "in the loop over the new tokens, the products of queries and keys begin at 1 in place of 0"
+    )
+    problem = make_problem(case.replace(sm_scale=0.1))
+    row_slice = next(iter(all_rows(problem)))
+    first, second = (texts[scale][text].compute(problem, row_slice) for scale in (0.3, 0.1))
+    torch.testing.assert_close(first.output, second.output)

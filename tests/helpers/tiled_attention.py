@@ -1,0 +1,103 @@
+"""Attention in torch by tiles of keys and blocks of rows, with faults in its masks, scores and rescaling.
+
+It visits the slots that vLLM's kernels visit: ``context_attention_fwd`` all tiles up to the end of a block of
+rows, ``unified_attention`` tiles up to the last key that a row of the block sees.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
+
+NEW, CONTEXT = "new", "context"
+_ROWS = 64  # of a block of context_attention_fwd
+_PAIRS = 16  # of a row and a query head, of unified_attention
+Rescale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def right_rescale(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return (old - new).exp()
+
+
+def tiled_attention(
+    call: KernelCall,
+    *,
+    hidden: float | str = -torch.inf,
+    loop: str = NEW,
+    shift: float = 0.0,
+    rescale: Rescale = right_rescale,
+    rescale_sum: Rescale = right_rescale,
+    tile: int = 32,
+) -> None:
+    """Run it on a call.
+
+    In ``loop``, hidden slots have the score ``hidden``, "own" for their own, ``shift`` is added to all
+    scores, and ``rescale`` and ``rescale_sum`` give the factors of the accumulator and the sum before a tile.
+    ``unified_attention`` has one loop, NEW.
+    """
+    faults = {"hidden": hidden, "shift": shift, "rescale": rescale, "rescale_sum": rescale_sum}
+    caches = [cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)]
+    own = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
+    is_unified = call.op == "unified_attention"
+    starts = call.query_start_loc.tolist()
+    for seq, length in enumerate(call.seq_lens.tolist()):
+        first, last = starts[seq : seq + 2]
+        context = length - (last - first)
+        cached = length if is_unified else context
+        at = torch.arange(cached)
+        slots = call.block_table[seq].long()[at // call.block_size] * call.block_size
+        slots = slots + at % call.block_size
+        keys, values = (
+            torch.cat([cache[slots], (new[first:last] if not is_unified else new[:0]).float()])
+            for cache, new in zip(caches, (call.key, call.value), strict=True)
+        )
+        keys, values = keys[:, own], values[:, own]
+        rows = _PAIRS // call.num_queries_per_kv if is_unified else _ROWS
+        for row in range(first, last, rows):
+            block = _Block(call, torch.arange(row, min(row + rows, last)), context - first)
+            if is_unified:
+                end = min(context + row - first + rows, length)
+                block.loop(keys[:end], values[:end], 0, -(-end // tile) * tile, tile, faults)
+            else:
+                wrong = {loop: faults}
+                end = context + row - first + rows
+                block.loop(keys[:cached], values[:cached], 0, cached, tile, wrong.get(CONTEXT, {}))
+                block.loop(keys, values, cached, end, tile, wrong.get(NEW, {}))
+            call.output[block.rows] = (block.acc / block.sum).transpose(0, 1).to(call.output.dtype)
+
+
+class _Block:
+    """A block of rows with its running maximum, sum and accumulator, [heads, rows, ...]."""
+
+    def __init__(self, call: KernelCall, rows: torch.Tensor, shift: int) -> None:
+        self.call, self.rows, self.position = call, rows, rows + shift
+        self.query = call.query[rows].transpose(0, 1).float()
+        self.top = torch.full((*self.query.shape[:2], 1), -1e30)
+        self.sum, self.acc = torch.zeros_like(self.top), torch.zeros_like(self.query)
+
+    def loop(self, keys, values, start, stop, tile, faults) -> None:
+        """Visit the slots from ``start`` to ``stop``, in whole tiles; those without a key hold zeros."""
+        stop = start + -(-(stop - start) // tile) * tile
+        pads = max(0, stop - len(keys))
+        keys, values = (
+            torch.cat([one, one.new_zeros(pads, *one.shape[1:])]) for one in (keys, values)
+        )
+        end = len(keys) - pads
+        for begin in range(start, stop, tile):
+            at = torch.arange(begin, begin + tile)
+            scale = self.call.sm_scale or self.query.shape[2] ** -0.5
+            own = self.query @ keys[at].permute(1, 2, 0) * scale + faults.get("shift", 0.0)
+            is_hidden = (at > self.position[:, None]) | (at >= end)
+            if self.call.sliding_window:
+                is_hidden |= at <= self.position[:, None] - self.call.sliding_window
+            hidden = faults.get("hidden", -torch.inf)
+            scores = own if hidden == "own" else own.masked_fill(is_hidden, hidden)
+            top = torch.maximum(self.top, scores.amax(2, keepdim=True))
+            weights = (scores - top).exp()
+            rescale = faults.get("rescale", right_rescale)(self.top, top)
+            self.sum = self.sum * faults.get("rescale_sum", right_rescale)(self.top, top)
+            self.sum = self.sum + weights.sum(2, keepdim=True)
+            self.acc = self.acc * rescale + weights @ values[at].transpose(0, 1)
+            self.top = top

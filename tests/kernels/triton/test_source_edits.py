@@ -1,0 +1,56 @@
+"""Edits of a kernel's text: the kinds of faults whose inverse they contain."""
+
+import ast
+
+import pytest
+
+from attnlab.kernels.triton.kernel_text import statement_lines, without_unused
+from attnlab.kernels.triton.source_edits import edits
+
+CAUSAL = "tl.where(rows[:, None] >= keys[None, :], q, float('-inf'))"
+# What a kernel has, what it should have, and the cost of the edit.
+FAULTS = [
+    ("splits = length // parts", "splits = tl.cdiv(length, parts)", 1),
+    ("p = tl.exp(m - new_m)", "p = tl.exp(new_m - m)", 1),
+    ("s = tl.dot(k, q)", "s = tl.dot(q, k)", 1),
+    ("s = -slope * d", "s = slope * d", 1),
+    ("p = tl.exp2(s)\nr = tl.exp2(m)", "p = tl.exp(s)\nr = tl.exp(m)", 2),
+    ("mask = d < n\ns = tl.dot(q, k)", "mask = d < n\ns = tl.where(mask, tl.dot(q, k), float('-inf'))", 2),
+    ("acc = q\nacc = q * 2", "acc = q\nacc = acc", 2),
+    ("r = m * alpha\nacc = q\nacc += p", "r = m * alpha\nacc = q\nacc = acc * alpha + (p)", 3),
+    ("a = m_i - n\np = tl.exp(m_i)", "a = m_i - n\np = tl.exp(m_i - m_new)", 3),
+    ("s = q\nr = rows[:, None] + keys[None, :]", "s = " + CAUSAL + "\nr = rows[:, None] + keys[None, :]", 3),
+    ("a = d_mask[:, None]\nk = tl.load(p, mask=n < m)",
+     "a = d_mask[:, None]\nk = tl.load(p, mask=(n < m) & d_mask[None, :])", 3),
+    ("a = head * stride_h\nb = base + stride_q", "a = head * stride_h\nb = base + stride_q * head", 3),
+]  # fmt: skip
+ARGUMENTS = "q, k, m, m_i, m_new, alpha, slope, rows, keys, n, d, p, base, length, parts, stride_h, stride_q"
+
+
+@pytest.mark.parametrize(("faulty", "right", "cost"), FAULTS)
+def test_the_inverse_of_a_fault_is_among_the_edits(faulty, right, cost):
+    text = kernel(faulty)
+    found = edits(text, set(statement_lines(text).values()), cost, text)
+    assert plain(kernel(right)) in [plain(edit.apply(text)) for edit in found]
+
+
+def test_an_edit_of_a_short_text_is_moved_to_the_whole_one():
+    body = "if d:\n    a = q + 1\nelse:\n    a = q + 22\nb = a < n\nc = a < n"
+    text = kernel(body)
+    short = without_unused(text, {1, 2, 3, 6, 7})
+    found = edits(short, {6, 7}, 1, text) + edits(short, {6, 7}, 2, text)
+    assert any(edit.more for edit in found)
+    for edit in found:
+        moved = edit.moved(short, text)
+        assert moved.apply(text).splitlines()[5:] == edit.apply(short).splitlines()[5:]
+        assert moved.apply(text).splitlines()[:5] == text.splitlines()[:5]
+
+
+def kernel(body: str) -> str:
+    """Return the text of a kernel with some statements."""
+    return f"def kernel({ARGUMENTS}):\n" + "".join(f"    {row}\n" for row in body.splitlines())
+
+
+def plain(text: str) -> str:
+    """Return a text without redundant parentheses."""
+    return ast.unparse(ast.parse(text))
