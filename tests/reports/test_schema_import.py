@@ -11,7 +11,8 @@ import_jsonschema()
 print("jsonschema" in sys.modules, sys.modules.get("rfc3987_syntax", "absent") == "absent")
 import nbformat
 try:
-    nbformat.validate({{"nbformat": 4, "nbformat_minor": 5, "metadata": {{}}, "cells": [{{"cell_type": "wrong"}}]}})
+    cells = [{{"cell_type": "wrong"}}]
+    nbformat.validate({{"nbformat": 4, "nbformat_minor": 5, "metadata": {{}}, "cells": cells}})
 except nbformat.ValidationError:
     print("refused")
 """
