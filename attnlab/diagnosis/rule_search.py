@@ -8,6 +8,7 @@ from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.confirmation import is_hidden
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.loop_rules import loop_defects
 from attnlab.diagnosis.mask_rules import mask_defects
@@ -48,6 +49,9 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         if is_wrong and not (only_decodes and has_prefill and not kept):
             left, cases = kept, cases + 1
             only_decodes &= not has_prefill
+        elif not is_wrong:  # another kernel may compute this case, so it refutes nothing
+            problem = Problem.of_case(known, lab.batch(known), lab.call(known))
+            left = sorted(left, key=lambda one: not is_hidden(problem, one.defect))  # stable
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
     if not left or not cases:
         return None

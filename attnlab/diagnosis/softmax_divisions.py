@@ -39,8 +39,8 @@ class Division:
     - ``parts``: returns the parts of a sequence with keys, each as its tiles in their order.
     - ``merge``: how parts are combined: "" (there is one), "at once" or "running"; ``slots``: for how many
       parts there is scratch memory, 0 if that is not known.
-    - ``visited``: returns the slots that each row's program visits, in tiles of ``size`` at the end of the
-      last part; None if they end with the sequence. A tile without a key that a row sees still rescales.
+    - ``visited``: returns the slots that each row's program visits, up to which the tiles of the last part
+      continue; None if they end with the sequence. A tile without a key that a row sees still rescales.
       ``repeats``: another division has the same tiles, and other visited slots.
     """
 
@@ -50,7 +50,6 @@ class Division:
     merge: str = ""
     slots: int = 0
     visited: VisitedOf | None = None
-    size: int = 0
     repeats: bool = False
 
 
@@ -63,10 +62,10 @@ def divisions(problem: Problem) -> Iterator[Division]:
     sizes = dict.fromkeys((*TILES, call.block_size))
     for size in sizes:
         visited = _visited(problem, size)
-        yield Division(f"tiles of {size}", _loops(size), two_loops, visited=visited, size=size)
+        yield Division(f"tiles of {size}", _loops(size), two_loops, visited=visited)
     if two_loops:  # of context_attention_fwd
         text = "tiles of 64 and blocks of 128 rows"
-        yield Division(text, _loops(64), two_loops, visited=new_slots(128), size=64, repeats=True)
+        yield Division(text, _loops(64), two_loops, visited=new_slots(128), repeats=True)
     if call.op == UNIFIED:
         count = _SEGMENTS if call.num_splits is None else call.num_splits
         for size in sizes if count > 1 else ():
@@ -76,7 +75,7 @@ def divisions(problem: Problem) -> Iterator[Division]:
             text = f"tiles of 32, or {count} segments of tiles of 16 {of_batches(most)}"
             visited = slots_by_batch(most, prunes=False)
             yield Division(
-                text, _by_batch(count, most), merge="at once", slots=count, visited=visited, size=16
+                text, _by_batch(count, most), merge="at once", slots=count, visited=visited
             )
     if call.op == DECODE_FWD:
         count = _SPLITS if call.num_splits is None else call.num_splits
@@ -88,10 +87,11 @@ def divisions(problem: Problem) -> Iterator[Division]:
         yield Division(text, _segments(0, PARTITION_SIZE), merge="at once")
 
 
-def with_tiles_to(parts: Parts, stop: int, size: int) -> Parts:
+def with_tiles_to(parts: Parts, stop: int) -> Parts:
     """Return the parts with tiles without keys, from the end of the last part up to a slot."""
-    first, last, _, loop = parts[-1][-1]
-    begins = range(first + (size if last > first else 0), stop, size)
+    first, last, slots, loop = parts[-1][-1]
+    size = last + slots - first
+    begins = range(first + size, stop, size)
     return [*parts[:-1], [*parts[-1], *((begin, begin, 0, loop) for begin in begins)]]
 
 

@@ -139,7 +139,7 @@ def _computed(law: SoftmaxLaw, division: Division) -> Compute:
         added = torch.zeros(len(row_slice.tokens), len(row_slice.heads), 1, dtype=torch.float64)
         if division.visited is not None and law.is_of_every_tile:
             stops = division.visited(problem, row_slice).stop
-            parts = with_tiles_to(parts, int(stops.max()), division.size)
+            parts = with_tiles_to(parts, int(stops.max()))
 
         def weigh(scores: torch.Tensor) -> torch.Tensor:
             found = law.weights(scores, parts, division.merge, inputs.sinks, stops)

@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-import torch
-
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.cache_folder import check_private
 
@@ -66,6 +64,8 @@ def from_file(file: Path, make: Callable[[], T]) -> tuple[T, bool]:
     the processes have one copy in memory, and a change stays in the process that makes it. If the file
     cannot be written or read, for example on a full disk, the product is made without it.
     """
+    import torch  # attnlab investigate only makes the folder
+
     with _locked(file.with_suffix(".lock")) as is_locked:
         if is_locked and file.is_file():
             with suppress(OSError, RuntimeError, EOFError):
@@ -94,6 +94,8 @@ def _locked(path: Path) -> Iterator[bool]:
 
 def _write(file: Path, product: object) -> None:
     """Write a product, unless the folder holds enough already; a file that is not complete is removed."""
+    import torch
+
     part = file.with_suffix(".part")
     try:
         if sum(one.stat().st_size for one in file.parent.iterdir()) < _MOST_BYTES:

@@ -2,8 +2,10 @@
 
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ _ELSEWHERE = {
     POST_MORTEM_MIME,
     VERDICTS_MIME,
 }  # the page has these in its own places
+_EXPORTING = threading.Lock()  # an exporter keeps the folder of the notebook that it exports
 # Richest first. Types that need JavaScript are missing, so a page leaves them out.
 _SHOWN = [
     "text/html",
@@ -32,10 +35,20 @@ _SHOWN = [
 
 def render_body(notebook: Any, folder: Path, status: Status) -> str:
     """Return the cells as HTML; pictures that markdown names are looked up in ``folder``."""
+    with _EXPORTING:
+        body, _ = _exporter().from_notebook_node(
+            _prepared(notebook, status), {"metadata": {"path": str(folder)}}
+        )
+    return str(body)
+
+
+@cache
+def _exporter() -> Any:
+    """Return nbconvert's exporter with this package's template; it compiles its templates once."""
     from nbconvert import HTMLExporter
     from traitlets.config import Config
 
-    exporter = HTMLExporter(
+    return HTMLExporter(
         template_name="classic",
         template_file="notebook.html.j2",
         extra_template_paths=[str(TEMPLATES)],
@@ -46,10 +59,6 @@ def render_body(notebook: Any, folder: Path, status: Status) -> str:
         config=Config({"NbConvertBase": {"display_data_priority": _SHOWN}}),
         log=logging.Logger("nbconvert", logging.CRITICAL),
     )
-    body, _ = exporter.from_notebook_node(
-        _prepared(notebook, status), {"metadata": {"path": str(folder)}}
-    )
-    return str(body)
 
 
 def _prepared(notebook: Any, status: Status) -> Any:

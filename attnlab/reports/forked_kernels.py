@@ -1,6 +1,6 @@
 """Notebook kernels as forks of one process that has imported torch, matplotlib and attnlab.
 
-Each kernel would otherwise import them again, which takes 2.3 s of processor time.
+Each kernel would otherwise import them again, which takes 2.7 s of processor time.
 """
 
 import multiprocessing
@@ -25,6 +25,11 @@ _IMPORTED = (
     "attnlab.lab.lab",
     "attnlab.lab.stage_table",
     "attnlab.show.notebook",
+    "attnlab.study.claims",
+    "attnlab.study.html_table",
+    "attnlab.study.incident",
+    "attnlab.study.predictions",
+    "attnlab.study.set_up",
 )
 _LAUNCH = ("-m", "ipykernel_launcher", "-f")
 

@@ -30,6 +30,7 @@ from attnlab.reports.notebook_result import (
 )
 from attnlab.reports.pages import write_index
 from attnlab.reports.runner import OnProgress, Run
+from attnlab.reports.schema_import import import_jsonschema
 
 __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
 
@@ -93,6 +94,7 @@ def investigate(
     written, InvalidCase for a wrong baseline or value, and Unavailable if Jupyter is not installed.
     """
     _check_installed()
+    import_jsonschema()
     kept = None if baseline is None else read_baseline(baseline)
     with _quiet(), sharing_between_processes() as environment:
         threads = max(1, cores() // max(1, min(jobs, len(paths))))

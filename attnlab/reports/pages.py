@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def write_post_mortem(
     provenance = read_provenance(notebook)
     body = self_contained(render_body(notebook, folder, status), pages)
     report = read_post_mortem(notebook)
-    body, picture = lift_picture(body) if report else (body, "")
+    picture = lift_picture(body) if report else ""
     previous, following = _neighbours(html.stem, pages)
     page = _render(
         "post_mortem.html.j2",
         title=read_title(notebook) or executed.stem,
-        body=body,
+        body=str(body),
         contents=headings(body),
         report=report,
         picture=picture,
@@ -137,16 +138,23 @@ def _case_command(provenance: Sequence[Any]) -> str:
 
 def _render(template: str, **facts: Any) -> str:
     """Fill a page template; everything that is not marked as HTML is escaped."""
+    css = (TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
+    return str(_environment().get_template(template).render(css=css, **facts))
+
+
+@cache
+def _environment() -> Any:
+    """Return the templates; each is compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["as_text"] = as_text
-    css = (TEMPLATES / "style.css").read_text(encoding="utf-8") + _code_colours()
-    return environment.get_template(template).render(css=css, **facts)
+    return environment
 
 
+@cache
 def _code_colours() -> str:
     """Return Pygments' CSS for code, light and dark."""
     from pygments.formatters.html import HtmlFormatter

@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
 
 _LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "meta"]
 _LOADING = [
@@ -22,8 +25,8 @@ _PAGE_LINK = re.compile(r"(https?:|mailto:|#)", re.I)
 _NO_ALT = "No description has been provided for this image"
 
 
-def self_contained(body: str, pages: Collection[str] = ()) -> str:
-    """Return HTML without loaders, scripts and dead links; every picture has an alternative text.
+def self_contained(body: str, pages: Collection[str] = ()) -> "BeautifulSoup":
+    """Return parsed HTML without loaders, scripts and dead links; every picture has an alternative text.
 
     A link to a notebook of ``pages`` becomes a link to its page. Links to the web and within the page
     stay. Every other link becomes plain text.
@@ -44,35 +47,30 @@ def self_contained(body: str, pages: Collection[str] = ()) -> str:
             tag["style"] = _CSS_LOAD.sub("none", str(tag["style"]))
         elif tag.name == "style":
             tag.string = _CSS_LOAD.sub("", tag.get_text())
-    return str(soup)
+    return soup
 
 
-def headings(body: str) -> list[tuple[str, str]]:
+def headings(body: "BeautifulSoup") -> list[tuple[str, str]]:
     """Return the H2 headings of a body as (id, text)."""
-    from bs4 import BeautifulSoup
-
     found = []
-    for heading in BeautifulSoup(body, "html.parser").find_all("h2"):
+    for heading in body.find_all("h2"):
         if heading.get("id"):
             found.append((str(heading["id"]), heading.get_text().rstrip("¶ ")))
     return found
 
 
-def lift_picture(body: str) -> tuple[str, str]:
-    """Return the body without its first picture, and that picture; "" if no picture precedes the first H2.
+def lift_picture(body: "BeautifulSoup") -> str:
+    """Remove the first picture from ``body`` and return it; "" if no picture precedes the first H2.
 
-    A link to "#picture" takes its place.
+    A link to "#picture" takes its place. Changes ``body``.
     """
-    from bs4 import BeautifulSoup
-
-    soup = BeautifulSoup(body, "html.parser")
-    found = soup.find(["h2", "img"])
+    found = body.find(["h2", "img"])
     if found is None or found.name != "img":
-        return body, ""
-    link = soup.new_tag("a", href="#picture")
+        return ""
+    link = body.new_tag("a", href="#picture")
     link.string = "picture: at the top of the page"
     found.replace_with(link)
-    return str(soup), str(found)
+    return str(found)
 
 
 def _clean_picture(picture: Any) -> None:

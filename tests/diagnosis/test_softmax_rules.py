@@ -16,7 +16,7 @@ from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.loop_rules import loop_defects
 from attnlab.diagnosis.rule_search import rules_of
 from attnlab.diagnosis.scratch_rules import scratch_defects
-from attnlab.diagnosis.softmax_divisions import divisions
+from attnlab.diagnosis.softmax_divisions import divisions, with_tiles_to
 from attnlab.diagnosis.softmax_law import SoftmaxLaw
 from attnlab.diagnosis.softmax_rules import softmax_defects
 from attnlab.kernels.backend import RunOutput
@@ -206,3 +206,10 @@ def test_rules_have_positive_bounds():
         if rule.text.startswith("with tiles of 16, "):
             bound = rule.compute(problem, row_slice).bound.nan_to_num(1.0)
             assert (bound > 0).all(), rule.text
+
+
+def test_empty_tiles_have_the_size_of_the_last_tile():
+    assert with_tiles_to([[(0, 32, 0, 1), (32, 40, 24, 1)]], 100)[0][2:] == [
+        (64, 64, 0, 1),
+        (96, 96, 0, 1),
+    ]
