@@ -403,10 +403,13 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
         found = answer(lab, backend, case, diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
-    places = [[one.file, one.line] for one in diagnosis.locations]
-    repair = None if diagnosis.repair is None else diagnosis.repair.text
-    located = {"located": places} if diagnosis.location is not None else {}
-    return {**found, "repair": repair, "diagnosis_s": seconds, **located}
+    found |= {
+        "repair": None if diagnosis.repair is None else diagnosis.repair.text,
+        "diagnosis_s": seconds,
+    }
+    if backend.name == "vllm" and diagnosis.location is not None:  # lines of C++ are not located
+        found["located"] = [[one.file, one.line] for one in diagnosis.locations]
+    return found
 
 
 def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
