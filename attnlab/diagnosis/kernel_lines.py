@@ -14,6 +14,7 @@ The evidence, the strongest first:
 If there is no evidence, no line is stated.
 """
 
+import ast
 import difflib
 import linecache
 import re
@@ -153,7 +154,7 @@ def _located(
     return KernelLocation(
         lines=lines,
         why_none="" if lines else _why_no_line(trials),
-        repairs=_preferred(trials.repairs),
+        repairs=preferred(trials.repairs),
         tried=trials.tried,
         programs=(len(trials.wrong_units), len(trials.replay.units)),
     )
@@ -172,9 +173,9 @@ def _of_repairs(trials: Trials) -> Iterator[Ranked]:
             yield repair.line, "part", _EVIDENCE["part"] * min(repair.share, 0.9), text
 
 
-def _preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
+def preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
     """Return the edits that repair everything: those that use a name again that the statement may have lost,
-    then the cheap ones, then those that change little."""
+    then the cheap ones, then those that keep all operands, then those that change little."""
     return tuple(
         sorted(
             (one for one in repairs if one.is_full),
@@ -182,10 +183,20 @@ def _preferred(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
                 not one.edit.is_kin,
                 one.edit.cost,
                 not one.edit.revives,
+                len(_operands(one.edit.before) - _operands(one.edit.after)),
                 _changed_words(one.edit.before, one.edit.after),
             ),
         )
     )
+
+
+def _operands(text: str) -> set[str]:
+    """Return the names in an expression, without those of modules and of what it calls."""
+    nodes = list(ast.walk(ast.parse(f"({text})", mode="eval")))
+    called = {
+        id(part) for node in nodes if isinstance(node, ast.Call) for part in ast.walk(node.func)
+    }
+    return {one.id for one in nodes if isinstance(one, ast.Name) and id(one) not in called}
 
 
 def _changed_words(before: str, after: str) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from helpers.triton_example import CASE, TRITON
 from attnlab.case.case import Case
 from attnlab.cli.main import main
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.kernel_lines import locate_lines, why_unavailable
+from attnlab.diagnosis.kernel_lines import locate_lines, preferred, why_unavailable
 from attnlab.diagnosis.kernel_location import KernelLocation
-from attnlab.diagnosis.kernel_trials import Limit
+from attnlab.diagnosis.kernel_trials import Limit, Repair
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
 from attnlab.kernels.triton.probe import Probe, probing
@@ -54,6 +54,14 @@ def test_an_edit_that_repairs_the_output_gives_the_line(tmp_path):
         for one in found.lines
     )
     assert found.why_none == ""
+
+
+def test_an_edit_that_keeps_the_operands_is_stated_first():
+    text = "def kernel(out, a, b, n):\n    end = tl.maximum(a + b, n)\n    tl.store(out, end)\n"
+    found = edits(text, {2}, 1, text)
+    every = [Repair(kernel=None, text=text, edit=one, share=1.0) for one in found]
+    some = [one for one in every if one.edit.after in ("(a)", "tl.minimum")]
+    assert [one.edit.before for one in preferred(some)] == ["tl.maximum", "a + b"]
 
 
 def test_rows_that_no_program_stores_are_located(tmp_path):
