@@ -209,7 +209,7 @@ def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
             found += [json.loads(line) for line in text.splitlines()]
         else:
             record = json.loads(text)
-            draws = (record, record["hip"], record["further"], record["latest"])
+            draws = (record, record["hip"])
             found += [one for draw in draws for one in draw["mutants"]] + record["left_out"]
     return {(one["version"], one["text"]) for one in found}
 

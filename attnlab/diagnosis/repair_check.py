@@ -3,7 +3,7 @@
 import dataclasses
 import linecache
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
@@ -166,6 +166,5 @@ def _first(diagnosis: Diagnosis, claim: RepairClaim) -> KernelLocation | None:
     place = diagnosis.location
     if place is None:
         return None
-    is_claimed: Callable[[str, int], bool] = lambda file, line: (file, line) == claim.repair.line  # noqa: E731
-    lines = sorted(place.lines, key=lambda one: not is_claimed(one.file, one.line))
+    lines = sorted(place.lines, key=lambda one: (one.file, one.line) != claim.repair.line)
     return dataclasses.replace(place, lines=tuple(lines))
