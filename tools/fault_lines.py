@@ -185,7 +185,7 @@ def judged(order: dict[str, Any]) -> dict[str, Any]:
         )
         seconds = round(time.process_time() - began, 1)
         lines = [one.line if Path(one.file) == file else 0 for one in place.lines]
-        at = rank_of(lines, text, mutant)
+        at = rank_of(lines, text, mutant.line)
     return {
         **described(order),
         "rank": rank_name(at, len(lines)),
@@ -242,9 +242,9 @@ def is_right(lab: Lab, case: Case) -> bool:
     return bool(judge_of(lab, case)(lab.output(case)).all())
 
 
-def rank_of(lines: list[int], text: str, mutant: source_mutation.Mutant) -> int | None:
+def rank_of(lines: list[int], text: str, line: int) -> int | None:
     """Return the place, from 1, of the first listed line in the statement of the planted one, or None."""
-    planted = enclosing_statement(text, mutant.line)
+    planted = enclosing_statement(text, line)
     places = [at for at, line in enumerate(lines, 1) if line in planted]
     return places[0] if places else None
 

@@ -2,7 +2,10 @@
 
 python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --out faults.jsonl
 python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
+python tools/real_faults.py --by-hand --source WHEEL --source WHEEL --out faults.jsonl
 python tools/real_faults.py --summary faults.jsonl
+
+With --by-hand, the faults of tools/hand_faults.py are judged, in each source that has what they change.
 
 With --except-seed and --except-file, a draw leaves out the mutants of earlier draws, on which the diagnosis
 was developed. A draw that left out mutants itself is left out by its file.
@@ -46,6 +49,7 @@ import source_mutation
 import torch
 from fault_lines import RANKS, rank_name, rank_of
 from fault_verification import answer_of, answer_of_argument
+from hand_faults import HAND_FAULTS, NoPlace
 from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
@@ -82,6 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--hip", action="store_true", help="the ROCm kernel, on the emulated device"
     )
+    parser.add_argument("--by-hand", action="store_true", help="faults written by hand")
     parser.add_argument(
         "--op", action="append", choices=TRITON_OPS, help="only this op; repeatable"
     )
@@ -131,7 +136,11 @@ def run_all(args: argparse.Namespace) -> None:
         orders = [
             order
             for (source, op), file in zip(plans, files, strict=True)
-            for order in order_mutants(source, name, op, each, args, file, Path(folder))
+            for order in (
+                order_by_hand(source, op, file, Path(folder))
+                if args.by_hand
+                else order_mutants(source, name, op, each, args, file, Path(folder))
+            )
         ]
         random.Random(args.seed).shuffle(orders)  # so that a run that is stopped has a fair sample
         with args.out.open("a") as out:
@@ -195,6 +204,31 @@ def order_mutants(
         path = folder / f"{sound.stem}-{i}.json"
         path.write_text(json.dumps(order))
         yield path
+
+
+def order_by_hand(source: Source, op: str, sound: Path, folder: Path) -> Iterator[Path]:
+    """Write one file with the order of each fault that was written by hand for an op; yield the files."""
+    file = mutated_file(source, "vllm", op)
+    for i, fault in enumerate(HAND_FAULTS):
+        try:
+            lines = fault.lines(file.read_text()) if fault.op == op else []
+        except NoPlace:
+            continue  # the release has other code
+        if lines:
+            order = {
+                "root": str(source.root),
+                "version": source.version,
+                "backend": "vllm",
+                "op": op,
+                "file": str(file.relative_to(source.root)),
+                "text": fault.name,
+                "mutant": {"rule": "by hand", "line": lines[0]},
+                "by_hand": i,
+                "sound": str(sound),
+            }
+            path = folder / f"{sound.stem}-{i}.json"
+            path.write_text(json.dumps(order))
+            yield path
 
 
 def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
@@ -266,7 +300,9 @@ def plant(order: dict[str, Any], folder: Path) -> Path:
     """Copy a source, with the mutant in it, into a folder."""
     shutil.copytree(order["root"], folder)
     file = folder / order["file"]
-    file.write_text(source_mutation.Mutant(**order["mutant"]).apply(file.read_text()))
+    fault = HAND_FAULTS[order["by_hand"]] if "by_hand" in order else None
+    change = fault or source_mutation.Mutant(**order["mutant"])
+    file.write_text(change.apply(file.read_text()))
     return folder
 
 
@@ -430,10 +466,15 @@ def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) ->
 
 
 def place_of(order: dict[str, Any], root: Path, located: list[list[Any]]) -> dict[str, Any]:
-    """Return where the planted line is among the located lines, [[file, line], ...]."""
-    file, mutant = root / order["file"], source_mutation.Mutant(**order["mutant"])
+    """Return where the first of the planted lines is among the located lines, [[file, line], ...]."""
+    file = root / order["file"]
+    planted = [order["mutant"]["line"]]
+    if "by_hand" in order:
+        original = Path(order["root"]) / order["file"]
+        planted = HAND_FAULTS[order["by_hand"]].lines(original.read_text())
     lines = [line if Path(of) == file else 0 for of, line in located]
-    at = rank_of(lines, file.read_text(), mutant)
+    found = [rank_of(lines, file.read_text(), line) for line in planted]
+    at = min((one for one in found if one is not None), default=None)
     return {"rank": rank_name(at, len(lines)), "at": at, "lines": lines}
 
 

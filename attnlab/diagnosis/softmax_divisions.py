@@ -4,6 +4,7 @@ Each part has its own maximum, sum and accumulator, which a merge combines. With
 after the other.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ LOOPS = {None: "", 0: "in the loop over the context, ", 1: "in the loop over the
 # Of unified_attention and decode_attention_fwd, if a call does not state them.
 _SEGMENTS, _SPLITS = 16, 4
 _SPLIT_TILES = (8,)  # of decode_attention_fwd on ROCm, in addition to TILES
+# Of the two loops of context_attention_fwd, where they differ.
+_CACHED_TILES, _NEW_TILES = (16, 32), (64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,9 @@ def divisions(problem: Problem) -> Iterator[Division]:
     if two_loops:  # of context_attention_fwd
         text = "tiles of 64 and blocks of 128 rows"
         yield Division(text, _loops(64), two_loops, visited=new_slots(128), repeats=True)
+        for cached_size, size in itertools.product(_CACHED_TILES, _NEW_TILES):
+            text = f"tiles of {cached_size} in the context and of {size} in the new tokens"
+            yield Division(text, _loops(cached_size, size), visited=new_slots(size))
     if call.op == UNIFIED:
         count = _SEGMENTS if call.num_splits is None else call.num_splits
         for size in sizes if count > 1 else ():
@@ -105,13 +111,13 @@ def _visited(problem: Problem, size: int) -> VisitedOf | None:
     return new_slots(size) if has_new else None
 
 
-def _loops(size: int) -> Callable[[Problem, int], Parts]:
-    """Return one part: a loop over the cached keys, then one over the new ones."""
+def _loops(size: int, new_size: int | None = None) -> Callable[[Problem, int], Parts]:
+    """Return one part: a loop over the cached keys, then one over the new ones, by default in equal tiles."""
 
     def parts(problem: Problem, seq: int) -> Parts:
         cached, length = problem.cached_len(seq), problem.seq_len(seq)
-        loops = ((0, cached, 0), (cached, length, 1))
-        return [[tile for start, stop, loop in loops for tile in _tiles(start, stop, size, loop)]]
+        tiles = _tiles(0, cached, size, 0), _tiles(cached, length, new_size or size, 1)
+        return [list(itertools.chain(*tiles))]
 
     return parts
 
