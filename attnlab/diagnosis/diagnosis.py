@@ -163,7 +163,7 @@ class Diagnosis(Shown):
             *self._repair_sentences(),
             *self._violation_sentences(),
             *self.withdrawn,
-            *([] if self.location is None else self.location.sentences()),
+            *([] if self.location is None or self.repair else self.location.sentences()),
             *distinction,
         ]
 

@@ -94,6 +94,7 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert any(claim.text in sentence for sentence in found.sentences())
+    assert not any(sentence.startswith("location") for sentence in found.sentences())
     assert found.to_dict()["repair"]["line"] == line
     assert with_repair(lab, case, weak, ()) is weak
 
