@@ -1,10 +1,12 @@
 """X-ray sound implementations whose rounding differs from vLLM's, and count the statements about them.
 
     python tools/xray_sound.py --runs 300
+    python tools/xray_sound.py --rules --runs 1600 --first 9000
 
 Implementations: torch's scaled_dot_product_attention, sequences split and merged, base 2, other tiles,
 weights, sums and scores in half precision. Anything but "right" and "precision" is a wrong statement; the
-exit code is then 1.
+exit code is then 1. With --rules, the rules beyond the catalogue are searched in place of an X-ray, as for a
+wrong output; any rule is a wrong statement.
 """
 
 import argparse
@@ -25,6 +27,8 @@ from helpers import faulty_attention  # noqa: E402
 import attnlab  # noqa: E402
 from attnlab.case.case import Case  # noqa: E402
 from attnlab.case.errors import InvalidCase  # noqa: E402
+from attnlab.diagnosis.rule_search import find_rule  # noqa: E402
+from attnlab.lab.lab import Lab  # noqa: E402
 from attnlab.tensors.cache import to_flash  # noqa: E402
 from attnlab.tensors.call import KernelCall  # noqa: E402
 
@@ -152,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--rules", action="store_true", help="search rules, without an X-ray")
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -162,6 +167,14 @@ def main() -> int:
         name = names[number % len(names)]
         spec, kernel = KERNELS[name]
         case = draw_case(number, kernel.op, spec)
+        if args.rules:
+            lab = Lab()
+            rule = find_rule(lab, case, lambda one, lab=lab: lab.run(one).output)
+            counts[name]["no rule" if rule is None else "rule"] += 1
+            wrong += rule is not None
+            if rule is not None:
+                print(f"{name} {number} {rule.text}\n  {case.to_cli()}", flush=True)
+            continue
         found = attnlab.xray(case, limit_s=6)
         counts[name][found.status] += 1
         if found.status not in ("right", "precision"):  # a wrong statement, or none
