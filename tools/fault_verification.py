@@ -177,8 +177,8 @@ def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights
 def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
     """Return whether the edit makes every fresh output and side output right.
 
-    Unwritten rows are recognised. Where the kernel raises with and without the edit, nothing is said. With
-    finite numbers in slots without a token if the statement is about these.
+    Cases in which the kernel raises with and without the edit are left out. Slots without a token hold NaN,
+    or finite numbers if the statement is about these.
     """
     claim, decisive = diagnosis.repair, 0
     assert claim is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from helpers import faulty_attention
-from helpers.triton_example import CASE, TRITON
+from helpers.triton_example import SMALL, TRITON, planted
 
 from attnlab.case.case import Case
 from attnlab.cli.main import main
@@ -23,17 +23,7 @@ from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
 from attnlab.weights.public import xray
 
-SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
 LOAD_Q = "    q = tl.load(place, mask=d < DIM, other=0.0).to(tl.float32)\n"
-
-
-def planted(folder: Path, old: str, new: str) -> tuple[Case, int]:
-    """Return a Case for the example with a change, and the line of the change."""
-    assert old in TRITON
-    file = folder / "kernel.py"
-    file.write_text(TRITON.replace(old, new, 1))
-    line = 1 + TRITON[: TRITON.index(old)].count("\n")
-    return SMALL.replace(backend=f"{file}:my_attention"), line
 
 
 def located(case: Case, edits: int = 400, with_xray: bool = False) -> KernelLocation:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import CASE, TRITON
+from helpers.triton_example import SMALL, planted
 
 from attnlab.case.case import Case
 from attnlab.diagnosis import repair_check
@@ -20,7 +20,6 @@ from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
 from attnlab.lab.lab import Lab
 
-SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
 LIMIT = Limit(edits=400)
 MERGE = Case(
     op="merge_attn_states",
@@ -54,15 +53,6 @@ def few_cases(monkeypatch):
     monkeypatch.setattr(
         repair_check, "further_cases", lambda case: islice(further_cases(case), 0, 6, 2)
     )
-
-
-def planted(folder: Path, old: str, new: str) -> tuple[Case, int]:
-    """Return a Case for the example with a change, and the line of the change."""
-    assert old in TRITON
-    file = folder / "kernel.py"
-    file.write_text(TRITON.replace(old, new, 1))
-    line = 1 + TRITON[: TRITON.index(old)].count("\n")
-    return SMALL.replace(backend=f"{file}:my_attention"), line
 
 
 def planted_merge(folder: Path, old: str, new: str) -> Lab:

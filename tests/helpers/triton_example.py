@@ -23,3 +23,13 @@ CASE = Case(
     reference_dtype="float64",
     num_blocks=12,
 )
+SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
+
+
+def planted(folder: Path, old: str, new: str) -> tuple[Case, int]:
+    """Return a Case for the example with a change, and the line of the change."""
+    assert old in TRITON
+    file = folder / "kernel.py"
+    file.write_text(TRITON.replace(old, new, 1))
+    line = 1 + TRITON[: TRITON.index(old)].count("\n")
+    return SMALL.replace(backend=f"{file}:my_attention"), line
