@@ -33,7 +33,7 @@ FOLDERS = (
     "cli",
 )
 MAX_ENTRIES = 21
-MAX_LINES = 300
+MAX_LINES = 900
 
 
 def files() -> dict[str, Path]:
