@@ -72,6 +72,9 @@ def locate_lines(
     if not probe.launches:
         return KernelLocation(why_none="no Triton kernel was launched")
     target = target_of(lab, small, ran, probe.launches)
+    if target.replay.output is None:
+        text = f"no tensor of the kernels was recognised as the output {tuple(ran.output.shape)}"
+        return KernelLocation(why_none=f"{text}, so no program was examined")
     other = second_case(small)
     trials = Trials(
         replay=target.replay,

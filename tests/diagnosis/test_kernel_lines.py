@@ -46,6 +46,35 @@ def test_an_edit_that_repairs_the_output_gives_the_line(tmp_path):
     assert found.why_none == ""
 
 
+def with_output(folder: Path, text: str, made: str) -> Case:
+    """Return a Case for a kernel that gets ``made`` of the call's output as its buffer."""
+    text = text.replace("seq, call.output,", "seq, out,")
+    text = text.replace("    row_kernel[(", f"    out = {made}\n    row_kernel[(", 1)
+    file = folder / "kernel.py"
+    file.write_text(text)
+    return SMALL.replace(backend=f"{file}:my_attention")
+
+
+def test_an_output_with_a_leading_dimension_of_1_is_located(tmp_path):
+    old, new = "first // BLOCK).to", "first % BLOCK).to"
+    case = with_output(tmp_path, TRITON.replace(old, new), "call.output[None]")
+    found = located(case, edits=400)
+    text = Path(case.backend.partition(":")[0]).read_text().splitlines()
+    assert [text[one.line - 1] for one in found.lines if one.evidence == "edit"] == [
+        line for line in text if new in line
+    ]
+
+
+def test_nothing_is_said_of_programs_that_were_not_examined(tmp_path):
+    """The kernel writes a tensor of one dimension, which may hold rows and heads in any order."""
+    text = TRITON.replace("first // BLOCK).to", "first % BLOCK).to")
+    found = located(with_output(tmp_path, text, "call.output.flatten()"), edits=400)
+    assert found.lines == ()
+    assert found.tried == 0
+    expected = "no tensor of the kernels was recognised as the output (2, 2, 16)"
+    assert found.why_none.startswith(expected)
+
+
 def test_an_edit_that_keeps_the_operands_is_stated_first():
     text = "def kernel(out, a, b, n):\n    end = tl.maximum(a + b, n)\n    tl.store(out, end)\n"
     found = edits(text, {2}, 1, text)

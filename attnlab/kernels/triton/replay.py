@@ -82,13 +82,14 @@ class Replay:
     ) -> None:
         self.launches, self._shape = launches, shape
         self._written = _written(launches)
-        self.output = next((t for t in self._written if _is_output(t, shape)), None)
+        fitting = (_rows_of(t, shape) for t in self._written)
+        self.output = next((rows for rows in fitting if rows is not None), None)
         if output is not None:
             self.output = output
             if all(one.data_ptr() != output.data_ptr() for one in self._written):
                 self._written.append(output)
         elif self.output is None and (missed := _named_output(launches, shape)) is not None:
-            self.output = missed
+            self.output = _rows_of(missed, shape)
             self._written.append(missed)
         self.units = [] if self.output is None else list(self._units(self.output))
         self.idle = list(self._idle())
@@ -244,17 +245,21 @@ def _named_output(launches: Sequence[LaunchLog], shape: torch.Size) -> torch.Ten
             if (
                 isinstance(value, torch.Tensor)
                 and "out" in name.lower()
-                and _is_output(value, shape)
+                and _rows_of(value, shape) is not None
             ):
                 return value
     return None
 
 
-def _is_output(tensor: torch.Tensor, shape: torch.Size) -> bool:
-    per_row = tensor.shape[1:].numel() if tensor.dim() > 1 else 0
-    return (
-        tensor.is_floating_point() and tensor.shape[0] >= shape[0] and per_row == shape[1:].numel()
-    )
+def _rows_of(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return a tensor that fits an output, without leading dimensions of 1; None if it does not fit."""
+    while tensor.is_floating_point() and tensor.dim() > 1:
+        if tensor.shape[0] >= shape[0] and tensor.shape[1:].numel() == shape[1:].numel():
+            return tensor
+        if tensor.shape[0] != 1:
+            return None
+        tensor = tensor[0]
+    return None
 
 
 def _among(addresses: Any, tensor: torch.Tensor) -> Any:
