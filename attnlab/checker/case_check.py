@@ -239,7 +239,7 @@ def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding |
 def _output_errors(lab: Lab, case: Case, output: torch.Tensor) -> ErrorMap:
     """Return the errors of an output."""
     call = lab.call(case)
-    call.output.copy_(output)
+    call.buffer.copy_(output)
     return lab.errors(case, call, lab.reference(case))
 
 

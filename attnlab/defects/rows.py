@@ -20,7 +20,7 @@ def _never_written(problem: Problem, row_slice: RowSlice) -> Predicted:
     """Return what the buffer held before the call; NaN if that is unknown."""
     rows, heads = problem.rows(row_slice), row_slice.heads
     if problem.before is None:
-        shape = (len(rows), len(heads), problem.call.output.shape[2])
+        shape = (len(rows), len(heads), problem.call.buffer.shape[2])
         return _exactly(torch.full(shape, torch.nan))
     return _exactly(problem.before[rows][:, heads])
 
@@ -42,7 +42,7 @@ def _on_sequence_0(problem: Problem, row_slice: RowSlice) -> Predicted:
 
 
 def _zeros(problem: Problem, row_slice: RowSlice) -> Predicted:
-    shape = (len(row_slice.tokens), len(row_slice.heads), problem.call.output.shape[2])
+    shape = (len(row_slice.tokens), len(row_slice.heads), problem.call.buffer.shape[2])
     return _exactly(torch.zeros(shape))
 
 

@@ -59,7 +59,7 @@ def diagnose_argument(
         if ran.status == "rejected":
             return Diagnosis(status="rejected", rejection=str(ran.error))
         output = ran.output
-    check_output(output, lab.call(case).output)
+    check_output(output, lab.call(case).buffer)
     cells = argument_cells(lab, case, output.cpu())
     if not bool(cells.is_wrong.any()):
         return _without_wrong_rows(lab, case, ran, len(output))

@@ -112,7 +112,7 @@ def _moves(lab: Lab, case: Case, cells: Cells) -> Iterator[Fact]:
         return
     plain = case.replace(op_argument=NONE)
     problem = Problem.of_case(plain, lab.batch(plain), lab.call(plain))
-    features, memory = features_of_rows(problem), TensorMemory.of(problem.call.output, ROW_TERMS)
+    features, memory = features_of_rows(problem), TensorMemory.of(problem.call.buffer, ROW_TERMS)
     factors = (
         dict(memory.strides) | sizes_of(problem.call) | {"num_heads × head_size": heads * size}
     )

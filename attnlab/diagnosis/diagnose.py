@@ -155,8 +155,10 @@ def diagnose_call(
     began = time.perf_counter()
     call = call.cpu()
     before = call.before if before is None else before
-    output = call.output if output is None else output.cpu()
-    check_output(output, call.output)
+    output = call.buffer if output is None else output.cpu()
+    if call.output is None:
+        call = dataclasses.replace(call, output=output)
+    check_output(output, call.buffer)
     if before is not None and _holds_output(before, output):
         before = None
     kernels = tuple(kernels)

@@ -39,7 +39,7 @@ def examine(
 ) -> Examination:
     """Diagnose one output of a Case without running anything; ``pattern`` is its pattern, if known."""
     call = lab.call(case)
-    check_output(output, call.output)
+    check_output(output, call.buffer)
     problem = Problem.of_case(case, lab.batch(case), call, call.output)
     violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
     locations = locate(problem, output, case.query_heads, lab.reference(case))

@@ -29,7 +29,7 @@ def diagnose_file(case: Case, lab: Lab, output: Path | None, *, locate: bool = T
 def load_output(path: Path) -> torch.Tensor:
     """Load the tensor "output" from a safetensors file, or the output of a saved call."""
     if is_call_file(path):
-        return KernelCall.load(path).output
+        return KernelCall.load(path).buffer
     try:
         with safe_open(path, framework="pt") as file:
             output: torch.Tensor = file.get_tensor("output")

@@ -188,7 +188,7 @@ class WholeRule(Hashable, Protocol):
 def output_defects(problem: Problem) -> list[Defect]:
     """Return the rules about whole outputs that a call allows, each as a defect."""
     call = problem.call
-    if call.output.numel() > MOST_ELEMENTS or call.spec.writes_cache:
+    if call.buffer.numel() > MOST_ELEMENTS or call.spec.writes_cache:
         return []
     return [
         rule_defect(
@@ -203,7 +203,7 @@ def output_defects(problem: Problem) -> list[Defect]:
 
 def _rules(problem: Problem) -> Iterator[tuple[OutputRule | MergeRule | MergeLaw, str]]:
     call = problem.call
-    memory = TensorMemory.of(call.output, ROW_TERMS)
+    memory = TensorMemory.of(call.buffer, ROW_TERMS)
     others, parts = _other_strides(problem), parts_of(problem)
     for rule in rules_of("output", memory, _sizes(problem, memory), others):
         for part in parts:
@@ -277,7 +277,7 @@ def _other_strides(problem: Problem) -> dict[str, int]:
     """Return the strides of the op's tensors, which may be taken for those of another tensor."""
     call = problem.call
     memory = dict(_merge_memory(call, problem)) if call.op == MERGE else dict(memory_of(call))
-    memory["output"] = TensorMemory.of(call.output, ROW_TERMS)
+    memory["output"] = TensorMemory.of(call.buffer, ROW_TERMS)
     found = {f"{name} {key}": n for name, one in memory.items() for key, n in one.strides.items()}
     heads = call.query.shape[1]  # kernels compute the stride of a row from that of a head
     return found | {f"num_heads × {name}": heads * n for name, n in found.items()}

@@ -55,7 +55,7 @@ def _many_rows(
     problem: Problem, ratio: torch.Tensor, heads: torch.Tensor, ignored: torch.Tensor
 ) -> list[RowSlice]:
     """Return all rows and heads of every sequence, or some of each if the output is large."""
-    takes_all = problem.call.output.numel() <= _ALL_ELEMENTS
+    takes_all = problem.call.buffer.numel() <= _ALL_ELEMENTS
     row_slices = []
     for seq in problem.computed_seqs():
         seq_ratio = _rows(problem, ratio, seq)[:, heads]

@@ -92,7 +92,7 @@ class ScratchRule:
 def scratch_defects(problem: Problem) -> list[Defect]:
     """Return the rules about scratch memory that a call allows, each as a defect."""
     call = problem.call
-    if call.op not in (UNIFIED, DECODE_FWD) or call.output.numel() > MOST_ELEMENTS:
+    if call.op not in (UNIFIED, DECODE_FWD) or call.buffer.numel() > MOST_ELEMENTS:
         return []
     if max(map(problem.query_len, problem.computed_seqs())) > _LONGEST:
         return []

@@ -49,7 +49,7 @@ def judge_of(lab: Lab, case: Case) -> Judge:
 
     def judge(output: torch.Tensor) -> torch.Tensor:
         is_coded = output.element_size() == 1
-        call.output.copy_(output.float() * OUTPUT_SCALE if is_coded else output)
+        call.buffer.copy_(output.float() * OUTPUT_SCALE if is_coded else output)
         return lab.errors(own, call, expected).mismatches == 0
 
     return judge

@@ -134,7 +134,7 @@ class PluginBackend(Backend):
         """
         call = strided(call)
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
-        before = None if call.spec.writes_cache else call.output.clone()
+        before = None if call.spec.writes_cache else call.buffer.clone()
         try:
             with launching(plan), contained():
                 returned = self.kernel(call)
@@ -146,7 +146,7 @@ class PluginBackend(Backend):
             raise Unsupported(f"{self.name} does not support this call: {error}") from error
         except Exception as error:
             raise KernelFailed(text_of(error, self.file)) from error
-        if before is not None and _is_result(returned, call) and _same_bits(before, call.output):
+        if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
             raise KernelFailed(
                 f"{self.name} returned a tensor and wrote nothing; it must write its result to "
                 "call.output, for example call.output.copy_(result)"
@@ -158,7 +158,7 @@ class PluginBackend(Backend):
 def _is_result(returned: Any, call: KernelCall) -> bool:
     """Answer whether a function returned a tensor, or several, of which one has the shape of the output."""
     tensors = returned if isinstance(returned, tuple | list) else (returned,)
-    return any(isinstance(t, torch.Tensor) and t.shape == call.output.shape for t in tensors)
+    return any(isinstance(t, torch.Tensor) and t.shape == call.buffer.shape for t in tensors)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -201,14 +201,14 @@ class Lab:
         self._checked_backend(case)
         call = self.call(case, cache)
         self._run_kernels(case, call)
-        return call.output
+        return call.buffer
 
     def errors(self, case: Case, call: KernelCall, expected: torch.Tensor) -> ErrorMap:
         """Return the errors of the call's output against ``expected``; of a cache write, by slot."""
         tolerance = case.tolerance
         if not case.spec.writes_cache:
             return compare(
-                call.output,
+                call.buffer,
                 expected,
                 case.lengths,
                 self._bound(case, call) if tolerance is None else tolerance,
@@ -217,7 +217,7 @@ class Lab:
                 case.query_rows,
             )
         order = slot_order(case, self.cache(case).provenance.block_table)
-        slots = as_numbers(call.output[order], expected[order])
+        slots = as_numbers(call.buffer[order], expected[order])
         plain = lambda: self.reference(case.replace(op_argument=NONE))[order]  # noqa: E731
         bound = write_bound(case, plain, is_native=self.is_native_run(case))
         return compare(*slots, slot_lengths(case), tolerance or bound, case.rtol)
@@ -270,7 +270,7 @@ class Lab:
 
         def prefill() -> torch.Tensor:
             model.run(call, target, (PREFILL,))
-            return torch.cat([call.output[run] for run in runs] or [call.output[:0]])
+            return torch.cat([call.buffer[run] for run in runs] or [call.buffer[:0]])
 
         runs = runs_of(written_rows(contract(PREFILL, target, call.op), call))
         key = (prefill_key(case), self.where(case))
@@ -278,7 +278,7 @@ class Lab:
         if was_there:
             parts = done.split([run.stop - run.start for run in runs])
             for run, part in zip(runs, parts, strict=True):
-                call.output[run] = part
+                call.buffer[run] = part
 
     def _memory(self, case: Case, ran: RunOutput) -> MemoryReport | None:
         """Return what a traced run read from the cache, or None."""

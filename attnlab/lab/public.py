@@ -71,7 +71,7 @@ def compare(
         expected, got = getattr(call.output, name), getattr(output, name)
         if got != expected:
             raise InvalidCall(f"output must have {name} {_text(expected)}, got {_text(got)}")
-    call.output.copy_(output)
+    call.buffer.copy_(output)
     return lab.errors(case, call, lab.reference(case))
 
 

@@ -83,7 +83,7 @@ class Result(Shown):
     @property
     def output(self) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
-        return self.call.output
+        return self.call.buffer
 
     @property
     def beyond_rounding(self) -> int | None:

@@ -97,7 +97,7 @@ def predict_stages(case: Case, platform: str) -> list[int | str]:
         rejected = any(
             violation.effect == "rejected" for violation in find_violations(call, target, kernels)
         )
-        wrong = int(unwritten_rows(terms, call).sum()) * call.output[0].numel()
+        wrong = int(unwritten_rows(terms, call).sum()) * call.buffer[0].numel()
         predicted.append("rejected" if rejected else wrong)
     return predicted
 

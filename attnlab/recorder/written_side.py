@@ -25,7 +25,7 @@ class Half:
 
     def by_slot(self, tensor: torch.Tensor, call: KernelCall) -> torch.Tensor:
         """Return a tensor of the test as [num_slots, num_kv_heads, width] float64."""
-        shape = call.output[..., self.columns].shape
+        shape = call.buffer[..., self.columns].shape
         found = torch.empty(shape, dtype=torch.float64)
         found.view(-1)[self.index] = tensor.cpu().double().flatten()
         return found
@@ -38,7 +38,7 @@ def half_of(call: KernelCall, tensor: torch.Tensor) -> Half | None:
     """
     size = call.query.shape[2]
     for name, columns in (("k_scale", slice(0, size)), ("v_scale", slice(size, None))):
-        stored = call.output.cpu()[..., columns]
+        stored = call.buffer.cpu()[..., columns]
         if tensor.numel() != stored.numel():
             continue
         index = _in_layout(call, torch.arange(stored.numel()).view(stored.shape), name == "k_scale")
@@ -84,8 +84,8 @@ def errors_of_write(
     call = call.cpu()
     right: ExpectedWrite = expected_write(call, target)
     given = comparison.expected
-    if _holds_bytes(given, call.output):
-        given = given.view(call.output.dtype)
+    if _holds_bytes(given, call.buffer):
+        given = given.view(call.buffer.dtype)
     expected = half.by_slot(given, call)
     correct = right.numbers[..., half.columns] * half.factor
     bound = right.bound[..., half.columns] * half.factor

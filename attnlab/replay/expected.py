@@ -43,8 +43,8 @@ class Expected:
     def of(cls, problem: Problem) -> "Expected":
         """Compute the correct output of a problem's call, whose tensors are on the CPU."""
         call = problem.call
-        shape = call.output.shape
-        dtype = torch.float64 if call.output.numel() <= _EXACT_ELEMENTS else torch.float32
+        shape = call.buffer.shape
+        dtype = torch.float64 if call.buffer.numel() <= _EXACT_ELEMENTS else torch.float32
         output, bound = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         rows = torch.zeros(shape[0], dtype=torch.bool)
         starts = problem.row_starts()

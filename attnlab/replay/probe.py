@@ -15,7 +15,6 @@ from attnlab.replay.replays import Difference
 from attnlab.replay.run_call import run_call
 from attnlab.replay.variations import VariedCall, varied_calls
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import in_numbers
 
 TWO_BOUNDS = 2.0  # two correct outputs differ by at most two rounding bounds
 CORRUPTION, WRONG, ORDER, NO_CHANGE = (
@@ -111,6 +110,8 @@ def probe(
     """
     check_diagnosable(call)
     call = call.cpu()
+    recorded = None if call.rejection else call.output
+    call = call.with_buffer()
     on_variation("the call itself", 0)
     first = run_on(call, backend, case, given)
     if first.output is None:
@@ -122,15 +123,15 @@ def probe(
     ):
         on_variation(varied.name, number)
         found.append(_ran(varied, first, backend))
-    recorded = None
-    if not call.rejection and not in_numbers(call).output.double().isnan().all():
-        recorded = compare_outputs(first.output, call.output, expected, bounds=TWO_BOUNDS)
+    from_recorded = None
+    if recorded is not None:
+        from_recorded = compare_outputs(first.output, recorded, expected, bounds=TWO_BOUNDS)
     error = compare_outputs(first.output, None, expected)
     verdict, conclusion = conclude(error, found)
     return Probe(
         backend=backend.version,
         error=error,
-        from_recorded=recorded,
+        from_recorded=from_recorded,
         variations=tuple(found),
         verdict=verdict,
         conclusion=conclusion,

@@ -25,7 +25,6 @@ from attnlab.replay.replays import (
 from attnlab.replay.run_call import check_replayable, run_call, where_to_run
 from attnlab.replay.targets import ReplayTarget
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import in_numbers
 
 OnTarget = Callable[[str, int, int], None]
 
@@ -53,6 +52,7 @@ class Ran:
 
 def expected_of(call: KernelCall, ran: Case) -> Expected:
     """Return the correct output of a call on the platform and release of a Case."""
+    call = call.with_buffer()
     if call.spec.writes_cache:
         return Expected.of_write(call, Target.of(ran))
     return Expected.of(Problem.of_call(call.cpu(), Target.of(ran), kernels_of(ran, call)))
@@ -152,14 +152,14 @@ def _replay(call: KernelCall, target: ReplayTarget, case: Case, given: tuple[str
             reason=str(ran.failure),
             failed=isinstance(ran.failure, KernelFailed),
         )
-    has_output = not call.rejection and not _is_empty(call)
+    recorded = None if call.rejection or call.output is None else call.output.cpu()
     return Replay(
         target=target.name,
         backend=version,
         status=ran.status,
         error=_error(ran.output, ran.expected),
         from_recorded=(
-            compare_outputs(ran.output, call.output.cpu(), ran.expected) if has_output else None
+            None if recorded is None else compare_outputs(ran.output, recorded, ran.expected)
         ),
     )
 
@@ -168,7 +168,7 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
     """Return the verdict on the recorded output, and its error."""
     if call.rejection:
         return REJECTED, None
-    if _is_empty(call):
+    if call.output is None:
         return "unknown", None
     error = _error(call.output.cpu(), expected_of(call, ran))
     return MISMATCH if error.elements else MATCH, error
@@ -176,8 +176,3 @@ def _recorded(call: KernelCall, ran: Case) -> tuple[str, Difference | None]:
 
 def _error(output: torch.Tensor, expected: Expected) -> Difference:
     return compare_outputs(output, None, expected)
-
-
-def _is_empty(call: KernelCall) -> bool:
-    """Answer whether no output was recorded: every number is NaN, and the buffer before is unknown."""
-    return call.before is None and bool(in_numbers(call).output.double().isnan().all())

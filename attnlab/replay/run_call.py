@@ -46,14 +46,15 @@ def run_call(
     that the backend does not have.
     """
     _check_runs(call, backend)
-    fresh = call.output.new_full(call.output.shape, float("nan"))
+    call = call.with_buffer()
+    fresh = call.buffer.new_full(call.buffer.shape, float("nan"))
     output = fresh if call.before is None else call.before.clone()
     slots = call.slot_mapping if call.spec.writes_cache else None
     given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
     there = on_device(given, backend.device)
     options = RunOptions(on_step=on_step)
     backend.run(there, Target.of(ran), kernels_of(ran, call), options)
-    return there.output.cpu()
+    return there.buffer.cpu()
 
 
 def _check_runs(call: KernelCall, backend: Backend) -> None:

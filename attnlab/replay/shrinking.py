@@ -142,7 +142,7 @@ class Judge:
         if self.backend is not None:
             return run_on(call, self.backend, self.case, self.given)
         ran = where_it_ran(call, self.case, self.given).case
-        return Ran(case=ran, expected=expected_of(call, ran), output=call.output)
+        return Ran(case=ran, expected=expected_of(call, ran), output=call.buffer)
 
     def violations(self, call: KernelCall) -> set[tuple[str, str, str]]:
         """Return which contracts a call violates: kinds, subjects and effects."""
@@ -179,8 +179,9 @@ def shrink(
     check_diagnosable(call)
     began = time.monotonic()
     start = call = call.cpu()
-    if judge.backend is None and call.rejection:
-        raise InvalidCall("source must be given for a call that was rejected: it has no output")
+    if judge.backend is None and (call.rejection or call.output is None):
+        why = "that was rejected: it has no output" if call.rejection else "without an output"
+        raise InvalidCall(f"source must be given for a call {why}")
     on_try("the call itself", 0)
     found = judge.failure(call)
     if found is None:

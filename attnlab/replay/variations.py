@@ -55,7 +55,7 @@ def varied_calls(call: KernelCall, release: str, *, pads: bool) -> Iterator[Vari
         yield one("3 padding tokens", "size", padding=3)
     yield one("other blocks", "place", **_other_blocks(call))
     yield one("other numbers in foreign slots", "foreign", **_other_slots(call))
-    yield one("another output buffer", "foreign", before=torch.full_like(call.output, _BUFFER))
+    yield one("another output buffer", "foreign", before=torch.full_like(call.buffer, _BUFFER))
 
 
 def _batches(call: KernelCall) -> Iterator[VariedCall]:

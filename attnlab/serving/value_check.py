@@ -145,7 +145,7 @@ def _compare(part: KernelCall, rows: torch.Tensor, heads: torch.Tensor) -> _Comp
     ran = where_it_ran(part, _any_case())
     problem = Problem.of_call(part, Target.of(ran.case), kernels_of(ran.case, part))
     right = problem.correct_rows(rows, heads)
-    output = problem.call.output[rows][:, heads].double()
+    output = problem.call.buffer[rows][:, heads].double()
     finite = right.output.isfinite().flatten(1).all(1)
     finite &= problem.call.query[rows].double().isfinite().flatten(1).all(1)
     error = (output - right.output).abs()

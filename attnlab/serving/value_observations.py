@@ -84,7 +84,7 @@ def not_finite(
 ) -> list[Observation]:
     """Return an observation for the first row with NaN or Inf of each request that is not in ``known``."""
     call = in_numbers(call)
-    bad = ~call.output[: int(call.query_start_loc[-1])].isfinite().flatten(1).all(1)
+    bad = ~call.buffer[: int(call.query_start_loc[-1])].isfinite().flatten(1).all(1)
     if not bool(bad.any()):
         return []
     rows: dict[str, int] = {}

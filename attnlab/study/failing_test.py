@@ -90,7 +90,7 @@ def call_errors(call: KernelCall) -> ErrorMap:
     seq_lens = call.seq_lens.tolist()
     ctx_lens = tuple(seq - new for seq, new in zip(seq_lens, query_lens, strict=True))
     lengths = Lengths(query_lens=query_lens, ctx_lens=ctx_lens)
-    return compare(call.output.cpu(), expected.output, lengths, expected.bound.float(), 0.0)
+    return compare(call.buffer.cpu(), expected.output, lengths, expected.bound.float(), 0.0)
 
 
 def case_of_call(call: KernelCall, backend: str) -> Case:

@@ -96,7 +96,7 @@ def predict(lab: Lab, case: Case, changes: Mapping[str, Any]) -> Prediction:
 
 def _keeps_a_row(lab: Lab, runs: Sequence[Result]) -> bool:
     """Answer whether a row of the output has the bits of the buffer before the call in every run."""
-    kept = [_kept(run.call.output, lab.call(run.case).output) for run in runs]
+    kept = [_kept(run.call.buffer, lab.call(run.case).buffer) for run in runs]
     return bool(torch.stack(kept).all(0).any())
 
 

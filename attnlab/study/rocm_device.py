@@ -51,7 +51,7 @@ class Emulated:
         call = dataclasses.replace(self.lab.call(case), **changes)
         options = DeviceOptions(order=order, faults=faults)
         backend.run(call, Target.of(case), self.source, options)
-        return call.output
+        return call.buffer
 
     def traced(self, case: Case) -> Findings:
         """Return what the kernels read, from a run that checks every access."""

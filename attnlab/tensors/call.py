@@ -28,10 +28,10 @@ class KernelCall(Shown):
     """Arguments of an attention op, with the names that chunked_prefill_paged_decode has for them.
 
     - ``query``: [num_tokens, num_heads, head_size]. ``output``: [num_tokens, num_heads, value_size]; the op
-      writes it. value_size is head_size, except where keys and values differ in width (MLA). For an op that
-      writes the cache, the output is the cache: [num_blocks × block_size, num_kv_heads, head_size +
-      value_size], for each slot its key, then its value. ``before``: the output's contents before the call,
-      or None if unknown.
+      writes it. None if no output was recorded. value_size is head_size, except where keys and values differ
+      in width (MLA). For an op that writes the cache, the output is the cache: [num_blocks × block_size,
+      num_kv_heads, head_size + value_size], for each slot its key, then its value. ``before``: the output's
+      contents before the call, or None if unknown.
     - ``key``, ``value``: [num_tokens, num_kv_heads, head_size or value_size], the new tokens. If
       ``new_tokens`` is "in the cache", the op did not get them and these two are placeholders.
     - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
@@ -56,7 +56,9 @@ class KernelCall(Shown):
       lab runs it.
     - ``origin``: which program made the call, and where. ``unmodelled``: the arguments that change the
       result and that attnlab has no reference for; such a call is kept, but not diagnosed.
-      ``rejection``: the error that the op raised, or "".
+      ``unknown_arguments``: "name=value" of those that attnlab does not know and that are not at their
+      default; whatever may depend on them is not decided. ``read_as``: how arguments of another form were
+      read, in words. ``rejection``: the error that the op raised, or "".
 
     Raises InvalidCall if shapes contradict each other. A wrong dtype is allowed on purpose.
     """
@@ -65,7 +67,6 @@ class KernelCall(Shown):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    output: torch.Tensor
     kv_cache_dtype: str
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -74,6 +75,7 @@ class KernelCall(Shown):
     seq_lens: torch.Tensor
     max_seq_len: int
     max_query_len: int
+    output: torch.Tensor | None = None
     k_scale: float | torch.Tensor = 1.0
     v_scale: float | torch.Tensor = 1.0
     q_scale: float | torch.Tensor | None = None
@@ -101,6 +103,8 @@ class KernelCall(Shown):
     output_scale: float | None = None
     block_ids: torch.Tensor | None = None
     unmodelled: tuple[str, ...] = ()
+    unknown_arguments: tuple[str, ...] = ()
+    read_as: tuple[str, ...] = ()
     rejection: str = ""
     origin: Origin = field(default_factory=Origin)
 
@@ -138,7 +142,7 @@ class KernelCall(Shown):
         - ``query_start_loc``: [num_seqs + 1], int32 or int64. Default: one new token per sequence.
         - ``key``, ``value``: [num_tokens, num_kv_heads, head_size]. Required if the op reads new tokens
           from them. Without them, new tokens are what the cache holds.
-        - ``output``: what the op writes. Default: NaN, so that rows which are not written are visible.
+        - ``output``: what the op wrote. Default None: it is unknown. The call can be run, not diagnosed.
         - ``op``: default chunked_prefill_paged_decode for x-split, otherwise unified_attention.
         - ``layout``: "x-split", "flash" or "HND". Default: the layout that the shapes allow.
         - ``kv_cache_dtype``: default by the dtype of the cache; required for uint8.
@@ -173,15 +177,37 @@ class KernelCall(Shown):
         return OPS[self.op]
 
     @property
+    def buffer(self) -> torch.Tensor:
+        """Return the output, which an op writes; raise InvalidCall if there is none."""
+        if self.output is None:
+            text = (
+                "output must be the tensor that the op wrote, got a call without a recorded output"
+            )
+            raise InvalidCall(text, field="output")
+        return self.output
+
+    @property
     def visibility(self) -> Visibility:
         """Return which keys the rows see."""
         return Visibility(**{one.name: getattr(self, one.name) for one in fields(Visibility)})
 
     @property
     def is_foreign(self) -> bool:
-        """Answer whether attnlab has no record of the call's op, and so no contract."""
-        functions = {*OPS, *(op.function for op in OPS.values())}
-        return self.origin.op is not None and self.origin.op.rpartition(".")[2] not in functions
+        """Answer whether attnlab has no record of the call's op, and so no contract.
+
+        An op is known by its function and its module in vLLM: other libraries use the same names.
+        """
+        if self.origin.op is None:
+            return False
+        module, _, function = self.origin.op.rpartition(".")
+        places = {
+            place
+            for op in OPS.values()
+            if function in (op.name, op.function)
+            for place in (op.module, "_custom_ops")
+        }
+        is_vllm = not module or module.split(".")[0] == "vllm"
+        return not (is_vllm and places and (not module or module.rpartition(".")[2] in places))
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -213,6 +239,18 @@ class KernelCall(Shown):
         """Return every tensor of the call by its field's name."""
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
+
+    def with_buffer(self) -> "KernelCall":
+        """Return the call with a tensor for an op to write: its output, or NaN of the query's dtype, so that
+        rows which are not written are visible."""
+        if self.output is not None:
+            return self
+        blocks, kv_heads, value_size, block_size = self.value_cache.shape
+        tokens, heads, head_size = self.query.shape
+        shape = (tokens, heads, value_size)
+        if self.spec.writes_cache:
+            shape = (blocks * block_size, kv_heads, head_size + value_size)
+        return dataclasses.replace(self, output=self.query.new_full(shape, float("nan")))
 
     def cpu(self) -> "KernelCall":
         """Return the call with its tensors on the CPU; itself if they are there."""
@@ -258,7 +296,8 @@ class KernelCall(Shown):
             for one in fields(call)
             if one.name not in (*tensors, "origin") and getattr(call, one.name) is not None
         }
-        call_file.write(path, scalars, tensors, self.origin.to_dict())
+        missing = [] if call.output is not None else ["output"]
+        call_file.write(path, scalars, tensors, self.origin.to_dict(), missing=missing)
 
     @classmethod
     def load(cls, path: Path) -> "KernelCall":
@@ -269,10 +308,13 @@ class KernelCall(Shown):
             **held.tensors,
             "origin": Origin.of_dict(held.origin),
         }
-        if "unmodelled" in given:
-            given["unmodelled"] = tuple(given["unmodelled"])
+        for name in ("unmodelled", "unknown_arguments", "read_as"):
+            if name in given:
+                given[name] = tuple(given[name])
         if is_fp8(given.get("query")):
             given["kv_cache_dtype"] = _fp8_name(given)  # "auto" in files without q_scale
+        if not held.names_missing and _may_be_missing(given):
+            given["output"] = None
         try:
             return cls(**given)
         except (TypeError, AttributeError) as error:
@@ -285,6 +327,14 @@ def _fp8_name(given: Mapping[str, Any]) -> Any:
     if name != "auto" or not is_fp8(given.get("key_cache")):
         return name
     return "fp8_e5m2" if given["key_cache"].dtype == torch.float8_e5m2 else "fp8"
+
+
+def _may_be_missing(given: Mapping[str, Any]) -> bool:
+    """Answer whether an output may stand for none: in older files, NaN alone could mean either."""
+    output = given.get("output")
+    if not isinstance(output, torch.Tensor) or "before" in given:
+        return False
+    return output.numel() > 0 and bool(output.double().isnan().all())
 
 
 def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:

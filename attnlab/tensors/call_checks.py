@@ -49,9 +49,9 @@ def _check_attention(given: Mapping[str, Any]) -> None:
     output = (tokens, heads, value_size)
     if OPS[given["op"]].writes_cache:
         output = (blocks * block_size, kv_heads, head_size + value_size)
-    check_shape("output", given["output"], output)
-    if given["before"] is not None:
-        check_shape("before", given["before"], output)
+    for name in ("output", "before"):
+        if given[name] is not None:
+            check_shape(name, given[name], output)
     if kv_heads == 0 or heads % kv_heads:
         text = f"query must have a multiple of {kv_heads} heads, got {heads}"
         raise InvalidCall(text, field="query")

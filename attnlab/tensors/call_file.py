@@ -7,7 +7,7 @@ docs/call-file.md describes the document; docs/call-file.schema.json is its JSON
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,17 @@ _KEY = "attnlab_call"  # of the metadata
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallFile:
-    """The contents of a file: ``format``, ``scalars``, ``tensors`` and ``origin``, each by field name."""
+    """The contents of a file: ``format``, ``scalars``, ``tensors`` and ``origin``, each by field name.
+
+    ``names_missing``: the file states which tensors were not recorded. An older one does not, and its output
+    of NaN alone may stand for none.
+    """
 
     format: int
     scalars: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     origin: dict[str, Any]
+    names_missing: bool = False
 
 
 def write(
@@ -39,14 +44,20 @@ def write(
     scalars: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     origin: Mapping[str, Any],
+    *,
+    missing: Sequence[str] = (),
 ) -> None:
-    """Write a file of format 2; it is replaced at once. Raises InvalidCall if it cannot be written."""
+    """Write a file of format 2; it is replaced at once. ``missing``: the tensors that were not recorded.
+
+    Raises InvalidCall if it cannot be written.
+    """
     storages, stored = stored_tensors(tensors)
     document = {
         "format": FORMAT,
         "scalars": dict(scalars),
         "tensors": {name: one.to_dict() for name, one in stored.items()},
         "origin": dict(origin),
+        "missing": list(missing),
     }
     try:
         with replacing(Path(path)) as part:
@@ -97,7 +108,11 @@ def _of_document(path: Path, document: dict[str, Any], raw: dict[str, torch.Tens
         except InvalidCall as error:
             raise InvalidCall(f"{path}: tensor {name}: {error}", field=name) from error
     return CallFile(
-        format=FORMAT, scalars=parts["scalars"], tensors=tensors, origin=parts["origin"]
+        format=FORMAT,
+        scalars=parts["scalars"],
+        tensors=tensors,
+        origin=parts["origin"],
+        names_missing="missing" in document,
     )
 
 

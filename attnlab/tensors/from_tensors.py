@@ -60,7 +60,7 @@ class PlainCall:
             "query": self.query,
             "key": key,
             "value": value,
-            "output": self._output(op, value_cache),
+            "output": self.output,
             "kv_cache_dtype": kv_cache_dtype,
             "key_cache": key_cache,
             "value_cache": value_cache,
@@ -187,17 +187,6 @@ class PlainCall:
         _, kv_heads, value_size, _ = value_cache.shape
         zero = self.query.new_zeros(())
         return zero.expand(tokens, kv_heads, head_size), zero.expand(tokens, kv_heads, value_size)
-
-    def _output(self, op: Op, value_cache: torch.Tensor) -> torch.Tensor:
-        """Return the output buffer: given, or NaN, so that unwritten rows are visible."""
-        if self.output is not None:
-            return self.output
-        tokens, heads, head_size = self.query.shape
-        blocks, kv_heads, value_size, block_size = value_cache.shape
-        shape = (tokens, heads, value_size)
-        if op.writes_cache:
-            shape = (blocks * block_size, kv_heads, head_size + value_size)
-        return self.query.new_full(shape, float("nan"))
 
 
 def _check_paged(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

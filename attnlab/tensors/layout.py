@@ -66,7 +66,9 @@ def _padded(call: KernelCall) -> KernelCall:
     fill = 3.0 if call.spec.writes_cache else float("nan")
     names = ("query", "key", "value", "output")[: 3 if call.spec.writes_cache else 4]
     tokens: dict[str, Any] = {
-        name: _longer(getattr(call, name), call.padding, fill) for name in names
+        name: _longer(given, call.padding, fill)
+        for name in names
+        if (given := getattr(call, name)) is not None
     }
     last = call.query_start_loc[-1:].expand(call.padding)
     empty = call.seq_lens.new_zeros(call.padding)

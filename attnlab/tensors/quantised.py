@@ -39,7 +39,8 @@ class Formats:
 
         An op with an output scale clamps to that format, whatever the output's dtype is (0.33.0).
         """
-        output = call.output.dtype if call.output.is_floating_point() else call.query.dtype
+        stored = call.output is not None and call.output.is_floating_point()
+        output = call.buffer.dtype if stored else call.query.dtype
         scale = 1.0 if call.output_scale is None else call.output_scale
         clamped = call.output_scale is not None
         largest = float(torch.finfo(FORMATS[fp8_e4m3].dtype).max) if clamped else math.inf
@@ -72,7 +73,8 @@ def has_fp8_query(call: KernelCall) -> bool:
 
 def has_scaled_output(call: KernelCall) -> bool:
     """Answer whether the output of an attention op is stored in FP8, or divided by a scale."""
-    is_fp8 = call.output.dtype in FP8_DTYPES and not call.spec.writes_cache
+    is_fp8 = call.output is not None and call.output.dtype in FP8_DTYPES
+    is_fp8 = is_fp8 and not call.spec.writes_cache
     return call.output_scale is not None or is_fp8
 
 
@@ -85,9 +87,9 @@ def in_numbers(call: KernelCall) -> KernelCall:
     if has_fp8_query(call):
         changes["query"] = call.query.double() * _scale_of_rows(call)
     if has_scaled_output(call):
-        changes["output"] = output_numbers(call, call.output)
-        if call.before is not None:
-            changes["before"] = output_numbers(call, call.before)
+        for name in ("output", "before"):
+            stored = getattr(call, name)
+            changes[name] = None if stored is None else output_numbers(call, stored)
     return dataclasses.replace(call, **changes) if changes else call
 
 

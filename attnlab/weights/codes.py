@@ -67,7 +67,7 @@ def with_values(call: KernelCall, target: Target, codes: torch.Tensor) -> Kernel
     value_cache, value = _like(call.value_cache, stored), call.value
     if has_new_slots(call):
         value = _like(call.value, codes[old:].to(call.value.dtype))
-    output = torch.full_like(call.output, float("nan"))
+    output = torch.full_like(call.buffer, float("nan"))
     return dataclasses.replace(call, value_cache=value_cache, value=value, output=output)
 
 

@@ -144,8 +144,8 @@ def check_weighs_values(op: Op) -> None:
 
 def as_measurable(call: KernelCall) -> KernelCall:
     """Return the call with its scales as numbers; raise InvalidCall for one that the X-ray cannot measure."""
-    if call.unmodelled:
-        text = ", ".join(call.unmodelled)
+    if call.unmodelled or call.unknown_arguments:
+        text = ", ".join((*call.unmodelled, *call.unknown_arguments))
         raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
     if has_fp8_query(call) or has_scaled_output(call):
         raise InvalidCall("call must have its query and output in 16 or 32 bits for an X-ray")

@@ -86,7 +86,7 @@ def runner(
 
     def run(call: KernelCall) -> torch.Tensor:
         backend.run(call, target, kernels, options)
-        return call.output.to(device).double()
+        return call.buffer.to(device).double()
 
     return run
 
@@ -199,7 +199,7 @@ class _Reader:
 
     def _output(self, codes: torch.Tensor, output: float = float("nan")) -> torch.Tensor:
         call = with_values(self._setup.call, self._setup.target, codes)
-        call.output.fill_(output)
+        call.buffer.fill_(output)
         self._runs += 1
         found = self._run(call)[..., : self._setup.width]
         rows, heads = self._setup.rows, self._setup.heads

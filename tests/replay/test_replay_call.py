@@ -58,6 +58,26 @@ def test_a_call_without_an_output():
     assert found.replays[0].from_recorded is None
 
 
+def test_an_output_of_nan_is_an_output():
+    """A kernel has computed it: it is wrong, and not unknown."""
+    call = flash_call(torch.full((6, 4, 32), torch.nan).half())
+    found = attnlab.replay_call(call)
+    assert (found.recorded, found.recorded_error.elements) == ("mismatch", 6 * 4 * 32)
+    assert found.replays[0].from_recorded.elements == 6 * 4 * 32
+    assert attnlab.probe_call(call).from_recorded is not None
+    assert attnlab.probe_call(flash_call()).from_recorded is None
+    assert attnlab.diagnose(call).wrong_rows == 6
+
+
+def test_a_call_without_an_output_is_neither_diagnosed_nor_cut():
+    with pytest.raises(InvalidCall, match="without a recorded output"):
+        attnlab.diagnose(flash_call())
+    with pytest.raises(InvalidCall, match="source must be given for a call without an output"):
+        attnlab.shrink_call(flash_call())
+    right = attnlab.shrink_call(flash_call(), backend="model")
+    assert right.status == "match"
+
+
 def test_unwritten_rows_are_wrong():
     call = call_of(
         op="chunked_prefill_paged_decode", stage="int32_before_cumsum", platform="gfx942"

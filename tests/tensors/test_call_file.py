@@ -90,7 +90,7 @@ def test_keys_and_values_of_different_width(tmp_path):
     call = fused(value_size=16)
     call.save(tmp_path / "call")
     assert same(call, KernelCall.load(tmp_path / "call"))
-    assert call.output.shape == (2, 4, 16)
+    assert call.with_buffer().buffer.shape == (2, 4, 16)
 
 
 def test_only_the_named_blocks_of_a_large_cache(tmp_path, monkeypatch):
@@ -158,6 +158,40 @@ def test_a_file_of_format_1_loads(tmp_path):
     assert (call.new_tokens, call.layout, call.origin) == ("given", "x-split", Origin())
     call.save(tmp_path / "new")
     assert same(call, KernelCall.load(tmp_path / "new"))
+
+
+def test_a_missing_output_is_not_a_number(tmp_path):
+    """Neither a call without an output nor an output of NaN becomes the other."""
+    missing = fused()
+    of_nan = dataclasses.replace(missing, output=torch.full((2, 4, 32), torch.nan).half())
+    for name, call in (("missing", missing), ("nan", of_nan)):
+        call.save(tmp_path / name)
+    assert KernelCall.load(tmp_path / "missing").output is None
+    assert KernelCall.load(tmp_path / "nan").output.isnan().all()
+    assert document(tmp_path / "missing")["missing"] == ["output"]
+    assert "output" not in document(tmp_path / "missing")["tensors"]
+    with pytest.raises(InvalidCall, match="without a recorded output") as error:
+        _ = missing.buffer
+    assert error.value.field == "output"
+
+
+@pytest.mark.parametrize("before", [None, 0.0])
+def test_an_older_file_with_an_output_of_nan(tmp_path, monkeypatch, before):
+    """It may stand for none there, and is taken for none, unless the file has the buffer before the call."""
+    output = torch.full((2, 4, 32), torch.nan).half()
+    held = None if before is None else torch.full_like(output, before)
+    path = tmp_path / "old"
+
+    def written(storages, part, metadata):
+        older = json.loads(metadata["attnlab_call"])
+        del older["missing"]
+        save_file(storages, part, metadata={"attnlab_call": json.dumps(older)})
+
+    monkeypatch.setattr(call_file, "save_file", written)
+    dataclasses.replace(fused(), output=output, before=held).save(path)
+    assert (KernelCall.load(path).output is None) == (before is None)
+    dataclasses.replace(fused(), output=torch.ones_like(output), before=held).save(path)
+    assert KernelCall.load(path).output is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

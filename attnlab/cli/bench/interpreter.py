@@ -54,7 +54,7 @@ def bench_interpreter(
             figures[name] = shortest_time(lambda: _run(op, call, case), repeat=1)
     rows = call.query_lens.repeat_interleave(call.query_lens) == 1
     expected = reference(case, batch)
-    errors = compare(call.output, expected, case.lengths, case.tolerance or 0.0, case.rtol)
+    errors = compare(call.buffer, expected, case.lengths, case.tolerance or 0.0, case.rtol)
     figures["greatest_error"] = float(errors.token_error[rows].max())
     on_step(f"{TRITON_DECODE}, Triton's own launch")
     stock = vllm_ops.load_stock(source, case.machine).function(OP)

@@ -65,7 +65,7 @@ def _measure(case: Case, source: Source, on_step: Callable[[str], None]) -> dict
     finally:
         torch.set_num_threads(threads)
     figures["times_slower"] = figures["checked_s"] / figures["seconds"]
-    off = call.output.float() - reference(case, batch).float()
+    off = call.buffer.float() - reference(case, batch).float()
     return {**figures, "greatest_error": float(off.abs().max())}
 
 

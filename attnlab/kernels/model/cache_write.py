@@ -44,10 +44,10 @@ def as_output(call: KernelCall, target: Target) -> torch.Tensor:
 def reshape_and_cache_flash(call: KernelCall, target: Target) -> None:
     """Write the cache, with every new token in its slot, to ``call.output``."""
     format = paged.format_of(call, target)
-    call.output.copy_(as_output(call, target))
+    call.buffer.copy_(as_output(call, target))
     key = format.encode(call.key, call.number("k_scale")).view(format.dtype)
     value = format.encode(call.value, call.number("v_scale")).view(format.dtype)
     slots = slot_mapping(call)
     written = slots >= 0  # the others are padding
     both = torch.cat([key, value], dim=2)[: len(slots)]
-    call.output[slots[written]] = both[written]
+    call.buffer[slots[written]] = both[written]

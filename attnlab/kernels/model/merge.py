@@ -62,7 +62,7 @@ def merge_attn_states(call: KernelCall, target: Target) -> None:
     weights = (lse - lse.amax(0)).exp()
     weights = (weights / weights.sum(0)).permute(0, 2, 1)[..., None]
     merged = weights[0] * parts.prefix_output.float() + weights[1] * parts.suffix_output.float()
-    call.output.copy_(merged)
+    call.buffer.copy_(merged)
 
 
 def _context(

@@ -94,8 +94,8 @@ def _sequence(
         for row in range(0, min(stop - start, grid), rows_at_once):
             last = min(row + rows_at_once, stop - start, grid)
             out = _tile(call, target, query[:, :, row:last], key, value, mask, row, heads)
-            call.output[start + row : start + last, heads] = (
-                out.permute(2, 0, 1, 3).flatten(1, 2).to(call.output.dtype)
+            call.buffer[start + row : start + last, heads] = (
+                out.permute(2, 0, 1, 3).flatten(1, 2).to(call.buffer.dtype)
             )
 
 

@@ -56,7 +56,7 @@ def paged_attention_rocm(call: KernelCall, target: Target) -> None:
     for seq in seqs:
         _write_partitions(call, target, terms, scratch, seq, starts[seq], seq_lens[seq])
     for seq in seqs:
-        call.output[starts[seq]] = _merge(call, scratch, seq, seq_lens[seq])
+        call.buffer[starts[seq]] = _merge(call, scratch, seq, seq_lens[seq])
 
 
 def check_host(terms: Contract, call: KernelCall) -> None:
@@ -210,4 +210,4 @@ def _merge(call: KernelCall, scratch: Scratch, seq: int, seq_len: int) -> torch.
     largest = scratch.largest[here]
     shares = scratch.sums[here] * (largest - largest.amax(-1, keepdim=True)).exp()
     mixed = (shares[..., None] * scratch.outputs[here].float()).sum(1)
-    return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.output.dtype)
+    return (mixed / (shares.sum(-1, keepdim=True) + _EPSILON)).to(call.buffer.dtype)

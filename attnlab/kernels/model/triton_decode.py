@@ -22,7 +22,7 @@ def kernel_paged_attention_2d(call: KernelCall, target: Target) -> None:
     seq_lens = as_read(terms, call, "seq_lens").tolist()
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
         row = _row(call, target, seq, starts[seq], seq_lens[seq], terms.reads_tail != "nothing")
-        call.output[starts[seq]] = row.to(call.output.dtype)
+        call.buffer[starts[seq]] = row.to(call.buffer.dtype)
 
 
 def _row(

@@ -136,7 +136,7 @@ def run(
     """
     arguments = op_arguments(call, target)
     if source is None:
-        _run_native(arguments, call.output)
+        _run_native(arguments, call.buffer)
         return Findings()
     if not how.checked:
         _check_writes(call, target)
@@ -144,7 +144,7 @@ def run(
         return op_of(source, target.platform)(arguments, how, on_step)
     finally:
         if arguments["out"] is not call.output:
-            call.output.copy_(arguments["out"])
+            call.buffer.copy_(arguments["out"])
 
 
 def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def op_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
     if target.wrapper_cast:
         indices = [tensor.to(torch.int32) for tensor in indices]
     return {
-        "out": call.output if call.output.is_contiguous() else call.output.contiguous(),
+        "out": call.buffer if call.buffer.is_contiguous() else call.buffer.contiguous(),
         "exp_sums": scratch.sums[:count].view(shape),
         "max_logits": scratch.largest[:count].view(shape),
         "tmp_out": scratch.outputs[:count].view(*shape, -1),
@@ -210,10 +210,10 @@ def _check_writes(call: KernelCall, target: Target) -> None:
     terms = contract(ROCM_DECODE, target, call.op)
     starts = as_read(terms, call, "query_start_loc")
     for seq in torch.nonzero(served(terms, call)).flatten().tolist():
-        if not 0 <= starts[seq] < call.output.shape[0]:
+        if not 0 <= starts[seq] < call.buffer.shape[0]:
             raise KernelFailed(
                 f"query_start_loc[{seq}] reads as {int(starts[seq])}: the kernel would write this row, but "
-                f"the output has {call.output.shape[0]} rows"
+                f"the output has {call.buffer.shape[0]} rows"
             )
 
 

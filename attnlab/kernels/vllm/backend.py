@@ -203,11 +203,11 @@ def run(
     check_runs(call.query.dtype, where, share, watch)
     loaded = load(source, target.platform, where, is_measuring())
     is_cpu = where == "cpu"
-    output = interpreter.shared_copy(call.output) if is_cpu else call.output.to(where)
+    output = interpreter.shared_copy(call.buffer) if is_cpu else call.buffer.to(where)
     tensors: dict[str, Any] = {**_on_device(call, target, where), "output": output}
     moved = presented(dataclasses.replace(call, **tensors))
     if is_cpu and moved.output is not output:
-        moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.output))
+        moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.buffer))
     function = loaded.function(call.op)
     passed = Passed(arguments=bind(function, moved, target))
     if argument_of is not None:
@@ -232,7 +232,7 @@ def run(
         if passed.finish is None:
             OP_CALLS[call.op].finish(moved, passed.arguments)
         else:
-            passed.finish(moved.output)
+            passed.finish(moved.buffer)
         lse = OP_CALLS[call.op].lse(passed.arguments)
         plan.observed.lse = None if lse is None else lse.cpu()
     except AttnLabError:
@@ -241,8 +241,8 @@ def run(
         raise unsupported(explained(error, call.op, source), call, argument_of) from error
     finally:
         loaded.dispatch.use_custom = False
-        call.output.copy_(moved.output[: len(call.output)])
-    plan.observed.padded = moved.output[len(call.output) :].cpu() if call.padding else None
+        call.buffer.copy_(moved.buffer[: len(call.buffer)])
+    plan.observed.padded = moved.buffer[len(call.buffer) :].cpu() if call.padding else None
     return plan.observed
 
 

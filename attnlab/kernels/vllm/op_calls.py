@@ -282,7 +282,7 @@ def _with_padding(slots: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _finish_write(call: KernelCall, arguments: Arguments) -> None:
-    call.output.copy_(written_cache(arguments["key_cache"], arguments["value_cache"]))
+    call.buffer.copy_(written_cache(arguments["key_cache"], arguments["value_cache"]))
 
 
 OP_CALLS = {

@@ -75,7 +75,7 @@ def make_panel_data(lab: Lab, case: Case, on_step: OnStep) -> PanelData:
     result = lab.run(case)
     got = expected = row_slots = None
     if result.errors is not None:
-        got, expected = result.call.output, lab.reference(case)
+        got, expected = result.output, lab.reference(case)
         if case.spec.writes_cache:
             row_slots = slot_order(case, result.cache.provenance.block_table)
             got, expected = as_numbers(got[row_slots], expected[row_slots])

@@ -20,6 +20,7 @@ _NONE_TEXT = {
     "alibi_slopes": "None: no ALiBi",
     "sinks": "None: no sinks",
     "softcap": "None: no soft cap",
+    "output": "None: not recorded",
 }
 _RARE = (
     "before",
@@ -29,6 +30,8 @@ _RARE = (
     "output_scale",
     "block_ids",
     "unmodelled",
+    "unknown_arguments",
+    "read_as",
 )  # shown if given
 
 

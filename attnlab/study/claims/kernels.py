@@ -62,7 +62,7 @@ def decode_reads_cache(claim: Claim) -> Finding:
                 nan = torch.full_like(call.key, torch.nan)
                 call = dataclasses.replace(call, key=nan, value=nan)
             model.run(call, target, [name for name in kernels if name != PREFILL])
-            outputs.append(bits(call.output[-1]))
+            outputs.append(bits(call.buffer[-1]))
         same[kernels[-1]] = bool(outputs[0].equal(outputs[1]))
     reading = "NaN in the arguments changes no bit of the decode row"
     return found(claim, all(same.values()), reading, MODEL, **same)
@@ -75,9 +75,9 @@ def prefill_skips(claim: Claim) -> Finding:
     for op in ("chunked_prefill_paged_decode", "context_attention_fwd"):
         case = like_the_test(op=op, stage="sound")
         call = Lab().call(case)
-        before = call.output.clone()
+        before = call.buffer.clone()
         model.run(call, Target.of(case), (PREFILL,))
-        written[op] = not bool(bits(call.output[-1]).equal(bits(before[-1])))
+        written[op] = not bool(bits(call.buffer[-1]).equal(bits(before[-1])))
     reading = "it does if chunked_prefill_paged_decode calls it (skip_decode); called directly it does not"
     right = not written["chunked_prefill_paged_decode"] and written["context_attention_fwd"]
     return found(claim, right, reading, MODEL, decode_row_written=written)
