@@ -77,6 +77,8 @@ def _run(args: argparse.Namespace) -> int:
         print_json(diagnosis.to_dict())
     else:
         show(diagnosis)
+    if diagnosis.status == "not decided":
+        return 3
     return 1 if diagnosis.is_wrong else 0
 
 
@@ -88,7 +90,7 @@ COMMAND = Command(
         "attnlab diagnose --call call.safetensors --platform gfx942",
         "attnlab diagnose --call dump.pt --map query=q,key_cache=k,value_cache=v --op unified_attention",
     ),
-    exit_codes="0 nothing is wrong; 1 something is",
+    exit_codes="0 nothing is wrong; 1 something is; 3 not decided",
     add_flags=_add_flags,
     run=_run,
 )

@@ -41,9 +41,10 @@ def diagnose_captured(
 ) -> Diagnosis:
     """Diagnose a call that ran somewhere else. ``case`` and ``given``: as for :func:`where_it_ran`.
 
-    Raises InvalidCall for a call that is no attention or has arguments without a reference.
+    Arguments that attnlab does not know leave what they may change undecided. Raises InvalidCall for a call
+    that is no attention, has arguments without a reference, or has no output.
     """
-    check_diagnosable(call, writes=True)
+    check_diagnosable(call, writes=True, unknown=True)
     ran = where_it_ran(call, case, given)
     if call.rejection and output is None:
         return Diagnosis(
@@ -53,13 +54,31 @@ def diagnose_captured(
         )
     if call.spec.writes_cache:
         found = diagnose_write(call, Target.of(ran.case), output=output)
-        return dataclasses.replace(found, unknown=[*found.unknown, *ran.assumed])
-    return diagnose_call(
+        found = dataclasses.replace(found, unknown=[*found.unknown, *ran.assumed])
+        return _undecided(found, call)
+    found = diagnose_call(
         call,
         Target.of(ran.case),
         kernels_of(ran.case, call),
         output=output,
         unknown=unknown_about(call, ran),
+    )
+    return _undecided(found, call)
+
+
+def _undecided(found: Diagnosis, call: KernelCall) -> Diagnosis:
+    """Return what of a diagnosis does not depend on arguments that attnlab does not know."""
+    if not call.unknown_arguments:
+        return found
+    return Diagnosis(
+        status="not decided",
+        undecided_by=call.unknown_arguments,
+        wrong_rows=found.wrong_rows,
+        largest=found.largest,
+        looked_at=found.looked_at,
+        violations=found.violations,
+        unknown=found.unknown,
+        seconds=found.seconds,
     )
 
 
@@ -76,13 +95,19 @@ def violations_of_captured(
     return find_violations(call.cpu(), Target.of(ran.case), kernels_of(ran.case, call))
 
 
-def check_diagnosable(call: KernelCall, *, writes: bool = False) -> None:
-    """Raise InvalidCall for a call that has no reference here; ``writes``: a cache write has one."""
+def check_diagnosable(call: KernelCall, *, writes: bool = False, unknown: bool = False) -> None:
+    """Raise InvalidCall for a call that has no reference here.
+
+    ``writes``: a cache write has one. ``unknown``: a call with arguments that attnlab does not know may pass.
+    """
     if (call.spec.writes_cache and not writes) or call.op == MERGE:
         raise InvalidCall(f"op must be an attention op to be diagnosed, got {call.op}", field="op")
     if call.unmodelled:
         text = ", ".join(call.unmodelled)
         raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+    if call.unknown_arguments and not unknown:
+        text = ", ".join(call.unknown_arguments)
+        raise InvalidCall(f"call must be without arguments that attnlab does not know, got {text}")
 
 
 def where_it_ran(call: KernelCall, case: Case, given: Collection[str] = ()) -> Ran:
@@ -124,6 +149,7 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
         found.append(
             "the output buffer before the call: unwritten rows are found by the contracts alone"
         )
+    found += [f"whether the form is right: {text}" for text in call.read_as]
     if call.is_foreign:
         found.append(f"the contracts of {call.origin.op}: no violations are looked for")
     return [*found, *ran.assumed]

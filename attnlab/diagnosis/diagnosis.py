@@ -23,7 +23,15 @@ from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.side_claim import SideClaim
 from attnlab.weights.xray import XRay
 
-STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
+STATUSES = (
+    "nothing wrong",
+    "explained",
+    "ambiguous",
+    "described",
+    "unexplained",
+    "rejected",
+    "not decided",
+)
 _UNWRITTEN_BY = {
     "reruns": "shown by reruns with other contents of the output buffer",
     "buffer": "they keep the previous contents of the output buffer",
@@ -53,8 +61,9 @@ class Diagnosis(Shown):
 
     - ``status``: "nothing wrong" (rounding explains every element); "explained" (one defect does);
       "ambiguous" (several defects do, and the output does not decide between them); "described" (no
-      defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; or "rejected" (the
-      kernel raised ``rejection``).
+      defect does, but rules of the pattern reproduce the wrong rows); "unexplained"; "rejected" (the
+      kernel raised ``rejection``); or "not decided" (the call has arguments that attnlab does not know,
+      ``undecided_by``; ``wrong_rows`` then differ from attention without these).
     - ``pattern``: what the error looks like, before any defect is considered.
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
@@ -120,13 +129,14 @@ class Diagnosis(Shown):
     distinction: Distinction | None = None
     looked_at: tuple[int, int] = (0, 0)
     rejection: str = ""
+    undecided_by: tuple[str, ...] = ()
     unknown: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
         """Answer whether there is anything to explain."""
-        return self.status != "nothing wrong"
+        return self.status not in ("nothing wrong", "not decided")
 
     @property
     def locations(self) -> tuple[KernelLine, ...]:
@@ -146,7 +156,22 @@ class Diagnosis(Shown):
         """Return the diagnosis in words, one fact per sentence; what is unknown comes last."""
         return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
 
+    def _undecided_sentences(self) -> list[str]:
+        """Return what holds whatever the unknown arguments mean."""
+        names = ", ".join(self.undecided_by)
+        one = len(self.undecided_by) == 1
+        what = "the argument" if one else "the arguments"
+        rows = f"{self.wrong_rows} of {self.looked_at[1]} rows differ, by up to {self.largest:.4g}"
+        found = rows if self.wrong_rows else "rounding explains every difference"
+        return [
+            f"not decided because of {what} {names}: attnlab does not know {'it' if one else 'them'}",
+            f"compared with attention without {'it' if one else 'them'}, {found}",
+            *self._violation_sentences(),
+        ]
+
     def _known_sentences(self) -> list[str]:
+        if self.undecided_by:
+            return self._undecided_sentences()
         if not self.is_wrong:
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
@@ -265,6 +290,7 @@ class Diagnosis(Shown):
             "explanations": [candidate.name for candidate in self.explanations],
             "candidates": [candidate_dict(candidate) for candidate in self.candidates],
             "rejection": self.rejection or None,
+            "undecided_by": list(self.undecided_by),
             "wrong_rows": self.wrong_rows,
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),

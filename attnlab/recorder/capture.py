@@ -177,10 +177,8 @@ class Capture:
         try:
             with torch.no_grad(), _inner():
                 if one.reading.result is not None and not rejection:
-                    output, lse = one.reading.result(result)
-                    one.writes = (
-                        {"output": output} if lse is None else {"output": output, "lse": lse}
-                    )
+                    both = zip(("output", "lse"), one.reading.result(result), strict=True)
+                    one.writes = {name: tensor for name, tensor in both if tensor is not None}
                 try:
                     one.reading.fields |= self._kept(_written(one))
                 except RuntimeError as error:

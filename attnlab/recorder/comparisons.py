@@ -23,7 +23,8 @@ Compared = tuple[torch.Tensor, torch.Tensor, float, float] | None
 class Comparison:
     """One comparison: both tensors, the tolerances, and whether it passed.
 
-    An element passes if its difference is at most atol + rtol × |expected|.
+    An element passes if its difference is at most atol + rtol × |expected|. ``reason``: the first line of the
+    error, if it raised one.
     """
 
     actual: torch.Tensor
@@ -31,14 +32,21 @@ class Comparison:
     atol: float
     rtol: float
     passed: bool
+    reason: str = ""
+
+    @property
+    def is_close(self) -> bool:
+        """Answer whether the values pass, whatever the dtypes and devices."""
+        actual, expected = (one.cpu().double() for one in (self.actual, self.expected))
+        return bool(torch.isclose(actual, expected, rtol=self.rtol, atol=self.atol).all())
 
 
 class Comparisons:
     """Records the last comparisons of tensors, from :meth:`start` to :meth:`stop`.
 
-    Only tensors with as many elements as a recorded output are copied: ``sizes()`` returns these numbers.
-    ``host``: copy them to CPU memory. An error while recording goes to ``on_error``, and the comparison takes
-    place as without attnlab.
+    Only tensors with as many elements as a recorded output are copied, and smaller ones if the comparison
+    failed: ``sizes()`` returns these numbers. ``host``: copy them to CPU memory. An error while recording
+    goes to ``on_error``, and the comparison takes place as without attnlab.
     """
 
     def __init__(
@@ -81,22 +89,31 @@ class Comparisons:
             __tracebackhide__ = True
             try:
                 result = original(*args, **kwargs)
-            except AssertionError:
-                self._add(read, args, kwargs, False)
+            except (AssertionError, RuntimeError) as error:
+                self._add(read, args, kwargs, False, error)
                 raise
             self._add(read, args, kwargs, result is None or bool(result))
             return result
 
         return observed
 
-    def _add(self, read: Callable[..., Any], args: Any, kwargs: Any, passed: bool) -> None:
+    def _add(
+        self,
+        read: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        passed: bool,
+        error: Exception | None = None,
+    ) -> None:
         if self._is_paused:
             return
         try:
             found = read(*args, **kwargs)
-            if found is None or found[0].numel() not in self._sizes():
+            if found is None or not self._is_of_interest(found[0].numel(), passed):
                 return
             *tensors, atol, rtol = found
+            if isinstance(error, RuntimeError) and tensors[0].dtype == tensors[1].dtype:
+                return  # not about the values
             actual, expected = (copied(t).cpu() if self._host else copied(t) for t in tensors)
             one = Comparison(
                 actual=actual,
@@ -104,10 +121,16 @@ class Comparisons:
                 atol=atol,
                 rtol=rtol,
                 passed=passed,
+                reason=next(iter(str(error or "").splitlines()), ""),
             )
             self.last.append(one)
-        except Exception as error:
-            self._on_error("a comparison", error)
+        except Exception as problem:
+            self._on_error("a comparison", problem)
+
+    def _is_of_interest(self, size: int, passed: bool) -> bool:
+        """Answer whether tensors of a size may be a recorded output, or a part of it that failed."""
+        sizes = self._sizes()
+        return size in sizes or (not passed and 0 < size < max(sizes, default=0))
 
 
 def _assert_close(

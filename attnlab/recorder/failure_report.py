@@ -1,6 +1,7 @@
 """The report of a failing test: a section of at most 15 lines, properties, the saved call and a page."""
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 import textwrap
@@ -9,12 +10,15 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+import torch
+
 from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.output_file import write_text
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
 from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import Judgement, judge, output_matches
+from attnlab.recorder.failing_side import Judgement, judge
+from attnlab.recorder.matches import match_of, output_matches
 from attnlab.recorder.recorded import Recorded
 from attnlab.show import sheets
 from attnlab.tensors.call import KernelCall
@@ -104,6 +108,9 @@ def _fill(
     except AttnLabError as error:
         failure = error
     number = list(recorded).index(one) + 1
+    unknown = () if judgement is None else judgement.diagnosis.undecided_by
+    if unknown:
+        report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
     if judgement is not None:
         _add_judgement(report, judgement)
@@ -113,6 +120,8 @@ def _fill(
         report.add("evidence", f"the op raised: {one.rejection}")
     if failure is not None:
         report.add("diagnosis", f"none: {failure}")
+    if isinstance(failure, InvalidCall) and failure.field == "output" and not one.outputs:
+        report.add("advice", "return the output, or name its argument output, out or o")
     _write(report, node_id, one, judgement, folder)
 
 
@@ -121,8 +130,8 @@ def _judged(
 ) -> tuple[Recorded, Judgement]:
     """Return the call to report, and the judgement of it.
 
-    If the test compared the outputs of two calls of an op, that is the one that is wrong; if it compared no
-    output, the last call that is wrong.
+    If the test compared the outputs of two calls, that is the one that is wrong; if it compared no output,
+    the last call that is wrong.
     """
     others = [other for other in reversed(recorded) if other is not one and not _is_torch(other)]
     if comparison is None:
@@ -135,13 +144,16 @@ def _judged(
         return found
     makers = [
         other
-        for other in others
-        if other.origin.op == one.origin.op and _is_output(other, comparison.expected)
+        for other in reversed(recorded)
+        if other is not one and _is_part(other, comparison.expected)
     ]
-    judgement = judge(one.call, comparison, with_itself=bool(makers))
-    if makers and judgement.side == "the expected value":
-        one = makers[-1]
-        judgement = judge(one.call, _exchanged(comparison), with_itself=True)
+    maker = makers[-1] if makers else None
+    judgement = judge(one.call, comparison, maker=None if maker is None else maker.call)
+    if maker is not None and judgement.side == "the expected value" and not _is_torch(maker):
+        with contextlib.suppress(AttnLabError):
+            exchanged = judge(maker.call, _exchanged(comparison), maker=one.call)
+            if exchanged.diagnosis.is_wrong:
+                return maker, exchanged
     return one, judgement
 
 
@@ -158,11 +170,12 @@ def _call_and_comparison(
     If none was compared, return the last attention call that is not the test's own reference.
     """
     ordered = sorted(reversed(comparisons), key=lambda one: one.passed)
-    for one, shaped in ((r, s) for c in ordered for r in recorded for s in r.shaped(c)):
-        if _is_output(one, shaped.actual):
-            return one, shaped
-        if _is_output(one, shaped.expected) and not _is_torch(one):
-            return one, _exchanged(shaped)
+    for is_compared in (_is_output, _is_part):
+        for one, shaped in ((r, s) for c in ordered for r in recorded for s in r.shaped(c)):
+            if is_compared(one, shaped.actual):
+                return one, shaped
+            if is_compared(one, shaped.expected) and not _is_torch(one):
+                return one, _exchanged(shaped)
     own = [one for one in recorded if not _is_torch(one)]
     attention = [one for one in own if not one.is_write]
     return (attention or own or list(recorded))[-1], None
@@ -172,18 +185,23 @@ def _is_torch(one: Recorded) -> bool:
     return (one.origin.op or "").startswith("torch.")
 
 
-def _is_output(one: Recorded, tensor: object) -> bool:
+def _is_output(one: Recorded, tensor: torch.Tensor) -> bool:
     try:
-        return output_matches(one.call, tensor)  # type: ignore[arg-type]
+        return output_matches(one.call, tensor)
+    except InvalidCall:
+        return False
+
+
+def _is_part(one: Recorded, tensor: torch.Tensor) -> bool:
+    try:
+        return not one.is_write and match_of(one.call, tensor) is not None
     except InvalidCall:
         return False
 
 
 def _exchanged(one: Comparison) -> Comparison:
     """Return a comparison whose test passed the kernel's output as the expected value."""
-    return Comparison(
-        actual=one.expected, expected=one.actual, atol=one.atol, rtol=one.rtol, passed=one.passed
-    )
+    return dataclasses.replace(one, actual=one.expected, expected=one.actual)
 
 
 def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
@@ -194,6 +212,8 @@ def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
     if rows:
         report.add("wrong rows", rows)
     report.add("diagnosis", _conclusion(diagnosis))
+    if judgement.read_as:
+        report.add("read as", "; ".join(judgement.read_as))
     for violation in diagnosis.violations[:2]:
         if violation.effect != "harmless":
             report.add("violation", violation.text)

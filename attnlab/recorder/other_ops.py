@@ -9,16 +9,8 @@ from typing import Any
 import torch
 
 from attnlab.case.ops import UNIFIED
-from attnlab.recorder.argument_names import Reading
+from attnlab.recorder.argument_names import Reading, output_of
 from attnlab.recorder.recorded_op import RecordedOp
-
-
-def _output_of(result: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return output and log-sum-exp of a result that is a tensor or starts with both."""
-    if isinstance(result, (tuple, list)):
-        lse = result[1] if len(result) > 1 and isinstance(result[1], torch.Tensor) else None
-        return result[0], lse
-    return result, None
 
 
 def _flash(arguments: dict[str, Any], reading: Reading) -> None:
@@ -30,13 +22,15 @@ def _flash(arguments: dict[str, Any], reading: Reading) -> None:
     right = _right(arguments.get("window_size"))
     if reading.fields["causal"] and right > 0:
         reading.unmodelled.append("window_size to the right")
+    if isinstance(arguments.get("window_size"), (tuple, list)):
+        reading.unknown.pop("window_size", None)
     if not reading.fields["causal"] and right >= 0:
         reading.fields["window_right"] = right
         if not reading.fields.get("sliding_window"):
             reading.unmodelled.append("window_size to the right alone")
 
-    def result(returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, lse = _output_of(returned)
+    def result(returned: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        output, lse = output_of(returned)
         return output, None if lse is None or lse.dim() != 2 else lse.T
 
     reading.result = result
@@ -64,7 +58,13 @@ def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:
     for name in ("q_len_per_req", "o_sf_scale", "skip_softmax_threshold_scale_factor"):
         if arguments.get(name) not in (None, 1):
             reading.unmodelled.append(name)
-    reading.result = _output_of
+    reading.result = output_of
+
+
+_OF_TRTLLM = (
+    "kv_cache", "bmm1_scale", "bmm2_scale", "kv_layout", "q_len_per_req", "o_sf_scale",
+    "skip_softmax_threshold_scale_factor", "batch_size",
+)  # fmt: skip
 
 
 def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
@@ -122,12 +122,17 @@ def other_ops() -> tuple[RecordedOp, ...]:
         ("flashinfer.decode", "trtllm_batch_decode_with_kv_cache"),
         ("flashinfer.prefill", "trtllm_batch_context_with_kv_cache"),
     ):
-        found.append(RecordedOp(module=module, function=function, op=UNIFIED, adjust=_trtllm))
+        found.append(
+            RecordedOp(
+                module=module, function=function, op=UNIFIED, adjust=_trtllm, reads=_OF_TRTLLM
+            )
+        )
     sdpa = RecordedOp(
         module="torch.nn.functional",
         function="scaled_dot_product_attention",
         op=UNIFIED,
         layout="HND",
         adjust=_sdpa,
+        reads=("enable_gqa",),
     )
     return (*found, sdpa)

@@ -22,7 +22,7 @@ from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.mutation.mutants import MUTANTS
 from attnlab.mutation.score import sample_correct, score
 from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import factor_of, output_matches
+from attnlab.recorder.matches import factor_of, output_matches
 from attnlab.recorder.recorded import Recorded
 from attnlab.tensors.call import KernelCall
 

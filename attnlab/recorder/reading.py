@@ -7,7 +7,7 @@ import torch
 
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import KV_CACHE_DTYPES
-from attnlab.recorder.argument_names import Reading, check_complete
+from attnlab.recorder.argument_names import Reading, check_complete, take_tables
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
 from attnlab.tensors.quantised import FP8_DTYPES
@@ -22,8 +22,10 @@ def call_of_reading(
 
     Raises InvalidCall with one line that names the first argument that is missing or does not fit.
     """
+    take_tables(reading)
     check_complete(reading)
     fields = {name: value for name, value in reading.fields.items() if value is not None}
+    read_as = [*reading.read_as, *_normalised(fields)]
     for name, value in fields.items():
         if name in _NUMBERS and name not in _SCALES and not _is_by_sequence(name, value):
             fields[name] = number_of(name, value)
@@ -44,8 +46,58 @@ def call_of_reading(
     fields.setdefault("op", op)
     fields.setdefault("layout", layout)
     _drop_new_tokens(fields)
-    unmodelled = tuple(reading.unmodelled)
-    return KernelCall.from_tensors(**fields, origin=origin, unmodelled=unmodelled)
+    call = KernelCall.from_tensors(
+        **fields, origin=origin, unmodelled=tuple(reading.unmodelled), read_as=tuple(read_as)
+    )
+    return dataclasses.replace(call, unknown_arguments=reading.unknown_texts(call))
+
+
+def _normalised(fields: dict[str, Any]) -> list[str]:
+    """Bring query and output into the shapes of a KernelCall; return what was done. Changes ``fields``.
+
+    Leading dimensions of 1 go, and so does a dimension for the new tokens of each sequence.
+    """
+    done: list[str] = []
+    query = fields["query"]
+    if not isinstance(query, torch.Tensor):
+        return done
+    shape = query.shape
+    seqs = len(fields["seq_lens"]) if isinstance(fields["seq_lens"], torch.Tensor) else -1
+    if query.dim() == 4 and query.shape[0] == seqs and "query_start_loc" not in fields:
+        starts = torch.arange(seqs + 1, dtype=torch.int32, device=query.device)
+        fields["query_start_loc"] = starts * query.shape[1]
+        query = query.flatten(0, 1)
+    while query.dim() > 3 and query.shape[0] == 1:
+        query = query[0]
+    if query.dim() == 3 and query.shape != shape:
+        fields["query"] = query
+        done.append(f"query {tuple(shape)} as {tuple(query.shape)}")
+    for name in ("output", "before"):
+        given = fields.get(name)
+        if isinstance(given, torch.Tensor) and _is_flat_output(given, shape, query):
+            fields[name] = given.reshape(*query.shape[:2], -1)
+            if name == "output":
+                done.append(f"output {tuple(given.shape)} as {tuple(fields[name].shape)}")
+    return done
+
+
+def _is_flat_output(output: torch.Tensor, given: torch.Size, query: torch.Tensor) -> bool:
+    """Answer whether an output has the elements of [num_tokens, num_heads, value_size] in this order.
+
+    It may have leading dimensions of 1, those of the query as it was ``given``, and heads and elements in
+    one.
+    """
+    if query.dim() != 3 or (output.dim() == 3 and output.shape[:2] == query.shape[:2]):
+        return False
+    tokens, heads, _ = query.shape
+    sizes = list(output.shape)
+    while len(sizes) > 2 and sizes[0] == 1:
+        del sizes[0]
+    if len(sizes) == len(given) and sizes[:-1] == list(given[:-1]):
+        return True
+    if len(sizes) == 2:
+        return sizes[0] == tokens and sizes[1] % heads == 0
+    return len(sizes) == 3 and sizes[:2] == [tokens, heads]
 
 
 _SCALES = ("k_scale", "v_scale", "q_scale")

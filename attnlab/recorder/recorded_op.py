@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.recorder.argument_names import Reading, missing, read_arguments
+from attnlab.recorder.argument_names import (
+    BoundArguments,
+    Reading,
+    missing,
+    read_arguments,
+    returned_output,
+    take_tables,
+)
 
 Adjust = Callable[[dict[str, Any], Reading], None]
-Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], BoundArguments]
 
 
 def no_change(arguments: dict[str, Any], reading: Reading) -> None:
@@ -27,6 +34,8 @@ class RecordedOp:
     - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
     - ``adjust``: completes what :func:`attnlab.recorder.argument_names.read_arguments` found by the names of
       the arguments. It changes the Reading and computes nothing that waits for a GPU.
+    - ``reads``: the names of further arguments that ``adjust`` reads, or that change no number. Others whose
+      names are not known are kept with the call, and what may depend on them is not decided.
     """
 
     module: str
@@ -35,6 +44,7 @@ class RecordedOp:
     layout: str | None = None
     adjust: Adjust = no_change
     writes_cache: bool = False
+    reads: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -43,8 +53,12 @@ class RecordedOp:
 
     def read(self, arguments: dict[str, Any]) -> Reading | None:
         """Return what the arguments hold, or None if they are no paged attention and no cache write."""
-        reading = read_arguments(arguments)
+        reading = read_arguments(arguments, self.reads)
         self.adjust(arguments, reading)
+        if reading.result is None and "output" not in reading.fields and not self.writes_cache:
+            reading.result = returned_output
+        if not self.writes_cache:
+            take_tables(reading)
         is_other = missing(reading.fields, writes_cache=self.writes_cache)
         return None if is_other else reading
 
@@ -63,22 +77,27 @@ def binder(signature: inspect.Signature) -> Bind:
     names = {one.name for one in parameters}
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
 
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
         if len(args) > len(positional) or not names.issuperset(kwargs):
             raise TypeError(f"there is no parameter for each argument of {signature}")
-        return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        return BoundArguments({**defaults, **given}, defaults)
 
     return bind
 
 
-def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> BoundArguments:
     found = signature.bind(*args, **kwargs)
     found.apply_defaults()
-    arguments = dict(found.arguments)
+    arguments, defaults = dict(found.arguments), dict[str, Any]()
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name)
-    return arguments
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            defaults[name] = ()
+        elif parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return BoundArguments(arguments, defaults)
 
 
 def op_of_text(text: str) -> RecordedOp:

@@ -24,7 +24,9 @@ def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
 
 def _unified(arguments: dict[str, Any], reading: Reading) -> None:
     """Limit a window to the right as the op does: as far as to the left, in sequences that are not causal."""
-    window = reading.fields.get("sliding_window")
+    window, both = reading.fields.get("sliding_window"), arguments.get("window_size")
+    if isinstance(both, (tuple, list)) and both[0] == both[1]:
+        reading.unknown.pop("window_size", None)
     if window and reading.fields.get("causal", True) is not True:
         reading.fields["window_right"] = window - 1
 
@@ -73,6 +75,17 @@ def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
         reading.unmodelled.append("key_cache, packed for AMX")
 
 
+_READS = {
+    **dict.fromkeys((WRAPPER, PREFILL), ("is_block_table_ptr",)),
+    DECODE_FWD: ("page_size", "is_mla"),
+}
+# Of the compiled ops; the sizes of block-sparse attention matter only with blocksparse_vert_stride.
+_OF_CUSTOM = (
+    "tp_rank", "blocksparse_local_blocks", "blocksparse_block_size", "blocksparse_head_sliding_step",
+    "block_size", "num_kv_heads",
+)  # fmt: skip
+
+
 def vllm_ops() -> tuple[RecordedOp, ...]:
     """Return the attention ops and the cache writes of vLLM that are recorded."""
     adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, UNIFIED: _unified, DECODE_FWD: _decode}
@@ -83,6 +96,7 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
             op=name,
             layout=OPS[name].cache_layout,
             adjust=adjusts.get(name, no_change),
+            reads=_READS.get(name, ()),
         )
         for folder in FOLDERS
         for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
@@ -95,6 +109,13 @@ def vllm_ops() -> tuple[RecordedOp, ...]:
     }
     for function, (op, layout, adjust) in customs.items():
         found.append(
-            RecordedOp(module=_CUSTOM, function=function, op=op, layout=layout, adjust=adjust)
+            RecordedOp(
+                module=_CUSTOM,
+                function=function,
+                op=op,
+                layout=layout,
+                adjust=adjust,
+                reads=_OF_CUSTOM,
+            )
         )
     return (*found, *write_ops(FOLDERS, _CUSTOM))

@@ -68,7 +68,7 @@ class OpCheck:
         self, call: LayerCall, op: RecordedOp, arguments: Mapping[str, Any]
     ) -> BegunOp | None:
         """Read the arguments of an op before it runs; None for a call that is no paged attention."""
-        reading = op.read(dict(arguments))
+        reading = op.read(arguments if isinstance(arguments, dict) else dict(arguments))
         step = self._state.step
         if reading is None or step is None:
             return None
@@ -96,9 +96,8 @@ class OpCheck:
         if not (begun.is_sampled or begun.is_requested):
             return
         if begun.reading.result is not None:
-            fields["output"], lse = begun.reading.result(result)
-            if lse is not None:
-                fields["lse"] = lse
+            both = zip(("output", "lse"), begun.reading.result(result), strict=True)
+            fields |= {name: tensor for name, tensor in both if tensor is not None}
         self._check_values(call, begun, step)
 
     def _check_batch(self, call: LayerCall, begun: BegunOp, step: Step) -> None:
@@ -181,8 +180,11 @@ class OpCheck:
             self._reject(call, step, error)
             return
         found = None
-        if begun.is_sampled and (begun.reading.unmodelled or made.spec.writes_cache):
-            what = ", ".join(begun.reading.unmodelled)
+        uncertain = [*begun.reading.unmodelled, *made.unknown_arguments]
+        if made.output is None:
+            uncertain.append("an output that was not returned")
+        if begun.is_sampled and (uncertain or made.spec.writes_cache):
+            what = ", ".join(uncertain)
             state.tally.unchecked[f"values of {begun.op.function} with {what}"] += 1
         elif begun.is_sampled:
             found = check_values(
@@ -198,7 +200,8 @@ class OpCheck:
             layer=call.known.name, step=step, rank=state.rank, first_token=begun.first_token
         )
         wrong = [] if found is None else wrong_values(place, found)
-        wrong += not_finite(place, made, {one.request for one in wrong})
+        if made.output is not None:
+            wrong += not_finite(place, made, {one.request for one in wrong})
         if wrong or begun.is_requested:
             self._keep(call, made, step, "wrong" if wrong else "requested", wrong)
         state.tally.observe(wrong)

@@ -4,15 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.cases import call_of, hostile
 
 import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import MERGE, UNIFIED
-from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
+from attnlab.case.ops import MERGE, UNIFIED, WRAPPER
+from attnlab.diagnosis.captured import check_diagnosable, diagnose_captured, where_it_ran
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.origin import Origin
+from attnlab.weights.examine import as_measurable
 
+KEPT = {"unknown_arguments": ("temperature=0.5",)}
 TABLE = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)
 SEQ_LENS, STARTS = (40, 33), (0, 5, 6)
 
@@ -140,6 +143,34 @@ def test_what_is_unknown():
     )
     assert len(diagnose_captured(call, Case()).unknown) == 5
     assert len(diagnose_captured(known, Case()).unknown) == 1
+
+
+def test_an_unknown_argument_leaves_the_output_undecided():
+    """What does not depend on it is stated: that the call violates a contract, and how far attention without
+    the argument is from the output."""
+    call = small(**KEPT)
+    query, key, value = tensors()
+    exact = attention(query, key.half().double(), value.half().double(), TABLE).half()
+    right, wrong = (
+        diagnose_captured(dataclasses.replace(call, output=one), Case())
+        for one in (exact, exact + 1)
+    )
+    for found, rows in ((right, 0), (wrong, 6)):
+        assert (found.status, found.wrong_rows, found.is_wrong) == ("not decided", rows, False)
+        assert found.sentences()[0].startswith(
+            "not decided because of the argument temperature=0.5"
+        )
+        assert (found.cause, found.candidates, found.explanations) == (None, [], [])
+    assert "6 of 6 rows differ" in wrong.sentences()[1]
+    case = hostile(op=WRAPPER, query_lens=(5, 1), ctx_lens=(20, 33), stage="int32_before_cumsum")
+    violating, known = dataclasses.replace(call_of(case)[0], **KEPT), call_of(case)[0]
+    found = diagnose_captured(violating, Case())
+    assert found.status == "not decided"
+    assert list(found.violations) == list(diagnose_captured(known, Case()).violations) != []
+    with pytest.raises(InvalidCall, match=r"temperature=0\.5"):
+        check_diagnosable(call)
+    with pytest.raises(InvalidCall, match=r"temperature=0\.5"):
+        as_measurable(call)
 
 
 def test_calls_without_a_reference():

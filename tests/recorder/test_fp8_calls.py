@@ -15,7 +15,8 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.source import find_source
 from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import judge, output_matches
+from attnlab.recorder.failing_side import judge
+from attnlab.recorder.matches import output_matches
 from attnlab.replay.replay_call import expected_of
 from attnlab.serving.value_check import check_values
 from attnlab.tensors.quantised import in_numbers
@@ -135,12 +136,12 @@ def test_the_comparison_of_a_test(monkeypatch):
                 Comparison(
                     actual=actual,
                     expected=expected / factor,
-                    atol=0.1 / factor,
+                    atol=atol / factor,
                     rtol=0.0,
                     passed=False,
                 ),
             ).side
-            for expected in (right, right + 0.5)
+            for expected, atol in ((right, 1e-9), (right + 0.5, 0.1))
         ]
         assert sides == ["the tolerance", "the expected value"]
     assert not output_matches(call, numbers + 1)

@@ -1,14 +1,11 @@
 """The pytest plugin: sections, properties, files, power, pytest-xdist, and what it leaves alone."""
 
-import importlib.metadata
 import json
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 from helpers.recorded import KERNEL
+from helpers.recorded_tests import properties, pytest_in
 from helpers.sources import needs_triton
 
 from attnlab.recorder.failure_report import MOST_LINES, FailureReport, folder_name
@@ -160,12 +157,6 @@ SIDES = {
 FAILING = {*SIDES, "test_no_op"}
 
 
-def plugin_arguments():
-    """Return how to load the plugin: not at all if this attnlab is installed with its entry point."""
-    points = importlib.metadata.entry_points(group="pytest11", name="attnlab")
-    return [] if list(points) else ["-p", "attnlab.recorder.pytest_plugin"]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Run the tests above once with every option; return the folder and the printed text."""
@@ -174,28 +165,6 @@ def run(tmp_path_factory):
     (folder / "test_kern.py").write_text(TESTS.format(helpers=str(ROOT / "tests")))
     (folder / "pytest.ini").write_text("[pytest]\nattnlab_ops = kern:paged\n")
     return folder, pytest_in(folder, "--attnlab", "--attnlab-power-json", "power.json")
-
-
-def pytest_in(folder, *options, code=1):
-    """Run pytest in a process of its own; return what it prints."""
-    command = [sys.executable, "-m", "pytest", *plugin_arguments(), "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--junitxml=junit.xml", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
-def properties(folder):
-    """Return each test's JUnit properties."""
-    found = {}
-    for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
-        found[case.get("name")] = {p.get("name"): p.get("value") for p in case.iter("property")}
-    return found
 
 
 def test_which_side_is_wrong(run):

@@ -48,6 +48,7 @@ def test_a_recorded_call_is_the_call(monkeypatch, op, version):
         result = lab.run(case)
     (call,) = calls
     assert (call.op, call.origin.program, call.sm_scale) == (op, "vllm", 0.2)
+    assert (call.unknown_arguments, call.read_as, call.is_foreign) == ((), (), False)
     for name in SAME:
         assert same_bits(getattr(call, name), getattr(result.call, name)), name
     assert same_bits(call.output, result.call.output)

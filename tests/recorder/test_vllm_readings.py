@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import pytest
 import torch
 from helpers.cases import hostile
 
-from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED
+from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.recorder.argument_names import BoundArguments, read_arguments
 from attnlab.recorder.reading import call_of_reading
 from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
 from attnlab.show.sheets.tensors import contents
@@ -59,6 +61,56 @@ def test_a_buffer_that_held_the_output_before_shows_no_unwritten_rows():
 def test_the_page_of_an_fp8_call():
     """Its tensors have a range, although torch has no minimum of FP8 numbers."""
     assert contents(torch.tensor([[1.0, -2.0]]).to(torch.float8_e4m3fn)) == "-2 to 1"
+
+
+# The parameters of the ops in the releases 0.9.0 to 0.33.0.
+PARAMETERS = {
+    WRAPPER: """query key value output kv_cache_dtype key_cache value_cache block_table query_start_loc
+        seq_lens max_seq_len max_query_len k_scale v_scale alibi_slopes sliding_window sm_scale sinks
+        output_scale is_block_table_ptr causal use_interleaved_v_cache""",
+    PREFILL: """q k v o kv_cache_dtype k_cache v_cache b_loc b_start_loc b_seq_len max_seq_len max_input_len
+        k_scale v_scale alibi_slopes sliding_window sm_scale skip_decode sinks fp8_out_scale
+        is_block_table_ptr causal interleaved_v_pack_factor""",
+    UNIFIED: """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table
+        softcap q_descale k_descale v_descale alibi_slopes qq_bias sinks output_scale seq_threshold_3D
+        num_par_softmax_segments softmax_segm_output softmax_segm_max softmax_segm_expsum mm_prefix_range
+        use_alibi_sqrt kv_quant_mode k_scale_cache v_scale_cache chunk_lookback use_td rswa_prefix_lens
+        rswa_window mm_prefix_clamp_sliding_window""",
+    DECODE_FWD: """q k_buffer v_buffer o req_to_token b_seq_len attn_logits num_kv_splits sm_scale page_size
+        logit_cap lse k_scale v_scale is_mla""",
+}
+
+
+@pytest.mark.parametrize("op", PARAMETERS)
+def test_every_argument_of_a_vllm_op_is_known(op):
+    """Another one is kept with its value."""
+    given = dict.fromkeys(PARAMETERS[op].split(), 3) | {"window_size": (7, 0)}
+    del given["window_size" if op != UNIFIED else "rswa_window"]
+    known = OPS_OF[op].reads
+    assert read_arguments(BoundArguments(given, {}), known).unknown == {}
+    more = {**given, "temperature": 0.5, "bias": None}
+    assert read_arguments(BoundArguments(more, {}), known).unknown == {"temperature": 0.5}
+    assert read_arguments(BoundArguments(more, {"temperature": 0.5}), known).unknown == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_foreign"),
+    [
+        (None, False),
+        ("vllm.v1.attention.ops.triton_decode_attention.decode_attention_fwd", False),
+        ("vllm.attention.ops.prefix_prefill.context_attention_fwd", False),
+        ("vllm._custom_ops.reshape_and_cache_flash", False),
+        ("sglang.srt.layers.attention.triton_ops.decode_attention.decode_attention_fwd", True),
+        ("vllm.lora.ops.decode_attention.decode_attention_fwd", True),
+        ("vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func", True),
+        ("mine.unified_attention", True),
+    ],
+)
+def test_an_op_is_known_by_its_module(name, is_foreign):
+    """Other libraries have functions of the same name; vLLM's contracts are not theirs."""
+    call = make_problem(hostile(op=UNIFIED, query_lens=(1, 1), ctx_lens=(20, 33))).call
+    called = dataclasses.replace(call, origin=Origin(op=name))
+    assert called.is_foreign == is_foreign
 
 
 def test_a_decode_may_have_a_table_with_a_third_dimension():

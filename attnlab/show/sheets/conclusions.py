@@ -29,6 +29,7 @@ _STATUS: dict[str, Tone] = {
     "described": "warn",
     "unexplained": "bad",
     "rejected": "odd",
+    "not decided": "quiet",
 }
 _OUTCOME: dict[str, Tone] = {"killed": "good", "survived": "bad", "equivalent": "quiet"}
 _EXIT_CODE: dict[int, Tone] = {0: "good", 1: "bad", 3: "warn"}
