@@ -46,6 +46,11 @@ class ErrorPlace:
     row: int
     head: int
 
+    @property
+    def text(self) -> str:
+        """Return the place in words."""
+        return f"sequence {self.seq}, token {self.token} (row {self.row}), head {self.head}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Diagnosis(Shown):
@@ -59,7 +64,10 @@ class Diagnosis(Shown):
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many rows and heads have an error above the rounding bound;
-      ``place``: the worst of them; ``largest``: the absolute error there. ``tolerance``: the test's.
+      ``largest``, ``place``: the largest absolute error of a wrong row and head, and where it is;
+      ``largest_in_bounds``, ``place_in_bounds``: the largest error in units of its own rounding bound, often
+      at another place, because bounds differ by row; None if the bounds are one number. ``tolerance``: the
+      test's.
     - ``unwritten``: rows that no kernel wrote; ``unwritten_by``: how that is known, "reruns", "buffer",
       "contracts" or "".
     - ``slot_dependent``: rows that depend on the contents of unwritten cache slots, or None without
@@ -96,6 +104,8 @@ class Diagnosis(Shown):
     wrong_heads: int = 0
     place: ErrorPlace | None = None
     largest: float = 0.0
+    largest_in_bounds: float | None = None
+    place_in_bounds: ErrorPlace | None = None
     tolerance: float | None = None
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
@@ -171,9 +181,8 @@ class Diagnosis(Shown):
         sentences = []
         if self.place is not None:
             sentences.append(
-                f"{self.wrong_rows} of {self.looked_at[1]} rows are wrong; the largest error, "
-                f"{self.largest:.4g}, is in sequence {self.place.seq}, token {self.place.token} "
-                f"(row {self.place.row}), head {self.place.head}"
+                f"{self.wrong_rows} of {self.looked_at[1]} rows are wrong; the largest absolute error, "
+                f"{self.largest:.4g}, is in {self.place.text}{self._in_bounds_text()}"
             )
         if self.is_within_tolerance:
             sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
@@ -186,6 +195,18 @@ class Diagnosis(Shown):
         for kind, kind_rows in self.slot_kinds.items():
             sentences.append(f"NaN in {_SLOTS[kind]} changes {list_text('row', kind_rows)}")
         return sentences
+
+    def _in_bounds_text(self) -> str:
+        """Return which error is the largest relative to its rounding bound."""
+        if self.largest_in_bounds is None or self.place_in_bounds is None:
+            return ""
+        where = (
+            "at the same place"
+            if self.place_in_bounds == self.place
+            else f"in {self.place_in_bounds.text}"
+        )
+        size = f"{self.largest_in_bounds:.3g} bounds"
+        return f"; relative to its rounding bound, the largest is {size}, {where}"
 
     def _run_sentences(self) -> list[str]:
         """Return what the run itself reported."""
@@ -269,6 +290,12 @@ class Diagnosis(Shown):
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),
             "largest": json_number(self.largest),
+            "place_in_bounds": (
+                None if self.place_in_bounds is None else dataclasses.asdict(self.place_in_bounds)
+            ),
+            "largest_in_bounds": (
+                None if self.largest_in_bounds is None else json_number(self.largest_in_bounds)
+            ),
             "pattern": self.pattern.to_dict(),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,

@@ -204,10 +204,9 @@ def _rows(diagnosis: Diagnosis) -> str:
         return (
             f"not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""
         )
-    place = diagnosis.place
     text = (
-        f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the worst in sequence {place.seq}, token "
-        f"{place.token} (row {place.row}), head {place.head}"
+        f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the largest absolute error is in "
+        f"{diagnosis.place.text}"
     )
     return text + (
         f"; not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""

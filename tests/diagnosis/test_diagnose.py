@@ -73,6 +73,23 @@ def test_the_missing_token_is_found_below_the_tolerance():
     assert diagnosis.is_within_tolerance
 
 
+def test_the_largest_error_is_not_the_largest_in_units_of_its_bound():
+    """An error of 0.9 in a row with a sharp bound was stated as the largest, although one is 1."""
+    case, lab = hostile(output_init="recycled"), Lab(device="cpu")
+    output = lab.output(case).clone()
+    output[31, 2, 5] += 1.0
+    output[20, 3, 7] += 0.9  # its bound is sharper
+    found = diagnose(case, output, lab=lab, propose=False)
+    assert found.largest == pytest.approx(1.0, abs=0.01)
+    assert (found.place.row, found.place.head) == (31, 2)
+    assert (found.place_in_bounds.row, found.place_in_bounds.head) == (20, 3)
+    first = found.sentences()[0]
+    assert "the largest absolute error, 0.9998, is in" in first
+    assert "relative to its rounding bound, the largest is" in first
+    document = found.to_dict()
+    assert (document["place"]["row"], document["place_in_bounds"]["row"]) == (31, 20)
+
+
 def test_the_missing_token_is_excluded_by_value():
     """At the worst place it predicts an error of about 1e-6; the observed one is of order 1."""
     case = Case(num_heads=16, query_lens=(5, 1), ctx_lens=(30, 929), stage="int32_before_cumsum")
