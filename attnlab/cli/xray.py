@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, NotDeterministic
 from attnlab.case.output_file import check_output_file
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
@@ -70,7 +70,10 @@ def _run(args: argparse.Namespace) -> int:
 
         check_drawable()
         check_output_file(args.html, "html")
-    found, location = _xray(args, case)
+    try:
+        found, location = _xray(args, case)
+    except NotDeterministic as error:
+        return _not_deterministic(str(error), args.json)
     if args.html is not None:
         from attnlab.reports.xray_page import write_xray
 
@@ -83,6 +86,16 @@ def _run(args: argparse.Namespace) -> int:
         for sentence in [] if location is None else location.sentences():
             print(sentence)
     return 1 if found.is_wrong else 0
+
+
+def _not_deterministic(why: str, is_json: bool) -> int:
+    """Print that equal runs differ, which is the finding; return the exit code."""
+    text = f"not deterministic: {why}; no weight can be read"
+    if is_json:
+        print_json({"status": "not deterministic", "sentences": [text]})
+    else:
+        print(f"XRay  {text}")
+    return 1
 
 
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":

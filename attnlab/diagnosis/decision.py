@@ -24,8 +24,8 @@ from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.error_location import ErrorLocations
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.row_sample import RowSample, sample_output
+from attnlab.kernels.control import rows_equal
 
 _VERDICTS = (
     "explains",
@@ -69,13 +69,14 @@ def collect_evidence(
     violations: Sequence[Violation],
     heads: range | None = None,
 ) -> Evidence:
-    """Return the evidence. Unwritten rows are those that keep the buffer's previous contents, if these
-    are known and unlike a result, else those that the kernels' contracts leave out."""
+    """Return the evidence. Unwritten rows are the wrong ones that keep the buffer's previous contents, if
+    these are known and unlike a result, else the wrong ones that the kernels' contracts leave out."""
+    is_wrong = locations.is_wrong.any(1)
     if problem.before is not None and _is_recognisable(problem.before):
-        unwritten, source = rows_equal(output, problem.before), "buffer"
+        unwritten, source = rows_equal(output, problem.before) & is_wrong, "buffer"
     else:
         contracts = contracts_of(problem.kernels, problem.target, problem.call.op)
-        unwritten = unwritten_rows(contracts, problem.call) & locations.is_wrong.any(1)
+        unwritten = unwritten_rows(contracts, problem.call) & is_wrong
         source = "contracts"
     rows = torch.nonzero(unwritten).flatten()
     return Evidence(

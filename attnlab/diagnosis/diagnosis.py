@@ -21,13 +21,15 @@ from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.side_claim import SideClaim
+from attnlab.kernels.control import Instability
 from attnlab.weights.xray import XRay
 
 STATUSES = ("nothing wrong", "explained", "ambiguous", "described", "unexplained", "rejected")
 _UNWRITTEN_BY = {
-    "reruns": "shown by reruns with other contents of the output buffer",
-    "buffer": "they keep the previous contents of the output buffer",
-    "contracts": "by the contracts of the kernels",
+    "reruns": "no kernel writes {rows} (shown by reruns with other contents of the output buffer)",
+    "buffer": "{rows}: the same as in the output buffer before the call; no kernel wrote there, or one wrote "
+    "the same numbers",
+    "contracts": "by the contracts of the kernels, none writes {rows}",
 }
 _SLOTS = {
     "tail": "the slots after a sequence's last token",
@@ -88,6 +90,8 @@ class Diagnosis(Shown):
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for.
+    - ``instability``: that equal runs of the kernel give different outputs, or None. Then nothing that rests
+      on runs is stated.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -115,6 +119,7 @@ class Diagnosis(Shown):
     outside: tuple[str, ...] = ()
     bad_lines: tuple[str, ...] = ()
     outside_rows: tuple[int, ...] = ()
+    instability: Instability | None = None
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
     weights: DescribedWeights | None = None
@@ -162,6 +167,14 @@ class Diagnosis(Shown):
         if self.status == "rejected":
             return [f"the kernel rejects the call: {self.rejection}", *self._violation_sentences()]
         distinction = [] if self.distinction is None else [self.distinction.sentence()]
+        if self.instability is not None:
+            return [
+                f"not deterministic: {self.instability.text}",
+                *self._place_sentences(),
+                *self.pattern.sentences(),
+                *self._violation_sentences(),
+                "no other statement is made: each would rest on runs of this kernel",
+            ]
         return [
             *self._place_sentences(),
             *self.pattern.sentences(),
@@ -187,8 +200,8 @@ class Diagnosis(Shown):
         if self.is_within_tolerance:
             sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
         if self.unwritten:
-            source = _UNWRITTEN_BY[self.unwritten_by]
-            sentences.append(f"no kernel writes {list_text('row', self.unwritten)} ({source})")
+            rows = list_text("row", self.unwritten)
+            sentences.append(_UNWRITTEN_BY[self.unwritten_by].format(rows=rows))
         if self.slot_dependent:
             rows = list_text("row", self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
@@ -297,6 +310,7 @@ class Diagnosis(Shown):
                 None if self.largest_in_bounds is None else json_number(self.largest_in_bounds)
             ),
             "pattern": self.pattern.to_dict(),
+            "instability": None if self.instability is None else self.instability.to_dict(),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,

@@ -55,7 +55,7 @@ def xray(
     - ``changes``: fields of the Case; of a KernelCall, where it ran, for example ``platform="sm_90"``.
 
     Raises InvalidCase for an op without values (a cache write) and for a KernelCall without a backend, and
-    InvalidCall for a call that is too large.
+    InvalidCall for a call that is too large, and NotDeterministic if equal runs of the kernel differ.
     """
     lab = lab or default_lab()
     if isinstance(case, KernelCall):

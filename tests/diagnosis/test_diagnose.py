@@ -23,6 +23,7 @@ from attnlab.lab.lab import Lab
 from attnlab.show.sheets import plain
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
+from attnlab.tensors.case_call import make_output
 
 
 def test_a_correct_run_has_nothing_wrong():
@@ -272,15 +273,37 @@ def test_without_the_planted_defect_nothing_is_named():
 def test_reruns_find_rows_that_depend_on_unwritten_memory():
     case = hostile(stage="int32_before_cumsum", empty_slots="zeros", output_init="zeros")
     lab = Lab()
-    dependence = find_dependence(lab.output, case, lab.output(case))
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    dependence = find_dependence(lab.output, case, lab.output(case), every)
     assert dependence.unwritten.tolist() == [31, 49, 90, 91, 95]
     assert dependence.on_slots.tolist() == dependence.on_finite_slots.tolist() == [0]
+
+
+def test_a_row_that_writes_what_the_buffer_held_is_not_unwritten():
+    """Recycled memory may hold the result; a second run with another buffer decides, for wrong rows alone."""
+    case, lab = hostile(output_init="recycled"), Lab()
+    before = make_output(case)
+
+    def same_as_before(one):
+        output = lab.output(one).clone()
+        output[20] = before[20]
+        return output
+
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    assert (
+        find_dependence(same_as_before, case, same_as_before(case), every).unwritten.tolist() == []
+    )
+    unwritten = hostile(stage="int32_before_cumsum")
+    right = torch.zeros(unwritten.lengths.num_tokens, dtype=torch.bool)
+    found = find_dependence(lab.output, unwritten, lab.output(unwritten), right)
+    assert found.unwritten.tolist() == []
 
 
 def test_reruns_find_rows_that_depend_on_nan_alone():
     """Up to vLLM 0.11.2, values after the last token are multiplied by 0."""
     case, lab = hostile(release="0.11.2", empty_slots="zeros", sm_scale=0.125), Lab()
-    dependence = find_dependence(lab.output, case, lab.output(case))
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    dependence = find_dependence(lab.output, case, lab.output(case), every)
     assert len(dependence.on_slots) > 0
     assert len(dependence.on_finite_slots) == 0
 
