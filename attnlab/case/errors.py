@@ -50,6 +50,10 @@ class KernelFailed(KernelRejected):
     """The kernel failed while it ran: it accessed foreign memory, did not end, or ended its process."""
 
 
+class NotDeterministic(AttnLabError, RuntimeError):
+    """Equal runs of a kernel give different outputs, so no statement can rest on the comparison of runs."""
+
+
 class DeviceLost(AttnLabError, RuntimeError):
     """A kernel broke the GPU's context: this process can no longer run anything on the GPU."""
 

@@ -1,6 +1,14 @@
 """Platforms: GPU architectures and the CPU, with the facts that vLLM's dispatch depends on."""
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_DRIVERS = ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg")  # without one, torch sees no GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +43,32 @@ _ALL = (
     Platform(name="cpu", family="cpu", example="any CPU, Triton's interpreter"),
 )
 PLATFORMS: dict[str, Platform] = {platform.name: platform for platform in _ALL}
+
+
+@functools.cache
+def platform_of(device: "torch.device") -> str | None:
+    """Return the platform of a device by its name in :data:`PLATFORMS`, or the GPU's own name."""
+    import torch
+
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    exact = f"sm_{properties.major}{properties.minor}"
+    return exact if exact in PLATFORMS else "sm_80" if properties.major < 9 else "sm_90"
+
+
+def machine_platform() -> str | None:
+    """Return the platform of this machine's GPU; None if torch sees none, or one without rules here.
+
+    On a machine without a GPU's driver, torch is not imported.
+    """
+    if not any(Path(file).exists() for file in _DRIVERS):
+        return None
+    import torch
+
+    found = platform_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+    return found if found in PLATFORMS else None

@@ -1,8 +1,9 @@
 """Check one Case: run it, and return the faults and observations of the kernels."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -19,8 +20,11 @@ from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.argument_pattern import argument_names
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.reruns import rows_equal
+from attnlab.diagnosis.examination import examine
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.reruns import find_unwritten
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import controlled, rows_agree, rows_equal
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
 from attnlab.lab.side_outputs import LSE, PADDING
@@ -35,6 +39,7 @@ _SIDE_FINDINGS = {
     LSE: ("wrong_lse", "logarithm of the sum"),
     PADDING: ("wrong_output", "both parts empty"),
 }
+NOT_DETERMINISTIC = "not_deterministic"
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
 _FAR = "offset beyond 2^31 elements"
@@ -101,15 +106,54 @@ def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Findi
         return _check_argument(lab, backend, case, run)
     diagnosis = _diagnose(lab, case, run.output)
     if diagnosis.is_wrong:
-        return _wrong_output(lab, backend, case, run.output, diagnosis)
+        return _stated(
+            (lab, backend),
+            {case: run.output},
+            lambda: _wrong_output(lab, backend, case, run.output, diagnosis),
+        )
     if not _gets_cache(case) or never_reads_empty_slots(run):
         return None
     garbage = case.replace(empty_slots="garbage")
     output = run_case(lab, backend, garbage).output
-    diagnosis = _diagnose(lab, garbage, output)
-    if diagnosis.is_wrong:
-        return _leak(lab, backend, garbage, diagnosis)
-    rows = torch.nonzero(~rows_equal(run.output, output)).flatten().tolist()
+    of_garbage = _diagnose(lab, garbage, output)
+    if not of_garbage.is_wrong and bool(rows_equal(run.output, output).all()):
+        return None
+    return _stated(
+        (lab, backend),
+        {case: run.output, garbage: output},
+        lambda: (
+            _leak(lab, backend, garbage, of_garbage)
+            if of_garbage.is_wrong
+            else _follows(case, run.output, output)
+        ),
+    )
+
+
+def _stated(
+    kernel: tuple[Lab, Backend],
+    compared: Mapping[Case, torch.Tensor],
+    find: Callable[[], Finding | None],
+) -> Finding | None:
+    """Return a finding that rests on the comparison of runs, or that equal runs differ.
+
+    ``compared``: the outputs of the runs that were made so far, by Case; they are made again.
+    """
+    lab, backend = kernel
+    found = None
+    with controlled() as control:
+        if not backend.is_deterministic:
+            for case, output in compared.items():
+                control.compare(output, lambda case=case: run_case(lab, backend, case).output)  # type: ignore[misc]
+        found = find()
+    if control.found is None:
+        return found
+    case = next(iter(compared))
+    return _finding(case, NOT_DETERMINISTIC, control.found.text, "not deterministic")
+
+
+def _follows(case: Case, output: torch.Tensor, of_garbage: torch.Tensor) -> Finding | None:
+    """Return the observation that right rows change with finite numbers in empty slots, or None."""
+    rows = torch.nonzero(~rows_agree(output, of_garbage)).flatten().tolist()
     if not rows:
         return None
     text = f"rows {rows[:8]} change when empty slots hold finite garbage instead of NaN"
@@ -121,16 +165,15 @@ def _wrong_output(
 ) -> Finding:
     """Return the finding of a wrong output.
 
-    A second run, with zeros in the empty slots and in the output buffer, separates three causes: rows
-    that are never written, a wrong computation, and a leak of empty slots into the output.
+    Two runs separate three causes: one with another output buffer, rows that are never written; one with
+    zeros in the empty slots and in the buffer, a wrong computation or a leak of empty slots.
     """
     zeros = case.replace(empty_slots="zeros", output_init="zeros")
     output_of_zeros = run_case(lab, backend, zeros).output
     layout = _layout_at_fault(lab, backend, zeros)
-    unwritten = (output.isnan() & (output_of_zeros == 0)).flatten(1).all(1)
-    rows = torch.nonzero(unwritten).flatten()
-    if not layout and len(rows) and not (lab.reference(zeros)[rows] == 0).all():
-        text = f"rows {rows[:8].tolist()} keep the initial values of the output buffer"
+    rows = [] if layout else _unwritten_rows(lab, backend, case, output)
+    if rows:
+        text = f"rows {rows[:8]} keep the initial values of the output buffer"
         return _finding(case, "rows_not_written", text, _name(diagnosis))
     diagnosis_of_zeros = _diagnose(lab, zeros, output_of_zeros)
     if not diagnosis_of_zeros.is_wrong:
@@ -148,6 +191,15 @@ def _wrong_output(
             found, **evidence_fields(lab, zeros, output_of_zeros, diagnosis_of_zeros, label)
         )
     )
+
+
+def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor) -> list[int]:
+    """Return the wrong rows that keep the contents of the output buffer, whatever they are."""
+    unwritten = find_unwritten(lambda one: run_case(lab, backend, one).output, case, output)
+    if not bool(unwritten.any()):
+        return []
+    wrong = examine(lab, case, output, (), Pattern()).evidence.locations.is_wrong.any(1)
+    return [int(row) for row in torch.nonzero(unwritten & wrong).flatten()]
 
 
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
@@ -206,26 +258,36 @@ def _check_argument(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Fin
         case = case.replace(empty_slots=empty_slots)
         output = run.output if empty_slots == "nan" else run_case(lab, backend, case).output
         errors = _output_errors(lab, case, output)
-        if not errors.mismatched:
-            continue
-        zeros = case.replace(empty_slots="zeros")
-        of_zeros = run_case(lab, backend, zeros).output
-        is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
-        if is_leak and not _is_correct(lab, backend, case.replace(op_argument=NONE)):
-            return _finding(
-                case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
+        if errors.mismatched:
+            return _stated(
+                (lab, backend),
+                {case: output},
+                functools.partial(_argument_fault, lab, backend, case, errors),
             )
-        if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
-            return wrong
-        kind = "reads_unwritten_slots" if is_leak else "wrong_output"
-        place = errors.places()[0]
-        text = f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
-        label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
-        if is_leak:
-            return _finding(case, kind, text, label)
-        reads = argument_names(lab, zeros, of_zeros)
-        return _finding(zeros, kind, text, ": ".join((label, *reads[:1])))
     return None
+
+
+def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) -> Finding:
+    """Return the fault of a wrong output of a Case with an op argument."""
+    zeros = case.replace(empty_slots="zeros")
+    of_zeros = run_case(lab, backend, zeros).output
+    is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
+    if is_leak and not _is_correct(lab, backend, case.replace(op_argument=NONE)):
+        return _finding(
+            case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
+        )
+    if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
+        return wrong
+    kind = "reads_unwritten_slots" if is_leak else "wrong_output"
+    place = errors.places()[0]
+    text = (
+        f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
+    )
+    label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
+    if is_leak:
+        return _finding(case, kind, text, label)
+    reads = argument_names(lab, zeros, of_zeros)
+    return _finding(zeros, kind, text, ": ".join((label, *reads[:1])))
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:

@@ -21,6 +21,7 @@ KINDS = {
     "rows_not_written": "rows of the output are not written",
     "reads_unwritten_slots": "the output depends on slots that were never written",
     "reads_freed_blocks": "the output depends on blocks that the sliding window has freed",
+    "not_deterministic": "equal calls give different outputs",
     "fails": "the op raises an error that its contract does not state",
 }
 OBSERVATIONS = {

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 
+from attnlab.case.case import Case
 from attnlab.case.flags import add_case_flags, case_of, read_text
+from attnlab.case.platforms import machine_platform
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, show
 
@@ -28,12 +30,24 @@ def _run(args: argparse.Namespace) -> int:
         args.test_id = found.test_id
     else:  # the Case is given: an id in the text does not matter
         found = dataclasses.replace(found, test_id=args.test_id, refusal="")
-    decoded = decode(found, case_of(args))
+    case, platform_by = _with_platform(args, case_of(args))
+    decoded = decode(found, case, platform_by=platform_by)
     if args.json:
         print_json(decoded.to_dict())
     else:
         show(decoded)
     return 0
+
+
+def _with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
+    """Return the Case with the platform that was given, else of the machine's GPU, else the default; and
+    which of them it is."""
+    if args.field_platform is not None or args.case is not None:
+        return case, "case"
+    platform = machine_platform()
+    if platform is None:
+        return case, "assumed"
+    return case.replace(platform=platform), "machine"
 
 
 COMMAND = Command(
@@ -45,6 +59,8 @@ COMMAND = Command(
     add_flags=_add_flags,
     run=_run,
     notes="The text may be the whole output of pytest. It is read for the lines of "
-    "torch.testing.assert_close, a bare index, a dtype error, a failed torch.allclose, and a pytest id of "
-    "vLLM. That test is the initial case, unless --test-id or --case is given.",
+    "torch.testing.assert_close in any order, a bare index, a dtype error, a failed torch.allclose, and a "
+    "pytest id of vLLM. That test is the initial case, unless --test-id or --case is given. "
+    "The kernel depends on the platform: it is that of --platform or --case, else of this machine's "
+    "GPU; without a GPU, one is assumed, which the first line says.",
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, NotDeterministic
 from attnlab.case.output_file import check_output_file
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
@@ -23,8 +23,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--call",
         type=Path,
         metavar="PATH",
-        help="a saved KernelCall, or a call in another format that attnlab diagnose reads; of the Case only "
-        "the platform, the release and the backend are used",
+        help="a saved KernelCall, or a call in another format that attnlab diagnose reads; it holds no "
+        "kernel, so give the one to measure: --kernel, --backend or --source; of the Case only the platform, "
+        "the release and the backend are used",
     )
     group.add_argument(
         "--kernel",
@@ -59,6 +60,8 @@ def _run(args: argparse.Namespace) -> int:
         if args.field_backend is not None:
             raise InvalidCase("kernel and backend must not both be given", field="kernel")
         args.field_backend = args.kernel
+    if args.call is not None and args.source is not None and args.field_backend is None:
+        args.field_backend = "vllm"
     if not args.limit_s > 0:
         raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
     case = case_source.case_with_source(args)
@@ -67,7 +70,10 @@ def _run(args: argparse.Namespace) -> int:
 
         check_drawable()
         check_output_file(args.html, "html")
-    found, location = _xray(args, case)
+    try:
+        found, location = _xray(args, case)
+    except NotDeterministic as error:
+        return _not_deterministic(str(error), args.json)
     if args.html is not None:
         from attnlab.reports.xray_page import write_xray
 
@@ -82,11 +88,21 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if found.is_wrong else 0
 
 
+def _not_deterministic(why: str, is_json: bool) -> int:
+    """Print that equal runs differ, which is the finding; return the exit code."""
+    text = f"not deterministic: {why}; no weight can be read"
+    if is_json:
+        print_json({"status": "not deterministic", "sentences": [text]})
+    else:
+        print(f"XRay  {text}")
+    return 1
+
+
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
     from attnlab.recorder.other_files import read_call
-    from attnlab.weights.public import xray, xray_of_call
+    from attnlab.weights.public import NO_RUNNER, xray, xray_of_call
 
     with progress("measuring the weights") as on_step:
         lab = case_source.lab_of(args, on_step)
@@ -97,6 +113,8 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 if getattr(args, f"field_{name}") is not None
             ]
             call = read_call(args.call)
+            if args.field_backend is None and case.backend == "model":
+                raise InvalidCase(NO_RUNNER, field="backend")
             ran = where_it_ran(call, case, given).case
             return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s), None
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
@@ -121,7 +139,7 @@ COMMAND = Command(
     examples=(
         "attnlab xray --query-lens 5,1 --ctx-lens 40,33 --num-heads 4",
         "attnlab xray --kernel mine.py:my_attention --query-lens 5,1 --ctx-lens 40,33 --html xray.html",
-        "attnlab xray --call call.safetensors --backend vllm --source vllm-0.33.0.whl",
+        "attnlab xray --call call.safetensors --source vllm-0.33.0.whl",
     ),
     exit_codes="0 the weights are right, up to precision; 1 they are not, or it cannot be decided",
     add_flags=_add_flags,

@@ -16,13 +16,13 @@ from attnlab.diagnosis.access_claim import AccessClaim, AccessFacts
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import rows_equal
+from attnlab.diagnosis.reruns import find_unwritten
 from attnlab.diagnosis.second_case import few_sequences, further_cases
 from attnlab.diagnosis.store_facts import store_facts
+from attnlab.kernels.control import rows_agree
 from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
-from attnlab.tensors.case_call import make_output
 
 Run = Callable[[Case], Result]
 _EVERYWHERE = torch.tensor([[True]])
@@ -94,7 +94,7 @@ def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
         wrong = examine(lab, traced, ran.output.cpu(), (), Pattern()).evidence.locations.is_wrong
         found = (
             *_reads(lab, traced, ran),
-            *_writes(traced, ran),
+            *_writes(traced, ran, wrong.any(1), run),
             *_scratch(traced, ran, run),
             *store_facts(traced, wrong, run),
         )
@@ -159,11 +159,13 @@ def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
-def _writes(case: Case, ran: Result) -> Iterator[_Found]:
-    """Yield that some rows keep the previous contents of the output buffer, if so."""
-    output, heads, rows = ran.output.cpu(), case.query_heads, case.query_rows
-    ran_heads = slice(None) if heads is None else slice(heads.start, heads.stop)
-    unwritten = rows_equal(output[:, ran_heads], make_output(case)[:, ran_heads])
+def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterator[_Found]:
+    """Yield that some wrong rows keep the contents of the output buffer, whatever they are, if so."""
+    rows = case.query_rows
+    plain = case.replace(trace_reads=False)
+    unwritten = is_wrong & find_unwritten(
+        lambda one: run(one).output.cpu(), plain, ran.output.cpu()
+    )
     if rows is not None:
         unwritten[: rows.start], unwritten[rows.stop :] = False, False
     if bool(unwritten.any()):
@@ -181,6 +183,6 @@ def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
         again = run(case)
     if again.status == "rejected":
         return
-    is_other = ~rows_equal(again.output.cpu(), ran.output.cpu())
+    is_other = ~rows_agree(again.output.cpu(), ran.output.cpu())
     if bool(is_other.any()):
         yield "scratch memory that no kernel has written is read", is_other[:, None]

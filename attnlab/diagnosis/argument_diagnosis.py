@@ -171,28 +171,31 @@ def _without_wrong_rows(lab: Lab, case: Case, ran: Result | None, rows: int) -> 
 
 
 def _described(case: Case, cells: Cells, pattern: Pattern) -> Diagnosis:
-    """Return the diagnosis: the pattern, and the worst element."""
+    """Return the diagnosis: the pattern, and the largest errors."""
     rows, heads = case.lengths.num_tokens, case.num_heads
     is_wrong = cells.is_wrong.view(rows, heads)
-    worst = int(cells.ratio.argmax())
-    error = (cells.output - cells.correct).abs().nan_to_num(torch.inf)[worst].max()
-    place = ErrorPlace(
-        seq=int(cells.seq[worst]),
-        token=int(cells.token[worst]),
-        row=int(cells.row[worst]),
-        head=int(cells.head[worst]),
-    )
+    error = (cells.output - cells.correct).abs().nan_to_num(torch.inf).amax(1)
+    error = error.masked_fill(~cells.is_wrong, -1.0)
+    largest, in_bounds = int(error.argmax()), int(cells.ratio.argmax())
     return Diagnosis(
         status="described" if pattern.is_complete else "unexplained",
         pattern=pattern,
         wrong_rows=int(is_wrong.any(1).sum()),
         wrong_heads=int(is_wrong.any(0).sum()),
-        place=place,
-        largest=float(error),
+        place=_place(cells, largest),
+        largest=float(error[largest]),
+        place_in_bounds=_place(cells, in_bounds),
+        largest_in_bounds=float(cells.ratio[in_bounds]),
         tolerance=case.tolerance,
         unknown=[_UNKNOWN],
         looked_at=(rows, rows),
     )
+
+
+def _place(cells: Cells, at: int) -> ErrorPlace:
+    """Return the place of a cell."""
+    numbers = (int(each[at]) for each in (cells.seq, cells.token, cells.row, cells.head))
+    return ErrorPlace(**dict(zip(("seq", "token", "row", "head"), numbers, strict=True)))
 
 
 def _with_argument_alone(found: Diagnosis, case: Case) -> Diagnosis:

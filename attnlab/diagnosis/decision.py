@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,8 +24,8 @@ from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.error_location import ErrorLocations
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.row_sample import RowSample, sample_output
+from attnlab.kernels.control import rows_equal
 
 _VERDICTS = (
     "explains",
@@ -68,13 +69,14 @@ def collect_evidence(
     violations: Sequence[Violation],
     heads: range | None = None,
 ) -> Evidence:
-    """Return the evidence. Unwritten rows are those that keep the buffer's previous contents, if these
-    are known and unlike a result, else those that the kernels' contracts leave out."""
+    """Return the evidence. Unwritten rows are the wrong ones that keep the buffer's previous contents, if
+    these are known and unlike a result, else the wrong ones that the kernels' contracts leave out."""
+    is_wrong = locations.is_wrong.any(1)
     if problem.before is not None and _is_recognisable(problem.before):
-        unwritten, source = rows_equal(output, problem.before), "buffer"
+        unwritten, source = rows_equal(output, problem.before) & is_wrong, "buffer"
     else:
         contracts = contracts_of(problem.kernels, problem.target, problem.call.op)
-        unwritten = unwritten_rows(contracts, problem.call) & locations.is_wrong.any(1)
+        unwritten = unwritten_rows(contracts, problem.call) & is_wrong
         source = "contracts"
     rows = torch.nonzero(unwritten).flatten()
     return Evidence(
@@ -190,24 +192,30 @@ def _degree(candidate: Candidate) -> int:
 def _without_candidates(evidence: Evidence) -> Diagnosis:
     """Return the diagnosis "nothing wrong", with all facts that do not depend on candidates."""
     locations, problem = evidence.locations, evidence.problem
-    place, largest = None, 0.0
+    sizes: dict[str, Any] = {}
     if len(locations.wrong_rows):
-        row, head = divmod(int(locations.ratio.argmax()), locations.ratio.shape[1])
-        row_slice = problem.row_slice_of(row, torch.tensor([head]))
-        token = int(row_slice.tokens[0])
-        place = ErrorPlace(seq=row_slice.seq, token=token, row=row, head=head)
-        largest = float(locations.error[row, head])
+        at, at_ratio = (locations.largest(in_bounds=one) for one in (False, True))
+        sizes = {
+            **{"largest": float(locations.error[at]), "place": _place(problem, *at)},
+            "largest_in_bounds": float(locations.ratio[at_ratio]),
+            "place_in_bounds": _place(problem, *at_ratio),
+        }
     return Diagnosis(
         status="nothing wrong",
         wrong_rows=len(locations.wrong_rows),
         wrong_heads=int(locations.is_wrong.any(0).sum()),
-        place=place,
-        largest=largest,
+        **sizes,
         unwritten=evidence.unwritten.tolist(),
         unwritten_by=evidence.unwritten_by,
         violations=Violations(evidence.violations),
         looked_at=(0, len(evidence.output)),
     )
+
+
+def _place(problem: Problem, row: int, head: int) -> ErrorPlace:
+    """Return the place of a row and a head."""
+    row_slice = problem.row_slice_of(row, torch.tensor([head]))
+    return ErrorPlace(seq=row_slice.seq, token=int(row_slice.tokens[0]), row=row, head=head)
 
 
 def _never_written(

@@ -25,7 +25,7 @@ from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.decision import collect_evidence, conclude
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
-from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.error_location import ErrorLocations, locate
 from attnlab.diagnosis.examination import check_output, examine
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_location import KernelLocation
@@ -36,6 +36,7 @@ from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.diagnosis.withdrawal import with_coarse_formats, with_run_faults
+from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
@@ -78,30 +79,28 @@ def diagnose(
         )
     defects = tuple(defects)
     lab = lab or Lab()
-    ran, kernel = None, None if rerun is None else Kernel(run=rerun)
+    ran, kernel = None, None if rerun is None else Kernel(run=repeated(rerun))
     if output is None:
         ran = lab.run(case)
         if ran.status == "rejected":
             return _rejected(lab, case, str(ran.error))
-        output, kernel = ran.output, kernel or kernel_of(lab)
+        output, kernel = ran.output, kernel or kernel_of(lab, case)
     flags = lab.backend(case).flags
     own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
-    if ran is not None:
-        diagnosis = with_outside_reads(lab, case, diagnosis, ran, own.run)
-    outside_rows = diagnosis.outside_rows
-    if kernel is not None and diagnosis.is_wrong and not diagnosis.bad_lines:
-        diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
-    if ran is not None:
-        diagnosis = without_unfounded_rule(
-            dataclasses.replace(diagnosis, outside_rows=outside_rows)
-        )
-        diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
-        diagnosis = with_accesses(lab, case, diagnosis, own.run)
-        diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
-        diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
-        diagnosis = _with_location(own, case, diagnosis, limit)
+    with controlled() as control:
+        if kernel is not None:
+            kernel.check_repeats(control, case, output, diagnosis)
+        if ran is not None:
+            diagnosis = with_outside_reads(lab, case, diagnosis, ran, own.run)
+        outside_rows = diagnosis.outside_rows
+        if kernel is not None and diagnosis.is_wrong and not diagnosis.bad_lines:
+            diagnosis = with_reruns(lab, case, output, examination, kernel, defects)
+        if ran is not None:
+            diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
+            diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
+    diagnosis = _if_stable(diagnosis, examination.diagnosis, control)
     distinction = None
     if propose and diagnosis.status == "ambiguous":
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -114,7 +113,52 @@ def diagnose(
     )
 
 
+def _with_runs(
+    lab: Lab, own: Lab, case: Case, ran: Result, diagnosis: Diagnosis, limit: Limit | None
+) -> Diagnosis:
+    """Return the diagnosis with what the run and further runs show; ``own`` runs the kernels."""
+    diagnosis = without_unfounded_rule(diagnosis)
+    diagnosis = with_run_faults(diagnosis, ran.wraps, ran.outside)
+    diagnosis = with_accesses(lab, case, diagnosis, own.run)
+    diagnosis = with_bad_lines(lab, case, diagnosis, own.run)
+    diagnosis = _with_side_outputs(lab, own, case, ran, diagnosis)
+    return _with_location(own, case, diagnosis, limit)
+
+
+def _if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:
+    """Return a diagnosis by runs, unless equal runs differ; then what ``first`` says of one output.
+
+    Defects may explain that output by chance, and rows that equal the buffer or depend on slots were compared
+    with runs that differ anyway.
+    """
+    if control.found is None:
+        return diagnosis
+    return dataclasses.replace(
+        first,
+        status="described",
+        instability=control.found,
+        cause=None,
+        explanations=[],
+        unwritten=[],
+        unwritten_by="",
+    )
+
+
 def _with_argument(
+    lab: Lab,
+    case: Case,
+    output: torch.Tensor | None,
+    diagnose_in: Callable[..., Diagnosis],
+    limit: Limit | None,
+) -> Diagnosis:
+    """Diagnose a Case with an op argument; equal runs of its kernel must agree."""
+    found = Diagnosis(status="described")
+    with controlled() as control:
+        found = _of_argument(lab, case, output, diagnose_in, limit)
+    return _if_stable(found, found, control)
+
+
+def _of_argument(
     lab: Lab,
     case: Case,
     output: torch.Tensor | None,
@@ -159,15 +203,14 @@ def diagnose_call(
     if call.output is None:
         call = dataclasses.replace(call, output=output)
     check_output(output, call.buffer)
-    if before is not None and _holds_output(before, output):
-        before = None
     kernels = tuple(kernels)
     problem = Problem.of_call(call, target, kernels)
-    output = output_numbers(call, output)
-    before = None if before is None else output_numbers(call, before)
-    problem = dataclasses.replace(problem, before=before)
+    numbers = output_numbers(call, output)
+    locations = locate(problem, numbers)
+    if before is not None and not _holds_results(before, output, locations):
+        problem = dataclasses.replace(problem, before=output_numbers(call, before))
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
-    evidence = collect_evidence(problem, output, locate(problem, output), violations)
+    evidence = collect_evidence(problem, numbers, locations, violations)
     diagnosis = conclude(evidence, defects)
     if has_fp8_query(call) or has_scaled_output(call):
         diagnosis = with_coarse_formats(diagnosis)
@@ -175,11 +218,15 @@ def diagnose_call(
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 
 
-def _holds_output(before: torch.Tensor, output: torch.Tensor) -> bool:
-    """Answer whether a buffer had the whole output before the call, NaN as any NaN.
+def _holds_results(before: torch.Tensor, output: torch.Tensor, locations: ErrorLocations) -> bool:
+    """Answer whether a buffer had results of the call before it: a right row, or the whole output.
 
-    An earlier call with the same inputs wrote it, or both are NaN: unwritten rows cannot be recognised by it.
+    An earlier call with the same inputs wrote them, in this buffer or in memory that it recycles, or all is
+    NaN: unwritten rows cannot be recognised by such a buffer.
     """
+    is_right = ~locations.is_wrong.any(1) & (output.float() != 0).flatten(1).any(1)
+    if bool((rows_equal(before, output) & is_right).any()):
+        return True
     if output.element_size() == 1:
         return torch.equal(before.view(torch.uint8), output.view(torch.uint8))
     return bool(((before == output) | (before.isnan() & output.isnan())).all())

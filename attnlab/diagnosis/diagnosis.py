@@ -21,6 +21,7 @@ from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.side_claim import SideClaim
+from attnlab.kernels.control import Instability
 from attnlab.weights.xray import XRay
 
 STATUSES = (
@@ -33,9 +34,10 @@ STATUSES = (
     "not decided",
 )
 _UNWRITTEN_BY = {
-    "reruns": "shown by reruns with other contents of the output buffer",
-    "buffer": "they keep the previous contents of the output buffer",
-    "contracts": "by the contracts of the kernels",
+    "reruns": "no kernel writes {rows} (shown by reruns with other contents of the output buffer)",
+    "buffer": "{rows}: the same as in the output buffer before the call; no kernel wrote there, or one wrote "
+    "the same numbers",
+    "contracts": "by the contracts of the kernels, none writes {rows}",
 }
 _SLOTS = {
     "tail": "the slots after a sequence's last token",
@@ -54,6 +56,11 @@ class ErrorPlace:
     row: int
     head: int
 
+    @property
+    def text(self) -> str:
+        """Return the place in words."""
+        return f"sequence {self.seq}, token {self.token} (row {self.row}), head {self.head}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Diagnosis(Shown):
@@ -68,7 +75,10 @@ class Diagnosis(Shown):
     - ``cause``: the defect that explains the output, or None; ``explanations``: all defects that leave
       only rounding; ``candidates``: all defects that were compared, the best first.
     - ``wrong_rows``, ``wrong_heads``: how many rows and heads have an error above the rounding bound;
-      ``place``: the worst of them; ``largest``: the absolute error there. ``tolerance``: the test's.
+      ``largest``, ``place``: the largest absolute error of a wrong row and head, and where it is;
+      ``largest_in_bounds``, ``place_in_bounds``: the largest error in units of its own rounding bound, often
+      at another place, because bounds differ by row; None if the bounds are one number. ``tolerance``: the
+      test's.
     - ``unwritten``: rows that no kernel wrote; ``unwritten_by``: how that is known, "reruns", "buffer",
       "contracts" or "".
     - ``slot_dependent``: rows that depend on the contents of unwritten cache slots, or None without
@@ -89,6 +99,8 @@ class Diagnosis(Shown):
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for.
+    - ``instability``: that equal runs of the kernel give different outputs, or None. Then nothing that rests
+      on runs is stated.
     - ``withdrawn``: why explanations were withdrawn, one sentence each.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
@@ -105,6 +117,8 @@ class Diagnosis(Shown):
     wrong_heads: int = 0
     place: ErrorPlace | None = None
     largest: float = 0.0
+    largest_in_bounds: float | None = None
+    place_in_bounds: ErrorPlace | None = None
     tolerance: float | None = None
     unwritten: list[int] = field(default_factory=list)
     unwritten_by: str = ""
@@ -114,6 +128,7 @@ class Diagnosis(Shown):
     outside: tuple[str, ...] = ()
     bad_lines: tuple[str, ...] = ()
     outside_rows: tuple[int, ...] = ()
+    instability: Instability | None = None
     withdrawn: tuple[str, ...] = ()
     xray: XRay | None = None
     weights: DescribedWeights | None = None
@@ -177,6 +192,14 @@ class Diagnosis(Shown):
         if self.status == "rejected":
             return [f"the kernel rejects the call: {self.rejection}", *self._violation_sentences()]
         distinction = [] if self.distinction is None else [self.distinction.sentence()]
+        if self.instability is not None:
+            return [
+                f"not deterministic: {self.instability.text}",
+                *self._place_sentences(),
+                *self.pattern.sentences(),
+                *self._violation_sentences(),
+                "no other statement is made: each would rest on runs of this kernel",
+            ]
         return [
             *self._place_sentences(),
             *self.pattern.sentences(),
@@ -196,21 +219,32 @@ class Diagnosis(Shown):
         sentences = []
         if self.place is not None:
             sentences.append(
-                f"{self.wrong_rows} of {self.looked_at[1]} rows are wrong; the largest error, "
-                f"{self.largest:.4g}, is in sequence {self.place.seq}, token {self.place.token} "
-                f"(row {self.place.row}), head {self.place.head}"
+                f"{self.wrong_rows} of {self.looked_at[1]} rows are wrong; the largest absolute error, "
+                f"{self.largest:.4g}, is in {self.place.text}{self._in_bounds_text()}"
             )
         if self.is_within_tolerance:
             sentences.append(f"the tolerance of {self.tolerance:g} accepts this error")
         if self.unwritten:
-            source = _UNWRITTEN_BY[self.unwritten_by]
-            sentences.append(f"no kernel writes {list_text('row', self.unwritten)} ({source})")
+            rows = list_text("row", self.unwritten)
+            sentences.append(_UNWRITTEN_BY[self.unwritten_by].format(rows=rows))
         if self.slot_dependent:
             rows = list_text("row", self.slot_dependent)
             sentences.append(f"the result of {rows} depends on unwritten cache slots")
         for kind, kind_rows in self.slot_kinds.items():
             sentences.append(f"NaN in {_SLOTS[kind]} changes {list_text('row', kind_rows)}")
         return sentences
+
+    def _in_bounds_text(self) -> str:
+        """Return which error is the largest relative to its rounding bound."""
+        if self.largest_in_bounds is None or self.place_in_bounds is None:
+            return ""
+        where = (
+            "at the same place"
+            if self.place_in_bounds == self.place
+            else f"in {self.place_in_bounds.text}"
+        )
+        size = f"{self.largest_in_bounds:.3g} bounds"
+        return f"; relative to its rounding bound, the largest is {size}, {where}"
 
     def _run_sentences(self) -> list[str]:
         """Return what the run itself reported."""
@@ -295,7 +329,14 @@ class Diagnosis(Shown):
             "wrong_heads": self.wrong_heads,
             "place": None if self.place is None else dataclasses.asdict(self.place),
             "largest": json_number(self.largest),
+            "place_in_bounds": (
+                None if self.place_in_bounds is None else dataclasses.asdict(self.place_in_bounds)
+            ),
+            "largest_in_bounds": (
+                None if self.largest_in_bounds is None else json_number(self.largest_in_bounds)
+            ),
             "pattern": self.pattern.to_dict(),
+            "instability": None if self.instability is None else self.instability.to_dict(),
             "unwritten": self.unwritten,
             "unwritten_by": self.unwritten_by,
             "slot_dependent": self.slot_dependent,

@@ -25,7 +25,8 @@ class ErrorLocations:
     - ``ratio``: [num_tokens, num_heads] float32, the largest error of the head's elements in units of
       the rounding bound. Above 1 the element is wrong. Infinite if the output is not finite, -1 if the
       head or its sequence did not run.
-    - ``error``: [num_tokens, num_heads] float32, the same as an absolute difference.
+    - ``error``: [num_tokens, num_heads] float32, the largest absolute error of the head's elements. It need
+      not be the element of ``ratio``, because elements have different bounds.
     """
 
     ratio: torch.Tensor
@@ -40,6 +41,12 @@ class ErrorLocations:
     def wrong_rows(self) -> torch.Tensor:
         """Return the rows with a wrong head, [n] int64."""
         return torch.nonzero(self.is_wrong.any(1)).flatten()
+
+    def largest(self, *, in_bounds: bool) -> tuple[int, int]:
+        """Return (row, head) of the largest wrong error, absolute or in units of its rounding bound."""
+        size = self.ratio if in_bounds else self.error.masked_fill(~self.is_wrong, -1.0)
+        row, head = divmod(int(size.argmax()), size.shape[1])
+        return row, head
 
 
 def locate(

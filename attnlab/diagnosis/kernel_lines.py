@@ -33,6 +33,7 @@ from attnlab.diagnosis.spectrum import comparable_units, excess, is_wrong, spect
 from attnlab.diagnosis.trial_target import target_of
 from attnlab.diagnosis.xray_lines import lines_of_xray
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import uncontrolled
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.kernels.triton.program_filter import Subset, estimated_s
 from attnlab.kernels.triton.replay import Unit
@@ -67,7 +68,7 @@ def locate_lines(
     small = case if why else locatable_case(lab, case)
     if why or small is None:
         return KernelLocation(why_none=why or "no case that is small enough has a wrong output")
-    with probing(Probe(records=True)) as probe:
+    with uncontrolled(), probing(Probe(records=True)) as probe:
         ran = lab.run(small)
     if not probe.launches:
         return KernelLocation(why_none="no Triton kernel was launched")

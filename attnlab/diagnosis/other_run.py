@@ -1,5 +1,6 @@
 """OtherRun: a second run of a Case with changed fields, and the output rows that differ between both."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected
 from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
-from attnlab.diagnosis.reruns import rows_equal
+from attnlab.kernels.control import Instability, controlled, rows_agree
 from attnlab.lab.lab import Lab
 
 
@@ -22,6 +23,7 @@ class OtherRun(Shown):
     - ``rows``: the output rows whose bits differ; ``num_rows``: the number of all rows.
     - ``largest``: the largest difference; NaN if a value is NaN in one run only, 0 if no row differs.
     - ``error``: what the kernel raises in the second run, or None.
+    - ``instability``: that equal runs differ, so that the change shows nothing, or None.
     """
 
     changes: Mapping[str, str]
@@ -29,15 +31,18 @@ class OtherRun(Shown):
     num_rows: int
     largest: float
     error: str | None = None
+    instability: Instability | None = None
 
     @property
     def is_equal(self) -> bool:
         """Answer whether both outputs have the same bits."""
-        return not self.rows and self.error is None
+        return not self.rows and self.error is None and self.instability is None
 
     def text(self) -> str:
         """Return the comparison as one sentence."""
         changed = ", ".join(f"{name} {value}" for name, value in self.changes.items())
+        if self.instability is not None:
+            return f"{changed} is not compared: {self.instability.text}"
         if self.error is not None:
             return f"with {changed}, the kernel rejects the call: {self.error}"
         if not self.rows:
@@ -55,6 +60,7 @@ class OtherRun(Shown):
             "rows": list(self.rows),
             "largest": json_number(self.largest),
             "error": self.error,
+            "instability": None if self.instability is None else self.instability.to_dict(),
         }
 
 
@@ -65,15 +71,22 @@ def run_again(lab: Lab, case: Case, output: torch.Tensor, changes: Mapping[str, 
     """
     other = case.replace(**changes)
     words = {name: str(value) for name, value in changes.items()}
-    try:
-        second = lab.output(other)
-    except KernelRejected as error:
-        text = str(error)
-        return OtherRun(changes=words, rows=(), num_rows=len(output), largest=0.0, error=text)
-    if second.shape != output.shape or second.dtype != output.dtype:
+    none = OtherRun(changes=words, rows=(), num_rows=len(output), largest=0.0)
+    with controlled() as control:
+        try:
+            second = lab.output(other)
+        except KernelRejected as error:
+            return dataclasses.replace(none, error=str(error))
+        if not lab.backend(case).is_deterministic:
+            control.compare(output, lambda: lab.output(case))
+        is_alike = second.shape == output.shape and second.dtype == output.dtype
+        same = rows_agree(output, second) if is_alike else None
+    if control.found is not None:
+        return dataclasses.replace(none, instability=control.found)
+    if same is None:
         name = next(iter(changes))
         raise InvalidCase(f"{name} must keep the shape and dtype of the output", field=name)
-    rows = torch.nonzero(~rows_equal(output, second)).flatten()
+    rows = torch.nonzero(~same).flatten()
     one, two = output[rows].double(), second[rows].double()
     both_nan = one.isnan() & two.isnan()
     difference = (one - two).abs().masked_fill(both_nan, 0.0)

@@ -15,8 +15,8 @@ from attnlab.diagnosis.address_rules import FAMILY
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import PLACES
-from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.rule_search import find_rule
+from attnlab.kernels.control import rows_agree
 from attnlab.kernels.triton.memory import other_outside
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -84,5 +84,5 @@ def outside_rows(case: Case, ran: Result, run: Run) -> tuple[int, ...]:
         return ()
     if again.status == "rejected":
         return ()
-    is_equal = rows_equal(again.output.cpu(), ran.output.cpu())
+    is_equal = rows_agree(again.output.cpu(), ran.output.cpu())
     return tuple(torch.nonzero(~is_equal).flatten().tolist())

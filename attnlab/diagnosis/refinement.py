@@ -27,6 +27,7 @@ from attnlab.diagnosis.rule_search import find_rule
 from attnlab.diagnosis.weights_check import confirmed_weights
 from attnlab.diagnosis.withdrawal import with_slot_kinds
 from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
+from attnlab.kernels.control import Control
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
 from attnlab.weights.cost import most_runs
@@ -44,18 +45,28 @@ class Kernel:
     """A kernel at hand.
 
     ``run``: runs a Case; ``run_with``: runs a Case with another cache than ``cache_of`` returns for it, or
-    None; ``xray``: measures the weights. All outputs are on the CPU.
+    None; ``xray``: measures the weights. All outputs are on the CPU. ``is_deterministic``: as
+    ``Backend.is_deterministic``.
     """
 
     run: Rerun
     run_with: CacheRun | None = None
     cache_of: Callable[[Case], PagedCache] | None = None
     xray: Callable[[Case], XRay] | None = None
+    is_deterministic: bool = False
+
+    def check_repeats(
+        self, control: Control, case: Case, output: torch.Tensor, diagnosis: Diagnosis
+    ) -> None:
+        """Run a Case with a wrong output again, and raise NotDeterministic if it gives another one."""
+        if diagnosis.is_wrong and not self.is_deterministic:
+            control.compare(output, lambda: self.run(case))
 
 
-def kernel_of(lab: Lab) -> Kernel:
-    """Return the kernels of a lab. An X-ray would run them without an op argument."""
+def kernel_of(lab: Lab, case: Case) -> Kernel:
+    """Return the kernels of a lab that run a Case. An X-ray would run them without an op argument."""
     return Kernel(
+        is_deterministic=lab.backend(case).is_deterministic,
         run=lambda case: lab.output(case).cpu(),
         run_with=lambda case, cache: lab.output(case, cache).cpu(),
         cache_of=lab.cache,
@@ -78,7 +89,8 @@ def with_reruns(
     diagnosis = _with_finite_contents(
         lab, case, first, kernel.run, defects
     )  # its cache is reused below
-    dependence = find_dependence(kernel.run, case, output)
+    is_wrong = first.evidence.locations.is_wrong.any(1)
+    dependence = find_dependence(kernel.run, case, output, is_wrong)
     diagnosis = dataclasses.replace(
         _if_unwritten(first.evidence, dependence.unwritten, diagnosis, defects),
         pattern=first.diagnosis.pattern,

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
+from attnlab.kernels.control import rows_agree, rows_equal
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
 
 Rerun = Callable[[Case], torch.Tensor]
 CacheRun = Callable[[Case, PagedCache], torch.Tensor]  # runs a Case with another cache
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
     """The rows that depend on what they must not, each [n] int64.
 
-    - ``unwritten``: rows that keep the buffer's previous contents, in two runs with different contents.
+    - ``unwritten``: wrong rows that keep the buffer's previous contents, in two runs with different contents
+      that differ in nothing else.
     - ``on_slots``: rows that change with the contents of unwritten slots, finite or NaN.
     - ``on_finite_slots``: those that change between two finite contents.
     """
@@ -33,28 +34,44 @@ class Dependence:
     on_finite_slots: torch.Tensor
 
 
-def find_dependence(rerun: Rerun, case: Case, output: torch.Tensor) -> Dependence:
+def find_dependence(
+    rerun: Rerun, case: Case, output: torch.Tensor, is_wrong: torch.Tensor
+) -> Dependence:
     """Run the Case with other contents of the output buffer and of unwritten slots, and compare the bits.
 
     ``rerun`` returns the output of a Case, [num_tokens, num_heads, head_size]; ``output`` is what it
-    returned for ``case``. Heads and sequences that the Case leaves out are ignored.
+    returned for ``case``, and ``is_wrong`` [num_tokens] bool which of its rows are wrong. Heads and
+    sequences that the Case leaves out are ignored.
     """
     heads = case.query_heads
     ran = slice(None) if heads is None else slice(heads.start, heads.stop)
-    other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
-    unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
-    unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
+    unwritten = find_unwritten(rerun, case, output) & is_wrong
     outputs = {
         fill: output if fill == case.empty_slots else rerun(case.replace(empty_slots=fill))
         for fill in ("garbage", "zeros", "nan")
     }
-    on_finite = ~rows_equal(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
-    on_nan = ~rows_equal(outputs["zeros"][:, ran], outputs["nan"][:, ran])
+    on_finite = ~rows_agree(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
+    on_nan = ~rows_agree(outputs["zeros"][:, ran], outputs["nan"][:, ran])
     return Dependence(
         unwritten=_rows_that_ran(unwritten, case),
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
+
+
+def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tensor:
+    """Return which rows keep the contents of the output buffer, [num_tokens] bool.
+
+    The buffer alone is changed, and a row must keep what it held in both runs. One run shows nothing: a
+    kernel may write what the buffer held.
+    """
+    heads = case.query_heads
+    ran = slice(None) if heads is None else slice(heads.start, heads.stop)
+    unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
+    if bool(unwritten.any()):
+        other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
+        unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
+    return unwritten
 
 
 def find_slot_kinds(run: CacheRun, case: Case, cache: PagedCache) -> dict[str, list[int]]:
@@ -68,7 +85,7 @@ def find_slot_kinds(run: CacheRun, case: Case, cache: PagedCache) -> dict[str, l
     for kind, slots in empty_slots_by_kind(case, cache).items():
         if bool(slots.any()):
             output = run(case, _poisoned(case, cache, slots))
-            rows = _rows_that_ran(~rows_equal(output, correct), case).tolist()
+            rows = _rows_that_ran(~rows_agree(output, correct), case).tolist()
             found |= {kind: rows} if rows else {}
     return found
 
@@ -99,13 +116,6 @@ def _poisoned(case: Case, cache: PagedCache, slots: torch.Tensor) -> PagedCache:
     value = plain.masked_fill(mask[:, None, None, :], nan)
     value = interleaved(value) if case.interleave_v else value
     return dataclasses.replace(cache, key=key, value=value)
-
-
-def rows_equal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return which rows hold the same bits, [num_tokens] bool; NaN equals itself, -0.0 is not 0.0."""
-    bits = _BITS[first.element_size()]
-    equal: torch.Tensor = first.contiguous().view(bits) == second.contiguous().view(bits)
-    return equal.flatten(1).all(1)
 
 
 def _rows_that_ran(rows: torch.Tensor, case: Case) -> torch.Tensor:

@@ -150,6 +150,14 @@ class Backend(ABC):
         return False
 
     @property
+    def is_deterministic(self) -> bool:
+        """Return whether the lab runs the kernels so that equal calls give equal bits: models and emulation.
+
+        Other kernels are run twice wherever a statement rests on runs (:mod:`attnlab.kernels.control`).
+        """
+        return False
+
+    @property
     def states_limits(self) -> bool:
         """Return whether a KernelRejected is a limit that the kernel states itself, not a fault."""
         return False

@@ -8,6 +8,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.json import json_value
 from attnlab.case.ops import PREFILL
+from attnlab.case.platforms import PLATFORMS
 from attnlab.case.shown import Shown
 from attnlab.contracts.dispatch import decide
 from attnlab.lab.error_answer import (
@@ -26,16 +27,18 @@ _LARGEST_VALUE = {"uniform_1e-3": 1e-3}
 class DecodedError(Shown):
     """The message of a failed assertion, in terms of a Case.
 
-    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message; with ``rows_worth`` None if
-      the text is only an index.
-    - ``row``, ``head``, ``element``: the index of the greatest difference.
-    - ``rows_worth``: mismatches divided by the elements of a row; 1.0 is exactly one token.
+    - ``mismatched``, ``total``, ``max_abs_error``: the numbers of the message, None if it does not have
+      them; ``rows_worth`` is None without the first.
+    - ``row``, ``head``, ``element``: the index of the greatest difference, or the only one of the text.
+    - ``rows_worth``: mismatches divided by the elements of a row: 1.0 is as many as one token has. The text
+      does not say which elements they are.
     - ``seq``, ``token``, ``query_len``, ``ctx_len``: the sequence of that row, and the row's token in it.
     - ``kernel``: the kernel that should have written that row.
     - ``newest``: (position, column of the block table, offset in the block) of the newest token that
       the row attends to; None if its kernel does not read it from the cache.
-    - ``largest_possible``: the largest difference that wrong weights of the values could cause; None if
-      the values have no bound.
+    - ``largest_possible``: the largest difference between two averages of the values; None if the values
+      have no bound. Weights that do not sum to 1 give no average.
+    - ``platform``: whose rules name the kernel; ``platform_by``: where it is from, as for :func:`decode`.
     - ``refusal``: why a pytest id in the text did not become the Case, or "".
     """
 
@@ -53,20 +56,24 @@ class DecodedError(Shown):
     kernel: str
     newest: tuple[int, int, int] | None
     largest_possible: float | None
+    platform: str
+    platform_by: str = "case"
     refusal: str = ""
 
     def sentences(self) -> list[str]:
         """Return the facts as sentences."""
         which = "its only token" if self.query_len == 1 else f"token {self.token} of its query"
         sentences = [
+            platform_text(self.platform, self.platform_by),
             f"row {self.row} is sequence {self.seq}, {which} "
             f"(query_len {self.query_len}, ctx_len {self.ctx_len}); head {self.head}, "
             f"element {self.element}",
         ]
         if self.rows_worth is not None:
+            rows = f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'}"
             sentences.append(
-                f"{self.mismatched} of {self.total} elements are "
-                f"{self.rows_worth:g} {'row' if self.rows_worth == 1 else 'rows'} of all heads"
+                f"{self.mismatched} of {self.total} elements are as many as {rows} of all heads have; which "
+                "rows they are in, the text does not say"
             )
         sentences.append(f"{self.kernel} should have written that row")
         if self.newest is not None:
@@ -83,8 +90,9 @@ class DecodedError(Shown):
         ):
             sentences.append(
                 f"if the values are within ±{self.largest_possible / 2:g}, as the case's distribution "
-                f"has them, wrong weights cause at most {self.largest_possible:g}: {self.max_abs_error:g} "
-                "was not computed from them"
+                f"has them, two averages of values differ by at most {self.largest_possible:g}; with "
+                f"{self.max_abs_error:g}, the row of the output or the expected one is no average: it was "
+                "not written, its weights do not sum to 1, or it holds other numbers"
             )
         return sentences + refusal_sentences(self.refusal)
 
@@ -103,8 +111,8 @@ def _kernel(case: Case, query_len: int) -> str:
 
 
 _NO_INDEX = (
-    "text must hold an index like (5336, 0, 0), or the lines 'Mismatched elements: … / …' and "
-    "'Greatest absolute difference: … at index (…, …, …)' of torch.testing"
+    "text must hold an index like (5336, 0, 0), or 'index (5336, 0, 0)' with 'Mismatched elements: … / …' or "
+    "'Greatest absolute difference: …', as torch.testing prints them, in any order"
 )
 
 
@@ -130,21 +138,39 @@ def decode_error(text: str, case: Case) -> DecodedError | ErrorAnswer:
     return decode(ErrorText.read(text), case)
 
 
-def decode(found: ErrorText, case: Case) -> DecodedError | ErrorAnswer:
+def platform_text(platform: str, platform_by: str) -> str:
+    """Return the platform whose rules an answer follows, and where it is from, as for :func:`decode`."""
+    name = f"{platform} ({PLATFORMS[platform].example})"
+    if platform_by == "assumed":
+        return (
+            f"platform {name} is assumed: no GPU is seen here, and the text names none; change it "
+            "with --platform"
+        )
+    where = {"case": "of the case", "machine": "of this machine's GPU"}[platform_by]
+    return f"platform {name}, {where}"
+
+
+def decode(
+    found: ErrorText, case: Case, *, platform_by: str = "case"
+) -> DecodedError | ErrorAnswer:
     """Return the place of an index in the Case's output; without an index, what follows from the text.
 
+    ``platform_by``: where the Case's platform is from: "case" (the user), "machine" (its GPU), or "assumed".
     Raises InvalidCase if the text has nothing to decode, or if its counts or its index are of tensors of
     another size than the Case's.
     """
-    if found.index is None or (found.greatest is not None and found.total is None):
-        if found.dtypes is not None:
-            return of_dtypes(found, case)
-        if found.has_allclose:
-            return of_allclose(found, case)
+    if found.index is not None and not case.spec.writes_cache:
+        return dataclasses.replace(_place(found, case), platform_by=platform_by)
+    if found.index is not None:
+        answer = of_cache(found, case)
+    elif found.dtypes is not None:
+        answer = of_dtypes(found, case)
+    elif found.has_allclose:
+        answer = of_allclose(found, case)
+    else:
         raise InvalidCase(_with_refusal(_NO_INDEX, found))
-    if case.spec.writes_cache:
-        return of_cache(found, case)
-    return _place(found, case)
+    first = platform_text(case.platform, platform_by)
+    return dataclasses.replace(answer, facts=(first, *answer.facts))
 
 
 def _with_refusal(text: str, found: ErrorText) -> str:
@@ -186,5 +212,6 @@ def _place(found: ErrorText, case: Case) -> DecodedError:
         kernel=_kernel(case, query_len),
         newest=newest if from_cache else None,
         largest_possible=None if largest is None else 2 * largest,
+        platform=case.platform,
         refusal=found.refusal,
     )

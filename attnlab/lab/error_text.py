@@ -7,11 +7,15 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 
 _COUNT = re.compile(r"Mismatched elements:\s*(\d+)\s*/\s*(\d+)")
+_NUMBER = r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)"
+_TUPLE = r"\((\d{1,9}(?:,\s*\d{1,9})*)\)"
 _GREATEST = re.compile(
-    r"Greatest absolute difference:\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)\s+at index\s*\(([\d,\s]+)\)"
+    rf"Greatest absolute difference:\s*{_NUMBER}(?:\s+at index\s*{_TUPLE})?", re.I
 )
+_RELATIVE = re.compile(rf"Greatest relative difference:\s*{_NUMBER}\s+at index\s*{_TUPLE}", re.I)
 _TEST_ID = re.compile(r"test_\w+\[[^\[\]\s]+\]")
 _INDEX = re.compile(r"\((\d{1,9}(?:,\s*\d{1,9}){2,3})\)")
+_NAMED_INDEX = re.compile(rf"\bindex\s*:?\s*{_TUPLE}", re.I)
 _DTYPES = re.compile(r"expected scalar type (\w+) but found (\w+)")
 _ALLCLOSE = re.compile(r"\ballclose\(")
 
@@ -20,8 +24,10 @@ _ALLCLOSE = re.compile(r"\ballclose\(")
 class ErrorText:
     """What the text of a failed test contains; None or "" for what it does not.
 
-    - ``mismatched``, ``total``, ``greatest``: the numbers of ``torch.testing.assert_close``.
-    - ``index``: the index of the greatest difference; without these numbers, the first index of the text.
+    - ``mismatched``, ``total``, ``greatest``: the numbers of ``torch.testing.assert_close``, wherever they
+      are in the text.
+    - ``index``: the index of the greatest difference; without that, the first that the text calls an index,
+      or, in a text without these numbers, the first one.
     - ``dtypes``: the dtype that an op expects and the one that it found, in torch's C++ names.
     - ``has_allclose``: the text has a call of allclose.
     - ``test_id``: the last pytest id that a Case can be made from.
@@ -41,9 +47,11 @@ class ErrorText:
     def read(cls, text: str) -> "ErrorText":
         """Return what a text contains."""
         count, greatest, dtypes = _COUNT.search(text), _GREATEST.search(text), _DTYPES.search(text)
-        place = greatest[2] if greatest else None
-        if greatest is None and count is None and (bare := _INDEX.search(text)):
-            place = bare[1]
+        rest = _RELATIVE.sub("", text)
+        named = _NAMED_INDEX.search(rest)
+        if named is None and greatest is None and count is None:
+            named = _INDEX.search(rest)
+        place = greatest[2] if greatest and greatest[2] else named[1] if named else None
         test_id, refusal = _test_id(text)
         return cls(
             mismatched=int(count[1]) if count else None,

@@ -21,6 +21,7 @@ from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.control import run_backend
 from attnlab.kernels.model import backend as model
 from attnlab.kernels.steps import OnStep
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
@@ -263,7 +264,7 @@ class Lab:
         options = dataclasses.replace(RunOptions.of(case), on_notice=self.on_notice)
         if self.on_step is not None:
             options = dataclasses.replace(options, on_step=self.on_step)
-        return backend.run(call, target, kernels, options)
+        return run_backend(backend, call, target, kernels, options)
 
     def _run_prefill(self, case: Case, call: KernelCall, target: Target) -> None:
         """Write the rows of the prefill kernel to ``call.output``, by its model or as shared."""

@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 
 from attnlab.case.fields import refuse
-from attnlab.case.platforms import PLATFORMS
+from attnlab.case.platforms import platform_of
 from attnlab.recorder.cache_writes import copy_write, copy_written
 from attnlab.recorder.catalogue import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
@@ -243,20 +243,6 @@ def _release(program: str) -> str | None:
         return importlib.metadata.version(program)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@functools.cache
-def platform_of(device: torch.device) -> str | None:
-    """Return the platform of a device by its name in :data:`PLATFORMS`, or the GPU's own name."""
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return str(properties.gcnArchName).partition(":")[0]
-    exact = f"sm_{properties.major}{properties.minor}"
-    return exact if exact in PLATFORMS else "sm_80" if properties.major < 9 else "sm_90"
 
 
 @contextlib.contextmanager

@@ -220,18 +220,16 @@ def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
 
 
 def _rows(diagnosis: Diagnosis) -> str:
-    if diagnosis.place is None:
-        return (
-            f"not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""
+    parts = []
+    if diagnosis.place is not None:
+        parts.append(
+            f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the largest absolute error is in "
+            f"{diagnosis.place.text}"
         )
-    place = diagnosis.place
-    text = (
-        f"{diagnosis.wrong_rows} of {diagnosis.looked_at[1]}; the worst in sequence {place.seq}, token "
-        f"{place.token} (row {place.row}), head {place.head}"
-    )
-    return text + (
-        f"; not written: {list_text('row', diagnosis.unwritten)}" if diagnosis.unwritten else ""
-    )
+    if diagnosis.unwritten:
+        known_by = "as before the call" if diagnosis.unwritten_by == "buffer" else "not written"
+        parts.append(f"{known_by}: {list_text('row', diagnosis.unwritten)}")
+    return "; ".join(parts)
 
 
 def _conclusion(diagnosis: Diagnosis) -> str:

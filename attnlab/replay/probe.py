@@ -1,5 +1,6 @@
 """Probe: is a difference corruption, or another order of sums? Runs the variations of a call."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from attnlab.case.errors import InvalidValue, KernelRejected, Unavailable
 from attnlab.case.shown import Shown
 from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import Instability, controlled, uncontrolled
 from attnlab.replay.expected import Expected
 from attnlab.replay.replay_call import Ran, compare_outputs, run_on
 from attnlab.replay.replays import Difference
@@ -65,15 +67,19 @@ class Probe(Shown):
 
     - ``backend``: the kernels with their version. ``error``: the difference of the first run from the correct
       output; ``from_recorded``: that from the recorded output, or None.
-    - ``verdict``: "corruption" (the output depends on what it must not, or changes by more than two rounding
-      bounds), "wrong computation" (it is wrong, and every variation repeats that), "reduction order" (bits
-      change within the bound), or "no change". ``conclusion``: one sentence with the evidence.
+    - ``instability``: that equal runs differ by more than another order of sums explains, or None. The
+      variations then end with the one where that showed.
+    - ``verdict``: "corruption" (equal runs differ, the output depends on what it must not, or changes by
+      more than two rounding bounds), "wrong computation" (it is wrong, and every variation repeats that),
+      "reduction order" (bits change within the bound), or "no change". ``conclusion``: one sentence with the
+      evidence.
     """
 
     backend: str
     error: Difference
     from_recorded: Difference | None
     variations: tuple[Variation, ...]
+    instability: Instability | None = None
     verdict: str
     conclusion: str
 
@@ -92,6 +98,7 @@ class Probe(Shown):
             "error": self.error.to_dict(),
             "from_recorded": recorded,
             "variations": [one.to_dict() for one in self.variations],
+            "instability": None if self.instability is None else self.instability.to_dict(),
         }
 
 
@@ -117,22 +124,28 @@ def probe(
     if first.output is None:
         assert first.failure is not None
         raise first.failure
-    expected, found = first.expected, list[Variation]()
-    for number, varied in enumerate(
-        varied_calls(call, backend.release, pads=backend.name == "vllm"), 1
-    ):
-        on_variation(varied.name, number)
-        found.append(_ran(varied, first, backend))
+    output, expected, found = first.output, first.expected, list[Variation]()
+    with controlled() as control:
+        for number, varied in enumerate(
+            varied_calls(call, backend.release, pads=backend.name == "vllm"), 1
+        ):
+            on_variation(varied.name, number)
+            found.append(_ran(varied, first, backend))
+            if varied.kind == "repeat" and not backend.is_deterministic:
+                control.compare(output, lambda: run_call(call, backend, first.case))
     from_recorded = None
     if recorded is not None:
-        from_recorded = compare_outputs(first.output, recorded, expected, bounds=TWO_BOUNDS)
+        from_recorded = compare_outputs(output, recorded, expected, bounds=TWO_BOUNDS)
     error = compare_outputs(first.output, None, expected)
     verdict, conclusion = conclude(error, found)
+    if control.found is not None:
+        verdict, conclusion = CORRUPTION, f"corruption: {control.found.text}"
     return Probe(
         backend=backend.version,
         error=error,
         from_recorded=from_recorded,
         variations=tuple(found),
+        instability=control.found,
         verdict=verdict,
         conclusion=conclusion,
     )
@@ -143,8 +156,9 @@ def _ran(varied: VariedCall, first: Ran, backend: Backend) -> Variation:
     assert first.output is not None
     output = first.output.clone()
     try:
-        for call, rows in varied.calls:
-            output[rows] = run_call(call, backend, first.case)
+        with uncontrolled() if varied.kind == "repeat" else contextlib.nullcontext():
+            for call, rows in varied.calls:
+                output[rows] = run_call(call, backend, first.case)
     except (InvalidValue, KernelRejected, Unavailable) as error:
         return Variation(name=varied.name, kind=varied.kind, reason=str(error))
     expected: Expected = first.expected

@@ -13,6 +13,7 @@ from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.kernels.control import run_backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.steps import OnStep, ignore_step
 from attnlab.tensors.call import KernelCall
@@ -53,7 +54,7 @@ def run_call(
     given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
     there = on_device(given, backend.device)
     options = RunOptions(on_step=on_step)
-    backend.run(there, Target.of(ran), kernels_of(ran, call), options)
+    run_backend(backend, there, Target.of(ran), kernels_of(ran, call), options)
     return there.buffer.cpu()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import InvalidCall
+from attnlab.case.platforms import platform_of
 from attnlab.recorder.argument_names import Reading
-from attnlab.recorder.capture import platform_of
 from attnlab.recorder.reading import call_of_reading
 from attnlab.recorder.recorded_op import RecordedOp
 from attnlab.recorder.snapshot import copied

@@ -9,6 +9,7 @@ import torch
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
+from attnlab.kernels.control import run_backend
 from attnlab.tensors.call import KernelCall
 from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
 from attnlab.weights.device import moved
@@ -21,6 +22,7 @@ from attnlab.weights.sketch import signed_codes, sketch_runs, solve_near
 _SMALL = (
     1.0  # an error of a weight, in units of the relative precision, that leaves nothing to explain
 )
+_KEPT = 0.375  # in the output buffer; a row that keeps it and, in an equal run, NaN is not written
 MOST_RUNS = 64  # runs that measure every slot by itself; for more slots, random codes find those that matter
 MOST_LANE_RUNS = 4096
 Run = Callable[[KernelCall], torch.Tensor]
@@ -85,7 +87,7 @@ def runner(
     """Return the function that runs a call on the backend and returns its output on a device."""
 
     def run(call: KernelCall) -> torch.Tensor:
-        backend.run(call, target, kernels, options)
+        run_backend(backend, call, target, kernels, options)
         return call.buffer.to(device).double()
 
     return run
@@ -239,14 +241,16 @@ class _Reader:
         setup, call = self._setup, self._setup.call
         if weights is None:
             weights = unfolded(setup, lanes, read[..., : lanes.count])
-        unwritten = read.isnan().flatten(1).all(1)
-        if bool(unwritten.any()):
-            zeros = self._output(next(one_hot(call, lanes.of, setup.width)), 0.0)
-            unwritten &= (zeros == 0).flatten(1).all(1)
         codes = random_codes(call)
         numbers = codes[..., : setup.width].to(setup.device).double()
         predicted, magnitude = weigh(call, weights, numbers, setup.kv_head)
         output = self._output(codes) if self._values else predicted
+        unwritten = read.isnan().flatten(1).all(1)
+        if self._values:
+            unwritten &= output.isnan().flatten(1).all(1)
+        if bool(unwritten.any()):  # a run that differs from one with NaN in the buffer alone
+            same = codes if self._values else next(one_hot(call, lanes.of, setup.width))
+            unwritten &= (self._output(same, _KEPT) == _KEPT).flatten(1).all(1)
         return Measurement(
             call=call,
             rows=setup.rows,

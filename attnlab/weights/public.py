@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.errors import AttnLabError, InvalidCall, InvalidCase
 from attnlab.case.public import as_case
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
@@ -27,6 +27,11 @@ from attnlab.weights.other_case import other_case
 from attnlab.weights.size import check_numbers
 from attnlab.weights.xray import XRay
 
+NO_RUNNER = (
+    "backend must be given to X-ray a saved call, which holds no kernel: --kernel mine.py:my_attention, "
+    "--source VLLM, or --backend (model measures attnlab's own model)"
+)
+
 
 def xray(
     case: Case | KernelCall | str,
@@ -43,19 +48,22 @@ def xray(
 
     - ``case``: a Case, a pytest id, or a KernelCall such as a captured one.
     - ``backend``: whose kernel runs: a name as in ``Case.backend``, such as "mine.py:fn", or a Backend.
-      Default: the Case's, the models for a KernelCall.
+      Default: the Case's. A KernelCall holds no kernel, so it needs a backend.
     - ``confirm``: a description must also predict another Case, which is measured if one is found. A
       KernelCall has no other Case.
     - ``limit_s``: time for the search for a description, in seconds.
     - ``changes``: fields of the Case; of a KernelCall, where it ran, for example ``platform="sm_90"``.
 
-    Raises InvalidCase for an op without values (a cache write), and InvalidCall for a call that is too large.
+    Raises InvalidCase for an op without values (a cache write) and for a KernelCall without a backend, and
+    InvalidCall for a call that is too large, and NotDeterministic if equal runs of the kernel differ.
     """
     lab = lab or default_lab()
     if isinstance(case, KernelCall):
         if call_platform := case.origin.platform:
             changes.setdefault("platform", call_platform)
-        chosen = backend if backend is not None else changes.pop("backend", "model")
+        chosen = backend if backend is not None else changes.pop("backend", None)
+        if chosen is None:
+            raise InvalidCase(NO_RUNNER, field="backend")
         if isinstance(chosen, str):
             return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
         subject = _of_call(case, Case(**changes), chosen)

@@ -4,14 +4,23 @@ import io
 import shlex
 
 import pytest
+import torch
 from helpers.commands import SEED_ID, document, error_line, printed
 
+import attnlab.cli.decode_error as cli
+from attnlab.case import platforms
 from attnlab.case.case import Case
 
 TEXT = (
     "Mismatched elements: 8192 / 43720704 (0.0%)\n"
     "Greatest absolute difference: 1.685546875 at index (5336, 0, 0) (up to 0.0001 allowed)"
 )
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    """Answer the same on every machine."""
+    monkeypatch.setattr(cli, "machine_platform", lambda: None)
 
 
 def test_the_recorded_failure(capsys, monkeypatch, tmp_path):
@@ -218,3 +227,71 @@ def test_the_whole_output_of_pytest(capsys, monkeypatch):
     assert (found["mismatched"], found["total"]) == (8192, 43720704)
     assert found["max_abs_error"] == 1.685546875
     assert found["kernel"] == "paged_attention_rocm"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Mismatched elements: 8192 / 43720704 … index (5336, 0, 0)",
+        "at index (5336, 0, 0): Mismatched elements: 8192 / 43720704",
+        "Greatest relative difference: inf at index (7, 0, 0)\nindex: (5336, 0, 0), Mismatched elements: "
+        "8192 / 43720704",
+        "Greatest absolute difference: 1.5 at index (5336, 0, 0), Mismatched elements: 8192 / 43720704",
+    ],
+)
+def test_the_parts_of_a_text_may_have_any_order(capsys, monkeypatch, text):
+    found = decoded(capsys, monkeypatch, text, "--test-id", SEED_ID)
+    assert (found["mismatched"], found["total"], found["row"]) == (8192, 43720704, 5336)
+
+
+def test_a_count_does_not_say_which_rows(capsys, monkeypatch):
+    """8192 elements may be spread over many rows."""
+    sentences = decoded(capsys, monkeypatch, TEXT, "--test-id", SEED_ID)["sentences"]
+    (count,) = (one for one in sentences if one.startswith("8192"))
+    assert (
+        "as many as 1 row of all heads have; which rows they are in, the text does not say" in count
+    )
+
+
+def test_weights_that_do_not_sum_to_1_are_not_ruled_out(capsys, monkeypatch):
+    """A softmax without its division gives 0.0598 from values within 0.001; it is no average of them."""
+    text = TEXT.replace("1.685546875", "0.0598")
+    (why,) = (one for one in decoded(capsys, monkeypatch, text)["sentences"] if "0.0598" in one)
+    assert "is no average: it was not written" in why
+    assert "its weights do not sum to 1" in why
+    assert "was not computed from them" not in why
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "platform", "words"),
+    [
+        (None, [], "gfx942", "is assumed: no GPU is seen here"),
+        ("sm_90", [], "sm_90", "of this machine's GPU"),
+        (None, ["--platform", "sm_80"], "sm_80", "of the case"),
+        ("sm_90", ["--platform", "gfx950"], "gfx950", "of the case"),
+    ],
+)
+def test_the_first_sentence_is_about_the_platform(
+    capsys, monkeypatch, machine, flags, platform, words
+):
+    """It decides which kernel is named."""
+    monkeypatch.setattr(cli, "machine_platform", lambda: machine)
+    for text in (TEXT, DTYPES):
+        found = decoded(capsys, monkeypatch, text, "--test-id", SEED_ID, *flags)
+        assert found["sentences"][0].startswith(f"platform {platform} (")
+        assert words in found["sentences"][0]
+    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    first = printed(capsys, ["decode-error", "--test-id", SEED_ID, *flags], 0)[:90]
+    assert ("assumed" in first) == (words.startswith("is assumed"))
+
+
+def test_the_platform_of_a_machine(monkeypatch):
+    """Without a driver torch is not asked; a GPU without rules here is none."""
+    monkeypatch.setattr(platforms, "_DRIVERS", ("/no/such",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
+    assert platforms.machine_platform() is None
+    monkeypatch.setattr(platforms, "_DRIVERS", ("/dev/null",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, found in (("sm_90", "sm_90"), ("gfx906", None)):
+        monkeypatch.setattr(platforms, "platform_of", lambda device, name=name: name)
+        assert platforms.machine_platform() == found

@@ -5,7 +5,9 @@ import json
 import pytest
 from helpers import faulty_attention
 
+from attnlab.case.case import Case
 from attnlab.cli.main import main
+from attnlab.lab.lab import Lab
 
 FLAGS = (
     *(
@@ -20,6 +22,10 @@ FLAGS = (
     ),
     *("--query-lens", "3,9", "--ctx-lens", "40,67", "--distribution", "normal"),
 )
+FIELDS = {
+    **{"op": "context_attention_fwd", "num_heads": 2, "head_size": 32, "block_size": 16},
+    **{"query_lens": (3, 9), "ctx_lens": (40, 67), "distribution": "normal"},
+}
 HALVED = f"{faulty_attention.__file__}:halved"
 
 
@@ -28,6 +34,21 @@ def test_exit_code_and_document(capsys):
     assert json.loads(capsys.readouterr().out)["status"] == "right"
     assert main(["xray", *FLAGS, "--kernel", HALVED, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "described"
+
+
+def test_a_saved_call_is_measured_with_a_kernel_only(tmp_path, capsys):
+    """A call holds no kernel; without one, the lab's model was measured and found right."""
+    call = Lab().call(Case(**FIELDS))
+    file = tmp_path / "call.safetensors"
+    call.save(file)
+    assert main(["xray", "--call", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert "backend must be given to X-ray a saved call" in captured.err
+    assert captured.out == ""
+    assert main(["xray", "--call", str(file), "--kernel", HALVED, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "described"
+    assert main(["xray", "--call", str(file), "--source", "/no/such"]) == 2
+    assert "/no/such" in capsys.readouterr().err
 
 
 def test_the_page_is_one_file_with_both_themes(tmp_path, capsys):

@@ -23,6 +23,7 @@ from attnlab.lab.lab import Lab
 from attnlab.show.sheets import plain
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import make_cache
+from attnlab.tensors.case_call import make_output
 
 
 def test_a_correct_run_has_nothing_wrong():
@@ -71,6 +72,23 @@ def test_the_missing_token_is_found_below_the_tolerance():
     assert diagnosis.cause.name == "newest_slot_unwritten"
     assert diagnosis.largest < 1e-5
     assert diagnosis.is_within_tolerance
+
+
+def test_the_largest_error_is_not_the_largest_in_units_of_its_bound():
+    """An error of 0.9 in a row with a sharp bound was stated as the largest, although one is 1."""
+    case, lab = hostile(output_init="recycled"), Lab(device="cpu")
+    output = lab.output(case).clone()
+    output[31, 2, 5] += 1.0
+    output[20, 3, 7] += 0.9  # its bound is sharper
+    found = diagnose(case, output, lab=lab, propose=False)
+    assert found.largest == pytest.approx(1.0, abs=0.01)
+    assert (found.place.row, found.place.head) == (31, 2)
+    assert (found.place_in_bounds.row, found.place_in_bounds.head) == (20, 3)
+    first = found.sentences()[0]
+    assert "the largest absolute error, 0.9998, is in" in first
+    assert "relative to its rounding bound, the largest is" in first
+    document = found.to_dict()
+    assert (document["place"]["row"], document["place_in_bounds"]["row"]) == (31, 20)
 
 
 def test_the_missing_token_is_excluded_by_value():
@@ -255,15 +273,37 @@ def test_without_the_planted_defect_nothing_is_named():
 def test_reruns_find_rows_that_depend_on_unwritten_memory():
     case = hostile(stage="int32_before_cumsum", empty_slots="zeros", output_init="zeros")
     lab = Lab()
-    dependence = find_dependence(lab.output, case, lab.output(case))
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    dependence = find_dependence(lab.output, case, lab.output(case), every)
     assert dependence.unwritten.tolist() == [31, 49, 90, 91, 95]
     assert dependence.on_slots.tolist() == dependence.on_finite_slots.tolist() == [0]
+
+
+def test_a_row_that_writes_what_the_buffer_held_is_not_unwritten():
+    """Recycled memory may hold the result; a second run with another buffer decides, for wrong rows alone."""
+    case, lab = hostile(output_init="recycled"), Lab()
+    before = make_output(case)
+
+    def same_as_before(one):
+        output = lab.output(one).clone()
+        output[20] = before[20]
+        return output
+
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    assert (
+        find_dependence(same_as_before, case, same_as_before(case), every).unwritten.tolist() == []
+    )
+    unwritten = hostile(stage="int32_before_cumsum")
+    right = torch.zeros(unwritten.lengths.num_tokens, dtype=torch.bool)
+    found = find_dependence(lab.output, unwritten, lab.output(unwritten), right)
+    assert found.unwritten.tolist() == []
 
 
 def test_reruns_find_rows_that_depend_on_nan_alone():
     """Up to vLLM 0.11.2, values after the last token are multiplied by 0."""
     case, lab = hostile(release="0.11.2", empty_slots="zeros", sm_scale=0.125), Lab()
-    dependence = find_dependence(lab.output, case, lab.output(case))
+    every = torch.ones(case.lengths.num_tokens, dtype=torch.bool)
+    dependence = find_dependence(lab.output, case, lab.output(case), every)
     assert len(dependence.on_slots) > 0
     assert len(dependence.on_finite_slots) == 0
 

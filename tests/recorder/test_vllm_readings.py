@@ -6,9 +6,13 @@ import pytest
 import torch
 from helpers.cases import hostile
 
+from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.diagnosis.decision import collect_evidence
+from attnlab.diagnosis.error_location import locate
+from attnlab.lab.lab import Lab
 from attnlab.recorder.argument_names import BoundArguments, read_arguments
 from attnlab.recorder.reading import call_of_reading
 from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
@@ -56,6 +60,36 @@ def test_a_buffer_that_held_the_output_before_shows_no_unwritten_rows():
         call = dataclasses.replace(given, before=given.output.clone())
         names = [one.name for one in diagnose_captured(call, case).explanations]
         assert "rows_never_written" not in names
+
+
+def test_a_buffer_with_right_rows_shows_no_unwritten_rows():
+    """Recycled memory holds results of an earlier call: a right row, and a wrong one that recurs."""
+    given = make_problem(hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))).call
+    output = Lab(device="cpu").output(hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33)))
+    given.output.copy_(output)
+    before = torch.full_like(output, 7.0)
+    given.output[4] *= 2
+    for rows, unwritten in ([4], [4]), ([0, 4], []):
+        held = before.clone()
+        held[rows] = given.output[rows]
+        found = diagnose_captured(dataclasses.replace(given, before=held), Case())
+        assert found.wrong_rows == 1
+        assert found.unwritten == unwritten
+    assert not any("kernel wrote" in one for one in found.sentences())
+
+
+def test_a_right_row_is_not_unwritten():
+    """Its buffer held the result already."""
+    case = hostile(op=UNIFIED, query_lens=(5, 1), ctx_lens=(20, 33))
+    call, lab = make_problem(case).call, Lab(device="cpu")
+    call.output.copy_(lab.output(case))
+    evidence = collect_evidence(
+        dataclasses.replace(make_problem(case), before=call.output.clone()),
+        call.output,
+        locate(make_problem(case), call.output),
+        (),
+    )
+    assert evidence.unwritten.tolist() == []
 
 
 def test_the_page_of_an_fp8_call():

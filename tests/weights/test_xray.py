@@ -265,7 +265,7 @@ def test_rows_with_a_nan_query_cannot_be_read_and_the_others_can():
     query = call.query.clone()
     query[2] = torch.nan
     call = dataclasses.replace(call, query=query)
-    found = attnlab.xray(call)
+    found = attnlab.xray(call, backend="model")
     assert found.status == "undecided"
     assert not found.measurement.finite[2]
     assert any(one.startswith("every other row attends") for one in found.sentences)
@@ -275,7 +275,14 @@ def test_rows_with_a_nan_query_cannot_be_read_and_the_others_can():
 
 def test_a_call_without_a_case_is_measured():
     call = attnlab.Lab().call(Case(**FIELDS))
-    assert attnlab.xray(call, platform="sm_90").status == "right"
+    assert attnlab.xray(call, backend="model", platform="sm_90").status == "right"
+
+
+def test_a_call_without_a_kernel_is_not_measured():
+    """The lab's model would be measured, whatever kernel the call came from."""
+    call = attnlab.Lab().call(Case(**FIELDS))
+    with pytest.raises(InvalidCase, match=r"backend must be given .* holds no kernel"):
+        attnlab.xray(call)
 
 
 def test_an_op_without_values_is_refused():

@@ -48,6 +48,10 @@ class CudaBackend(Backend):
         return self.source.text()
 
     @property
+    def is_deterministic(self) -> bool:
+        return True
+
+    @property
     def release(self) -> str:
         return self.source.rules or RELEASES[-1]
 

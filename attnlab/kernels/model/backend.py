@@ -77,6 +77,10 @@ class ModelBackend(Backend):
     )
 
     @property
+    def is_deterministic(self) -> bool:
+        return True
+
+    @property
     def release(self) -> str:
         return self.rules
 

@@ -68,6 +68,10 @@ class RocmBackend(Backend):
         return native_text() if self.source is None else self.source.text()
 
     @property
+    def is_deterministic(self) -> bool:
+        return True
+
+    @property
     def release(self) -> str:
         known = None if self.source is None else self.source.rules
         return known or super().release

@@ -114,6 +114,11 @@ class VllmBackend(Backend):
         return (*source, "--device", self.device)
 
     @property
+    def is_deterministic(self) -> bool:
+        """Answer whether Triton's interpreter runs the kernels, one program after another."""
+        return self.device == "cpu"
+
+    @property
     def release(self) -> str:
         return self.source.rules or RELEASES[-1]
 

@@ -55,6 +55,7 @@ def diagnosis(one: "Diagnosis") -> Sheet:
     title = "candidates at the failing place; sizes are largest absolute errors"
     covered = f"{one.looked_at[0]} of {one.looked_at[1]} rows examined, {one.seconds:.1f} s"
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
+    head = head if one.instability is None else f"{head}: not deterministic"
     command = None if one.distinction is None else one.distinction.command
     return Sheet(
         kind="Diagnosis",
