@@ -8,11 +8,13 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.diagnosis.kernel_location import KernelLine
+
+if TYPE_CHECKING:
+    from attnlab.diagnosis.kernel_location import KernelLine
 
 KINDS = {
     "wrong_output": "the output differs from the reference by more than rounding",
@@ -62,7 +64,7 @@ class Finding(Shown):
     seen: int = 1
     first: Case | None = None
     flags: tuple[str, ...] = ()
-    lines: tuple[KernelLine, ...] = ()
+    lines: "tuple[KernelLine, ...]" = ()
     no_lines: str = ""
     names: tuple[str, ...] = ()
     wrong_in: tuple[str, ...] = ()

@@ -35,6 +35,14 @@ class Release:
     backend: VllmBackend
 
 
+def releases_of(paths: Mapping[str, Path], device: str) -> list[Release]:
+    """Return the releases at some paths, which are given by version, with their ops on a device."""
+    return [
+        Release(version=version, backend=VllmBackend(path=path, requested_device=device))
+        for version, path in paths.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan:
     """What a check of releases runs. ``releases``: the oldest first; the other fields as in :class:`Plan`."""
@@ -42,7 +50,7 @@ class ReleasePlan:
     releases: tuple[Release, ...]
     ops: tuple[str, ...]
     platform: str = "sm_90"
-    cases: int = 31
+    cases: int | None = None
     seed: int = 0
     case_limit_s: float = 60.0
     costs: Costs = field(default_factory=packaged_costs, repr=False)

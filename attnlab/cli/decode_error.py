@@ -20,7 +20,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.lab.decode_error import decode
     from attnlab.lab.error_text import ErrorText
 
     found = ErrorText.read(read_text(args.file))
@@ -28,7 +27,11 @@ def _run(args: argparse.Namespace) -> int:
         args.test_id = found.test_id
     else:  # the Case is given: an id in the text does not matter
         found = dataclasses.replace(found, test_id=args.test_id, refusal="")
-    decoded = decode(found, case_of(args))
+    case = case_of(args)
+
+    from attnlab.lab.decode_error import decode
+
+    decoded = decode(found, case)
     if args.json:
         print_json(decoded.to_dict())
     else:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.case.ops import TRITON_OPS
-from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.check import add_conditions, step_text
+from attnlab.case.output_file import HTML, check_output_file, write_text
+from attnlab.cli.check import add_conditions, check_run_flags, step_text
 from attnlab.cli.check_output import add_scaling
 from attnlab.cli.command import Command
 from attnlab.cli.output import notice, print_json, progress, show
 from attnlab.tasks.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.release_plan import Release
     from attnlab.checker.release_table import ReleaseTable
 
 CODES = (
     "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
     "signal n"
 )
+_ARCHIVES = (".whl", ".tar.gz", ".zip")
 _DOCUMENT = """\
 --json prints one object:
   releases, device, platform, cases, cases_run, seconds, versions
@@ -66,15 +66,23 @@ def add_page(group: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_page(args)
+    check_run_flags(args)
+    found = _of_folder(args) if args.sources is not None else _of_index(args)
+    if args.out is not None:
+        from attnlab.tasks.store import check_store_folder
+
+        check_store_folder(args.out)
+
     from attnlab.checker.public import release_plan
+    from attnlab.checker.release_plan import releases_of
     from attnlab.checker.releases import check_releases
     from attnlab.tasks.engines import find_engine
     from attnlab.tasks.shard import Shard
 
-    check_page(args)
     shard = Shard.parse(args.shard)
     plan = release_plan(
-        _releases(args),
+        releases_of(found, args.device),
         ops=args.op,
         platform=args.platform,
         cases=args.cases,
@@ -107,9 +115,7 @@ def check_page(args: argparse.Namespace) -> None:
     """Raise InvalidCase if the page or its JSON cannot be written, before anything runs."""
     if args.page is None:
         return
-    if args.page.suffix.lower() not in (".html", ".htm"):
-        refuse("page", "a file that ends with .html", str(args.page))
-    check_output_file(args.page, "page")
+    check_output_file(args.page, "page", HTML)
     check_output_file(args.page.with_suffix(".json"), "page")
 
 
@@ -134,18 +140,6 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
         print(f"not run: {count} of {table.cases} cases")
 
 
-def _releases(args: argparse.Namespace) -> list["Release"]:
-    """Return the releases of the arguments, the oldest first; download their ops if they are missing."""
-    from attnlab.checker.release_plan import Release
-    from attnlab.kernels.vllm.backend import VllmBackend
-
-    found = _of_folder(args) if args.sources is not None else _of_index(args)
-    return [
-        Release(version=version, backend=VllmBackend(path=path, requested_device=args.device))
-        for version, path in found.items()
-    ]
-
-
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
     from attnlab.kernels.vllm.release_ops import fetch_ops, releases_between
@@ -167,21 +161,10 @@ def _of_index(args: argparse.Namespace) -> dict[str, Path]:
 def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     """Return the vLLMs in the folder --sources, by version."""
     from attnlab.kernels.vllm.release_ops import order
-    from attnlab.kernels.vllm.source import find_source
 
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
-    found: dict[str, Path] = {}
-    for path in sorted(args.sources.iterdir()):
-        version = find_source(path).version
-        if version in found:
-            text = (
-                f"sources must have each release once, got {version} in {found[version]} and {path}"
-            )
-            raise InvalidCase(text, field="sources")
-        found[version] = path
-    if not found:
-        refuse("sources", "a folder with releases of vLLM", str(args.sources))
+    found = _in_folder(args.sources)
     if args.releases is not None:
         first, last = _ends(args.releases)
         for version in (first, last):
@@ -189,6 +172,36 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
                 refuse("releases", f"one of {', '.join(sorted(found, key=order))}", version)
         found = {v: p for v, p in found.items() if order(first) <= order(v) <= order(last)}
     return {version: found[version] for version in sorted(found, key=order)}
+
+
+def _in_folder(folder: Path) -> dict[str, Path]:
+    """Return the vLLMs in a folder, by version; print what else is in it.
+
+    Raises InvalidCase for an archive that is not a vLLM, a release that is there twice, and no release.
+    """
+    from attnlab.kernels.vllm.source import find_source
+
+    found: dict[str, Path] = {}
+    strays = []
+    for path in sorted(folder.iterdir()):
+        try:
+            version = find_source(path).version
+        except InvalidCase:
+            if path.name.endswith(_ARCHIVES):
+                raise
+            strays.append(path.name)
+            continue
+        if version in found:
+            text = (
+                f"sources must have each release once, got {version} in {found[version]} and {path}"
+            )
+            raise InvalidCase(text, field="sources")
+        found[version] = path
+    if not found:
+        refuse("sources", "a folder with releases of vLLM", str(folder))
+    if strays:
+        notice(f"left out of {folder}, because it is not a vLLM: {', '.join(strays)}")
+    return found
 
 
 def _ends(text: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Number
+from attnlab.case.fields import Number, refuse
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
@@ -33,15 +33,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.replay.public import one_backend
-    from attnlab.replay.shrinking import Judge, shrink
-
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
         raise InvalidCase(f"seconds must be positive, got {seconds:g}", field="seconds")
-    call, case, given = read_given(args)
     out = args.out or Path(f"{args.call.stem}-small.safetensors")
+    if out.suffix == ".py":
+        refuse("out", "a file that does not end with .py, which is the script's name", str(out))
     check_output_file(out, "out")
+    call, case, given = read_given(args)
+
+    from attnlab.replay.public import one_backend
+    from attnlab.replay.shrinking import Judge, shrink
+
     backend = one_backend(args.source, args.backend, args.device)
     judge = Judge(backend=backend, case=case, given=given)
     with progress("shrinking") as on_step:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.commands import error_line
 
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import Finding
@@ -144,33 +145,61 @@ def test_merged_shards_give_the_table_of_the_whole(plan: ReleasePlan) -> None:
     assert str(plan.releases[0].backend.path) not in str(header)
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["0.12.0..0.17.0"], "releases must be one of 0.12.0, 0.13.0,"),
+        (["--out", "full"], "out must be a new folder, an empty one or a store"),
+        (["--op", "unified_attention", "--engine", "nothing"], "engine must be"),
+        (["--times", "none"], "none must be a store"),
+    ],
+)
 def test_wrong_arguments_are_one_line(
+    plan: ReleasePlan,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    words: str,
+) -> None:
+    """Exit code 2, and one line that names the field."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    sources = plan.releases[0].backend.path.parent
+    (tmp_path / "other").mkdir()
+    for path in sources.glob("0.*"):
+        (tmp_path / "other" / path.name).symlink_to(path)
+    line = error_line(capsys, ["releases", *argv, "--sources", "other"])
+    assert line.startswith(f"attnlab: {words}")
+
+
+def test_a_folder_that_has_a_release_twice_is_refused(
     tmp_path: Path, plan: ReleasePlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, and nothing on standard output."""
-    sources = ["--sources", str(tmp_path)]
-    for argv in (
-        ["0.12.0..0.17.0", *sources],
-        ["0.14.0..0.12.0", *sources],
-        ["0.12..0.13.0", *sources],
-        [*sources, "--shard", "4/3"],
-        [*sources, "--page", str(tmp_path / "page.txt")],
-        [*sources, "--op", "unified_attention", "--engine", "nothing"],
-        ["--sources", str(tmp_path / "none")],
-        [],
-    ):
-        assert main(["releases", *argv]) == 2, argv
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.count("\n") == 1, printed.err
-
-
-def test_a_folder_that_has_a_release_twice_is_refused(tmp_path: Path, plan: ReleasePlan) -> None:
     """Both paths are named."""
     assert plan.releases
     (tmp_path / "again").symlink_to(tmp_path / "0.12.0")
-    assert main(["releases", "--sources", str(tmp_path)]) == 2
+    line = error_line(capsys, ["releases", "--sources", str(tmp_path)])
+    assert line.startswith("attnlab: sources must have each release once, got 0.12.0 in ")
+    assert f"{tmp_path / '0.12.0'} and {tmp_path / 'again'}" in line
     with pytest.raises(InvalidCase):
         op_digest(
             _release(tmp_path, "0.17.0", triton_unified_attention="def (").backend.source, OPS[0]
         )
+
+
+def test_a_file_that_is_not_a_vllm_is_left_out(
+    tmp_path: Path, plan: ReleasePlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named; a damaged archive is refused, because it may be a release."""
+    assert plan.releases
+    (tmp_path / "notes.txt").write_text("the releases")
+    (tmp_path / "store").mkdir()
+    argv = ["releases", "0.16.0", "--sources", str(tmp_path), "--op", "merge_attn_states"]
+    assert main([*argv, "--cases", "1", "--engine", "local:1"]) in (1, 3)
+    notice = capsys.readouterr().err
+    assert "because it is not a vLLM: notes.txt, store" in notice
+    (tmp_path / "vllm-0.17.0.whl").write_text("no archive")
+    line = error_line(capsys, argv)
+    assert line.startswith(f"attnlab: {tmp_path / 'vllm-0.17.0.whl'}") or "source must" in line
