@@ -33,7 +33,8 @@ _DOCUMENT = """\
   source, version, cases, cases_run, seconds
   ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
   findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, names, run, first,
-    lines, no_lines}; names: all defects that explain the output
+    lines, no_lines, description}; names: all defects that explain the output; description: their texts, or
+    the rules that reproduce it
   with --locate, lines of a finding are {file, line, source, score, evidence, reason}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran
@@ -281,7 +282,8 @@ def _is_measured(args: argparse.Namespace) -> bool:
 
 def step_text(title: str, progress: "Progress") -> str:
     """Return how far a check has come, in words."""
-    parts = [title if progress.step == "cases" else f"{title}: shrinking the findings"]
+    steps = {"shrinking": ": shrinking the findings", "native": ": the findings on a GPU"}
+    parts = [title + steps.get(progress.step, "")]
     if progress.findings:
         parts.append(f"{progress.findings} with a fault")
     if progress.remaining_s is not None:

@@ -2,10 +2,11 @@
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.ops import TRITON_OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
@@ -17,6 +18,7 @@ from attnlab.tasks.interrupts import interruptible
 
 if TYPE_CHECKING:
     from attnlab.checker.release_table import ReleaseTable
+    from attnlab.tasks.engine import Engine, Stop
 
 CODES = (
     "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
@@ -27,9 +29,12 @@ _DOCUMENT = """\
 --json prints one object:
   releases, device, platform, cases, cases_run, seconds, versions
   ops: {release: {op: the release whose identical op ran}}; an absent op is left out
-  faults: list of {op, kind, diagnosis, first, last, cells: {release: state}, evidence, case, run}
+  faults: list of {op, kind, diagnosis, names, description, native, native_runs, first, last,
+    cells: {release: state}, evidence, case, run}; native: yes, no, not runnable or not tried;
+    native_runs: {release: {is_confirmed, why}}
   states: the meaning of each state
-  not_run: list of {op, reason, cases, run}; op has the release before it"""
+  not_run, left_out: lists of {op, reason, cases, run}; op has the release before it; left_out: what an op
+    does not support, or what violates its contract"""
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +56,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--op", action="append", choices=TRITON_OPS, help="check this op; repeatable (default: all)"
     )
     add_conditions(parser.add_argument_group("how to check them"))
-    add_scaling(parser.add_argument_group("where to run it"))
+    place = parser.add_argument_group("where to run it")
+    add_scaling(place)
+    place.add_argument(
+        "--native",
+        action="store_true",
+        help="with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
+        "whether it confirms the fault",
+    )
     add_page(parser.add_argument_group("files to write"))
 
 
@@ -68,6 +80,8 @@ def add_page(group: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_page(args)
     check_run_flags(args)
+    if args.native and args.device != "cpu":
+        refuse("device", "cpu with native", args.device)
     found = _of_folder(args) if args.sources is not None else _of_index(args)
     if args.out is not None:
         from attnlab.tasks.store import check_store_folder
@@ -95,10 +109,12 @@ def _run(args: argparse.Namespace) -> int:
         interruptible() as stop,
         progress(title) as on_step,
         find_engine(args.engine or "local", args.device, stop) as engine,
+        _gpu(args.native, stop) as native,
     ):
         table = check_releases(
             plan,
             engine,
+            native=native,
             shard=shard,
             out=args.out,
             seconds=args.seconds,
@@ -109,6 +125,19 @@ def _run(args: argparse.Namespace) -> int:
         notice("interrupted; the table has what ran")
     print_table(args, table)
     return stop.exit_code or table.exit_code
+
+
+def _gpu(is_wanted: bool, stop: "Stop") -> "AbstractContextManager[Engine | None]":
+    """Return the engine of this machine's GPUs, if it is wanted. Raises Unavailable if there is none."""
+    if not is_wanted:
+        return nullcontext()
+    import torch
+
+    from attnlab.tasks.engines import find_engine
+
+    if not torch.cuda.is_available():
+        raise Unavailable("native needs a GPU that torch can use")
+    return find_engine("local", "cuda", stop)
 
 
 def check_page(args: argparse.Namespace) -> None:
