@@ -24,8 +24,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="the file of the smaller call; the script has the same name with .py (default: "
-        "CALL-small.safetensors in the current folder)",
+        help="the file of the smaller call; its script, if there is one, has the same name with .py "
+        "(default: CALL-small.safetensors in the current folder)",
     )
     group.add_argument(
         "--seconds", metavar="S", help="run no further call after this time (default: 120)"
@@ -97,13 +97,15 @@ def _write(
 
 COMMAND = Command(
     name="shrink",
-    purpose="Find the smallest call that still fails, and write it with a script that reproduces it.",
+    purpose="Find the smallest call that still fails, and write it.",
     arguments="CALL",
     examples=(
         "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
         "attnlab shrink call.safetensors --backend mine.py:my_attention --seconds 30",
     ),
     exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written",
+    notes="With --source, or --backend vllm, a script is written, too, that reproduces the fault with torch, "
+    "Triton and vLLM alone. Other backends have none, and some calls do not; the command states why.",
     add_flags=_add_flags,
     run=_run,
 )

@@ -1,8 +1,12 @@
 """A check of many releases: what runs, what they share, and the state of each release for a fault."""
 
+import importlib.util
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers.commands import error_line
@@ -352,3 +356,80 @@ def test_a_file_that_is_not_a_vllm_is_left_out(
     (tmp_path / "vllm-0.17.0.whl").write_text("no archive")
     line = error_line(capsys, argv)
     assert line.startswith(f"attnlab: {tmp_path / 'vllm-0.17.0.whl'}") or "source must" in line
+
+
+def tool() -> ModuleType:
+    """Return tools/releases.py."""
+    path = Path(__file__).parents[2] / "tools" / "releases.py"
+    spec = importlib.util.spec_from_file_location("releases_tool", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("native", "code", "words"),
+    [
+        (wrong("a"), 0, "on a GPU: yes 1"),
+        (sound, 1, "on a GPU: no 1\nno: unified_attention, wrong_output, a"),
+        (lambda case: "no bfloat16", 0, "on a GPU: not runnable 1"),
+    ],
+)
+def test_the_tool_makes_the_page_of_two_releases(
+    plan: ReleasePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    native: Kernel,
+    code: int,
+    words: str,
+) -> None:
+    """It runs the command itself, in which engines stand for the interpreter and the GPU."""
+    kernels = {"0.12.0": wrong("a"), "0.14.0": wrong("a")}
+    engine, gpu = FakeEngine(kernels=kernels), FakeEngine(kernels=dict.fromkeys(kernels, native))
+    monkeypatch.setattr("attnlab.tasks.engines.find_engine", lambda *args: engine)
+    monkeypatch.setattr("attnlab.cli.releases._gpu", lambda is_wanted, stop: gpu)
+    page = tmp_path / "page.html"
+    words_of_command = [
+        "0.12.0..0.14.0",
+        "--cases",
+        "2",
+        "--op",
+        OPS[0],
+        "--out",
+        str(tmp_path / "s"),
+    ]
+    argv = [
+        *words_of_command,
+        "--sources",
+        str(plan.releases[0].backend.path.parent),
+        "--page",
+        str(page),
+    ]
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(sys, "argv", ["releases.py", *argv, "--engine", "local:2"])
+    assert tool().main() == code
+    assert words in capsys.readouterr().out
+    assert (engine.devices[0], gpu.devices) == ("cpu", ["cuda"])
+    table = json.loads(page.with_suffix(".json").read_text())
+    assert [fault["first"] for fault in table["faults"]] == ["0.12.0"]
+    assert "Confirmed natively" in page.read_text()
+
+
+def test_the_command_runs_with_its_defaults(
+    plan: ReleasePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All cases of each op run unless --cases is given."""
+    assert plan.releases
+    engine = FakeEngine(kernels={"0.15.0": wrong("a", if_op=OPS[1])}, most=10**6)
+    monkeypatch.setattr("attnlab.tasks.engines.find_engine", lambda *args: engine)
+    argv = ["releases", "--sources", str(tmp_path), "--op", OPS[1], "--json"]
+    assert main(argv) == 1
+    table = json.loads(capsys.readouterr().out)
+    assert table["cases_run"] > 20
+    assert [fault["diagnosis"] for fault in table["faults"]] == ["a"]
+    engine.kernels = {"0.15.0": sound}
+    assert main(argv) == 0
