@@ -5,10 +5,10 @@ python tools/releases.py                 the releases of the table in the README
 python tools/releases.py 0.10.2 0.33.0   others
 
 The first form runs ``attnlab releases --native`` on a machine that needs no network: DIR has a wheel, an
-sdist or a folder of each release. Every case runs under the interpreter, and the smallest case of each fault on
-the GPU. ``--triton FOLDER`` takes Triton from this folder. ``--out STORE`` keeps what ran, so that the same
-command continues after ``--seconds``. Other flags are those of ``attnlab releases``. Exit codes: 0 all ran, and
-every fault is confirmed or cannot run on the GPU; 1 the GPU does not confirm a fault; 2 bad input; 3 not all
+sdist or a folder of each release. Every case runs under the interpreter, the smallest case of each fault on
+the GPU, too. ``--triton FOLDER`` takes Triton from there. ``--out STORE`` keeps what ran, so that the same
+command continues after ``--seconds``. Other flags are those of ``attnlab releases``. Exit codes: 0 all ran,
+and each fault is confirmed or cannot run there; 1 the GPU does not confirm a fault; 2 bad input; 3 not all
 ran.
 
 The second form prints a Markdown table. A small batch of ragged lengths, N(0, 1) in float16, 6 heads on 3 KV
