@@ -1,19 +1,34 @@
-"""Print which vLLM releases load and run, as a Markdown table.
+"""Make the table of the faults of many releases, or print which releases load and run.
 
+python tools/releases.py --sources DIR --page docs/releases.html     the page and its JSON, with a GPU's mark
 python tools/releases.py                 the releases of the table in the README, fetched where missing
 python tools/releases.py 0.10.2 0.33.0   others
 
-A small batch of ragged lengths, N(0, 1) in float16, 6 heads on 3 KV heads, with each op under Triton's
-interpreter. "matches" is an error against the reference of at most 2e-3: two roundings to float16; a cache
-write must give the same bytes. The last column runs the prefill on a block whose offset is beyond 2^31
-elements; its caches have 8 GiB of addresses, of which little is touched.
+The first form runs ``attnlab releases --native`` on a machine that needs no network: DIR has a wheel, an
+sdist or a folder of each release. Every case runs under the interpreter, the smallest case of each fault on
+the GPU, too. ``--triton FOLDER`` takes Triton from there. ``--out STORE`` keeps what ran, so that the same
+command continues after ``--seconds``. Other flags are those of ``attnlab releases``. Exit codes: 0 all ran,
+and each fault is confirmed or cannot run there; 1 the GPU does not confirm a fault; 2 bad input; 3 not all
+ran.
+
+The second form prints a Markdown table. A small batch of ragged lengths, N(0, 1) in float16, 6 heads on 3 KV
+heads, with each op under Triton's interpreter. "matches" is an error against the reference of at most 2e-3:
+two roundings to float16; a cache write must give the same bytes. The last column runs the prefill on a block
+whose offset is beyond 2^31 elements; its caches have 8 GiB of addresses, of which little is touched.
 """
 
+import argparse
+import json
+import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.cli.main import main as command_line
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.kernels.vllm import backend as vllm_ops
@@ -54,8 +69,53 @@ FAR = CASE.replace(
 )
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Make the page, or print the table; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=Path, metavar="DIR")
+    parser.add_argument("--page", type=Path, metavar="FILE.html")
+    parser.add_argument("--triton", type=Path, metavar="FOLDER")
+    args, more = parser.parse_known_args()
+    if args.sources is None and (args.page or any(word.startswith("-") for word in more)):
+        parser.error("--sources must be given with other flags")
+    if args.sources is None:
+        print_table(more or RELEASES)
+        return 0
+    if args.page is None:
+        parser.error("--page must be given with --sources")
+    return make_page(args.sources, args.page, args.triton, more)
+
+
+def make_page(sources: Path, page: Path, triton: Path | None, more: Sequence[str]) -> int:
+    """Run ``attnlab releases --native``, and print what the page has; return the exit code."""
+    if triton is not None:  # also for the workers, which are new processes
+        sys.path.insert(0, str(triton))
+        paths = [str(triton), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    command = ["releases", *more, "--sources", str(sources), "--native", "--page", str(page)]
+    code = command_line(command)
+    if code not in (0, 1, 3):
+        return code
+    table = json.loads(page.with_suffix(".json").read_text())
+    marks = Counter(fault["native"] for fault in table["faults"])
+    left = {name: sum(entry["cases"] for entry in table[name]) for name in ("not_run", "left_out")}
+    print(
+        f"{len(table['faults'])} faults in {len(table['releases'])} releases; "
+        f"{table['cases_run']} of {table['cases']} cases ran in {table['seconds']:.0f} s, "
+        f"{left['left_out']} left out, {left['not_run']} not run; on a GPU: "
+        + ", ".join(f"{mark} {count}" for mark, count in marks.items())
+    )
+    for fault in table["faults"]:
+        if fault["native"] != "yes":
+            print(f"{fault['native']}: {fault['op']}, {fault['kind']}, {fault['diagnosis']}")
+            print(f"  {fault['run']}")
+    if left["not_run"] or marks["not tried"]:
+        return 3
+    return 1 if marks["no"] else 0
+
+
+def print_table(versions: Sequence[str]) -> None:
+    """Print the table of which releases load and run."""
     heads = (
         "release",
         *OPS,
@@ -65,7 +125,7 @@ def main() -> None:
     )
     print("| " + " | ".join(heads) + " |")
     print("|" + " --- |" * len(heads))
-    for version in sys.argv[1:] or RELEASES:
+    for version in versions:
         try:
             cells = row(find_source(fetch(version)))
         except AttnLabError as error:
@@ -110,4 +170,4 @@ def leaks(lab: Lab, source: Source, release: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

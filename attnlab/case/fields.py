@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from attnlab.case.errors import InvalidCase
@@ -94,6 +95,17 @@ class BackendName(OneOf):
 def is_plugin(backend: str) -> bool:
     """Return whether the name of a backend has the form of a user's kernel."""
     return bool(ENTRY_POINT.fullmatch(backend) or _FILE_FUNCTION.fullmatch(backend))
+
+
+def check_plugin_file(backend: str) -> Path:
+    """Return the file of "FILE.py:FUNCTION". Raises InvalidCase if it does not exist."""
+    path = Path(backend.rpartition(":")[0]).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise InvalidCase(
+            f"backend must be FILE.py:FUNCTION of a file that exists, got {backend!r}",
+            field="backend",
+        )
+    return path
 
 
 @dataclass(frozen=True)

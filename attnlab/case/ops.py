@@ -6,6 +6,9 @@ tables keyed by the op's name.
 
 from dataclasses import dataclass
 
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import refuse
+
 RELEASES = ("0.11.2", "0.33.0")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -229,3 +232,19 @@ _ALL = (
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 DEFAULT_OP = WRAPPER
 TRITON_OPS = tuple(op.name for op in _ALL if op.is_triton)  # the ops of vLLM's Triton library
+
+
+def check_weighs_values(op: Op) -> None:
+    """Raise InvalidCase for an op that writes the cache."""
+    if op.writes_cache:
+        raise InvalidCase(
+            f"op must be an attention op, got {op.name}: it weighs no values, so there are no weights; "
+            "attnlab run compares the cache that it writes",
+            field="op",
+        )
+
+
+def check_scored(op: Op) -> None:
+    """Raise InvalidCase for an op whose tests have no score: one that writes the cache."""
+    if op.writes_cache:
+        refuse("op", "an attention op to be scored", op.name)

@@ -1,4 +1,4 @@
-"""Output files: the files and folders that the lab writes at a path of the user's choice.
+"""The files and folders at a path of the user's choice: what must exist, and how the lab writes one.
 
 A file is written next to its final place and then renamed, so that a reader never sees a part of it. Devices,
 pipes, sockets and folders are never replaced.
@@ -7,20 +7,26 @@ pipes, sockets and folders are never replaced.
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCall, InvalidCase
+
+HTML = (".html", ".htm")  # suffixes of a page
 
 
-def check_output_file(path: Path, field: str | None = None) -> None:
+def check_output_file(path: Path, field: str | None = None, suffixes: Sequence[str] = ()) -> None:
     """Check that a file can be written: it is new or a regular file, in a folder that can be written to.
 
-    Raises InvalidCase for ``field`` (default: the path itself) otherwise.
+    ``suffixes``: those that the file may have; () for any. Raises InvalidCase for ``field`` (default: the
+    path itself) otherwise.
     """
     name = str(path) if field is None else field.replace("_", "-")
     got = "" if field is None else f", got {path}"
+    if suffixes and path.suffix.lower() not in suffixes:
+        text = f"{name} must be a file that ends with {suffixes[0]}{got}"
+        raise InvalidCase(text, field=field)
     target = path.resolve()
     if not target.parent.is_dir():
         raise InvalidCase(f"{name} must be in an existing folder{got}", field=field)
@@ -28,6 +34,12 @@ def check_output_file(path: Path, field: str | None = None) -> None:
         raise InvalidCase(f"{name} must be a regular file or a new one{got}", field=field)
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise InvalidCase(f"{name} must be in a folder that you can write to{got}", field=field)
+
+
+def check_input_path(path: Path) -> None:
+    """Raise InvalidCall if there is no file or folder at a path of the user's."""
+    if not path.exists():
+        raise InvalidCall(f"{path} must be a file or a folder, got a path that does not exist")
 
 
 def make_output_folder(path: Path, field: str) -> None:

@@ -106,13 +106,18 @@ def evidence_label(
 def evidence_fields(
     lab: Lab, case: Case, output: torch.Tensor, diagnosis: Diagnosis, label: str
 ) -> dict[str, Any]:
-    """Return the names, and what separates faults of one label: ``wrong_in``, ``right_in``, ``contents``.
+    """Return the names, the description, and what separates faults of one label.
+
+    These are ``wrong_in``, ``right_in`` and ``contents``.
 
     A defect that explains only the rows of one kernel would change the others, too, if that kernel had it.
     """
     explanations = diagnosis.explanations
     kinds = {"decode" if n == 1 else "prefill" for n in case.lengths.query_lens}
-    fields: dict[str, Any] = {"names": tuple(one.name for one in explanations)}
+    fields: dict[str, Any] = {
+        "names": tuple(one.name for one in explanations),
+        "description": _description(diagnosis, label),
+    }
     if explanations:
         scopes = {one.scope.rows for one in explanations if one.scope is not None}
         wrong = scopes & kinds if scopes <= kinds else set[str]()
@@ -126,6 +131,16 @@ def evidence_fields(
     else:
         return fields
     return {**fields, "wrong_in": tuple(sorted(wrong)), "right_in": tuple(sorted(right))}
+
+
+def _description(diagnosis: Diagnosis, label: str) -> str:
+    """Return the text of each defect that explains an output, its rule, or the facts that reproduce it."""
+    if diagnosis.explanations:
+        return "; ".join(f"{one.name}: {one.text}" for one in diagnosis.explanations)
+    if label != diagnosis.status:
+        return label
+    pattern = diagnosis.pattern
+    return "; ".join(fact.sentence for fact in pattern.rules) if pattern.is_complete else ""
 
 
 def _kinds_of(lab: Lab, case: Case, output: torch.Tensor) -> set[str]:

@@ -6,13 +6,15 @@ error by itself.
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.diagnosis.kernel_location import KernelLine
+
+if TYPE_CHECKING:
+    from attnlab.diagnosis.kernel_location import KernelLine
 
 KINDS = {
     "wrong_output": "the output differs from the reference by more than rounding",
@@ -44,6 +46,8 @@ class Finding(Shown):
     - ``evidence``: what the run showed, in one sentence.
     - ``diagnosis``: the name of the defect that explains it, or the status of the diagnosis.
     - ``names``: all defects that explain the output of ``first``; several if that does not decide.
+    - ``description``: what is known of the fault besides its name: the text of each defect in ``names``, or
+      the rules that reproduce the output; "" if nothing is.
     - ``wrong_in``, ``right_in``: kinds of rows, "decode" and "prefill", in which the fault shows, and in
       which it would show if the kernel of these rows had it.
     - ``contents``: without a diagnosis, kinds of regularities that account for all wrong numbers.
@@ -63,9 +67,10 @@ class Finding(Shown):
     seen: int = 1
     first: Case | None = None
     flags: tuple[str, ...] = ()
-    lines: tuple[KernelLine, ...] = ()
+    lines: "tuple[KernelLine, ...]" = ()
     no_lines: str = ""
     names: tuple[str, ...] = ()
+    description: str = ""
     wrong_in: tuple[str, ...] = ()
     right_in: tuple[str, ...] = ()
     contents: tuple[str, ...] = ()
@@ -74,6 +79,15 @@ class Finding(Shown):
     def is_fault(self) -> bool:
         """Return whether the finding makes a result wrong."""
         return self.kind in KINDS
+
+    @property
+    def title(self) -> str:
+        """Return the diagnosis, with the names of an ambiguous one or the description of one without."""
+        if self.diagnosis == "ambiguous" and self.names:
+            return f"ambiguous: {', '.join(self.names)}"
+        if self.diagnosis == "described" and self.description:
+            return f"described: {self.description}"
+        return self.diagnosis
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -134,7 +148,7 @@ class Finding(Shown):
 
     def to_verdict(self) -> dict[str, Any]:
         """Return the finding of one case as JSON-able values; :meth:`from_verdict` restores it."""
-        names = ("op", "kind", "evidence", "diagnosis", *_TUPLES)
+        names = ("op", "kind", "evidence", "diagnosis", "description", *_TUPLES)
         return {**{name: getattr(self, name) for name in names}, "case": self.case.changes()}
 
     @classmethod
@@ -142,3 +156,28 @@ class Finding(Shown):
         """Return the finding of :meth:`to_verdict`."""
         tuples = {name: tuple(fields.get(name, ())) for name in _TUPLES}
         return cls(**{**fields, "case": Case.from_dict(fields["case"]), **tuples})
+
+
+def merged_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings at their smallest Cases, with those of one fault joined.
+
+    Two are one fault if they have the same smallest Case, which has one output, or if a defect explains both
+    and nothing separates them (:meth:`Finding.is_same`). A finding with a name stands for one without.
+    """
+    found: list[Finding] = []
+    for one in findings:
+        i = next((i for i, other in enumerate(found) if _is_one_fault(other, one)), None)
+        if i is None:
+            found.append(one)
+            continue
+        first, other = found[i], one
+        if first.diagnosis not in first.names and one.diagnosis in one.names:
+            first, other = one, first
+        found[i] = dataclasses.replace(first.joined(other), seen=first.seen + other.seen)
+    return found
+
+
+def _is_one_fault(one: Finding, other: Finding) -> bool:
+    if (one.op, one.kind) == (other.op, other.kind) and one.case == other.case:
+        return True
+    return bool(set(one.names) & set(other.names)) and one.is_same(other)

@@ -85,16 +85,7 @@ class Plan:
         for first in groups(tasks, outcomes).values():
             if first.is_stopped:
                 continue
-            task, finding = first.task, first.finding
-            found.append(
-                Task(
-                    key=shrink_key(task, finding),
-                    payload={"library": self.library, "finding": finding.to_verdict()},
-                    cost_s=_SHRINK_COST * task.cost_s,
-                    memory_bytes=task.memory_bytes,
-                    limit_s=None if task.limit_s is None else MAX_TRIES * task.limit_s,
-                )
-            )
+            found.append(shrink_task(first.task, first.finding))
         return found
 
     def job(self) -> CheckJob:
@@ -212,6 +203,17 @@ def findings_of(task: Task, outcome: Outcome) -> list[Finding]:
             flags=() if task.limit_s is None else ("--seconds", f"{task.limit_s:g}"),
         )
     ]
+
+
+def shrink_task(task: Task, finding: Finding) -> Task:
+    """Return the task that shrinks a finding of a case."""
+    return Task(
+        key=shrink_key(task, finding),
+        payload={"library": task.payload["library"], "finding": finding.to_verdict()},
+        cost_s=_SHRINK_COST * task.cost_s,
+        memory_bytes=task.memory_bytes,
+        limit_s=None if task.limit_s is None else MAX_TRIES * task.limit_s,
+    )
 
 
 def shrink_key(task: Task, finding: Finding) -> str:

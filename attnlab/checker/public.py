@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Int, Number, is_plugin, refuse
+from attnlab.case.fields import ENTRY_POINT, Int, Number, check_plugin_file, is_plugin, refuse
 from attnlab.case.ops import RELEASES
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.engine import Engine
 
-DEFAULT_CASES = 31  # for each op of many releases: as many as there are variants
+DEFAULT_CASES = 31  # for each op in benchmarks: as many as there are variants
 _CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
 _MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
 _SHORT_S = 10.0  # models that take less run in this process
@@ -70,22 +70,29 @@ def check(
 
     Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
     """
+    library: dict[str, Any] = {
+        "kernel": kernel,
+        "source": source,
+        "installed": installed,
+        "csrc": csrc,
+        "release": release,
+        "device": device,
+    }
+    check_library_flags(**library, coverage=coverage)
+    check_conditions(
+        platform=platform, cases=cases, seconds=seconds, case_seconds=case_seconds, seed=seed
+    )
+    check_scaling(engine=engine, shard=shard, times=times)
+
     from attnlab.checker.costs import costs_of_store, packaged_costs
     from attnlab.checker.known import read_known
     from attnlab.checker.library import check_library
     from attnlab.checker.plan import Plan
     from attnlab.tasks.shard import Shard
 
-    backend = backend_of(
-        kernel, source=source, installed=installed, csrc=csrc, release=release, device=device
-    )
-    check_measurable(backend, coverage)
-    field_type("platform").check("platform", platform)
-    if seconds is not None:
-        seconds = Number().check("seconds", seconds)
-    limit_s = _CASE_SECONDS[backend.device]
-    if case_seconds is not None:
-        limit_s = Number().check("case_seconds", case_seconds)
+    expected = () if known is None else read_known(Path(known))
+    backend = backend_of(**library)
+    limit_s = _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds
     chosen = [op for op in ops or backend.ops if op in backend.ops]
     if not chosen:
         refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
@@ -93,13 +100,12 @@ def check(
         backend=backend,
         ops=tuple(chosen),
         platform=platform,
-        cases=None if cases is None else Int(1).check("cases", cases),
-        seed=Int(0).check("seed", seed),
+        cases=cases,
+        seed=seed,
         case_limit_s=limit_s,
         coverage=coverage,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
-    expected = () if known is None else read_known(Path(known))
 
     def note(progress: "Progress") -> None:
         if progress.step == "cases":
@@ -126,7 +132,7 @@ def release_plan(
     *,
     ops: Sequence[str] | None = None,
     platform: str = "sm_90",
-    cases: int = DEFAULT_CASES,
+    cases: int | None = None,
     case_seconds: float | None = None,
     seed: int = 0,
     times: Path | str | None = None,
@@ -135,20 +141,19 @@ def release_plan(
 
     Raises InvalidCase for a wrong argument.
     """
+    check_conditions(platform=platform, cases=cases, case_seconds=case_seconds, seed=seed)
+    check_scaling(times=times)
     from attnlab.checker.costs import costs_of_store, packaged_costs
     from attnlab.checker.release_plan import ReleasePlan
 
-    field_type("platform").check("platform", platform)
-    limit_s = _CASE_SECONDS[releases[0].backend.device]
-    if case_seconds is not None:
-        limit_s = Number().check("case_seconds", case_seconds)
+    limit_s = _CASE_SECONDS[releases[0].backend.device] if case_seconds is None else case_seconds
     known = releases[0].backend.ops
     return ReleasePlan(
         releases=tuple(releases),
         ops=tuple(op for op in known if not ops or op in ops),
         platform=platform,
-        cases=Int(1).check("cases", cases),
-        seed=Int(0).check("seed", seed),
+        cases=cases,
+        seed=seed,
         case_limit_s=limit_s,
         costs=packaged_costs() if times is None else costs_of_store(Path(times)),
     )
@@ -175,42 +180,91 @@ def backend_of(
     device: str = "cpu",
 ) -> "Backend":
     """Return what :func:`check` runs; raise InvalidCase if more than one thing is given."""
+    check_library_flags(
+        kernel, source=source, installed=installed, csrc=csrc, release=release, device=device
+    )
     from attnlab.kernels import find_backend
     from attnlab.kernels.model.backend import ModelBackend
 
-    if sum((kernel is not None, source is not None, installed)) > 1:
-        raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
     if csrc:
-        if source is None:
-            raise InvalidCase(
-                "csrc must be given with source: an sdist or a checkout", field="csrc"
-            )
-        if device != "cpu":
-            refuse("device", "cpu with csrc", device)
         return find_backend("cuda", source)
     if kernel is not None:
-        if not is_plugin(kernel):
-            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
         return find_backend(kernel)
     if source is not None or installed:
         return find_backend("vllm", source, device)
-    if device != "cpu":
-        refuse("device", "cpu without a vLLM", device)
-    field_type("release").check("release", release)
     return ModelBackend(rules=release)
 
 
-def check_measurable(backend: "Backend", coverage: bool) -> None:
-    """Raise InvalidCase if the coverage of these kernels shall be measured and cannot be.
+def check_library_flags(
+    kernel: str | None = None,
+    *,
+    source: Path | str | None = None,
+    installed: bool = False,
+    csrc: bool = False,
+    release: str = RELEASES[-1],
+    device: str = "cpu",
+    coverage: bool = False,
+) -> None:
+    """Raise InvalidCase for arguments of :func:`check` that select no library, without importing torch.
 
-    The models are no Triton kernels, and natively no Python line of a kernel runs.
+    Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line of a
+    kernel runs.
     """
-    if coverage and backend.name in ("model", "cuda"):
+    if sum((kernel is not None, source is not None, installed)) > 1:
+        raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
+    if csrc and source is None:
+        raise InvalidCase("csrc must be given with source: an sdist or a checkout", field="csrc")
+    if device != "cpu" and (csrc or (kernel is None and source is None and not installed)):
+        refuse("device", "cpu with csrc" if csrc else "cpu without a vLLM", device)
+    if kernel is not None:
+        if not is_plugin(kernel):
+            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
+        if not ENTRY_POINT.fullmatch(kernel):
+            check_plugin_file(kernel)
+    elif source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(source)
+    field_type("release").check("release", release)
+    if coverage and (csrc or (kernel is None and source is None and not installed)):
         raise InvalidCase(
             "coverage must be given with Triton kernels: --source PATH, --installed or your own",
             field="coverage",
         )
-    if coverage and backend.device != "cpu":
+    if coverage and device != "cpu":
         raise InvalidCase(
             "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
         )
+
+
+def check_conditions(
+    *,
+    platform: str,
+    cases: int | None = None,
+    seconds: float | None = None,
+    case_seconds: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Raise InvalidCase for a condition of :func:`check` that is not allowed, without importing torch."""
+    field_type("platform").check("platform", platform)
+    if cases is not None:
+        Int(1).check("cases", cases)
+    for name, value in (("seconds", seconds), ("case_seconds", case_seconds)):
+        if value is not None:
+            Number().check(name, value)
+    Int(0).check("seed", seed)
+
+
+def check_scaling(
+    *, engine: str | None = None, shard: str = "1/1", times: Path | str | None = None
+) -> None:
+    """Raise InvalidCase for arguments that say where a check runs, without importing torch."""
+    from attnlab.tasks.engines import check_engine
+    from attnlab.tasks.shard import Shard
+    from attnlab.tasks.store import read_header
+
+    if engine is not None:
+        check_engine(engine)
+    Shard.parse(shard)
+    if times is not None:
+        read_header(Path(times), "times")

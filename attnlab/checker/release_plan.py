@@ -15,8 +15,7 @@ from attnlab.case.errors import InvalidCase, Unsupported
 from attnlab.case.ops import OPS
 from attnlab.checker.case_job import CheckJob
 from attnlab.checker.costs import Costs, packaged_costs
-from attnlab.checker.finding import KINDS
-from attnlab.checker.plan import Outcomes, Plan, groups
+from attnlab.checker.plan import Plan
 from attnlab.checker.sources import versions
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.source import Source
@@ -35,6 +34,14 @@ class Release:
     backend: VllmBackend
 
 
+def releases_of(paths: Mapping[str, Path], device: str) -> list[Release]:
+    """Return the releases at some paths, which are given by version, with their ops on a device."""
+    return [
+        Release(version=version, backend=VllmBackend(path=path, requested_device=device))
+        for version, path in paths.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan:
     """What a check of releases runs. ``releases``: the oldest first; the other fields as in :class:`Plan`."""
@@ -42,7 +49,7 @@ class ReleasePlan:
     releases: tuple[Release, ...]
     ops: tuple[str, ...]
     platform: str = "sm_90"
-    cases: int = 31
+    cases: int | None = None
     seed: int = 0
     case_limit_s: float = 60.0
     costs: Costs = field(default_factory=packaged_costs, repr=False)
@@ -85,23 +92,21 @@ class ReleasePlan:
         """Return the cases of all releases, release by release."""
         return [task for plan in self.plans.values() for task in plan.tasks()]
 
-    def shrink_tasks(self, tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
-        """Return a task for each fault: shrink that of the first release that shows it."""
-        found, seen = [], set[tuple[str, str, str]]()
-        for version, plan in self.plans.items():
-            own = tasks_of(tasks, version)
-            faults = [group.finding.group for group in groups(own, outcomes).values()]
-            shrinking = plan.shrink_tasks(own, outcomes)
-            new = {group for group in faults if group not in seen}
-            found += [task for task in shrinking if _group(task) in new]
-            seen |= new
-        return [task for task in found if task.payload["finding"]["kind"] in KINDS]
+    @property
+    def rules(self) -> dict[str, str]:
+        """Return, by release, the release whose rules the lab applies to it."""
+        return {release.version: release.backend.release for release in self.releases}
 
-    def job(self) -> CheckJob:
-        """Return the job that runs all of the plan's tasks."""
-        libraries = {version: plan.backend for version, plan in self.plans.items()}
-        device = self.releases[0].backend.device
-        return CheckJob(libraries=dict(libraries), device=device)
+    def job(self, device: str | None = None) -> CheckJob:
+        """Return the job that runs all of the plan's tasks; ``device``: another one than that of the plan."""
+        libraries = {
+            one.version: one.backend
+            if device is None
+            else VllmBackend(path=one.backend.path, requested_device=device)
+            for one in self.releases
+            if one.version in self.plans
+        }
+        return CheckJob(libraries=dict(libraries), device=device or self.releases[0].backend.device)
 
     def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
         """Return the header of a store: everything that the verdicts depend on, without paths."""
@@ -123,6 +128,7 @@ class ReleasePlan:
             },
             "digests": digests,
             "runs": self.runs,
+            "rules": self.rules,
             "versions": versions(),
             "shard": str(shard),
             "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
@@ -130,16 +136,6 @@ class ReleasePlan:
                 {"key": task.key, "payload": task.payload, "cost_s": task.cost_s} for task in tasks
             ],
         }
-
-
-def tasks_of(tasks: Sequence[Task], version: str) -> list[Task]:
-    """Return the tasks that run in a release."""
-    return [task for task in tasks if task.payload["library"] == version]
-
-
-def _group(task: Task) -> tuple[str, str, str]:
-    fields: Mapping[str, str] = task.payload["finding"]
-    return fields["op"], fields["kind"], fields["diagnosis"]
 
 
 def op_digest(source: Source, op: str) -> str | None:

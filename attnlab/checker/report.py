@@ -8,7 +8,7 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.coverage import OpCoverage, op_coverage
-from attnlab.checker.finding import Finding
+from attnlab.checker.finding import Finding, merged_findings
 from attnlab.checker.forms import forms_of
 from attnlab.checker.known import KnownFinding, split_known
 from attnlab.checker.locations import Location, location_of
@@ -196,7 +196,9 @@ def _ran_of(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> int:
 def _findings(tasks: Sequence[Task], outcomes: Outcomes, op: str) -> list[Finding]:
     """Return one finding for each group of an op, at its smallest Case."""
     of_op = [task for task in tasks if _op(task) == op]
-    return [_smallest(group, outcomes) for group in groups(of_op, outcomes).values()]
+    return merged_findings(
+        [_smallest(group, outcomes) for group in groups(of_op, outcomes).values()]
+    )
 
 
 def _smallest(group: Group, outcomes: Outcomes) -> Finding:

@@ -60,6 +60,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.shard != "1/1" or args.out is not None or args.engine is not None:
         text = "engine, shard and out must be given with diagnose only"
         raise InvalidCase(text, field="shard")
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
     figures, sheet = _measure(args)
     if args.json:
         print_json(figures)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.output_file import check_output_file
+from attnlab.case.output_file import HTML, check_output_file
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
 from attnlab.serving.settings import (
@@ -81,6 +81,8 @@ def _settings(args: argparse.Namespace) -> CaptureSettings:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    if args.html is not None:
+        check_output_file(args.html, "html", HTML)
     command = args.run[1:] if args.run[:1] == ["--"] else args.run
     if args.run and not command:
         raise InvalidCase("command must be given after --, got none", field="command")
@@ -88,7 +90,6 @@ def _run(args: argparse.Namespace) -> int:
         from attnlab.serving.page import check_page
 
         check_page()
-        check_output_file(args.html, "html")
     code = None
     if command:
         from attnlab.serving.run_command import run_command
@@ -108,9 +109,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _report(folder: Path, code: int | None) -> "CaptureReport":
     from attnlab.serving.report import read_report
-    from attnlab.serving.saved_diagnosis import with_diagnoses
 
     report = read_report(folder, exit_code=code)
+
+    from attnlab.serving.saved_diagnosis import with_diagnoses
+
     with progress("reading the records") as on_step:
         return with_diagnoses(report, on_step)
 

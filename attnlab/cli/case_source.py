@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import is_plugin
+from attnlab.case.fields import ENTRY_POINT, check_plugin_file, is_plugin
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
 from attnlab.case.suggestion import difference
 from attnlab.cli.output import notice
@@ -27,6 +27,8 @@ def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
     from_scratch = not (args.test_id or args.case or args.field_op)
     if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
+        if not ENTRY_POINT.fullmatch(args.field_backend):
+            check_plugin_file(args.field_backend)
         from attnlab.kernels.plugin import PluginBackend
 
         args.field_op = PluginBackend(spec=args.field_backend).op
@@ -41,6 +43,10 @@ def case_with_source(args: argparse.Namespace) -> Case:
             f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
             field="source",
         )
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
     return case
 
 

@@ -33,7 +33,8 @@ _DOCUMENT = """\
   source, version, cases, cases_run, seconds
   ops: {op: number of cases that ran}; locations: {op: {file, line}}, where each op is defined
   findings, observations: lists of {op, kind, case, evidence, diagnosis, seen, names, run, first,
-    lines, no_lines}; names: all defects that explain the output
+    lines, no_lines, description}; names: all defects that explain the output; description: their texts, or
+    the rules that reproduce it
   with --locate, lines of a finding are {file, line, source, score, evidence, reason}
   known, missing: lists of {op, kind, diagnosis, link}: entries of --known that appeared, or did not
     although all cases of their op ran
@@ -175,11 +176,45 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _backend(args: argparse.Namespace) -> "Backend":
-    """Return what is checked; raise for a flag that cannot work, before minutes are spent."""
-    from attnlab.checker.public import backend_of, check_measurable
+def check_run_flags(args: argparse.Namespace) -> None:
+    """Raise InvalidCase for a wrong value of :func:`add_conditions` and ``add_scaling``, without torch."""
+    from attnlab.checker.public import check_conditions, check_scaling
 
+    check_conditions(
+        platform=args.platform,
+        cases=args.cases,
+        seconds=args.seconds,
+        case_seconds=args.case_seconds,
+        seed=args.seed,
+    )
+    check_scaling(engine=args.engine, shard=args.shard, times=args.times)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
+    from attnlab.checker.known import read_known
+    from attnlab.checker.public import check_library_flags
+
+    check_library_flags(**_library(args), coverage=_is_measured(args))
+    check_run_flags(args)
+    if args.report is not None and (args.csrc or not (args.source or args.installed)):
+        raise InvalidCase(
+            "report must be given with a vLLM: --source PATH or --installed", field="report"
+        )
+    if args.known is not None:
+        read_known(args.known)
     check_ci_files(args)
+    if args.out is not None:
+        from attnlab.tasks.store import check_store_folder
+
+        check_store_folder(args.out)
+
+
+def _backend(args: argparse.Namespace) -> "Backend":
+    """Return what is checked, and create the folders of the files to write."""
+    from attnlab.checker.public import backend_of
+
+    _check_flags(args)
     backend = backend_of(**_library(args))
     if args.source is not None:
         from attnlab.kernels.vllm.source import find_source
@@ -189,15 +224,10 @@ def _backend(args: argparse.Namespace) -> "Backend":
         from attnlab.reports.findings_page import check_drawable
 
         check_drawable(args.pictures)
-    check_measurable(backend, _is_measured(args))
     if args.coverage_html is not None:
         from attnlab.reports.coverage_pages import check_writable
 
         check_writable(args.coverage_html)
-    if args.report is not None and backend.name != "vllm":
-        raise InvalidCase(
-            "report must be given with a vLLM: --source PATH or --installed", field="report"
-        )
     if args.report is not None:
         make_output_folder(args.report, "report")
     return backend
@@ -252,7 +282,8 @@ def _is_measured(args: argparse.Namespace) -> bool:
 
 def step_text(title: str, progress: "Progress") -> str:
     """Return how far a check has come, in words."""
-    parts = [title if progress.step == "cases" else f"{title}: shrinking the findings"]
+    steps = {"shrinking": ": shrinking the findings", "native": ": the findings on a GPU"}
+    parts = [title + steps.get(progress.step, "")]
     if progress.findings:
         parts.append(f"{progress.findings} with a fault")
     if progress.remaining_s is not None:

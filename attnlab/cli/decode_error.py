@@ -22,7 +22,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.lab.decode_error import decode
     from attnlab.lab.error_text import ErrorText
 
     found = ErrorText.read(read_text(args.file))
@@ -31,6 +30,9 @@ def _run(args: argparse.Namespace) -> int:
     else:  # the Case is given: an id in the text does not matter
         found = dataclasses.replace(found, test_id=args.test_id, refusal="")
     case, platform_by = _with_platform(args, case_of(args))
+
+    from attnlab.lab.decode_error import decode
+
     decoded = decode(found, case, platform_by=platform_by)
     if args.json:
         print_json(decoded.to_dict())

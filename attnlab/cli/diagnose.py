@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import check_input_path
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
+from attnlab.lab.memory_check import check_memory
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -60,13 +62,20 @@ def _of_call(case: Case, args: argparse.Namespace) -> "Diagnosis":
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.diagnosis.files import diagnose_file
-
     case = case_source.case_with_source(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
     if args.map is not None and args.call is None:
         raise InvalidCase("map must be given with call, got no call", field="map")
+    if args.call is not None:
+        check_input_path(args.call)
+    elif args.output_file is not None:
+        check_input_path(args.output_file)
+    else:
+        check_memory(case)
+
+    from attnlab.diagnosis.files import diagnose_file
+
     with progress("diagnosing") as on_step:
         lab = case_source.lab_of(args, on_step)
         if args.call is not None:

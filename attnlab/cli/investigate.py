@@ -10,12 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from attnlab.case.fields import Int, Number
 from attnlab.case.flags import notebook_parameters
 from attnlab.cli.command import Command
-from attnlab.cli.output import ERRORS, print_json, show
+from attnlab.cli.output import errors, print_json, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
@@ -156,16 +154,25 @@ class _Progress:
     """Progress on standard error: bars on a terminal, otherwise one line per notebook."""
 
     def __init__(self, names: list[str]) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
         self._names, self._done = names, 0
+        console = errors()
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
-            console=ERRORS,
+            console=console,
             transient=True,
-            disable=not ERRORS.is_terminal,
+            disable=not console.is_terminal,
         )
         self._all = self._bars.add_task("notebooks", total=len(names), unit="notebooks")
         self._tasks = {

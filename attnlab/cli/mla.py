@@ -10,7 +10,7 @@ from attnlab.case.flags import add_field_flags, given_fields
 from attnlab.case.ops import RELEASES
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
-from attnlab.mla.mla_case import MLA_FIELDS, MlaCase
+from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +28,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.mla.faults import MLA_FAULTS
-    from attnlab.mla.public import check_mla, run_mla
-
     fields = given_fields(args, MLA_FIELDS)
+    if args.backend not in MLA_BACKENDS:
+        refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", args.backend)
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
     if args.faults:
+        from attnlab.mla.faults import MLA_FAULTS
+
         faults = {
             name: {"text": one.text, "paths": list(one.paths), "reported_in": list(one.seen_in)}
             for name, one in MLA_FAULTS.items()
@@ -45,6 +50,8 @@ def _run(args: argparse.Namespace) -> int:
         release = fields.get("release", RELEASES[-1])
         if release not in RELEASES:
             refuse("release", f"one of {', '.join(RELEASES)}", release)
+        from attnlab.mla.public import check_mla
+
         with progress("hostile cases of MLA") as on_step:
             report = check_mla(
                 release,
@@ -53,7 +60,11 @@ def _run(args: argparse.Namespace) -> int:
             )
         print_json(report.to_dict()) if args.json else show(report)
         return 1 if report.findings else 3 if report.unavailable else 0
-    result = run_mla(MlaCase(**fields), **where, fault=args.fault)
+    case = MlaCase(**fields)
+
+    from attnlab.mla.public import run_mla
+
+    result = run_mla(case, **where, fault=args.fault)
     print_json(result.to_dict()) if args.json else show(result)
     return 0 if result.status == "match" else 1
 

@@ -5,23 +5,32 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.json import json_value
 from attnlab.case.shown import Shown
 
-
-class _Output(Console):
-    """A console that raises if its pipe is closed; rich would end the process with exit code 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-ERRORS = _Output(stderr=True, highlight=False, soft_wrap=True)
+def errors() -> "Console":
+    """Return the console of standard error."""
+    return _console(stderr=True, soft_wrap=True)
+
+
+def _console(**options: Any) -> "Console":
+    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1.
+
+    rich is imported here, because a wrong argument and --help need none of it.
+    """
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return Output(highlight=False, **options)
 
 
 def print_json(document: Any) -> None:
@@ -34,7 +43,7 @@ def show(noun: Shown) -> None:
     from attnlab.show.sheets import WIDTH, text
 
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = _Output(highlight=False, width=WIDTH if fixed else None)
+    console = _console(width=WIDTH if fixed else None)
     console.print(text(noun, complete=True), crop=False)
 
 
@@ -49,8 +58,13 @@ def progress(text: str) -> Iterator[Callable[..., None]]:
 
     Yields a function of (step, done, total); with ``done`` and ``total`` it draws a bar.
     """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=ERRORS, transient=True, disable=not ERRORS.is_terminal) as bar:
+    console = errors()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(text, total=None)
 
         def update(

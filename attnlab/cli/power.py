@@ -4,10 +4,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from attnlab.case.flags import add_case_flags
+from attnlab.case.ops import check_scored
 from attnlab.cli.case_source import case_of_flags
 from attnlab.cli.check_output import add_engine, add_shard
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
+from attnlab.tasks.engines import check_engine
 
 if TYPE_CHECKING:
     from attnlab.case.case import Case
@@ -23,6 +25,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     case = case_of_flags(args)
+    check_scored(case.spec)
+    if args.engine is not None:
+        check_engine(args.engine)
     if args.out is not None or args.shard != "1/1" or args.engine is not None:
         return _run_tasks(args, case)
     from attnlab.mutation.power import power

@@ -2,34 +2,39 @@
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.fields import refuse
 from attnlab.case.ops import TRITON_OPS
-from attnlab.case.output_file import check_output_file, write_text
-from attnlab.cli.check import add_conditions, step_text
+from attnlab.case.output_file import HTML, check_output_file, write_text
+from attnlab.cli.check import add_conditions, check_run_flags, step_text
 from attnlab.cli.check_output import add_scaling
 from attnlab.cli.command import Command
 from attnlab.cli.output import notice, print_json, progress, show
 from attnlab.tasks.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.release_plan import Release
     from attnlab.checker.release_table import ReleaseTable
+    from attnlab.tasks.engine import Engine, Stop
 
 CODES = (
     "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
     "signal n"
 )
+_ARCHIVES = (".whl", ".tar.gz", ".zip")
 _DOCUMENT = """\
 --json prints one object:
   releases, device, platform, cases, cases_run, seconds, versions
   ops: {release: {op: the release whose identical op ran}}; an absent op is left out
-  faults: list of {op, kind, diagnosis, first, last, cells: {release: state}, evidence, case, run}
+  faults: list of {op, kind, diagnosis, names, description, native, native_runs, first, last,
+    cells: {release: state}, evidence, case, run}; native: yes, no, not runnable or not tried;
+    native_runs: {release: {is_confirmed, why}}
   states: the meaning of each state
-  not_run: list of {op, reason, cases, run}; op has the release before it"""
+  not_run, left_out: lists of {op, reason, cases, run}; op has the release before it; left_out: what an op
+    does not support, or what violates its contract"""
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +56,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--op", action="append", choices=TRITON_OPS, help="check this op; repeatable (default: all)"
     )
     add_conditions(parser.add_argument_group("how to check them"))
-    add_scaling(parser.add_argument_group("where to run it"))
+    place = parser.add_argument_group("where to run it")
+    add_scaling(place)
+    place.add_argument(
+        "--native",
+        action="store_true",
+        help="with device cpu: run the smallest case of each fault on this machine's GPU, too, and state "
+        "whether it confirms the fault",
+    )
     add_page(parser.add_argument_group("files to write"))
 
 
@@ -66,15 +78,25 @@ def add_page(group: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_page(args)
+    check_run_flags(args)
+    if args.native and args.device != "cpu":
+        refuse("device", "cpu with native", args.device)
+    found = _of_folder(args) if args.sources is not None else _of_index(args)
+    if args.out is not None:
+        from attnlab.tasks.store import check_store_folder
+
+        check_store_folder(args.out)
+
     from attnlab.checker.public import release_plan
+    from attnlab.checker.release_plan import releases_of
     from attnlab.checker.releases import check_releases
     from attnlab.tasks.engines import find_engine
     from attnlab.tasks.shard import Shard
 
-    check_page(args)
     shard = Shard.parse(args.shard)
     plan = release_plan(
-        _releases(args),
+        releases_of(found, args.device),
         ops=args.op,
         platform=args.platform,
         cases=args.cases,
@@ -87,10 +109,12 @@ def _run(args: argparse.Namespace) -> int:
         interruptible() as stop,
         progress(title) as on_step,
         find_engine(args.engine or "local", args.device, stop) as engine,
+        _gpu(args.native, stop) as native,
     ):
         table = check_releases(
             plan,
             engine,
+            native=native,
             shard=shard,
             out=args.out,
             seconds=args.seconds,
@@ -103,13 +127,24 @@ def _run(args: argparse.Namespace) -> int:
     return stop.exit_code or table.exit_code
 
 
+def _gpu(is_wanted: bool, stop: "Stop") -> "AbstractContextManager[Engine | None]":
+    """Return the engine of this machine's GPUs, if it is wanted. Raises Unavailable if there is none."""
+    if not is_wanted:
+        return nullcontext()
+    import torch
+
+    from attnlab.tasks.engines import find_engine
+
+    if not torch.cuda.is_available():
+        raise Unavailable("native needs a GPU that torch can use")
+    return find_engine("local", "cuda", stop)
+
+
 def check_page(args: argparse.Namespace) -> None:
     """Raise InvalidCase if the page or its JSON cannot be written, before anything runs."""
     if args.page is None:
         return
-    if args.page.suffix.lower() not in (".html", ".htm"):
-        refuse("page", "a file that ends with .html", str(args.page))
-    check_output_file(args.page, "page")
+    check_output_file(args.page, "page", HTML)
     check_output_file(args.page.with_suffix(".json"), "page")
 
 
@@ -134,18 +169,6 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
         print(f"not run: {count} of {table.cases} cases")
 
 
-def _releases(args: argparse.Namespace) -> list["Release"]:
-    """Return the releases of the arguments, the oldest first; download their ops if they are missing."""
-    from attnlab.checker.release_plan import Release
-    from attnlab.kernels.vllm.backend import VllmBackend
-
-    found = _of_folder(args) if args.sources is not None else _of_index(args)
-    return [
-        Release(version=version, backend=VllmBackend(path=path, requested_device=args.device))
-        for version, path in found.items()
-    ]
-
-
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
     from attnlab.kernels.vllm.release_ops import fetch_ops, releases_between
@@ -167,21 +190,10 @@ def _of_index(args: argparse.Namespace) -> dict[str, Path]:
 def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     """Return the vLLMs in the folder --sources, by version."""
     from attnlab.kernels.vllm.release_ops import order
-    from attnlab.kernels.vllm.source import find_source
 
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
-    found: dict[str, Path] = {}
-    for path in sorted(args.sources.iterdir()):
-        version = find_source(path).version
-        if version in found:
-            text = (
-                f"sources must have each release once, got {version} in {found[version]} and {path}"
-            )
-            raise InvalidCase(text, field="sources")
-        found[version] = path
-    if not found:
-        refuse("sources", "a folder with releases of vLLM", str(args.sources))
+    found = _in_folder(args.sources)
     if args.releases is not None:
         first, last = _ends(args.releases)
         for version in (first, last):
@@ -189,6 +201,36 @@ def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
                 refuse("releases", f"one of {', '.join(sorted(found, key=order))}", version)
         found = {v: p for v, p in found.items() if order(first) <= order(v) <= order(last)}
     return {version: found[version] for version in sorted(found, key=order)}
+
+
+def _in_folder(folder: Path) -> dict[str, Path]:
+    """Return the vLLMs in a folder, by version; print what else is in it.
+
+    Raises InvalidCase for an archive that is not a vLLM, a release that is there twice, and no release.
+    """
+    from attnlab.kernels.vllm.source import find_source
+
+    found: dict[str, Path] = {}
+    strays = []
+    for path in sorted(folder.iterdir()):
+        try:
+            version = find_source(path).version
+        except InvalidCase:
+            if path.name.endswith(_ARCHIVES):
+                raise
+            strays.append(path.name)
+            continue
+        if version in found:
+            text = (
+                f"sources must have each release once, got {version} in {found[version]} and {path}"
+            )
+            raise InvalidCase(text, field="sources")
+        found[version] = path
+    if not found:
+        refuse("sources", "a folder with releases of vLLM", str(folder))
+    if strays:
+        notice(f"left out of {folder}, because it is not a vLLM: {', '.join(strays)}")
+    return found
 
 
 def _ends(text: str) -> tuple[str, str]:

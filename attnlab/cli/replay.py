@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.fields import refuse
+from attnlab.case.ops import OPS
+from attnlab.case.output_file import check_input_path
 from attnlab.cli.command import Command
 from attnlab.cli.output import notice, print_json, progress, show
 
 if TYPE_CHECKING:
+    from attnlab.replay.targets import ReplayTarget
     from attnlab.tensors.call import KernelCall
 
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -69,23 +73,27 @@ def add_call_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> 
 
 def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str, ...]]:
     """Return the call, and a Case with the fields that were given, and their names."""
-    from attnlab.recorder.other_files import parse_names, read_call
-
     given = tuple(name for name in ("platform", "release") if getattr(args, name) is not None)
     for name in given:
         field_type(name).check(name, getattr(args, name))
     case = Case(**{name: getattr(args, name) for name in given})
+    if args.op is not None and args.op not in OPS:
+        refuse("op", f"one of {', '.join(OPS)}", args.op)
+    check_input_path(args.call)
+
+    from attnlab.recorder.other_files import parse_names, read_call
+
     names = None if args.map is None else parse_names(args.map)
     return read_call(args.call, names, op=args.op), case, given
 
 
 def _run(args: argparse.Namespace) -> int:
     """Replay; while git bisects, an error stops git."""
-    from attnlab.replay.targets import is_bisecting
-
     try:
         return _probe(args) if args.probe else _replay(args)
     except Exception as error:
+        from attnlab.replay.targets import is_bisecting
+
         if not is_bisecting(Path.cwd()):
             raise
         if not isinstance(error, AttnLabError):
@@ -104,14 +112,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _probe(args: argparse.Namespace) -> int:
-    from attnlab.replay.probe import probe
+def _targets(args: argparse.Namespace) -> "list[ReplayTarget]":
+    """Return what runs the call; this imports no torch."""
     from attnlab.replay.targets import replay_targets
 
-    call, case, given = read_given(args)
-    targets = replay_targets(args.source, args.backend, args.device)
+    check_input_path(args.call)
+    return replay_targets(args.source, args.backend, args.device)
+
+
+def _probe(args: argparse.Namespace) -> int:
+    targets = _targets(args)
     if len(targets) > 1:
         raise InvalidCase("probe must be given with one source or backend", field="probe")
+    call, case, given = read_given(args)
+
+    from attnlab.replay.probe import probe
+
     with progress("probing") as on_step:
         found = probe(
             call,
@@ -128,11 +144,11 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from attnlab.replay.replay_call import replay_all
-    from attnlab.replay.targets import replay_targets
-
+    targets = _targets(args)
     call, case, given = read_given(args)
-    targets = replay_targets(args.source, args.backend, args.device)
+
+    from attnlab.replay.replay_call import replay_all
+
     with progress("replaying") as on_step:
         found = replay_all(
             call,

@@ -16,6 +16,7 @@ from attnlab.cli import case_source
 from attnlab.cli.command import Command
 from attnlab.cli.limited_run import run_limited
 from attnlab.cli.output import print_json, progress, show
+from attnlab.lab.memory_check import check_memory
 
 _MOST_PLACES = 200  # in the JSON document
 
@@ -66,6 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.against and args.stages:
         raise InvalidCase("against must not be given with stages", field="against")
     args.against = _changes(args.against or ())
+    check_memory(case)
     if args.stages:
         return _run_stages(args, case)
     if args.save_call is not None:
@@ -113,11 +115,12 @@ def _run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]
 
 
 def _run_stages(args: argparse.Namespace, case: Case) -> int:
-    from attnlab.lab.stage_table import platforms_shown, stage_table, to_json
-
-    platforms = platforms_shown(case) if args.platforms is None else args.platforms.split(",")
+    platforms = [] if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
         field_type("platform").check("platforms", platform)
+    from attnlab.lab.stage_table import platforms_shown, stage_table, to_json
+
+    platforms = platforms or platforms_shown(case)
     with progress("running the stages") as on_step:
         cells = stage_table(
             case_source.lab_of(args, on_step),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Number
+from attnlab.case.fields import Number, refuse
 from attnlab.case.output_file import check_output_file, write_text
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
@@ -24,8 +24,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="the file of the smaller call; the script has the same name with .py (default: "
-        "CALL-small.safetensors in the current folder)",
+        help="the file of the smaller call; its script, if there is one, has the same name with .py "
+        "(default: CALL-small.safetensors in the current folder)",
     )
     group.add_argument(
         "--seconds", metavar="S", help="run no further call after this time (default: 120)"
@@ -33,15 +33,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.replay.public import one_backend
-    from attnlab.replay.shrinking import Judge, shrink
-
     seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
     if not seconds > 0:
         raise InvalidCase(f"seconds must be positive, got {seconds:g}", field="seconds")
-    call, case, given = read_given(args)
     out = args.out or Path(f"{args.call.stem}-small.safetensors")
+    if out.suffix == ".py":
+        refuse("out", "a file that does not end with .py, which is the script's name", str(out))
     check_output_file(out, "out")
+    call, case, given = read_given(args)
+
+    from attnlab.replay.public import one_backend
+    from attnlab.replay.shrinking import Judge, shrink
+
     backend = one_backend(args.source, args.backend, args.device)
     judge = Judge(backend=backend, case=case, given=given)
     with progress("shrinking") as on_step:
@@ -94,13 +97,15 @@ def _write(
 
 COMMAND = Command(
     name="shrink",
-    purpose="Find the smallest call that still fails, and write it with a script that reproduces it.",
+    purpose="Find the smallest call that still fails, and write it.",
     arguments="CALL",
     examples=(
         "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
         "attnlab shrink call.safetensors --backend mine.py:my_attention --seconds 30",
     ),
     exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written",
+    notes="With --source, or --backend vllm, a script is written, too, that reproduces the fault with torch, "
+    "Triton and vLLM alone. Other backends have none, and some calls do not; the command states why.",
     add_flags=_add_flags,
     run=_run,
 )

@@ -25,6 +25,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.backend not in _BACKENDS:
         refuse("backend", f"one of {', '.join(_BACKENDS)}", args.backend)
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
+
     from attnlab.lab.writes.public import check_writes
 
     report = check_writes(backend=args.backend, source=args.source)

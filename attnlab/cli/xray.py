@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic
-from attnlab.case.output_file import check_output_file
+from attnlab.case.ops import check_weighs_values
+from attnlab.case.output_file import HTML, check_input_path, check_output_file
 from attnlab.cli import case_source
 from attnlab.cli.command import Command
 from attnlab.cli.output import print_json, progress, show
+from attnlab.lab.memory_check import check_memory
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.kernel_location import KernelLocation
@@ -55,7 +57,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     case_source.add_flags(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _checked_case(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
     if args.kernel is not None:
         if args.field_backend is not None:
             raise InvalidCase("kernel and backend must not both be given", field="kernel")
@@ -64,12 +67,23 @@ def _run(args: argparse.Namespace) -> int:
         args.field_backend = "vllm"
     if not args.limit_s > 0:
         raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
+    if args.html is not None:
+        check_output_file(args.html, "html", HTML)
+    if args.call is not None:
+        check_input_path(args.call)
     case = case_source.case_with_source(args)
+    if args.call is None:
+        check_weighs_values(case.spec)
+        check_memory(case)
     if args.html is not None:
         from attnlab.reports.xray_page import check_drawable
 
         check_drawable()
-        check_output_file(args.html, "html")
+    return case
+
+
+def _run(args: argparse.Namespace) -> int:
+    case = _checked_case(args)
     try:
         found, location = _xray(args, case)
     except NotDeterministic as error:

@@ -37,7 +37,7 @@ from attnlab.case.errors import (
     KernelFailed,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT
+from attnlab.case.fields import ENTRY_POINT, check_plugin_file
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.target import Target
@@ -194,15 +194,10 @@ def entry_points() -> dict[str, str]:
 
 def _file(name: str) -> tuple[ModuleSpec, str]:
     """Return the module of "FILE.py:FUNCTION" and the function's name."""
-    file, _, attribute = name.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        raise InvalidCase(
-            f"backend must be FILE.py:FUNCTION of a file that exists, got {name!r}", field="backend"
-        )
+    path = check_plugin_file(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
-    return spec, attribute
+    return spec, name.rpartition(":")[2]
 
 
 def _entry_point(name: str) -> tuple[ModuleSpec, str]:

@@ -37,6 +37,7 @@ from attnlab.case.platforms import PLATFORMS, Platform
 
 PREFILL, DECODE, SHARDS = PATHS = ("prefill", "decode", "shards")
 PACKED, ALIGNED = CHUNKINGS = ("packed", "aligned")
+MLA_BACKENDS = ("model", "vllm")
 _MOST_SCORES = 1 << 27  # elements of a float64 score matrix over all heads
 _OF_PATH = {
     PREFILL: (

@@ -5,14 +5,12 @@ from pathlib import Path
 
 from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
-from attnlab.mla.mla_case import MlaCase
+from attnlab.mla.mla_case import MLA_BACKENDS, MlaCase
 from attnlab.mla.mla_report import MlaReport, VariantResult
 from attnlab.mla.mla_result import MlaResult
 from attnlab.mla.ops import MlaOps, ModelOps, VllmOps
 from attnlab.mla.run import run_path
 from attnlab.mla.variants import variants_of
-
-BACKENDS = ("model", "vllm")
 
 
 def run_mla(
@@ -56,8 +54,8 @@ def ops_of(
     case: MlaCase, backend: str, source: Path | str | None = None, device: str | None = None
 ) -> MlaOps:
     """Return the ops of a backend; raise InvalidCase for one that does not exist."""
-    if backend not in BACKENDS:
-        refuse("backend", f"one of {', '.join(BACKENDS)}", backend)
+    if backend not in MLA_BACKENDS:
+        refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", backend)
     if backend == "model":
         return ModelOps()
     return VllmOps.of(source, case.machine, device)

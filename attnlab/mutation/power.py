@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attnlab.case.case import Case
-from attnlab.case.fields import refuse
+from attnlab.case.ops import check_scored
 from attnlab.defects import Defect
 from attnlab.defects.problem import make_problem
 from attnlab.lab.lab import Lab
@@ -35,8 +35,7 @@ def power(
     a cache write.
     """
     began = time.perf_counter()
-    if case.spec.writes_cache:
-        refuse("op", "an attention op to be scored", case.op)
+    check_scored(case.spec)
     on_step("the test's own data")
     lab = Lab(keep=1, device="cpu")  # most changes of a test leave its batch
     problem = make_problem(case, lab.batch(case))

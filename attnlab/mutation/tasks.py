@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.fields import refuse
 from attnlab.case.json import json_value
+from attnlab.case.ops import check_scored
 from attnlab.defects import Defect
 from attnlab.lab.lab import Lab
 from attnlab.mutation.mutants import MUTANTS
@@ -97,8 +97,7 @@ class _State:
 
 def power_tasks(case: Case) -> list[Task]:
     """Return the tasks of scoring a test. Raises InvalidCase for a cache write."""
-    if case.spec.writes_cache:
-        refuse("op", "an attention op to be scored", case.op)
+    check_scored(case.spec)
     changes = range(len(list(ladder(case))))
     return [
         *(Task(key=f"mutant/{name}", payload={"mutant": name}) for name in _NAMED),

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS
+from attnlab.case.output_file import check_input_path
 from attnlab.recorder.argument_names import NAMES, read_arguments
 from attnlab.recorder.flashinfer_dump import METADATA, read_flashinfer
 from attnlab.recorder.reading import call_of_reading
@@ -42,8 +43,7 @@ def read_call(
             return read_flashinfer(path)
         values, origin = _sglang_folder(path)
         return _of_dict(path, values, names, origin, op)
-    if not path.exists():
-        raise InvalidCall(f"{path} must be a file or a folder, got a path that does not exist")
+    check_input_path(path)
     if path.suffix not in (".pt", ".pth", ".bin", ".npz") and is_call_file(path):
         call = KernelCall.load(path)
         return call if op is None else dataclasses.replace(call, op=op)

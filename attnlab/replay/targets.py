@@ -5,12 +5,15 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.kernels import find_backend
-from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import fetched_wheel, find_source
+
+if TYPE_CHECKING:
+    from attnlab.kernels.backend import Backend
 
 _OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
 
@@ -35,7 +38,7 @@ class ReplayTarget:
         source = "installed vLLM" if self.source is None else self.given
         return source if self.backend == "vllm" else f"{source} ({self.backend})"
 
-    def find(self) -> Backend:
+    def find(self) -> "Backend":
         """Return the backend. Raises InvalidCase or Unavailable if it cannot be loaded."""
         return find_backend(self.backend, self.source, self.device)
 

@@ -57,7 +57,7 @@ def _kind(report: Report, op: str, kind: str, findings: list[Finding]) -> ET.Ele
     unexpected = [finding for finding in findings if finding in report.unexpected]
     if unexpected:
         first = unexpected[0]
-        message = _clean(f"{first.diagnosis}: {first.evidence}")
+        message = _clean(f"{first.title}: {first.evidence}")
         failure = ET.SubElement(case, "failure", type=kind, message=message)
         failure.text = _clean("\n\n".join(_details(report, finding) for finding in unexpected))
     elif findings:
@@ -82,7 +82,7 @@ def _details(report: Report, finding: Finding) -> str:
     """Return a finding in lines: what is wrong, where, and the command that shows it."""
     location = report.location(finding)
     lines = [
-        f"{finding.diagnosis}, in {finding.seen} of {report.ops[finding.op]} cases",
+        f"{finding.title}, in {finding.seen} of {report.ops[finding.op]} cases",
         finding.evidence,
         *([] if location is None else [str(location)]),
         finding.case.to_cli(),

@@ -68,7 +68,7 @@ def _warnings(report: Report) -> list[str]:
 
 def _result(report: Report, finding: Finding) -> dict[str, Any]:
     """Return one finding."""
-    text = f"{finding.op}: {_RULES[finding.kind]} ({finding.diagnosis}). {finding.evidence}"
+    text = f"{finding.op}: {_RULES[finding.kind]} ({finding.title}). {finding.evidence}"
     if finding.lines:
         text += f". {finding.lines[0].text}"
     result: dict[str, Any] = {
@@ -79,6 +79,8 @@ def _result(report: Report, finding: Finding) -> dict[str, Any]:
         "partialFingerprints": {"finding/v1": _fingerprint(finding)},
         "properties": {
             "diagnosis": finding.diagnosis,
+            "names": [*finding.names],
+            "description": finding.description,
             "casesThatShowIt": finding.seen,
             "command": finding.case.to_cli(),
         },

@@ -50,7 +50,7 @@ def _row(report: Report, finding: Finding) -> str:
     words = (
         finding.op,
         finding.kind,
-        finding.diagnosis,
+        finding.title,
         cases,
         "" if place is None else str(place),
     )

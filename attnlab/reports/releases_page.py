@@ -12,7 +12,8 @@ from attnlab.checker.finding import KINDS
 from attnlab.checker.release_table import FINDING, STATES, Fault, ReleaseTable
 from attnlab.reports.pages import render_page
 
-SIGNS = {"finding": "●", "sound": "·", "absent": "", "not run": "?"}
+SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "not run": "?"}
+NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not runnable": "–", "not tried": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ def write_releases(path: Path, table: ReleaseTable) -> None:
         by_op=by_op,
         minors=[(name, [*group]) for name, group in groupby(table.releases, _minor)],
         signs=SIGNS,
+        native_signs=NATIVE_SIGNS,
+        is_native_tried=any(fault.native for fault in table.faults),
         states=STATES,
         command=shlex.join(["attnlab", *sys.argv[1:]]),
     )

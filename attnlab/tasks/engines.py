@@ -17,21 +17,26 @@ _LOCAL = re.compile(r"local(:0*[1-9]\d{0,5})?")
 _RAY = re.compile(r"ray(://[^/\s]+:\d{1,5})?")
 
 
+def check_engine(name: str) -> None:
+    """Raise InvalidCase if a name is not that of an engine."""
+    if not (_LOCAL.fullmatch(name) or _RAY.fullmatch(name)):
+        refuse("engine", ENGINES, name)
+
+
 def find_engine(name: str, device: str = "cpu", stop: Stop = never) -> Engine:
     """Return the engine of a name; its workers use ``device``.
 
     ``stop``: returns True to give up reaching a cluster. Raises InvalidCase for an unknown name, Unavailable
     if a cluster cannot be reached.
     """
+    check_engine(name)
     if _LOCAL.fullmatch(name):
         count = name.partition(":")[2]
         return LocalEngine(int(count) if count else default_processes(device), device)
-    if _RAY.fullmatch(name):
-        from attnlab.tasks.ray_engine import RayEngine
+    from attnlab.tasks.ray_engine import RayEngine
 
-        address = name if "://" in name else os.environ.get("RAY_ADDRESS")
-        return RayEngine(None if address in (None, "", "local") else address, device, stop)
-    refuse("engine", ENGINES, name)
+    address = name if "://" in name else os.environ.get("RAY_ADDRESS")
+    return RayEngine(None if address in (None, "", "local") else address, device, stop)
 
 
 def default_processes(device: str) -> int:

@@ -37,8 +37,7 @@ class Store:
         it is then unchanged.
         """
         wanted: Header = json.loads(json.dumps({"format": FORMAT, **header}))
-        _check_folder(folder)
-        make_output_folder(folder, "out")
+        check_store_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / _LOCK)
         try:
             self._lock.acquire(timeout=0)
@@ -56,7 +55,7 @@ class Store:
     def _opened(self, header: Header) -> dict[str, Outcome]:
         """Read or write the header, and return the outcomes that count."""
         if (self._folder / _HEADER).exists():
-            _check_same(self._folder, _read_header(self._folder), header)
+            _check_same(self._folder, read_header(self._folder), header)
         else:
             write_text(self._folder / _HEADER, json.dumps(header) + "\n")
         outcomes, size = _read_outcomes(self._folder)
@@ -100,12 +99,14 @@ class Store:
 
 def read_store(folder: Path) -> tuple[Header, dict[str, Outcome]]:
     """Return the header and the outcomes of a store. Raises InvalidCase if the folder is none."""
-    return _read_header(folder), _read_outcomes(folder)[0]
+    return read_header(folder), _read_outcomes(folder)[0]
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise InvalidCase for a folder that has files but is no store."""
-    if not folder.is_dir() or (folder / _HEADER).exists():
+def check_store_folder(folder: Path) -> None:
+    """Create the folder of a store. Raises InvalidCase for one that has files but is no store."""
+    if not folder.is_dir():
+        make_output_folder(folder, "out")
+    if (folder / _HEADER).exists():
         return
     others = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
     if others:
@@ -137,18 +138,19 @@ def difference_of(stored: Any, wanted: Any, name: str = "") -> str:
     return "" if stored == wanted else f"{name} is {stored}, not {wanted}"
 
 
-def _read_header(folder: Path) -> Header:
+def read_header(folder: Path, field: str = "out") -> Header:
+    """Return the header of a store. Raises InvalidCase, for ``field``, if the folder is none."""
     path = folder / _HEADER
     try:
         header = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise InvalidCase(f"{folder} must be a store: it has no {_HEADER}", field="out") from error
+        raise InvalidCase(f"{folder} must be a store: it has no {_HEADER}", field=field) from error
     except (OSError, ValueError) as error:
-        raise InvalidCase(f"{path} cannot be read: {error}", field="out") from error
+        raise InvalidCase(f"{path} cannot be read: {error}", field=field) from error
     found = header.get("format") if isinstance(header, dict) else None
     if found != FORMAT:
         text = f"{folder} must be a store of format {FORMAT}, got format {found}"
-        raise InvalidCase(text, field="out")
+        raise InvalidCase(text, field=field)
     return dict(header)
 
 

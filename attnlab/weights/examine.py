@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall, InvalidCase
-from attnlab.case.ops import Op
+from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import check_weighs_values
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.tensors.call import KernelCall
@@ -130,16 +130,6 @@ def _setup(subject: Subject, call: KernelCall) -> AttentionSetup:
 def is_packed(case: Case | None) -> bool:
     """Answer whether the cache of a Case has two numbers in a byte."""
     return case is not None and case.argument.is_packed
-
-
-def check_weighs_values(op: Op) -> None:
-    """Raise InvalidCase for an op that writes the cache."""
-    if op.writes_cache:
-        raise InvalidCase(
-            f"op must be an attention op, got {op.name}: it weighs no values, so there are no weights; "
-            "attnlab run compares the cache that it writes",
-            field="op",
-        )
 
 
 def as_measurable(call: KernelCall) -> KernelCall:

@@ -7,6 +7,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall, InvalidCase
+from attnlab.case.ops import check_weighs_values
 from attnlab.case.public import as_case
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
@@ -22,7 +23,7 @@ from attnlab.weights.argument_setup import check_readable, with_value_scales
 from attnlab.weights.codes import num_slots
 from attnlab.weights.conclude import xray_of
 from attnlab.weights.device import device_for
-from attnlab.weights.examine import Subject, check_weighs_values
+from attnlab.weights.examine import Subject
 from attnlab.weights.other_case import other_case
 from attnlab.weights.size import check_numbers
 from attnlab.weights.xray import XRay

@@ -9,10 +9,13 @@ from helpers.plugins import RIGHT, checked, planted
 from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import lab_of
-from attnlab.checker.finding import Finding
+from attnlab.checker.evidence import evidence_fields
+from attnlab.checker.finding import Finding, merged_findings
 from attnlab.checker.plan import groups
 from attnlab.checker.source_lines import merged_by_line
+from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.kernel_location import KernelLine
+from attnlab.lab.lab import Lab
 from attnlab.tasks.task import DONE, Outcome, Task
 
 FAULTY = (
@@ -149,3 +152,39 @@ def test_two_planted_faults_with_one_name_are_both_found(tmp_path, condition, co
     cases = (case, case.replace(softcap=3.0), *((alone,) if count == 1 else ()))
     found = [one for each in cases for one in check_case(lab, backend, each)]
     assert len(grouped_findings(*found)) == count
+
+
+def test_a_finding_without_a_name_says_what_is_known():
+    """A described output has the rules that reproduce it, an ambiguous one the text of each name."""
+    case = hostile(query_lens=(17, 5), ctx_lens=(16, 40))
+    right = Lab().output(case)
+    zeros = right.clone()
+    zeros[3] = 0.0
+    found = diagnose(case, zeros, defects=(), propose=False)
+    assert found.status == "described"
+    fields = evidence_fields(Lab(), case, zeros, found, found.status)
+    assert "zero" in fields["description"]
+    one = dataclasses.replace(FINDING, diagnosis="described", **fields)
+    assert one.title == f"described: {fields['description']}"
+    again = Finding.from_verdict(one.to_verdict())
+    assert again.description == one.to_dict()["description"] == fields["description"]
+    two = dataclasses.replace(FINDING, names=("a", "b"))
+    assert two.title == "ambiguous: a, b"
+
+
+def test_findings_with_one_smallest_case_are_one():
+    """A case has one output; without it, only a defect that explains both joins two findings."""
+    small, other = Case(num_heads=2), Case(num_heads=4)
+    one = dataclasses.replace(FINDING, case=small, diagnosis="unexplained", seen=2)
+    same = dataclasses.replace(FINDING, case=small, diagnosis="b", names=("b",), seen=3)
+    apart = dataclasses.replace(FINDING, case=other, diagnosis="unexplained")
+    (joined, left) = merged_findings([one, same, apart])
+    assert (joined.diagnosis, joined.names, joined.seen) == ("b", ("b",), 5)
+    assert left == apart
+    kind = dataclasses.replace(same, kind="rows_not_written")
+    assert len(merged_findings([same, kind])) == 2
+    named = dataclasses.replace(same, case=other, names=("a", "b"), diagnosis="ambiguous")
+    assert [each.seen for each in merged_findings([same, named])] == [6]
+    separate = dataclasses.replace(named, wrong_in=("decode",))
+    right = dataclasses.replace(same, right_in=("decode",))
+    assert len(merged_findings([right, separate])) == 2

@@ -55,6 +55,7 @@ def test_a_cache_that_cannot_be_used(tmp_path, cache):
     environment = {**os.environ, "ATTNLAB_CACHE": cache}
     code, error = run(["fetch", "0.33.0"], stdout=subprocess.DEVNULL, env=environment)
     assert (code, error.count("\n")) == (2, 1), error
+    assert error.startswith(f"attnlab: the cache folder {cache}"), error
 
 
 def test_a_folder_as_input(capsys, tmp_path):
@@ -65,10 +66,12 @@ def test_a_folder_as_input(capsys, tmp_path):
 def test_standard_input_that_is_no_text(tmp_path):
     file = tmp_path / "bytes"
     file.write_bytes(b"\xff\xfe\x80")
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     for argv in (["explain", "--case", "-"], ["decode-error"]):
         with file.open("rb") as stdin:
-            code, error = run(argv, stdin=stdin, stdout=subprocess.DEVNULL)
+            code, error = run(argv, stdin=stdin, stdout=subprocess.DEVNULL, env=strict)
         assert (code, error.count("\n")) == (2, 1), error
+        assert error.startswith("attnlab: standard input must be a readable text file")
 
 
 def test_save_call_replaces_no_device(capsys, tmp_path):

@@ -120,7 +120,7 @@ def finding(one: "Finding") -> Sheet:
             Facts(
                 [
                     ("evidence", one.evidence),
-                    ("diagnosis", one.diagnosis),
+                    ("diagnosis", one.title),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
                     *(("source", line.text) for line in one.lines[:3]),
                 ]
@@ -212,7 +212,7 @@ def _finding_grid(title: str, found: Sequence["Finding"]) -> Grid:
         [
             one.op,
             one.kind,
-            one.diagnosis,
+            one.title,
             one.seen,
             one.evidence,
         ]

@@ -15,20 +15,23 @@ def release_table(one: "ReleaseTable") -> Sheet:
         f"{one.releases[0]} to {one.releases[-1]}: {count} in {len(one.releases)} releases; "
         f"{one.cases_run} cases in {one.seconds:.0f} s"
     )
+    is_native_tried = any(fault.native for fault in one.faults)
     rows: list[Row] = [
         [
             fault.finding.op,
             fault.finding.kind,
-            fault.finding.diagnosis,
+            fault.finding.title,
             fault.releases[0],
             fault.releases[-1],
             len(fault.releases),
+            *([fault.is_native] if is_native_tried else []),
         ]
         for fault in one.faults
     ]
     parts: list[Part] = []
     if rows:
         columns = ["op", "kind", "diagnosis", "first", "last", "releases"]
+        columns += ["on a GPU"] if is_native_tried else []
         parts.append(Grid(columns, rows, "faults", most=len(rows)))
     if one.not_run:
         lines: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
