@@ -37,6 +37,7 @@ class OpArgument:
     - ``refused_masks``: masks with which the op refuses the argument; ``refusal``: by which line.
     - ``no_xray``: why values of 0 and 1 do not show the weights of the keys, or "".
     - ``far_dim``: the dimension of tensors whose last index is beyond 2^31 elements, or None.
+    - ``strided``: the argument that passes the same numbers with other strides, or None.
     """
 
     name: str
@@ -51,6 +52,12 @@ class OpArgument:
     refusal: str = ""
     no_xray: str = ""
     far_dim: int | None = None
+    strided: str | None = None
+
+    @property
+    def base(self) -> str:
+        """Return the name of the argument that passes the same numbers with the usual strides."""
+        return self.name if self.strided is None else self.strided
 
     @property
     def is_packed(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.case.masks import CAUSAL, MASK_DATA, MASKS
-from attnlab.case.ops import UNIFIED
+from attnlab.case.ops import PREFILL, WRAPPER
 from attnlab.case.quantities import CaseQuantities
 
 
@@ -22,10 +22,14 @@ def check_mask(case: CaseQuantities) -> None:
         return
     if mask.needs_window and not case.sliding_window:
         refuse("sliding_window", f"at least 1 with mask {case.mask}", case.sliding_window)
-    if case.alibi and case.op != UNIFIED:
-        refuse("alibi", f"false with mask {case.mask} and {case.op}", case.alibi)
-    if case.freed != "kept":
-        refuse("freed", f"kept with mask {case.mask}", case.freed)
+    if case.alibi and case.op in (WRAPPER, PREFILL):
+        # context_attention_fwd asserts it in every release that has causal (prefix_prefill.py, 0.20.2 on)
+        allowed = f"false with mask {case.mask}, which {case.op} rejects with ALiBi"
+        refuse("alibi", allowed, case.alibi)
+    if case.freed != "kept" and mask.sees_beyond_window:
+        refuse(
+            "freed", f"kept with mask {case.mask}, which sees keys before the window", case.freed
+        )
     _check_data(case)
 
 

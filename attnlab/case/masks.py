@@ -22,7 +22,8 @@ class Mask:
 
     - ``summary``: what a row sees. ``parameters``: the arguments of vLLM's ops that state it.
     - ``ops``: the releases whose op has these arguments, by the op's name.
-    - ``needs_window``: sliding_window must be above 0. ``data``: the field of a Case with the mask's data.
+    - ``needs_window``: sliding_window must be above 0. ``sees_beyond_window``: rows see keys before it.
+    - ``data``: the field of a Case with the mask's data.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Mask:
     parameters: tuple[str, ...]
     ops: Mapping[str, tuple[str, ...]]
     needs_window: bool = False
+    sees_beyond_window: bool = False
     data: str | None = None
 
     def is_in(self, op: str, release: str) -> bool:
@@ -64,6 +66,7 @@ _ALL = (
         "the window",
         parameters=("mm_prefix_range",),
         ops={UNIFIED: _NEW},
+        sees_beyond_window=True,
         data="mm_prefix_range",
     ),
     Mask(
@@ -80,6 +83,7 @@ _ALL = (
         parameters=("rswa_prefix_lens", "rswa_window"),
         ops={UNIFIED: _NEW},
         needs_window=True,
+        sees_beyond_window=True,
         data="rswa_prefix_lens",
     ),
     Mask(

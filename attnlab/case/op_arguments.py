@@ -2,7 +2,12 @@
 
 A Case passes at most one of them, as its field ``op_argument``. Only backend "vllm" does. How it is passed
 is in :mod:`attnlab.kernels.vllm.op_arguments`, the right result in :mod:`attnlab.lab.argument_reference`.
+
+``needs`` has only what the argument means: an ALiBi bias to take the root of, an FP8 cache for an FP8 query.
+What an op refuses, it refuses itself.
 """
+
+import dataclasses
 
 from attnlab.case.argument_record import OpArgument, ScaledCache
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
@@ -10,8 +15,6 @@ from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPP
 NONE = "none"
 NO_ARGUMENT = OpArgument(name=NONE, ops=(), parameters=(), summary="the op's own defaults")
 _INT8, _FP8, _INT4 = 2, 3, 4  # KVQuantMode of vLLM 0.33.0
-_PLAIN = {"alibi": False, "interleave_v": False, "freed": "kept", "first_block": 0}
-_CAUSAL = {**_PLAIN, "kv_layout": "contiguous", "pad_batch": 0}
 # The ops by dimension of a tensor whose stride they use; dimension 0 is that of "far_rows".
 _FAR_DIMS = {
     1: (WRAPPER, PREFILL, ENCODER, UNIFIED, DECODE_FWD, MERGE, WRITE),
@@ -25,7 +28,7 @@ _ALL = (
         ops=(UNIFIED,),
         parameters=("use_alibi_sqrt",),
         summary="the bias of ALiBi is the slope times the negative root of the distance",
-        needs={**_PLAIN, "alibi": True},
+        needs={"alibi": True},
         no_xray="its rules know the ALiBi bias by distance alone",
     ),
     OpArgument(
@@ -33,7 +36,7 @@ _ALL = (
         ops=(UNIFIED,),
         parameters=("q_descale",),
         summary="the query is FP8, with a scale",
-        needs={**_PLAIN, "kv_cache_dtype": "fp8"},
+        needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
     ),
     OpArgument(
@@ -41,7 +44,6 @@ _ALL = (
         ops=(WRAPPER, PREFILL, UNIFIED, MERGE),
         parameters=("output_scale", "fp8_out_scale", "prefill_tokens_with_context"),
         summary="the output is FP8, with a scale; in a merge the last tokens have no context",
-        needs=_CAUSAL,
         has_fp8=True,
         no_xray="an FP8 output holds a weight to 4 bits",
     ),
@@ -50,7 +52,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is int8, with a scale per token and KV head in caches with gaps or far blocks",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int8", mode=_INT8),
     ),
     OpArgument(
@@ -58,7 +60,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is FP8, with a scale per token and KV head in caches with gaps or far blocks",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="fp8", mode=_FP8, far_dims=(0, None)),
         has_fp8=True,
     ),
@@ -68,7 +70,7 @@ _ALL = (
             ops=(UNIFIED,),
             parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache"),
             summary=f"as int8_per_token_head, with {name} of the scale caches beyond 2^31 elements",
-            needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+            needs={"kv_cache_dtype": "auto"},
             cache=ScaledCache(numbers="int8", mode=_INT8, far_dims=(dim, dim)),
         )
         for dim, name in ((1, "slots"), (2, "heads"))
@@ -78,7 +80,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         parameters=("kv_quant_mode", "k_scale_cache", "v_scale_cache", "key", "value"),
         summary="the cache is INT4, rotated, with a scale and a zero point per token and KV head",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        needs={"kv_cache_dtype": "auto"},
         cache=ScaledCache(numbers="int4", mode=_INT4),
         least_head_size=2,
         refused_masks=("bidirectional", "causal_by_sequence"),
@@ -89,7 +91,7 @@ _ALL = (
         ops=(UNIFIED, WRITE),
         parameters=("k", "v", "key", "value"),
         summary="values are narrower than keys, in one cache, by an op of its own",
-        needs={**_CAUSAL, "mask": "causal"},
+        needs={"mask": "causal"},
         least_head_size=3,
     ),
     OpArgument(
@@ -97,14 +99,12 @@ _ALL = (
         ops=(UNIFIED,),
         parameters=("use_td",),
         summary="the kernel reads and writes by tensor descriptors",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="cached_new_tokens",
         ops=(WRAPPER, PREFILL),
         parameters=("k", "v", "key", "value"),
         summary="key and value are None: new tokens come from the cache",
-        needs=_CAUSAL,
         no_xray="it passes coded values of new tokens as arguments, which the op does not get",
     ),
     OpArgument(
@@ -112,14 +112,13 @@ _ALL = (
         ops=(WRAPPER, PREFILL),
         parameters=("is_block_table_ptr",),
         summary="the block table holds addresses",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="sinks_of_key_0",
         ops=(ENCODER,),
         parameters=("sinks_bias_key0",),
         summary="a sink is added to the score of key 0, and has no weight of its own",
-        needs={**_CAUSAL, "sinks": True},
+        needs={"sinks": True},
         no_xray="its rules know no bias of a single key",
     ),
     OpArgument(
@@ -127,12 +126,7 @@ _ALL = (
         ops=(PREFILL,),
         parameters=("skip_decode",),
         summary="sequences with one new token are not computed",
-        needs={
-            "interleave_v": False,
-            "kv_layout": "contiguous",
-            "pad_batch": 0,
-            "output_init": "zeros",
-        },
+        needs={"output_init": "zeros"},
         no_xray="rows that the op skips have no weights",
     ),
     OpArgument(
@@ -140,21 +134,18 @@ _ALL = (
         ops=(MERGE,),
         parameters=("prefill_tokens_with_context",),
         summary="the last tokens have no context: their prefix is not read",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="no_lse",
         ops=(MERGE,),
         parameters=("output_lse", "prefill_tokens_with_context"),
         summary="the log-sum-exp is not returned; the last tokens have no context",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="latent_cache",
         ops=(DECODE_FWD,),
         parameters=("is_mla",),
         summary="the value is the first eight ninths, or all, of the key (MLA)",
-        needs=_CAUSAL,
         no_xray="the values are a part of the keys, so they cannot be coded alone",
     ),
     OpArgument(
@@ -162,14 +153,13 @@ _ALL = (
         ops=(DECODE_FWD,),
         parameters=("k_scale", "v_scale"),
         summary="k_scale and v_scale are None",
-        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        needs={"kv_cache_dtype": "auto"},
     ),
     OpArgument(
         name="flat_buffers",
         ops=(DECODE_FWD,),
         parameters=("k_buffer", "v_buffer"),
         summary="the caches have no dimension of blocks",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="gaps",
@@ -215,21 +205,19 @@ _ALL = (
         ops=(UNIFIED,),
         parameters=("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
         summary="the scratch memory of the split path has fewer rows than there are tokens",
-        needs=_PLAIN,
     ),
     OpArgument(
         name="no_max_seq_len",
         ops=(PREFILL,),
         parameters=("max_seq_len",),
         summary="max_seq_len is None",
-        needs=_PLAIN,
     ),
     OpArgument(
         name="fp8_tokens",
         ops=(WRITE,),
         parameters=("key", "value"),
         summary="key and value are FP8 already",
-        needs={**_CAUSAL, "kv_cache_dtype": "fp8"},
+        needs={"kv_cache_dtype": "fp8"},
         has_fp8=True,
     ),
     OpArgument(
@@ -237,28 +225,53 @@ _ALL = (
         ops=(WRITE,),
         parameters=("key_cache", "value_cache"),
         summary="the FP8 cache is passed as uint8",
-        needs={**_CAUSAL, "kv_cache_dtype": "fp8"},
+        needs={"kv_cache_dtype": "fp8"},
     ),
     OpArgument(
         name="named_cache_dtype",
         ops=(WRITE,),
         parameters=("kv_cache_dtype",),
         summary='kv_cache_dtype is "bfloat16", another name for an unscaled cache',
-        needs={**_CAUSAL, "kv_cache_dtype": "auto"},
+        needs={"kv_cache_dtype": "auto"},
     ),
     OpArgument(
         name="head_major",
         ops=(WRITE,),
         parameters=("key_cache", "value_cache"),
         summary="the cache has the layout x-split, with heads before slots",
-        needs=_CAUSAL,
     ),
     OpArgument(
         name="head_major_packed",
         ops=(WRITE,),
         parameters=("interleaved_v_pack_factor",),
         summary="as head_major, with values in packs of 16 bytes",
-        needs=_CAUSAL,
     ),
 )
-OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL}
+# The formats of a cache write, each with the strides that its tensors can have.
+_WRITTEN = (
+    NO_ARGUMENT,
+    *(one for one in _ALL if WRITE in one.ops and (one.cache or one.name == "diffkv")),
+    *(one for one in _ALL if one.name.startswith("head_major")),
+)
+_STRIDED = (
+    ("padded_tokens", "each head of key and value is padded", lambda one: True),
+    (
+        "far_values",
+        "the blocks of the value cache are farther apart than those of the key cache",
+        lambda one: one.cache is None and one.name != "diffkv",  # diffkv has one cache
+    ),
+)
+OP_ARGUMENTS: dict[str, OpArgument] = {one.name: one for one in _ALL} | {
+    name: dataclasses.replace(
+        one,
+        name=name,
+        ops=(WRITE,),
+        parameters=("key", "value", "value_cache"),
+        summary=summary if one is NO_ARGUMENT else f"as {one.name}; {summary}",
+        strided=one.name,
+    )
+    for ending, summary, has in _STRIDED
+    for one in _WRITTEN
+    if has(one)
+    for name in (ending if one is NO_ARGUMENT else f"{one.name}_{ending}",)
+}

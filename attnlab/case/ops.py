@@ -21,7 +21,6 @@ MERGE = "merge_attn_states"
 WRITE = "reshape_and_cache_flash"
 CPU_ATTENTION = "cpu_attention_with_kv_cache"
 
-_E4M3 = ("auto", "fp8", "fp8_e4m3")
 _TRITON_FOLDERS = {"0.11.2": "vllm/attention/ops"}
 _TRITON_FOLDER = "vllm/v1/attention/ops"  # of the later releases
 _FILLS = {"arguments": "context_only", "by query_len": "decode_rows", "cache": "all_rows"}
@@ -175,7 +174,6 @@ _ALL = (
         cache_layout="flash",
         sinks_with_alibi=True,
         hnd=True,
-        kv_cache_dtypes=_E4M3,
         splits_are_powers_of_two=True,
         split_releases=("0.33.0",),
     ),
@@ -191,7 +189,6 @@ _ALL = (
         prefill=False,
         sliding_window=False,
         alibi=False,
-        kv_cache_dtypes=_E4M3,
         min_splits=1,
         split_releases=RELEASES,
     ),
@@ -213,7 +210,6 @@ _ALL = (
         writes_cache=True,
         backends=("model", "vllm", "rocm", "cuda"),
         hnd=True,
-        kv_cache_dtypes=_E4M3,
     ),
     Op(
         name=CPU_ATTENTION,

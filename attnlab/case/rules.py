@@ -1,4 +1,8 @@
-"""Rules between the fields of a Case, which no field can check alone."""
+"""Rules between the fields of a Case, which no field can check alone.
+
+A combination is refused only for what it means, for the layout of a tensor, or for what the op itself states;
+the comments name the source. What an op accepts is a Case, also if the op then ignores a part of it.
+"""
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import is_plugin, refuse
@@ -28,11 +32,8 @@ def _check_heads(case: CaseQuantities) -> None:
     if case.num_heads % case.num_queries_per_kv:
         allowed = f"a divisor of num_heads ({case.num_heads})"
         refuse("num_queries_per_kv", allowed, case.num_queries_per_kv)
-    if case.head_size % case.key_x:
+    if case.head_size % case.key_x:  # [blocks, KV heads, head_size / x, block_size, x]
         refuse("head_size", f"a multiple of x ({case.key_x})", case.head_size)
-    if case.alibi and case.sliding_window:
-        allowed = "0 with alibi (vLLM's prefill kernel for ALiBi has no sliding window)"
-        refuse("sliding_window", allowed, case.sliding_window)
 
 
 def _check_backend(case: CaseQuantities) -> None:
@@ -80,6 +81,8 @@ def _check_layout(case: CaseQuantities) -> None:
     for name, plain in (("kv_layout", "contiguous"), ("pad_batch", 0)):
         if not _takes_layouts(case) and getattr(case, name) != plain:
             refuse(name, f"{plain} with backend {case.backend}", getattr(case, name))
+    # In x-split caches the heads precede the slots anyway; decode_attention_fwd states "Assume (...,
+    # PAGE_SIZE, NUM_HEADS, HEAD_DIM)" where it takes the strides (triton_decode_attention.py).
     if case.kv_layout == "HND" and not case.spec.hnd:
         refuse("kv_layout", f"contiguous or fused with {case.op}", case.kv_layout)
 
@@ -147,7 +150,7 @@ def _check_block_table(
 
 
 def _check_op(case: CaseQuantities) -> None:
-    """Check the fields that only some ops accept."""
+    """Check the fields that only some ops accept: the signatures of the others have no argument for them."""
     op, query_lens = case.spec, case.lengths.query_lens
     if not op.prefill and set(query_lens) != {1}:
         refuse("query_lens", f"1 everywhere with {case.op}, which has no prefill", query_lens)
@@ -175,6 +178,7 @@ def _check_splits(case: CaseQuantities) -> None:
         refuse("num_splits", f"none with {case.op}", splits)
     if splits < op.min_splits:
         refuse("num_splits", f"at least {op.min_splits} with {case.op}", splits)
+    # reduce_segments has tl.arange(0, NUM_SEGMENTS_PER_SEQ), whose range must be a power of two.
     if op.splits_are_powers_of_two and splits & (splits - 1):
         refuse("num_splits", f"0 or a power of two with {case.op}", splits)
 
@@ -186,7 +190,7 @@ def _check_interleaved(case: CaseQuantities) -> None:
     if case.release not in case.spec.interleave_v_releases:
         refuse("interleave_v", f"false with {case.op} of vLLM {case.release}", True)
     pack = 16 if case.is_fp8 else 8 if case.dtype != "float32" else 4
-    if case.block_size % pack:
+    if case.block_size % pack:  # [blocks, KV heads, block_size / pack, head_size, pack]
         refuse("block_size", f"a multiple of {pack} with interleave_v", case.block_size)
 
 

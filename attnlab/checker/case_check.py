@@ -43,6 +43,7 @@ NOT_DETERMINISTIC = "not_deterministic"
 OUT_OF_BOUNDS, INT32_WRAP = "out_of_bounds", "int32_wrap"  # kinds that one run shows
 _NO_OWNER = "slot without owner"
 _FAR = "offset beyond 2^31 elements"
+_NO_SCALES = "FP8 cache without scales"
 
 
 def check_case(
@@ -100,6 +101,8 @@ def _check_side_outputs(lab: Lab, case: Case, run: CaseRun) -> list[Finding]:
 
 def _check_output(lab: Lab, backend: Backend, case: Case, run: CaseRun) -> Finding | None:
     """Return the fault of the output, else the observation that it follows empty slots, else None."""
+    if (found := _without_scales(lab, backend, case)) is not None:
+        return found
     if case.spec.writes_cache:
         return _check_cache(lab, backend, case, run)
     if case.op_argument != NONE:
@@ -179,6 +182,8 @@ def _wrong_output(
     if not diagnosis_of_zeros.is_wrong:
         return _leak(lab, backend, case, diagnosis)
     text = diagnosis_of_zeros.sentences()[0]
+    if case.alibi and case.sliding_window and _is_correct(lab, backend, zeros.replace(alibi=False)):
+        text = f"{text}; correct without ALiBi"
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, f"block {_FAR}")
@@ -202,6 +207,21 @@ def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor
     return [int(row) for row in torch.nonzero(unwritten & wrong).flatten()]
 
 
+def _without_scales(lab: Lab, backend: Backend, case: Case) -> Finding | None:
+    """Return the finding of an op that accepts an FP8 cache without its scales, or None.
+
+    No output that does not depend on the scales can be right with two different ones.
+    """
+    missing = backend.missing_scales(case)
+    if not missing or case.k_scale == case.v_scale == 1:
+        return None
+    zeros = case.replace(empty_slots="zeros")
+    if not _output_errors(lab, zeros, run_case(lab, backend, zeros).output).mismatched:
+        return None
+    text = f"the op accepts an FP8 cache and has no argument {' and no '.join(missing)}"
+    return _finding(zeros, "wrong_output", text, _NO_SCALES)
+
+
 def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
     """Return the diagnosis of the layout field whose plain value makes the output correct, else ""."""
     for field, plain, diagnosis in _LAYOUTS:
@@ -209,6 +229,9 @@ def _layout_at_fault(lab: Lab, backend: Backend, case: Case) -> str:
             lab, backend, case.replace(**{field: plain})
         ):
             return diagnosis
+    strided = case.argument.strided
+    if strided is not None and _is_correct(lab, backend, case.replace(op_argument=strided)):
+        return f"{_LAYOUTS[0][2]}: {case.op_argument}"
     return ""
 
 
@@ -272,22 +295,29 @@ def _argument_fault(lab: Lab, backend: Backend, case: Case, errors: ErrorMap) ->
     zeros = case.replace(empty_slots="zeros")
     of_zeros = run_case(lab, backend, zeros).output
     is_leak = not _output_errors(lab, zeros, of_zeros).mismatched
-    if is_leak and not _is_correct(lab, backend, case.replace(op_argument=NONE)):
-        return _finding(
-            case, "reads_unwritten_slots", "without the op argument, too", "empty slots"
-        )
     if not is_leak and (wrong := _wrong_without_argument(lab, backend, zeros)) is not None:
         return wrong
-    kind = "reads_unwritten_slots" if is_leak else "wrong_output"
     place = errors.places()[0]
     text = (
         f"{errors.mismatched} elements differ, first in sequence {place.seq}, token {place.token}"
     )
     label = _FAR if case.argument.is_far else f"op_argument {case.op_argument}"
     if is_leak:
-        return _finding(case, kind, text, label)
+        return _leak_with_argument(lab, backend, case, text, label)
+    may_lack_alibi = case.alibi and "alibi" not in case.argument.needs
+    if may_lack_alibi and _is_correct(lab, backend, zeros.replace(alibi=False)):
+        label = f"{label} with ALiBi"
     reads = argument_names(lab, zeros, of_zeros)
-    return _finding(zeros, kind, text, ": ".join((label, *reads[:1])))
+    return _finding(zeros, "wrong_output", text, ": ".join((label, *reads[:1])))
+
+
+def _leak_with_argument(lab: Lab, backend: Backend, case: Case, text: str, label: str) -> Finding:
+    """Return the finding of an output with an op argument that depends on slots that it must not read."""
+    if case.freed != "kept" and _is_correct(lab, backend, case.replace(freed="kept")):
+        return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")
+    if not _is_correct(lab, backend, case.replace(op_argument=NONE)):
+        text, label = "without the op argument, too", "empty slots"
+    return _finding(case, "reads_unwritten_slots", text, label)
 
 
 def _wrong_without_argument(lab: Lab, backend: Backend, case: Case) -> Finding | None:
@@ -308,8 +338,8 @@ def _output_errors(lab: Lab, case: Case, output: torch.Tensor) -> ErrorMap:
 def _is_correct(lab: Lab, backend: Backend, case: Case) -> bool:
     """Run a Case and return whether its output is correct up to rounding."""
     run = run_case(lab, backend, case)
-    if case.spec.writes_cache:
-        return not _cache_errors(lab, case, run).mismatched
+    if case.spec.writes_cache or case.op_argument != NONE:
+        return not _output_errors(lab, case, run.output).mismatched
     return not _diagnose(lab, case, run.output).is_wrong
 
 

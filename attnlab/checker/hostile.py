@@ -26,7 +26,6 @@ from attnlab.checker.variants import LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.kernels.vllm.native_limits import check_fp8_format
-from attnlab.kernels.vllm.op_functions import op_functions
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -59,7 +58,7 @@ def hostile_cases(
     the rows of the covering design. Variants that the op or the backend does not support are skipped. The
     Cases of a smaller ``count`` are the first of those of a larger one.
     """
-    if backend.release not in OPS[op].releases:
+    if not backend.has_op(op):
         return
     rng = random.Random(seed)
     first = [*islice(_variant_cases(backend, op, platform, rng), count)]
@@ -83,14 +82,16 @@ def _variant_cases(backend: Backend, op: str, platform: str, rng: random.Random)
 
 
 def _argument_cases(backend: Backend, op: str, platform: str, rng: random.Random) -> Iterator[Case]:
-    """Yield the Cases of an op with a mask or unusual values, and of vLLM's ops those with an op argument.
+    """Yield the Cases with a mask, unusual values, or a window and ALiBi; of vLLM also with an argument.
 
     The others exercise what Triton's interpreter runs alone.
     """
     names = _EVERYWHERE | ({"op_argument"} if backend.name == "vllm" else set())
     is_interpreted = backend.name == "vllm" and backend.device == "cpu"
     for variant in ARGUMENT_VARIANTS:
-        if not variant.is_for(op) or not (is_interpreted or names & set(variant.fields)):
+        fields = set(variant.fields)
+        is_everywhere = names & fields or fields >= {"alibi", "sliding_window"}
+        if not variant.is_for(op) or not (is_interpreted or is_everywhere):
             continue
         seed = rng.randrange(1 << 30)
         with contextlib.suppress(InvalidCase):
@@ -152,13 +153,14 @@ def _make_case(
         fields["stage"] = "sound"
     if OPS[op].writes_cache:
         fields["fill"] = None  # only the context is in the cache; the op writes the new tokens
-    if not _has_splits(backend, op):
+    if not backend.has_splits(op):
         fields["num_splits"] = None
     elif fields.get("num_splits") is not None:
         fields["num_splits"] = max(fields["num_splits"], OPS[op].min_splits)
     if op == UNIFIED and fields.get("num_splits"):
         fields |= _short_rows(fields, longest_split(backend))
     case = Case(**fields)
+    backend.check_features(case)
     if isinstance(backend, VllmBackend) and backend.device == "cuda":
         check_fp8_format(case)
     return case.replace(num_blocks=case.total_blocks + _SPARE_BLOCKS)
@@ -189,16 +191,6 @@ def longest_split(backend: Backend) -> int:
     return _LONGEST_SPLIT if len(launches(backend, case)) > 1 else 1
 
 
-@lru_cache(maxsize=64)
-def _has_splits(backend: Backend, op: str) -> bool:
-    """Return whether the op of the backend has an argument for the number of parts."""
-    if backend.release not in OPS[op].split_releases:
-        return False
-    functions = op_functions(backend.source, op) if isinstance(backend, VllmBackend) else []
-    found = [one.parameters for one in functions if one.name == OPS[op].function]
-    return not found or OPS[op].num_splits in found[0]
-
-
 def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> None:
     """Raise InvalidCase for changes that the backend or the op does not support."""
     has_sinks_and_alibi = changes.get("sinks") and changes.get("alibi")
@@ -214,7 +206,8 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the models do not define reads before a window")
     if has_sinks_and_alibi and backend.name == "model":
         raise InvalidCase("the models repeat an error of vLLM's op here")
-    if has_sinks_and_alibi and not OPS[op].sinks_with_alibi:
+    # "Sinks arg is not supported with alibi" (context_attention_fwd); vLLM's ops say so themselves
+    if has_sinks_and_alibi and not OPS[op].sinks_with_alibi and backend.name != "vllm":
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
     if op == MERGE and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.ops import OPS
 from attnlab.checker.case_job import CheckJob
 from attnlab.checker.combinations import combinations_of
 from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
@@ -111,6 +110,9 @@ class Plan:
                 "device": self.backend.device,
                 "flags": [*self.backend.flags],
                 "blind_spots": [*self.backend.blind_spots],
+                "not_applicable": [
+                    line for op in self.ops for line in self.backend.not_applicable(op)
+                ],
                 "locations": {
                     op: place.to_dict() for op, place in op_locations(self.backend).items()
                 },
@@ -142,7 +144,7 @@ class Plan:
                 self.backend, op, self.platform, self.seed, list(self._hostile_cases(op))
             )
             for op in (self.ops if self.coverage else ())
-            if self.backend.release in OPS[op].releases
+            if self.backend.has_op(op)
         }
 
 

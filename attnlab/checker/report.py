@@ -55,7 +55,8 @@ class Report(Shown):
     - ``reports``: the paths of the files written for the findings.
     - ``coverage``: per op, the lines and branches that the cases reached, if that was measured.
     - ``not_run``: the cases that did not run although the kernel may support them, and why.
-    - ``left_out``: what a check does not cover, and limits that kernels state.
+    - ``left_out``: limits that kernels state, features that the ops lack ("not applicable"), and what a check
+      does not cover.
     """
 
     source: str
@@ -170,6 +171,7 @@ def build_report(
         not_run=not_run,
         left_out=[
             *_limits(tasks, outcomes, header["options"]["ops"], reads),
+            *library.get("not_applicable", ()),
             *library["blind_spots"],
             *([] if _passes_arguments(tasks) else NOT_COVERED),
         ],

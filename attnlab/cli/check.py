@@ -48,7 +48,8 @@ _DOCUMENT = """\
     parameters: list of {name, values, dtypes, strides, no_strides, far, not_far, gaps, reasons},
     combinations: {knobs: {knob: [value]}, pairs, triples: {total, covered, missing},
     refused: {combination: reason}}}}
-  left_out: limits that kernels state, and what no check covers
+  left_out: limits that kernels state, what the ops of this release have no argument for ("not applicable"),
+    and what no check covers
   pictures: the page of --pictures"""
 
 

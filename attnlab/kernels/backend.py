@@ -16,7 +16,7 @@ from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.fields import refuse
 from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import KV_CACHE_DTYPES, RELEASES
+from attnlab.case.ops import KV_CACHE_DTYPES, OPS, RELEASES
 from attnlab.contracts.target import Target
 from attnlab.kernels.rocm.findings import Findings
 from attnlab.kernels.steps import OnStep, ignore_step
@@ -179,6 +179,28 @@ class Backend(ABC):
             refuse("kv_cache_dtype", f"{allowed} with backend {self.name}", case.kv_cache_dtype)
         if case.mask not in self.masks:
             refuse("mask", f"{' or '.join(self.masks)} with backend {self.name}", case.mask)
+
+    def check_features(self, case: Case) -> None:  # noqa: B027
+        """Raise InvalidCase for a feature of the Case that the op of these kernels lacks.
+
+        Unlike :meth:`check`, it does not ask what this machine can run.
+        """
+
+    def has_op(self, op: str) -> bool:
+        """Answer whether these kernels have an op, of those that the backend knows."""
+        return op in self.ops and self.release in OPS[op].releases
+
+    def has_splits(self, op: str) -> bool:
+        """Answer whether an op of these kernels has an argument for the number of parts."""
+        return self.release in OPS[op].split_releases
+
+    def not_applicable(self, op: str) -> list[str]:
+        """Return what an op of these kernels lacks, one line for each missing name."""
+        return []
+
+    def missing_scales(self, case: Case) -> tuple[str, ...]:
+        """Return the scales of a Case's FP8 cache for which the op has no argument."""
+        return ()
 
     @abstractmethod
     def text(self, kernels: Sequence[str], target: Target) -> str:

@@ -30,7 +30,7 @@ def expected_write(case: Case, plain: torch.Tensor) -> torch.Tensor:
 
     ``plain``: the cache of a write without it, [num_slots, num_kv_heads, 2 × head_size]. So is the result.
     """
-    if case.op_argument == "diffkv":
+    if case.argument.base == "diffkv":
         narrow = plain.clone()
         narrow.view(torch.uint8).unflatten(-1, (-1, plain.element_size()))[
             ..., case.head_size + narrow_size(case) :, :

@@ -79,7 +79,6 @@ CROSS = [
     ({"head_size": 20}, "head_size", "multiple of x (8)"),
     ({"head_size": 24, "kv_cache_dtype": "fp8"}, "head_size", "multiple of x (16)"),
     ({"head_size": 24, "x": 16}, "head_size", "multiple of x (16)"),
-    ({"alibi": True, "sliding_window": 16}, "sliding_window", "alibi"),
     ({"query_lens": (1, 2)}, "ctx_lens", "must be given"),
     ({"ctx_lens": (1, 2)}, "query_lens", "must be given"),
     ({"query_lens": (1, 2), "ctx_lens": (1,)}, "ctx_lens", "as long as query_lens (2)"),

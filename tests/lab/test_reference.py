@@ -84,7 +84,7 @@ def shapes(draw):
         ctx_lens=tuple(draw(st.integers(0, 90)) for _ in range(count)),
         alibi=alibi,
         sinks=draw(st.booleans()),
-        sliding_window=0 if alibi else draw(st.sampled_from([0, 1, 2, 16, 200])),
+        sliding_window=draw(st.sampled_from([0, 1, 2, 16, 200])),
         sm_scale=draw(st.sampled_from([None, 0.3])),
         dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
         kv_cache_dtype=draw(st.sampled_from(["auto", "fp8", "fp8" if unified else "fp8_e5m2"])),

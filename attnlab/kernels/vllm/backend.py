@@ -32,7 +32,15 @@ from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.triton.trace import Watched
 from attnlab.kernels.triton.versions import check_installed_pair
 from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
-from attnlab.kernels.vllm.failures import explained, unsupported
+from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.features import (
+    check_case,
+    has_op,
+    lacks,
+    missing_scales,
+    names_inside,
+    not_applicable,
+)
 from attnlab.kernels.vllm.loader import Loader
 from attnlab.kernels.vllm.native_limits import check_fp8_format
 from attnlab.kernels.vllm.op_arguments import pass_argument
@@ -142,6 +150,22 @@ class VllmBackend(Backend):
         dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
         check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
         check_release(self.source, case)
+        self.check_features(case)
+
+    def check_features(self, case: Case) -> None:
+        check_case(self.source, case)
+
+    def has_op(self, op: str) -> bool:
+        return op in self.ops and has_op(self.source, op)
+
+    def has_splits(self, op: str) -> bool:
+        return OPS[op].num_splits is not None and not lacks(self.source, op, "num_splits", "")
+
+    def not_applicable(self, op: str) -> list[str]:
+        return not_applicable(self.source, op)
+
+    def missing_scales(self, case: Case) -> tuple[str, ...]:
+        return missing_scales(self.source, case)
 
     def text(self, kernels: Sequence[str], target: Target) -> str:
         return backend_text(self.source, kernels, self.device, target.platform)
@@ -214,7 +238,7 @@ def run(
     if is_cpu and moved.output is not output:
         moved = dataclasses.replace(moved, output=interpreter.shared_copy(moved.buffer))
     function = loaded.function(call.op)
-    passed = Passed(arguments=bind(function, moved, target))
+    passed = Passed(arguments=bind(function, moved, target, names_inside(source, call.op)))
     if argument_of is not None:
         names = parameters_of(function)
         passed = pass_argument(argument_of, passed.arguments, names, value_scale)
@@ -243,7 +267,7 @@ def run(
     except AttnLabError:
         raise
     except Exception as error:
-        raise unsupported(explained(error, call.op, source), call, argument_of) from error
+        raise explained(error, call.op, source) from error
     finally:
         loaded.dispatch.use_custom = False
         call.buffer.copy_(moved.buffer[: len(call.buffer)])

@@ -3,12 +3,10 @@
 import torch
 
 from attnlab.case.case import Case
+from attnlab.kernels.vllm.features import DIFFKV
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import far_dim, with_gaps
 from attnlab.tensors.op_argument_data import latent_size, narrow_size, stored_numbers
-
-_DIFFKV = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
-
 
 VALUE_SCALE = "value_scale"  # what values are stored with, or None for the scale of their numbers
 
@@ -39,7 +37,7 @@ def latent_cache(case: Case, given: Arguments) -> Passed:
     logits = given["attn_logits"][..., : size + 1].contiguous()
     changed = {
         "v_buffer": given["k_buffer"][..., :size],
-        "v_scale": given["k_scale"],
+        **({"v_scale": given["k_scale"]} if "k_scale" in given else {}),
         "attn_logits": logits,
         "o": narrow,
         "is_mla": True,
@@ -66,7 +64,7 @@ def diffkv(case: Case, given: Arguments) -> Passed:
         padded = 1 << (size - 1).bit_length()
         changed["softmax_segm_output"] = given["softmax_segm_output"][..., :padded].contiguous()
     passed = _narrow(narrow, {**given, **changed})
-    return Passed(arguments=passed.arguments, finish=passed.finish, function=_DIFFKV)
+    return Passed(arguments=passed.arguments, finish=passed.finish, function=DIFFKV)
 
 
 def _narrow(narrow: torch.Tensor, arguments: Arguments) -> Passed:

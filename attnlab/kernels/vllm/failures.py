@@ -5,17 +5,14 @@ from pathlib import Path
 
 import torch
 
-from attnlab.case.case import Case
 from attnlab.case.errors import (
     AttnLabError,
     KernelFailed,
     KernelRejected,
     OutOfMemory,
     Unavailable,
-    Unsupported,
 )
 from attnlab.kernels.vllm.source import Source
-from attnlab.tensors.call import KernelCall
 
 # Triton's exceptions of a kernel that cannot be compiled for a GPU, or does not fit on it.
 _COMPILE_ERRORS = {"CompilationError", "OutOfResources", "PTXASError"}
@@ -43,22 +40,6 @@ def explained(error: Exception, op: str, source: Source) -> AttnLabError:
     ):  # raised by Triton, or by the op's arithmetic
         return KernelFailed(one_line(error))
     return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
-
-
-def unsupported(
-    why: AttnLabError, call: KernelCall, argument_of: Case | None = None
-) -> AttnLabError:
-    """Return Unsupported for an Unavailable whose cause is a mask or an op argument of a later release.
-
-    ``argument_of``: the Case whose op argument was passed, if any.
-    """
-    if not isinstance(why, Unavailable):
-        return why
-    if argument_of is not None:
-        return Unsupported(f"op_argument {argument_of.op_argument} is not supported: {why}")
-    if not call.visibility.is_plain:
-        return Unsupported(f"mask must be causal: {why}")
-    return why
 
 
 def is_compile_failure(error: BaseException) -> bool:

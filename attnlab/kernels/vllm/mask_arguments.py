@@ -2,14 +2,10 @@
 
 from typing import Any
 
-import torch
-
-from attnlab.case.errors import Unsupported
-from attnlab.case.ops import ENCODER, PREFILL, UNIFIED, WRAPPER
+from attnlab.case.ops import ENCODER, PREFILL, WRAPPER
 from attnlab.tensors.call import KernelCall
 
 Arguments = dict[str, Any]
-_MASKED = (WRAPPER, PREFILL, ENCODER, UNIFIED)
 
 
 def mask_arguments(call: KernelCall) -> Arguments:
@@ -44,19 +40,3 @@ def _right(call: KernelCall) -> int:
     if not call.sliding_window:
         return -1
     return 0 if call.causal is True or call.window_right is None else call.window_right
-
-
-def check_masks(call: KernelCall, given: Arguments) -> None:
-    """Raise Unsupported if the op of a release lacks an argument that the call's mask needs.
-
-    ``given``: the arguments that the op has, by name.
-    """
-    if call.visibility.is_plain or call.spec.writes_cache:
-        return
-    needed = mask_arguments(call) if call.op in _MASKED else {"causal": False}
-    for name, value in needed.items():
-        is_plain = value is True or (value is False and not name.endswith("causal"))
-        if name not in given and not is_plain:
-            raise Unsupported(f"mask must be causal: {call.op} of this vLLM has no argument {name}")
-    if isinstance(call.causal, torch.Tensor) and call.op != UNIFIED:
-        raise Unsupported(f"causal must be true or false: {call.op} takes no tensor")

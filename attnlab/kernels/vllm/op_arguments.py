@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import OutOfMemory, Unsupported
+from attnlab.case.errors import OutOfMemory
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import MERGE
 from attnlab.kernels.model.cache_write import written_cache
@@ -16,6 +16,7 @@ from attnlab.kernels.vllm.cache_arguments import (
     latent_cache,
     scaled_cache,
 )
+from attnlab.kernels.vllm.features import check_argument
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.kernels.vllm.strides import (
     USED_STRIDES,
@@ -44,9 +45,7 @@ def pass_argument(
     name = case.op_argument
     if name == NONE:
         return Passed(arguments=arguments)
-    if not parameters & set(case.argument.parameters):
-        text = f"op_argument must not be {name}: {case.op} of this vLLM has no argument for it"
-        raise Unsupported(text)
+    check_argument(case, parameters)
     try:
         made = _MAKERS[name](case, {**arguments, VALUE_SCALE: value_scale})
     except torch.OutOfMemoryError as error:
@@ -179,12 +178,13 @@ def _byte_cache(case: Case, given: Arguments) -> Passed:
 
 def _head_major(case: Case, given: Arguments) -> Passed:
     """Pass the cache in the layout x-split; :attr:`Passed.finish` brings it into the form of the output."""
-    is_packed = case.op_argument == "head_major_packed"
+    is_packed = case.argument.base == "head_major_packed"
     key, value = given["key_cache"], given["value_cache"]
     x = 16 // key.element_size()
     split = key.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
     turned = value.permute(0, 2, 3, 1).contiguous()
     turned = interleaved(turned) if is_packed else turned
+    turned = with_gaps(turned, 1) if _has_far_values(case) else turned
     changed = {"key_cache": split, "value_cache": turned}
 
     def finish(output: torch.Tensor) -> None:
@@ -194,6 +194,29 @@ def _head_major(case: Case, given: Arguments) -> Passed:
 
     packs = {"interleaved_v_pack_factor": x} if is_packed else {}
     return Passed(arguments={**given, **changed, **packs}, finish=finish)
+
+
+def _has_far_values(case: Case) -> bool:
+    return case.op_argument.endswith("far_values")
+
+
+def _far_values(case: Case, given: Arguments) -> Passed:
+    """Pass a value cache whose blocks are farther apart than those of the key cache."""
+    key, value = given["key_cache"], with_gaps(given["value_cache"], 1)
+
+    def finish(output: torch.Tensor) -> None:
+        output.copy_(written_cache(key, value))
+
+    return Passed(arguments={**given, "value_cache": value}, finish=finish)
+
+
+def _padded_tokens(case: Case, given: Arguments) -> Passed:
+    """Pass key and value with padded heads, in the format of the argument that this one is based on."""
+    base = case.argument.base
+    made = {} if base == NONE else _MAKERS[base](case, given)
+    passed = made if isinstance(made, Passed) else Passed(arguments={**given, **made})
+    padded = {name: with_padded_heads(passed.arguments[name]) for name in ("key", "value")}
+    return replace(passed, arguments={**passed.arguments, **padded})
 
 
 def _by_op(
@@ -209,6 +232,7 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "fp8_query": _fp8_query,
     "fp8_output": _fp8_output,
     **{name: _by_op(scaled_cache, write_scaled) for name, one in OP_ARGUMENTS.items() if one.cache},
+    **{name: _padded_tokens for name, one in OP_ARGUMENTS.items() if one.strided is not None},
     "diffkv": _by_op(diffkv, write_diffkv),
     "tensor_descriptors": lambda case, given: {"use_td": True},
     "cached_new_tokens": _cached_new_tokens,
@@ -230,6 +254,10 @@ _MAKERS: dict[str, Callable[[Case, Arguments], Arguments | Passed]] = {
     "fp8_tokens": _fp8_tokens,
     "byte_cache": _byte_cache,
     "named_cache_dtype": lambda case, given: {"kv_cache_dtype": "bfloat16"},
-    "head_major": _head_major,
-    "head_major_packed": _head_major,
+    "far_values": _far_values,
+    **{
+        name: _head_major
+        for name in OP_ARGUMENTS
+        if name.startswith("head_major") and not name.endswith("padded_tokens")
+    },
 }

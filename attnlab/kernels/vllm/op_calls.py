@@ -5,20 +5,21 @@ function of the loaded release has.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnlab.case.errors import Unavailable, Unsupported
+from attnlab.case.errors import Unavailable
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.contracts.target import Target
 from attnlab.kernels.model import cache_reads as paged
 from attnlab.kernels.model.cache_write import slot_mapping, written_cache
 from attnlab.kernels.model.merge import partials
 from attnlab.kernels.vllm.encoder_call import encoder_arguments
-from attnlab.kernels.vllm.mask_arguments import check_masks, mask_arguments
+from attnlab.kernels.vllm.features import check_call
+from attnlab.kernels.vllm.mask_arguments import mask_arguments
 from attnlab.kernels.vllm.scratch import scratch
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
@@ -59,36 +60,29 @@ class OpCall:
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
 
 
-def bind(function: Callable[..., None], call: KernelCall, target: Target) -> Arguments:
+def bind(
+    function: Callable[..., None],
+    call: KernelCall,
+    target: Target,
+    inside: Collection[str] | None = None,
+) -> Arguments:
     """Return the arguments of an op by the parameter names of ``function``.
 
-    Raises Unavailable for a required parameter that is not listed here, Unsupported for a feature
-    that the call uses and this release has no parameter for.
+    ``inside``: the names that the op's source has (:func:`attnlab.kernels.vllm.features.names_inside`), None
+    if unknown. Raises Unavailable for a required parameter that is not listed here, Unsupported for a feature
+    that the call uses and this release does not have.
     """
+    parameters = inspect.signature(function).parameters
+    check_call(call, parameters, inside)
     known = OP_CALLS[call.op].arguments(call, target)
     given: Arguments = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in parameters.items():
         if name in known:
             given[name] = known[name]
         elif parameter.default is inspect.Parameter.empty:
             raise Unavailable(
                 f"{call.op} requires the argument {name}, which the lab does not know"
             )
-    op = call.spec
-    if call.output_scale is not None and not {"output_scale", "fp8_out_scale"} & set(given):
-        raise Unsupported(
-            f"output_scale must be none: {call.op} of this vLLM has no argument for it"
-        )
-    scaled = op.k_scale in given or op.cache_layout is None  # without a cache, there is no scale
-    if call.kv_cache_dtype != "auto" and not scaled:
-        raise Unsupported(f"kv_cache_dtype must be auto: {call.op} of this vLLM has no FP8 scales")
-    if call.sinks is not None and op.sinks not in given:
-        raise Unsupported(f"sinks must be false: {call.op} of this vLLM has no argument for them")
-    if call.softcap is not None and op.softcap not in given:
-        raise Unsupported(f"softcap must be none: {call.op} of this vLLM has no argument for it")
-    if call.num_splits is not None and op.num_splits not in given:
-        raise Unsupported(f"num_splits must be none: {call.op} of this vLLM has no argument for it")
-    check_masks(call, given)
     return given
 
 

@@ -67,23 +67,43 @@ class Function:
 
 def op_functions(source: Source, op: str) -> list[Function]:
     """Return the functions of an op, by file and line; none if the release does not have it."""
+    found = [
+        _function(file, module, node)
+        for file, module, node in _reached(source, OPS[op].module, OPS[op].function)
+    ]
+    return sorted(found, key=lambda one: (one.file, one.line))
+
+
+def reached(source: Source, module: str, function: str) -> list[ast.FunctionDef]:
+    """Return a function of a module of ops, then those that it runs; none if the release does not have it.
+
+    Nothing in the result may be changed.
+    """
+    return [node for _, _, node in _reached(source, module, function)]
+
+
+def _reached(
+    source: Source, module_name: str, function: str
+) -> list[tuple[Path, "_Module", ast.FunctionDef]]:
+    """Return what :func:`reached` returns, each with its file and module."""
     try:
-        file = source.op_file(OPS[op].module)
+        file = source.op_file(module_name)
     except Unsupported:
         return []
-    found: dict[tuple[Path, str], Function] = {}
-    waiting = [(file, OPS[op].function)]
+    found: dict[tuple[Path, str], tuple[Path, _Module, ast.FunctionDef]] = {}
+    waiting = [(file, function)]
     while waiting:
         file, name = waiting.pop()
         module = _read(file, file.stat().st_mtime_ns)
         if (file, name) in found or name not in module.functions:
             continue
-        found[file, name] = _function(file, module, module.functions[name])
-        for used in _names(module.functions[name]):
+        node = module.functions[name]
+        found[file, name] = (file, module, node)
+        for used in _names(node):
             where, original = module.imports.get(used, (file.stem, used))
             if (other := file.with_name(f"{where}.py")).is_file():
                 waiting.append((other, original))
-    return sorted(found.values(), key=lambda one: (one.file, one.line))
+    return list(found.values())
 
 
 def file_kernels(file: Path) -> list[Function]:

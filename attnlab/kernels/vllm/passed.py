@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from attnlab.case.errors import Unavailable, Unsupported
 from attnlab.kernels.vllm.argument_facts import parameters_of
 from attnlab.kernels.vllm.loader import Loader
 
@@ -33,15 +32,12 @@ def with_function(
 ) -> tuple[Callable[..., None], Passed]:
     """Return the function that takes the arguments, by default ``function``, and those that it has.
 
-    Raises Unsupported if the release has no such function.
+    Whether the release has the function is checked before (:mod:`attnlab.kernels.vllm.features`).
     """
     if passed.function is None:
         return function, passed
     module, name = passed.function
-    try:
-        found: Callable[..., None] = getattr(loader.load(module), name)
-    except (Unavailable, AttributeError) as error:
-        raise Unsupported(f"this vLLM has no function {name}: {error}") from error
+    found: Callable[..., None] = getattr(loader.load(module), name)
     names = parameters_of(found)
     kept = {key: value for key, value in passed.arguments.items() if key in names}
     return found, replace(passed, arguments=kept)

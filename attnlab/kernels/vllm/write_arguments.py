@@ -5,10 +5,9 @@ import torch
 from attnlab.case.case import Case
 from attnlab.kernels.model.cache_write import written_cache
 from attnlab.kernels.vllm.cache_arguments import scaled_cache
+from attnlab.kernels.vllm.features import WRITE_DIFFKV, WRITE_SCALED
 from attnlab.kernels.vllm.passed import Arguments, Passed
 from attnlab.tensors.op_argument_data import narrow_size, scaled_numbers
-
-_MODULE = "triton_reshape_and_cache_flash"
 
 
 def write_scaled(case: Case, given: Arguments) -> Passed:
@@ -16,6 +15,9 @@ def write_scaled(case: Case, given: Arguments) -> Passed:
     caches = {"k": given["key_cache"], "v": given["value_cache"]}
     made = scaled_cache(case, caches)
     changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
+    # The op has a program for each row of key, so it needs a slot for each, -1 for padding.
+    slots, rows = given["slot_mapping"], len(given["key"])
+    changed["slot_mapping"] = torch.cat([slots, slots.new_full((rows - len(slots),), -1)])
     arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
 
     def finish(output: torch.Tensor) -> None:
@@ -27,7 +29,7 @@ def write_scaled(case: Case, given: Arguments) -> Passed:
     return Passed(
         arguments=arguments,
         finish=finish,
-        function=(_MODULE, f"{_MODULE}_per_token_head_quant"),
+        function=WRITE_SCALED,
     )
 
 
@@ -42,4 +44,4 @@ def write_diffkv(case: Case, given: Arguments) -> Passed:
         output.view(torch.uint8).zero_()
         output[..., : cache.shape[-1]] = cache.flatten(0, 1)
 
-    return Passed(arguments=arguments, finish=finish, function=(_MODULE, f"{_MODULE}_diffkv"))
+    return Passed(arguments=arguments, finish=finish, function=WRITE_DIFFKV)

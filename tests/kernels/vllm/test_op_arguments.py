@@ -34,6 +34,7 @@ KNOWN = {
         (name, CAUSAL)
         for name in ("tensor_descriptors", "far_dim_3", "int8_far_slots_per_token_head")
     ),
+    ("int8_per_token_head", CAUSAL),  # scales of values that the window hides are read
     *(
         ("int4_per_token_head", mask)
         for mask in ("ranges_in_window", "prefix_and_window", "chunks")

@@ -7,7 +7,7 @@ import torch
 from helpers.sources import of_release
 
 from attnlab.case.case import Case
-from attnlab.case.errors import Unsupported
+from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import WRITE
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
@@ -41,8 +41,9 @@ def case_of(name, seed=0):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_release_without_the_function_of_a_write_is_unsupported(name):
     lab = Lab(source=of_release("0.11.2").path, device="cpu")
-    with pytest.raises(Unsupported, match="no function"):
+    with pytest.raises(InvalidCase, match=r"no (function|argument)") as caught:
         lab.run(dataclasses.replace(case_of(name), release="0.11.2"))
+    assert caught.value.field == "op_argument"
 
 
 def test_check_has_a_write_of_each_format(backend):

@@ -1,0 +1,310 @@
+"""Which features of a Case an op of the vLLM at hand has, read from its source without running it.
+
+A feature is a field with another value than the plain one, such as sinks or a mask. An op has it if its
+source has the names that the feature needs: parameters of the op itself, or of the functions and kernels that
+it runs. A feature that an op lacks is not applicable: no case, no finding. Release numbers play no part.
+"""
+
+import ast
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.masks import CAUSAL, MASKS
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.ops import (
+    DECODE_FWD,
+    ENCODER,
+    MERGE,
+    OPS,
+    PREFILL,
+    TRITON_OPS,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+)
+from attnlab.kernels.vllm.op_functions import reached
+from attnlab.kernels.vllm.source import Source
+from attnlab.tensors.call import KernelCall
+
+Function = tuple[str, str]  # module and name
+DIFFKV: Function = ("triton_unified_attention_diffkv", "unified_attention_diffkv")
+_WRITE = OPS[WRITE].module
+WRITE_SCALED: Function = (_WRITE, f"{_WRITE}_per_token_head_quant")
+WRITE_DIFFKV: Function = (_WRITE, f"{_WRITE}_diffkv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """The names that the source of an op must have for a feature.
+
+    - ``own``: parameters of the function that is called.
+    - ``inside``: parameters, or attributes that are read, of that function or of one that it runs.
+    - ``function``: the function that is called, None for that of the op.
+    """
+
+    own: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    function: Function | None = None
+
+
+def _each(names: Mapping[str, str]) -> dict[str, Needs]:
+    return {op: Needs(own=(name,)) for op, name in names.items()}
+
+
+_INT4 = "INT4_PER_TOKEN_HEAD"
+_SCALED = Needs(own=("kv_quant_mode", "k_scale_cache", "v_scale_cache"))
+_SEGMENTS = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+_CAUSAL = ("causal",)
+# By field and its value, "" for every other than the plain one: what each op needs. Ops that are not here
+# need nothing: the lab computes the feature before the op runs, or the rules of a Case refuse it.
+FEATURES: dict[tuple[str, str], Mapping[str, Needs]] = {
+    ("alibi", ""): _each(dict.fromkeys((WRAPPER, PREFILL, UNIFIED), "alibi_slopes")),
+    ("sliding_window", ""): _each(
+        {
+            **dict.fromkeys((WRAPPER, PREFILL), "sliding_window"),
+            **{UNIFIED: "window_size", ENCODER: "sliding_window_q"},
+        }
+    ),
+    ("sinks", ""): _each(dict.fromkeys(TRITON_OPS, "sinks")),
+    ("softcap", ""): _each({**dict.fromkeys(TRITON_OPS, "softcap"), DECODE_FWD: "logit_cap"}),
+    ("num_splits", ""): {
+        **_each(dict.fromkeys(TRITON_OPS, "num_splits")),
+        UNIFIED: Needs(own=("num_par_softmax_segments", *_SEGMENTS)),
+        DECODE_FWD: Needs(own=("num_kv_splits",)),
+    },
+    ("interleave_v", ""): _each(
+        {WRAPPER: "use_interleaved_v_cache", PREFILL: "interleaved_v_pack_factor"}
+    ),
+    ("output_scale", ""): _each(
+        {**dict.fromkeys(TRITON_OPS, "output_scale"), PREFILL: "fp8_out_scale"}
+    ),
+    ("mask", "bidirectional"): {
+        **dict.fromkeys((WRAPPER, PREFILL, UNIFIED), Needs(own=_CAUSAL)),
+        ENCODER: Needs(own=("is_causal",)),
+    },
+    ("mask", "causal_by_sequence"): {UNIFIED: Needs(own=_CAUSAL, inside=("USE_PER_SEQ_CAUSAL",))},
+    ("mask", "ranges"): {UNIFIED: Needs(own=("mm_prefix_range",))},
+    ("mask", "ranges_in_window"): {
+        UNIFIED: Needs(own=("mm_prefix_range", "mm_prefix_clamp_sliding_window"))
+    },
+    ("mask", "prefix_and_window"): {UNIFIED: Needs(own=("rswa_prefix_lens", "rswa_window"))},
+    ("mask", "chunks"): {UNIFIED: Needs(own=("chunk_lookback",))},
+    ("mask", "tree"): {UNIFIED: Needs(own=("qq_bias",))},
+    ("op_argument", "alibi_sqrt"): {UNIFIED: Needs(own=("use_alibi_sqrt",))},
+    ("op_argument", "fp8_query"): {UNIFIED: Needs(own=("q_descale",))},
+    ("op_argument", "fp8_output"): _each(
+        {**dict.fromkeys((WRAPPER, UNIFIED, MERGE), "output_scale"), PREFILL: "fp8_out_scale"}
+    ),
+    **{
+        ("op_argument", name): {UNIFIED: _SCALED, WRITE: Needs(function=WRITE_SCALED)}
+        for name, one in OP_ARGUMENTS.items()
+        if one.cache is not None and not one.is_packed and one.strided is None
+    },
+    ("op_argument", "int4_per_token_head"): {
+        UNIFIED: Needs(own=_SCALED.own, inside=(_INT4,)),
+        WRITE: Needs(own=("kv_quant_mode",), inside=(_INT4,), function=WRITE_SCALED),
+    },
+    ("op_argument", "diffkv"): {
+        UNIFIED: Needs(function=DIFFKV),
+        WRITE: Needs(function=WRITE_DIFFKV),
+    },
+    ("op_argument", "tensor_descriptors"): {UNIFIED: Needs(own=("use_td",))},
+    ("op_argument", "cached_new_tokens"): dict.fromkeys(
+        (WRAPPER, PREFILL), Needs(inside=("KV_FROM_CACHE",))
+    ),
+    ("op_argument", "block_pointers"): _each(
+        dict.fromkeys((WRAPPER, PREFILL), "is_block_table_ptr")
+    ),
+    ("op_argument", "sinks_of_key_0"): {ENCODER: Needs(own=("sinks_bias_key0",))},
+    ("op_argument", "skip_decode"): {PREFILL: Needs(own=("skip_decode",))},
+    ("op_argument", "suffix_only_tokens"): {MERGE: Needs(own=("prefill_tokens_with_context",))},
+    ("op_argument", "no_lse"): {MERGE: Needs(own=("output_lse",))},
+    ("op_argument", "default_scales"): {DECODE_FWD: Needs(own=("k_scale", "v_scale"))},
+    ("op_argument", "short_scratch"): {UNIFIED: Needs(own=_SEGMENTS)},
+    ("op_argument", "no_max_seq_len"): {PREFILL: Needs(own=("max_seq_len",))},
+    ("op_argument", "head_major"): {WRITE: Needs(inside=("USE_HEAD_MAJOR_LAYOUT",))},
+    ("op_argument", "head_major_packed"): {WRITE: Needs(own=("interleaved_v_pack_factor",))},
+}
+FEATURES |= {
+    ("op_argument", name): FEATURES["op_argument", one.base]
+    for name, one in OP_ARGUMENTS.items()
+    if one.strided is not None and ("op_argument", one.base) in FEATURES
+}
+_PLAIN: dict[str, Any] = {
+    **{"mask": CAUSAL, "op_argument": NONE, "sliding_window": 0},
+    **{"softcap": None, "num_splits": None, "output_scale": None},
+}
+_FIELDS = tuple(dict.fromkeys(field for field, _ in FEATURES))
+
+
+def has_op(source: Source, op: str) -> bool:
+    """Answer whether a vLLM has an op."""
+    return _signature(source, OPS[op].module, OPS[op].function) is not None
+
+
+def check_case(source: Source, case: Case) -> None:
+    """Raise InvalidCase for a feature of a Case that the op of a vLLM lacks."""
+    for field, value in _used(case):
+        if lack := lacks(source, case.op, field, value):
+            text = f"{field} must be {_plain_text(field)} with {case.op} of {source.text()}"
+            raise InvalidCase(f"{text}, which has {lack}, got {_text(value)}", field=field)
+
+
+def check_call(
+    call: KernelCall, own: Collection[str], inside: Collection[str] | None = None
+) -> None:
+    """Raise Unsupported for a feature of a call that its op lacks.
+
+    ``own``: the parameters of the op. ``inside``: as :func:`names_inside` returns them; None if unknown.
+    """
+    given = {
+        "alibi": call.alibi_slopes,
+        "sinks": call.sinks,
+        "softcap": call.softcap,
+        "num_splits": call.num_splits,
+        "output_scale": call.output_scale,
+        "interleave_v": call.interleave_v or None,
+        "sliding_window": call.sliding_window or None,
+    }
+    used = [(field, "") for field, value in given.items() if value is not None]
+    for field, value in (*used, *(("mask", name) for name in call.visibility.masks)):
+        if lack := _lack(_needs(call.op, field, value), own, inside):
+            text = f"{field} must be {_plain_text(field)}: {call.op} of this vLLM has {lack}"
+            raise Unsupported(f"{text}, got {value}" if value else text)
+
+
+def check_argument(case: Case, own: Collection[str]) -> None:
+    """Raise Unsupported if an op lacks the op argument of a Case; ``own``: the parameters of the op."""
+    needs = _needs(case.op, "op_argument", case.op_argument)
+    if needs is not None and needs.function is None and (lack := _lack(needs, own, None)):
+        text = f"op_argument must not be {case.op_argument}: {case.op} of this vLLM has {lack}"
+        raise Unsupported(text)
+
+
+def names_inside(source: Source, op: str) -> frozenset[str]:
+    """Return the parameters, and the attributes that are read, of an op and of the functions that it runs."""
+    found = _signature(source, OPS[op].module, OPS[op].function)
+    return frozenset() if found is None else found.inside
+
+
+def not_applicable(source: Source, op: str) -> list[str]:
+    """Return one line with the features that an op of a vLLM lacks, of those that it has in some release."""
+    if not has_op(source, op):
+        return [f"{op}: not applicable: {source.text()} has no function {OPS[op].function}"]
+    found: dict[str, list[str]] = {}
+    for field, value in FEATURES:
+        if _has_somewhere(op, field, value) and (lack := lacks(source, op, field, value)):
+            found.setdefault(lack, []).append(value or field)
+    texts = [f"{', '.join(names)} ({lack})" for lack, names in found.items()]
+    return [f"{op}: not applicable: {'; '.join(texts)}"] if texts else []
+
+
+def _has_somewhere(op: str, field: str, value: str) -> bool:
+    """Answer whether an op has a feature in some release, as a field of a Case."""
+    if field in ("sinks", "softcap", "num_splits"):
+        return getattr(OPS[op], field) is not None
+    if field == "mask":
+        return op in MASKS[value].ops
+    if field == "op_argument" and op not in OP_ARGUMENTS[value].ops:
+        return False
+    return field != "output_scale" and op in FEATURES[field, value]
+
+
+def lacks(source: Source, op: str, field: str, value: Any) -> str:
+    """Return what an op of a vLLM lacks for a feature, as "no argument sinks", or ""."""
+    needs = _needs(op, field, value)
+    if needs is None:
+        return ""
+    module, name = needs.function or (OPS[op].module, OPS[op].function)
+    found = _signature(source, module, name)
+    return f"no function {name}" if found is None else _lack(needs, found.own, found.inside)
+
+
+def _needs(op: str, field: str, value: Any) -> Needs | None:
+    """Return what an op needs for a feature, or None for nothing."""
+    by_op = FEATURES.get((field, value if (field, value) in FEATURES else ""), {})
+    if field == "mask" and op not in by_op and not OPS[op].writes_cache:
+        return Needs(own=("causal",))  # the op has no masks
+    return by_op.get(op)
+
+
+def _lack(needs: Needs | None, own: Collection[str], inside: Collection[str] | None) -> str:
+    """Return the first name that is needed and absent, as "no argument sinks", or ""."""
+    if needs is None:
+        return ""
+    for name in needs.own:
+        if name not in own:
+            return f"no argument {name}"
+    absent = (name for name in needs.inside if inside is not None and name not in inside)
+    return next((f"no {name} inside" for name in absent), "")
+
+
+def missing_scales(source: Source, case: Case) -> tuple[str, ...]:
+    """Return the scales of an FP8 cache for which the op of a Case has no argument."""
+    op = case.spec
+    if not case.is_fp8 or op.k_scale is None or op.cache_layout is None:
+        return ()
+    needs = FEATURES.get(("op_argument", case.op_argument), {}).get(case.op)
+    called = needs.function if needs is not None else None
+    found = _signature(source, *(called or (op.module, op.function)))
+    scales = (op.k_scale, op.k_scale.replace("k_", "v_"))
+    return () if found is None else tuple(name for name in scales if name not in found.own)
+
+
+def _used(case: Case) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a Case that may need an argument, with their values."""
+    for field in _FIELDS:
+        value = getattr(case, field, None)
+        if value is not None and value != _PLAIN.get(field, False):
+            yield field, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """The names of a function's parameters, and those :attr:`Needs.inside`."""
+
+    own: frozenset[str]
+    inside: frozenset[str]
+
+
+def _signature(source: Source, module: str, function: str) -> _Signature | None:
+    """Return the names of a function of a module of ops; None if the release does not have it."""
+    folders = (source.root / name for name in source.ops_folders)
+    files = (file for folder in folders for file in os.scandir(folder) if file.is_file())
+    changed = hash(tuple((file.name, file.stat().st_mtime_ns) for file in files))
+    return _read_signature(source, module, function, changed)
+
+
+@lru_cache(maxsize=256)
+def _read_signature(source: Source, module: str, function: str, changed: int) -> _Signature | None:
+    """Return the names of a function; ``changed``, the times of the files, keeps the cache correct."""
+    functions = reached(source, module, function)
+    if not functions:
+        return None
+    inside = frozenset(name for one in functions for name in _names_in(one))
+    return _Signature(frozenset(_parameters(functions[0])), inside)
+
+
+def _parameters(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    return {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def _plain_text(field: str) -> str:
+    """Return the plain value of a field, as text."""
+    return _text(_PLAIN.get(field, False))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower()
+
+
+def _names_in(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names of a function's parameters, and of the attributes that it reads."""
+    yield from _parameters(function)
+    yield from (node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute))
