@@ -39,11 +39,8 @@ def find_dependence(rerun: Rerun, case: Case, output: torch.Tensor) -> Dependenc
     ``rerun`` returns the output of a Case, [num_tokens, num_heads, head_size]; ``output`` is what it
     returned for ``case``. Heads and sequences that the Case leaves out are ignored.
     """
-    heads = case.query_heads
-    ran = slice(None) if heads is None else slice(heads.start, heads.stop)
-    other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
-    unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
-    unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
+    ran = _heads_that_ran(case)
+    unwritten = find_unwritten(rerun, case, output)
     outputs = {
         fill: output if fill == case.empty_slots else rerun(case.replace(empty_slots=fill))
         for fill in ("garbage", "zeros", "nan")
@@ -51,10 +48,29 @@ def find_dependence(rerun: Rerun, case: Case, output: torch.Tensor) -> Dependenc
     on_finite = ~rows_equal(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
     on_nan = ~rows_equal(outputs["zeros"][:, ran], outputs["nan"][:, ran])
     return Dependence(
-        unwritten=_rows_that_ran(unwritten, case),
+        unwritten=unwritten,
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
+
+
+def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tensor:
+    """Return the rows that keep the buffer's previous contents in two runs, [n] int64.
+
+    Only these contents differ between the runs, so a row that is NaN because of what it reads is not one of
+    them. ``output``: what ``rerun`` returned for ``case``.
+    """
+    ran = _heads_that_ran(case)
+    other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
+    unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
+    if bool(unwritten.any()):
+        unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
+    return _rows_that_ran(unwritten, case)
+
+
+def _heads_that_ran(case: Case) -> slice:
+    heads = case.query_heads
+    return slice(None) if heads is None else slice(heads.start, heads.stop)
 
 
 def find_slot_kinds(run: CacheRun, case: Case, cache: PagedCache) -> dict[str, list[int]]:
