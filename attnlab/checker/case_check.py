@@ -11,13 +11,14 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.case.op_arguments import NONE
 from attnlab.checker.case_run import CaseRun, run_case
-from attnlab.checker.evidence import evidence_fields, evidence_label
+from attnlab.checker.evidence import confirmed, evidence_fields, evidence_label
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import never_reads_empty_slots, observations
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.argument_pattern import argument_names
+from attnlab.diagnosis.decision import NEVER_WRITTEN
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
@@ -168,19 +169,23 @@ def _wrong_output(
 ) -> Finding:
     """Return the finding of a wrong output.
 
-    Two runs separate three causes: one with another output buffer, rows that are never written; one with
-    zeros in the empty slots and in the buffer, a wrong computation or a leak of empty slots.
+    Further runs separate three causes, each by a change of one thing: rows that are never written, by other
+    contents of the output buffer; a leak of empty slots into the output, by zeros in them; and a wrong
+    computation, which is wrong with zeros, too.
     """
     zeros = case.replace(empty_slots="zeros", output_init="zeros")
-    output_of_zeros = run_case(lab, backend, zeros).output
     layout = _layout_at_fault(lab, backend, zeros)
     rows = [] if layout else _unwritten_rows(lab, backend, case, output)
     if rows:
         text = f"rows {rows[:8]} keep the initial values of the output buffer"
-        return _finding(case, "rows_not_written", text, _name(diagnosis))
-    diagnosis_of_zeros = _diagnose(lab, zeros, output_of_zeros)
-    if not diagnosis_of_zeros.is_wrong:
+        return _finding(case, "rows_not_written", text, NEVER_WRITTEN)
+    if case.empty_slots != "zeros" and _is_correct(lab, backend, case.replace(empty_slots="zeros")):
         return _leak(lab, backend, case, diagnosis)
+    output_of_zeros = run_case(lab, backend, zeros).output
+    diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
+    if not diagnosis_of_zeros.is_wrong:
+        text = f"{diagnosis.sentences()[0]}; right with zeros in the output buffer"
+        return _finding(case, "wrong_output", text, "contents of the output buffer")
     text = diagnosis_of_zeros.sentences()[0]
     if case.alibi and case.sliding_window and _is_correct(lab, backend, zeros.replace(alibi=False)):
         text = f"{text}; correct without ALiBi"
@@ -201,10 +206,10 @@ def _wrong_output(
 def _unwritten_rows(lab: Lab, backend: Backend, case: Case, output: torch.Tensor) -> list[int]:
     """Return the wrong rows that keep the contents of the output buffer, whatever they are."""
     unwritten = find_unwritten(lambda one: run_case(lab, backend, one).output, case, output)
-    if not bool(unwritten.any()):
+    if not len(unwritten):
         return []
     wrong = examine(lab, case, output, (), Pattern()).evidence.locations.is_wrong.any(1)
-    return [int(row) for row in torch.nonzero(unwritten & wrong).flatten()]
+    return [int(row) for row in unwritten[wrong[unwritten]]]
 
 
 def _without_scales(lab: Lab, backend: Backend, case: Case) -> Finding | None:
@@ -346,11 +351,6 @@ def _is_correct(lab: Lab, backend: Backend, case: Case) -> bool:
 def _diagnose(lab: Lab, case: Case, output: torch.Tensor) -> Diagnosis:
     """Diagnose an output without a search for a distinguishing case."""
     return diagnose(case, output, lab=lab, propose=False)
-
-
-def _name(diagnosis: Diagnosis) -> str:
-    """Return the name of the cause, or the status if no cause was found."""
-    return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
 
 
 def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:

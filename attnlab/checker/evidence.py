@@ -6,6 +6,7 @@ Two faults with different rules get different labels, and one fault that shows i
 which the name that an output alone suggests does not ensure.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -16,17 +17,21 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.checker.case_run import run_case
 from attnlab.defects import Defect
+from attnlab.diagnosis.confirmation import with_second_cases
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.rule_search import find_rule, is_general
+from attnlab.diagnosis.second_case import second_cases, with_known_contents
 from attnlab.diagnosis.weights_check import follows_from
+from attnlab.diagnosis.withdrawal import withdraw
 from attnlab.kernels.backend import Backend
 from attnlab.lab.lab import Lab
 from attnlab.weights.description import Description
 from attnlab.weights.public import xray
 
 MOST_SEARCHES = 4  # for rules, of one op in one process
+_MOST_REFUSALS = 2  # cases in which a name of an op is tried and not confirmed
 _XRAY_S = 3.0  # time for the search for a description
 _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 
@@ -35,13 +40,37 @@ class Rules:
     """What was found out about one op of one backend in this process; ``label`` mutates it.
 
     ``found``: rules that further cases confirmed; ``weights``: descriptions by X-rays; ``searches``: how
-    often something new was looked for.
+    often something new was looked for. ``names``: defects that further cases confirmed; ``refused``: how
+    often they did not.
     """
 
     def __init__(self) -> None:
         self.found: list[Defect] = []
         self.weights: list[Description] = []
         self.searches = 0
+        self.names = set[str]()
+        self.refused = Counter[str]()
+
+    def confirmed(
+        self, lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Callable[[Case], torch.Tensor]
+    ) -> Diagnosis:
+        """Return the diagnosis with the names that further cases confirm, those of an earlier one first."""
+        names = {one.name for one in diagnosis.explanations}
+        known = names & self.names
+        if known:
+            return withdraw(
+                diagnosis,
+                lambda one: one.name not in known,
+                "less likely",
+                "{names}: not confirmed",
+            )
+        if names and max(self.refused[name] for name in names) < _MOST_REFUSALS:
+            known_case = with_known_contents(case)
+            diagnosis = with_second_cases(lab, known_case, rerun, diagnosis, second_cases)
+            self.names |= {one.name for one in diagnosis.explanations if one.is_established}
+            self.refused.update(names - self.names)
+            return diagnosis
+        return withdraw(diagnosis, lambda one: True, "excluded by rerun", "{names}: not confirmed")
 
     def label(
         self, lab: Lab, case: Case, output: torch.Tensor, rerun: Callable[[Case], torch.Tensor]
@@ -82,6 +111,15 @@ class Rules:
 @lru_cache(maxsize=16)
 def _rules_of(backend: Backend, op: str) -> Rules:
     return Rules()
+
+
+def confirmed(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of one output with the names that further cases confirm."""
+    if not diagnosis.explanations:
+        return diagnosis
+    return _rules_of(backend, case.op).confirmed(
+        lab, case, diagnosis, lambda one: run_case(lab, backend, one).output
+    )
 
 
 def evidence_label(

@@ -59,6 +59,22 @@ def _causal(name: str, text: str, shift: int) -> Defect:
     )
 
 
+def _top_left(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs of a mask [query_len, seq_len] whose diagonal begins at its first row and column."""
+    if not problem.call.visibility.is_causal(row_slice.seq):
+        return inputs
+    seen = mask_of(problem.call, row_slice.seq).visible(row_slice.tokens)
+    return dataclasses.replace(inputs, visible=seen)
+
+
+def _has_causal_context(problem: Problem) -> bool:
+    """Answer whether a causal sequence has a context."""
+    return any(
+        problem.call.visibility.is_causal(seq) and problem.query_len(seq) < problem.seq_len(seq)
+        for seq in range(problem.num_seqs)
+    )
+
+
 def has_causal_rows(problem: Problem) -> bool:
     """Answer whether any sequence is causal."""
     visibility = problem.call.visibility
@@ -187,6 +203,16 @@ MASKS = (
         "causal_minus_one",
         "the causal mask is strict: a row does not attend to its own token",
         -1,
+    ),
+    Defect(
+        name="causal_top_left",
+        family="masks",
+        text="the causal mask is aligned at its top left, as scaled_dot_product_attention aligns it with "
+        "is_causal=True: new token i sees the keys at positions 0 to i, not those up to its own",
+        seen_in=("pytorch/pytorch #108108", "pytorch/pytorch #103082", "onnx/onnx #8068"),
+        touches="all",
+        compute=changing_inputs(_top_left),
+        applies=_has_causal_context,
     ),
     _window(
         "window_plus_one",

@@ -161,13 +161,10 @@ def _needed(lab: Lab, case: Case) -> dict[int, set[tuple[int, int]]]:
 
 def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterator[_Found]:
     """Yield that some wrong rows keep the contents of the output buffer, whatever they are, if so."""
-    rows = case.query_rows
     plain = case.replace(trace_reads=False)
-    unwritten = is_wrong & find_unwritten(
-        lambda one: run(one).output.cpu(), plain, ran.output.cpu()
-    )
-    if rows is not None:
-        unwritten[: rows.start], unwritten[rows.stop :] = False, False
+    rows = find_unwritten(lambda one: run(one).output.cpu(), plain, ran.output.cpu())
+    unwritten = torch.zeros_like(is_wrong)
+    unwritten[rows] = is_wrong[rows]
     if bool(unwritten.any()):
         yield "no kernel writes some rows of the output", unwritten[:, None]
 

@@ -10,7 +10,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.address_memory import ROW_TERMS, TensorMemory, sizes_of
 from attnlab.diagnosis.address_rules import OWN, rules_of
-from attnlab.diagnosis.cells import Cells
+from attnlab.diagnosis.cells import Cells, limit_of
 from attnlab.diagnosis.output_rules import MOST_ELEMENTS, features_of_rows
 from attnlab.diagnosis.pattern import Fact, Pattern
 from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
@@ -145,4 +145,5 @@ def _is_near(cells: Cells, numbers: torch.Tensor) -> torch.Tensor:
     sizes, right = numbers.abs().nan_to_num(0.0), cells.correct.abs().clamp(min=1e-12)
     larger = (sizes / right).clamp(min=1.0, max=16.0)
     larger = larger.maximum(sizes.amax(1, True) / right.amax(1, True))
-    return (cells.output - numbers).abs() <= cells.bound * larger
+    limit = limit_of(cells.bound * larger, cells.output, cells.correct, cells.bound)
+    return (cells.output - numbers).abs() <= limit

@@ -16,6 +16,7 @@ from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.defect import Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
+from attnlab.diagnosis.cells import MOST_LEFT, limit_of
 from attnlab.diagnosis.error_location import ErrorLocations
 from attnlab.diagnosis.row_sample import RowSample
 
@@ -66,6 +67,9 @@ class Candidate:
     - ``scope``: the sequences that it explains, or None if it explains nothing.
     - ``rows``: number of wrong rows on which it was confirmed.
     - ``linked``: kinds of violations found in the call that would cause this defect.
+    - ``shown``: how many independent numbers of the output it explains, of finite ones; of rows that are not
+      finite, how many heads, if it also predicts which are finite. 0: the output fits, but shows nothing.
+    - ``cases``: further cases that show it, None if none was run.
     """
 
     name: str
@@ -79,7 +83,14 @@ class Candidate:
     scope: Scope | None = None
     rows: int = 0
     linked: tuple[str, ...] = ()
+    shown: int = 0
+    cases: int | None = None
     defect: Defect = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def is_established(self) -> bool:
+        """Answer whether evidence shows it, beyond that the output does not contradict it."""
+        return bool(self.linked) or (self.shown > 0 and self.cases != 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,12 +101,18 @@ class Fit:
     - ``ratio``: [rows, heads], the largest difference of each head in units of the rounding bound.
     - ``squares``: the sum of the squared ratios of all elements; ``freedom``: the number of independent
       directions in which rounding can move the output.
+    - ``shown``: the number of independent numbers in heads whose error the prediction explains but for a
+      small part; ``odd``, ``finite``: the number of heads with and without elements that are not finite,
+      both as predicted.
     """
 
     residual: float
     ratio: torch.Tensor
     squares: float
     freedom: int
+    shown: int = 0
+    odd: int = 0
+    finite: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,11 +125,15 @@ class Confirmation:
     freedom: int = 0
 
 
-def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
+def fit(
+    output: torch.Tensor, predicted: Predicted, seq_len: int, right: Predicted | None = None
+) -> Fit:
     """Return how well a prediction fits ``output`` [rows, heads, head_size]; NaN fits NaN, an infinite number
     fits one that the dtype cannot hold, and anything fits a row that sees no key.
 
-    Rounded weights move a head's output in at most as many directions as there are keys or elements.
+    ``right``: the right output; what a prediction may leave of the output's error is limited by it
+    (:func:`attnlab.diagnosis.cells.limit_of`). Rounded weights move a head's output in at most as many
+    directions as there are keys or elements.
     """
     residual = (output.double() - predicted.output).abs()
     is_odd, largest = ~output.isfinite(), torch.finfo(output.dtype).max
@@ -121,14 +142,30 @@ def fit(output: torch.Tensor, predicted: Predicted, seq_len: int) -> Fit:
     residual = residual.masked_fill(is_odd & predicts_odd, 0.0)
     if predicted.sees_nothing is not None:
         residual = residual.masked_fill(is_odd & predicted.sees_nothing[:, None, None], 0.0)
-    ratio = torch.where(residual == 0, 0.0, residual / predicted.bound)
+    limit = predicted.bound
+    if right is not None:
+        limit = limit_of(limit, output.double(), right.output, right.bound)
+    ratio = torch.where(residual == 0, 0.0, residual / limit)
     ratio = ratio.nan_to_num(torch.inf, torch.inf)
     rows, heads, head_size = output.shape
+    finite = ~is_odd.any(2) & ~predicts_odd.any(2)
+    odd = (is_odd & predicts_odd).any(2)
+    if predicted.sees_nothing is not None:
+        odd &= ~predicted.sees_nothing[:, None]
+    shown = 0
+    if right is not None:
+        error = (output.double() - right.output).abs()
+        shows = finite & (error > right.bound).any(2)
+        shows &= residual.amax(2) <= MOST_LEFT * error.amax(2)
+        shown = int(shows.sum()) * min(seq_len - 1, head_size)
     return Fit(
         residual=float(residual.max()),
         ratio=ratio.amax(2),
         squares=float(ratio.square().sum(2).sum()),
         freedom=rows * heads * min(seq_len, head_size),
+        shown=shown,
+        odd=int(odd.sum()),
+        finite=int(finite.sum()),
     )
 
 
@@ -161,7 +198,7 @@ def _screened(
     for i, (row_slice, right) in enumerate(zip(worst_rows, correct, strict=True)):
         rows = at(problem, output, row_slice)
         prediction = defect.compute(problem, row_slice)
-        prediction_fit = fit(rows, prediction, problem.seq_len(row_slice.seq))
+        prediction_fit = fit(rows, prediction, problem.seq_len(row_slice.seq), right)
         if i == 0:
             predicted = _largest(prediction.output - right.output)
             observed = _largest(rows.double() - right.output)
@@ -170,7 +207,9 @@ def _screened(
         moves = fit(prediction.output, right, problem.seq_len(row_slice.seq)).ratio > 1
         if verdict == "excluded by inputs":
             break
-        if (prediction_fit.ratio[is_wrong] > 1).any() or not bool(moves[is_wrong].any()):
+        leaves_much = math.isfinite(observed) and residual > MOST_LEFT * observed
+        is_unlike = leaves_much or bool((prediction_fit.ratio[is_wrong] > 1).any())
+        if is_unlike or not bool(moves[is_wrong].any()):
             verdict = "excluded by value" if i == 0 else "excluded by place"
             break
     return Candidate(
@@ -214,20 +253,23 @@ def confirm(
         if bool(wrong.any())
     }
     wrong_rows = sum(int(wrong.any(1).sum()) for wrong in is_wrong)
-    correct_fits = _fits(problem, output, sample.many, None)
+    right = [problem.correct(row_slice) for row_slice in sample.many]
+    correct_fits = _fits(problem, output, sample.many, right, None)
     scopes = possible_scopes(problem, wrong_seqs)
     confirmations = []
     for candidate in candidates:
-        fits = _fits(problem, output, sample.many, candidate.defect)
+        fits = _fits(problem, output, sample.many, right, candidate.defect)
         scope = _widest_scope(scopes, fits, wrong_seqs)
         if scope is None:
             excluded = dataclasses.replace(candidate, verdict="excluded by place")
             confirmations.append(Confirmation(candidate=excluded))
             continue
         parts = [fits[seq] if seq in scope.sequences else correct_fits[seq] for seq in fits]
+        inside = [fits[seq] for seq in fits if seq in scope.sequences]
+        shown = _shown(inside)
         confirmations.append(
             Confirmation(
-                candidate=dataclasses.replace(candidate, scope=scope, rows=wrong_rows),
+                candidate=dataclasses.replace(candidate, scope=scope, rows=wrong_rows, shown=shown),
                 squares=sum(part.squares for part in parts),
                 freedom=sum(part.freedom for part in parts),
             )
@@ -235,18 +277,31 @@ def confirm(
     return confirmations
 
 
+def _shown(fits: Sequence[Fit]) -> int:
+    """Return what the outputs of sequences show of a prediction (``Candidate.shown``)."""
+    odd, finite = sum(one.odd for one in fits), sum(one.finite for one in fits)
+    return sum(one.shown for one in fits) or min(odd, finite)
+
+
 def _fits(
-    problem: Problem, output: torch.Tensor, row_slices: Sequence[RowSlice], defect: Defect | None
+    problem: Problem,
+    output: torch.Tensor,
+    row_slices: Sequence[RowSlice],
+    right: Sequence[Predicted],
+    defect: Defect | None,
 ) -> dict[int, Fit]:
-    """Return, by sequence, how well a defect fits the output; None stands for the correct output."""
-    compute = Problem.correct if defect is None else defect.compute
+    """Return, by sequence, how well a defect fits the output; None stands for the correct output.
+
+    ``right``: the correct output of each slice.
+    """
     return {
         row_slice.seq: fit(
             at(problem, output, row_slice),
-            compute(problem, row_slice),
+            correct if defect is None else defect.compute(problem, row_slice),
             problem.seq_len(row_slice.seq),
+            correct,
         )
-        for row_slice in row_slices
+        for row_slice, correct in zip(row_slices, right, strict=True)
     }
 
 

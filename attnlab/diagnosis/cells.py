@@ -11,6 +11,7 @@ from attnlab.defects.row_slice import RowSlice
 _ALL_ELEMENTS = 1 << 18  # up to this size of an output, every row and head is a cell
 CLEAR = 5.0  # errors beyond so many rounding bounds are far above rounding
 _SAMPLED = 6  # rows and heads of each sequence in a larger output, each with its neighbours
+MOST_LEFT = 0.25  # of an error that a hypothesis may leave, however large its own rounding bound is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +61,19 @@ def ratio_of(difference: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """Return the largest |difference| / bound over the last dimension; 0 / 0 is 0, NaN is infinite."""
     magnitude = difference.abs().nan_to_num(torch.inf, torch.inf)
     return torch.where(magnitude == 0, 0.0, magnitude / bound).amax(-1)
+
+
+def limit_of(
+    bound: torch.Tensor, output: torch.Tensor, correct: torch.Tensor, right_bound: torch.Tensor
+) -> torch.Tensor:
+    """Return by how much an output may differ from a hypothesis that explains its error.
+
+    This is the hypothesis' own rounding ``bound``, but no more than a quarter of the error of the cell, or
+    the rounding bound of the right output: a hypothesis whose bound covers the error explains nothing. All
+    are [..., head_size]; ``correct`` and ``right_bound`` are of the right output.
+    """
+    error = (output - correct).abs().nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True)
+    return torch.minimum(bound, torch.maximum(right_bound, MOST_LEFT * error))
 
 
 def cells_of(

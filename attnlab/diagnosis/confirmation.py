@@ -1,6 +1,8 @@
 """Confirmation: an explanation must hold in further cases with other lengths and odd scales."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,12 +12,12 @@ from attnlab.defects import Defect
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slices import sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
-from attnlab.diagnosis.decision import NEVER_WRITTEN
+from attnlab.diagnosis.decision import NEVER_WRITTEN, select_cause, status_of
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.second_case import further_cases, with_other_numbers
 from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
 from attnlab.lab.lab import Lab
 
@@ -23,15 +25,24 @@ from attnlab.lab.lab import Lab
 _SHOWN_BY_RERUNS = ("query_start_loc_as_int32", "freed_leaked")
 
 
-def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis without explanations that do not hold in further cases.
+def with_second_cases(
+    lab: Lab,
+    case: Case,
+    rerun: Rerun,
+    diagnosis: Diagnosis,
+    cases_of: Callable[[Case], Iterable[Case]] = further_cases,
+) -> Diagnosis:
+    """Return the diagnosis without explanations that do not hold in further cases, those of ``cases_of``.
 
     A defect that changes nothing in a further case is kept, as is one in a case that the kernel rejects. So
     is one of a batch with several new tokens if decodes alone are right: another kernel may compute those.
+    A cause must be shown by a further case, if one runs; else it is only one of the explanations.
     """
-    has_prefill = max(case.lengths.query_lens, default=0) > 1
-    for other in further_cases(case):
-        if all(one.name in _SHOWN_BY_RERUNS for one in diagnosis.explanations):
+    has_prefill, cases = max(case.lengths.query_lens, default=0) > 1, Counter[str]()
+    for other in (*cases_of(case), with_other_numbers(case)):
+        left = [one for one in diagnosis.explanations if one.name not in _SHOWN_BY_RERUNS]
+        has_same_lengths = other is None or other.lengths == case.lengths
+        if not left or other is None or (has_same_lengths and all(cases[o.name] for o in left)):
             break
         known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
@@ -43,28 +54,63 @@ def with_second_cases(lab: Lab, case: Case, rerun: Rerun, diagnosis: Diagnosis) 
         only_decodes = max(other.lengths.query_lens, default=0) == 1
         if has_prefill and only_decodes and not examine(lab, known, output, ()).diagnosis.is_wrong:
             continue
+        found = {one.name: _verdict(lab, known, output, one) for one in left}
+        cases.update(name for name, verdict in found.items() if verdict == SHOWN)
         diagnosis = withdraw(
             diagnosis,
-            lambda one, known=known, output=output: is_refuted(lab, known, output, one),  # type: ignore[misc]
+            lambda one, found=found: found.get(one.name) == REFUTED,  # type: ignore[misc]
             "excluded by rerun",
             f"{{names}} does not explain a second run with {_changes_text(case, other)}",
         )
-    return diagnosis
+    return _with_cases(diagnosis, cases)
 
 
-def is_refuted(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> bool:
-    """Answer whether the output of another case contradicts a candidate."""
-    if candidate.name in _SHOWN_BY_RERUNS:
-        return False
+def _with_cases(diagnosis: Diagnosis, cases: Counter[str]) -> Diagnosis:
+    """Return the diagnosis with how many further cases show each explanation; what reruns of the first
+    case show needs none. The cause is selected again."""
+    shown = {*_SHOWN_BY_RERUNS, *(NEVER_WRITTEN for _ in diagnosis.unwritten[:1])}
+    shown |= {name for name, kind in SLOTS_OF.items() if kind in diagnosis.slot_kinds}
+
+    def counted(one: Candidate) -> Candidate:
+        if one.name in shown:
+            return dataclasses.replace(one, shown=max(1, one.shown))
+        return dataclasses.replace(one, cases=cases[one.name])
+
+    explanations = [counted(one) for one in diagnosis.explanations]
+    cause = select_cause(explanations)
+    return dataclasses.replace(
+        diagnosis,
+        status=status_of(cause, explanations, diagnosis.pattern),
+        cause=cause,
+        explanations=explanations,
+    )
+
+
+SHOWN, ALLOWED, REFUTED = "shown", "allowed", "refuted"
+
+
+def _verdict(lab: Lab, case: Case, output: torch.Tensor, candidate: Candidate) -> str:
+    """Return whether the output of another case shows a candidate, allows or contradicts it."""
     again = examine(lab, case, output, (candidate.defect,), Pattern())
+    wrong_rows, unwritten = again.evidence.locations.wrong_rows, again.evidence.unwritten
     if candidate.name == NEVER_WRITTEN:  # how many rows that concerns may depend on the lengths
-        evidence = again.evidence
-        return not bool(torch.isin(evidence.locations.wrong_rows, evidence.unwritten).all())
+        if not bool(torch.isin(wrong_rows, unwritten).all()):
+            return REFUTED
+        return SHOWN if len(wrong_rows) else ALLOWED
     if again.diagnosis.is_wrong:
-        return not again.diagnosis.explanations
+        if not again.diagnosis.explanations:
+            return REFUTED
+        found = again.diagnosis.explanations[0]
+        is_narrower = candidate.scope is not None and _degree(found) > _degree(candidate)
+        return SHOWN if found.shown and not is_narrower else ALLOWED
     if candidate.name in SLOTS_OF:  # the case may have no such slots
-        return False
-    return not is_hidden(again.problem, candidate.defect)
+        return ALLOWED
+    return ALLOWED if is_hidden(again.problem, candidate.defect) else REFUTED
+
+
+def _degree(candidate: Candidate) -> int:
+    """Return 1 for a defect that explains only some sequences, which were chosen by their wrong rows."""
+    return int(candidate.scope is not None and candidate.scope.rows == "sequences")
 
 
 def is_hidden(problem: Problem, defect: Defect) -> bool:

@@ -11,7 +11,10 @@ from attnlab.contracts.kernel_contracts import contracts_of
 from attnlab.contracts.rows import unwritten_rows
 from attnlab.contracts.violation import Violation, Violations
 from attnlab.defects import Defect
+from attnlab.defects.attention_inputs import AttentionInputs
+from attnlab.defects.defect import changing_inputs
 from attnlab.defects.problem import Problem
+from attnlab.defects.row_slice import RowSlice
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
@@ -23,8 +26,11 @@ from attnlab.diagnosis.candidates import (
 from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
 from attnlab.diagnosis.error_location import ErrorLocations
+from attnlab.diagnosis.parts import wrong_parts
 from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.pattern_scale import fitted_scale
 from attnlab.diagnosis.row_sample import RowSample, sample_output
+from attnlab.diagnosis.rule_defect import rule_defect
 from attnlab.kernels.control import rows_equal
 
 _VERDICTS = (
@@ -38,6 +44,15 @@ _VERDICTS = (
 )
 NEVER_WRITTEN = "rows_never_written"
 _MISREAD = "query_start_loc_as_int32"
+_OF_CONSTANTS = (
+    "scores",
+    "softmax",
+    "decoding",
+)  # families of defects that are a factor of the scores
+_RIVAL = "a fitted scale"
+_FITS_BETTER = (
+    0.95  # of the squares that a constant leaves; a fitted number leaves some less by itself
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +144,8 @@ def conclude(
             ignored = evidence.unwritten
     sample = sample_output(problem, evidence.locations, ignored, evidence.heads)
     candidates = screen(problem, evidence.output, sample.worst, defects)
+    rivals = _fitted_scales(evidence, sample, candidates)
+    candidates += screen(problem, evidence.output, sample.worst, rivals)
     candidates, explanations = _weigh(evidence, sample, candidates)
     cause = select_cause(explanations)
     if len(ignored) and cause is not None:
@@ -143,6 +160,25 @@ def conclude(
         candidates=candidates,
         looked_at=(sum(len(row_slice.tokens) for row_slice in sample.many), len(evidence.output)),
     )
+
+
+def _fitted_scales(
+    evidence: Evidence, sample: RowSample, candidates: Sequence[Candidate]
+) -> list[Defect]:
+    """Return a scale that is fitted to the output, as the rival of candidates with a constant, such as base 2
+    in place of e: if it fits much better, the constant is another."""
+    has_constant = any(
+        one.verdict == "explains" and one.defect.family in _OF_CONSTANTS for one in candidates
+    )
+    parts = wrong_parts(evidence.problem, evidence.output, sample.worst) if has_constant else []
+    if not parts:
+        return []
+    scale = fitted_scale(parts, evidence.problem.sm_scale)
+
+    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+        return dataclasses.replace(inputs, sm_scale=scale)
+
+    return [rule_defect(_RIVAL, _RIVAL, _RIVAL, changing_inputs(change))]
 
 
 def _is_degenerate(cause: Candidate, pattern: Pattern) -> bool:
@@ -174,11 +210,14 @@ def status_of(cause: Candidate | None, explanations: Sequence[Candidate], patter
 def select_cause(explanations: Sequence[Candidate]) -> Candidate | None:
     """Return the only explanation, or else the one that a violation of the call would cause, or None.
 
+    It must be established: an output that shows nothing of a defect, and only does not contradict it, has
+    no cause. One NaN, one key or one number near a limit of a format names nothing.
+
     If violations would cause several, the one with the smallest ``Scope.degree`` is selected: a defect
     that occurs in all rows explains more than one that was fitted to the wrong rows.
     """
     if len(explanations) == 1:
-        return explanations[0]
+        return explanations[0] if explanations[0].is_established else None
     linked = [candidate for candidate in explanations if candidate.linked]
     least = min((_degree(candidate) for candidate in linked), default=0)
     selected = [candidate for candidate in linked if _degree(candidate) == least]
@@ -243,6 +282,7 @@ def _never_written(
         ratio=0.0,
         scope=Scope(rows="sequences", sequences=tuple(sorted(seqs))),
         rows=len(evidence.locations.wrong_rows),
+        shown=len(rows),
         linked=_linked(never_written, evidence.silent_kinds),
         defect=never_written,
     )
@@ -274,12 +314,17 @@ def _weigh(
     confirmations = confirm(
         evidence.problem, evidence.output, sample, evidence.locations, remaining
     )
-    confirmed = [one for one in confirmations if one.candidate.verdict == "explains"]
-    confirmed.sort(key=lambda one: one.squares / max(1, one.freedom))
+    every = [one for one in confirmations if one.candidate.verdict == "explains"]
+    every.sort(key=lambda one: one.squares / max(1, one.freedom))
+    rival = next((one for one in every if one.candidate.name == _RIVAL), None)
+    confirmed = [one for one in every if one is not rival]
+    candidates = [one for one in candidates if one.name != _RIVAL]
     final = {one.candidate.text: one.candidate for one in confirmations}
     explanations: list[Candidate] = []
     for one in confirmed:
         explains = one is confirmed[0] or is_by_chance(confirmed[0], one)
+        if rival is not None and rival.squares < _FITS_BETTER * one.squares:
+            explains = explains and is_by_chance(rival, one)
         candidate = _with_verdict(one, explains, evidence.silent_kinds)
         final[candidate.text] = candidate
         if explains and candidate.name not in [other.name for other in explanations]:

@@ -35,12 +35,12 @@ from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
 from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
-from attnlab.diagnosis.withdrawal import with_coarse_formats, with_run_faults
+from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import has_fp8_query, has_scaled_output, output_numbers
+from attnlab.tensors.quantised import output_numbers
 
 
 def diagnose(
@@ -102,7 +102,7 @@ def diagnose(
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
     diagnosis = _if_stable(diagnosis, examination.diagnosis, control)
     distinction = None
-    if propose and diagnosis.status == "ambiguous":
+    if propose and len(diagnosis.explanations) > 1 and diagnosis.cause is None:
         distinction = _distinguish(case, examination.problem, diagnosis)
         distinction = dataclasses.replace(distinction, flags=flags)
     return dataclasses.replace(
@@ -212,8 +212,6 @@ def diagnose_call(
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
     evidence = collect_evidence(problem, numbers, locations, violations)
     diagnosis = conclude(evidence, defects)
-    if has_fp8_query(call) or has_scaled_output(call):
-        diagnosis = with_coarse_formats(diagnosis)
     seconds = time.perf_counter() - began
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 

@@ -281,6 +281,8 @@ class Diagnosis(Shown):
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
         if self.status == "ambiguous":
+            if len(names) == 1:
+                return f"ambiguous: the output does not contradict {names[0]}, and does not show it"
             return f"ambiguous: {', '.join(names)} each explain the output"
         if self.repair is not None and self.is_by_repair:
             return f"{self.status}: {self.repair.text}"

@@ -33,20 +33,23 @@ def key_rules(problem: Problem) -> Iterator[KeyRule]:
     """Yield the rules, the simplest first."""
     yield from _ends(problem)
     yield from _hidden(problem)
-    size = problem.call.block_size
+    size, of_cached = problem.call.block_size, _of_cached(problem)
     units = {size: "block", PARTITION_SIZE: "partition"}
     units |= {tile: "tile" for tile in TILES if tile != size}
     for unit, name in units.items():
         yield KeyRule(
-            text=f"the keys of the last {name} of {unit}", members=_last_of(problem, unit)
+            text=f"the keys of the last {name} of {unit}{of_cached}",
+            members=_last_of(problem, unit),
         )
     for unit, name in units.items():
         yield from _single(problem, unit, name)
-    for unit in units:
+    for unit, name in units.items():
         first = KeyRule(text="", members=_between(problem, 0, unit))
         last = _last_of(problem, unit)
         yield KeyRule(text=f"all keys but the first {unit}", members=_not(first.members))
-        yield KeyRule(text=f"all keys before the last part of {unit}", members=_not(last))
+        yield KeyRule(
+            text=f"all keys but those of the last {name} of {unit}{of_cached}", members=_not(last)
+        )
     yield from _periodic(problem)
     longest = max(map(problem.seq_len, problem.computed_seqs()))
     for at in range(min(_MOST_POSITIONS, longest)):
@@ -180,6 +183,16 @@ def _last_of(problem: Problem, unit: int) -> Members:
         return ((keys >= (cached - 1) // unit * unit) & (keys < cached))[None]
 
     return members
+
+
+def _of_cached(problem: Problem) -> str:
+    """Return whose keys the last tile of the cached keys holds, in words: "" if all keys are cached."""
+    seqs = problem.computed_seqs()
+    if all(problem.cached_len(seq) == problem.seq_len(seq) for seq in seqs):
+        return ""
+    if all(problem.cached_len(seq) == _ctx_len(problem, seq) for seq in seqs):
+        return " of the context"
+    return " of the cached keys"
 
 
 def _not(members: Members) -> Members:

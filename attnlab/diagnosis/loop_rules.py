@@ -30,16 +30,29 @@ def loop_defects(problem: Problem) -> list[Defect]:
     changes = _ADDED | _SCALED | _alibi(problem) | _window(problem)
     found: dict[int | None, dict[str, _Change]] = {}
     if call.sinks is not None:
-        changes = changes | _SUBTRACTED
-        found[None] = _ADDED | _SUBTRACTED
+        found[None] = _ADDED
     if has_loops:
         found |= {0: changes, 1: changes}
     return [
         rule_defect(FAMILY, text, text, _in_loop(change, loop))
         for loop, laws in found.items()
         for words, change in laws.items()
-        for text in [f"{LOOPS[loop]}{words}"]
+        for text in _texts(words, loop, has_sinks=call.sinks is not None)
     ]
+
+
+def _texts(words: str, loop: int | None, *, has_sinks: bool) -> list[str]:
+    """Return the text of a change in a loop, none if the other loop has a rule that is the same.
+
+    The weights of a row do not change with what is added to all of its scores, unless there are sinks. So a
+    constant that is added in one loop is the same as its opposite in the other: the text has both.
+    """
+    if loop is None or has_sinks or words not in _OPPOSITES:
+        return [f"{LOOPS[loop]}{words}"]
+    if loop == 1:
+        return []
+    other = f"{LOOPS[1]}{_OPPOSITES[words]}"
+    return [f"{LOOPS[0]}{words}, or {other}: both give the same weights"]
 
 
 def _in_loop(change: _Change, loop: int | None) -> Compute:
@@ -82,12 +95,26 @@ def _scaled_twice(
 _ADDED: dict[str, _Change] = {
     "the products of queries and keys begin at 1 in place of 0": _added(1.0, True),
     "1 is added to the scores": _added(1.0, False),
-}
-# In one of two loops, the same as adding in the other, unless there are sinks.
-_SUBTRACTED: dict[str, _Change] = {
     "the products of queries and keys begin at -1 in place of 0": _added(-1.0, True),
     "1 is subtracted from the scores": _added(-1.0, False),
 }
+_PAIRS = (
+    (
+        "the products of queries and keys begin at 1 in place of 0",
+        "the products of queries and keys begin at -1 in place of 0",
+    ),
+    ("1 is added to the scores", "1 is subtracted from the scores"),
+    ("ALiBi distances are larger by 1", "ALiBi distances are smaller by 1"),
+    (
+        "ALiBi distances lack the length of the context",
+        "ALiBi distances count the length of the context twice",
+    ),
+    (
+        "ALiBi distances lack the position of the row",
+        "ALiBi distances count the position of the row twice",
+    ),
+)
+_OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 _SCALED: dict[str, _Change] = {
     "the scores are not scaled": _unscaled,
     "the scores are scaled twice": _scaled_twice,
@@ -108,6 +135,9 @@ def _alibi(problem: Problem) -> dict[str, _Change]:
             -_context(problem, seq)
         ),
         "ALiBi distances lack the position of the row": lambda problem, seq, at: at[:, None],
+        "ALiBi distances count the position of the row twice": lambda problem, seq, at: (
+            -at[:, None]
+        ),
     }
     return {text: _moved(shift) for text, shift in moved.items()} | {
         "ALiBi is missing": lambda problem, row_slice, inputs: dataclasses.replace(

@@ -8,7 +8,9 @@ import torch
 from attnlab.defects.attention_inputs import AttentionInputs
 from attnlab.defects.problem import Problem
 from attnlab.defects.row_slice import RowSlice
-from attnlab.diagnosis.cells import CLEAR, ratio_of
+from attnlab.diagnosis.cells import CLEAR, limit_of, ratio_of
+
+_ENOUGH = 8  # independent numbers of an output that a fit must reproduce, beyond those that it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +55,30 @@ def wrong_parts(
             )
             parts.append(part)
     return parts
+
+
+def fits(part: Part, difference: torch.Tensor, bound: torch.Tensor) -> bool:
+    """Answer whether a hypothesis explains every wrong cell of a part.
+
+    ``difference`` of the output and the hypothesis, ``bound`` of the hypothesis: [rows, heads, head_size].
+    """
+    if not bool(bound.isfinite().all()):
+        return False
+    ratio = ratio_of(difference, limit_of(bound, part.output, part.correct, part.bound))
+    return bool((ratio <= 1)[part.is_wrong].all())
+
+
+def is_over_determined(parts: Sequence[Part], fitted: int = 0) -> bool:
+    """Answer whether the wrong cells have many more independent numbers than a fit has.
+
+    A row that sees n keys has n - 1 of them, because its weights have one sum; ``fitted``: those that a fit
+    chooses for each cell.
+    """
+    count = 0
+    for part in parts:
+        numbers = (part.inputs.visible.sum(1) - 1).clamp(max=part.output.shape[2]) - fitted
+        count += int((part.is_wrong.sum(1) * numbers.clamp(min=0)).sum())
+    return count >= _ENOUGH
 
 
 def num_cells(parts: Sequence[Part]) -> int:

@@ -13,9 +13,8 @@ import torch
 
 from attnlab.defects.attention_inputs import score_error, scores_of
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.cells import ratio_of
 from attnlab.diagnosis.key_rules import KeyRule, key_rules
-from attnlab.diagnosis.parts import Part, num_cells
+from attnlab.diagnosis.parts import Part, fits, is_over_determined, num_cells
 from attnlab.diagnosis.pattern import Fact
 
 
@@ -24,6 +23,8 @@ def keys_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> 
 
     ``worst``: a few parts, for the search; ``many``: those on which the fit is confirmed.
     """
+    if not is_over_determined(many, fitted=1):
+        return None
     weights = [_weights(part) for part in worst]
     all_weights: list[torch.Tensor] = []
     for rule in key_rules(problem):
@@ -71,11 +72,11 @@ def _changes(
         change = (direction * difference).sum(2) / direction.square().sum(2).clamp(min=1e-300)
         normaliser = 1 + change[..., None] * total
         residual = difference - change[..., None] * direction
-        fits = (normaliser[..., 0] > 1e-9) & (change > (-0.1 if rule.hidden else -1.1))
-        if not bool(fits[part.is_wrong].all()):
+        is_possible = (normaliser[..., 0] > 1e-9) & (change > (-0.1 if rule.hidden else -1.1))
+        if not bool(is_possible[part.is_wrong].all()):
             return None
-        fits = ratio_of(residual, normaliser * _bound(part, weight, some, change)) <= 1
-        if not bool(fits[part.is_wrong].all()):
+        residual = residual / normaliser.clamp(min=1e-9)
+        if not fits(part, residual, _bound(part, weight, some, change)):
             return None
         found.append(change[part.is_clear])
     changes = torch.cat(found)
@@ -140,8 +141,8 @@ def sum_fact(many: Sequence[Part]) -> Fact | None:
         squares = part.correct.square().sum(2).clamp(min=1e-300)
         factor = (part.output * part.correct).sum(2) / squares
         limit = part.bound * factor.abs().clamp(min=1.0)[..., None]
-        fits = ratio_of(part.output - factor[..., None] * part.correct, limit) <= 1
-        if not bool(fits[part.is_wrong].all()) or bool((factor[part.is_wrong] <= 0).any()):
+        is_multiple = fits(part, part.output - factor[..., None] * part.correct, limit)
+        if not is_multiple or bool((factor[part.is_wrong] <= 0).any()):
             return None
         log_sum = _log_sum(part, scores_of(part.inputs)).transpose(0, 1)
         weight = (factor * part.bound.norm(dim=2) / squares.sqrt()).reciprocal()

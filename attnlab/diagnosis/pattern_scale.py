@@ -9,13 +9,13 @@ import torch
 
 from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.cells import ratio_of
-from attnlab.diagnosis.parts import Part, num_cells
+from attnlab.diagnosis.parts import Part, fits, is_over_determined, num_cells
 from attnlab.diagnosis.pattern import Fact
 
 _OCTAVES, _STEPS = 8, 4  # of the search for a scale: 2^-8 to 2^8 times the correct one
 _REFINEMENTS = 40
 _GOLDEN = (5**0.5 - 1) / 2
+_KNOWN = 1.05  # a scale that may be larger or smaller by this factor is not known
 
 
 def scale_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> Fact | None:
@@ -23,13 +23,17 @@ def scale_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) ->
 
     ``worst``: a few parts, for the search; ``many``: those on which the fit is confirmed.
     """
-    if max(int(part.inputs.visible.sum(1).max()) for part in worst) < 2:
-        return None  # one key has weight 1 at any scale
+    if not is_over_determined(many):
+        return (
+            None  # one key has weight 1 at any scale, and two keys have any weights at some scale
+        )
     if all(_fits(problem, part, 0.0) for part in [*worst, *many]):
         what = "every visible key has the same weight: the scores have no effect"
         return _fact(what, many, {"scale": 0.0, "ratio": 0.0, "names": ["no scores"]})
-    scale = _best_scale(worst, problem.sm_scale)
+    scale = fitted_scale(worst, problem.sm_scale)
     if not all(_fits(problem, part, scale) for part in [*worst, *many]):
+        return None
+    if any(all(_fits(problem, part, scale * f) for part in many) for f in (_KNOWN, 1 / _KNOWN)):
         return None
     ratio = scale / problem.sm_scale
     names = _names(problem, scale)
@@ -50,7 +54,7 @@ def _fact(what: str, many: Sequence[Part], values: dict[str, Any]) -> Fact:
     )
 
 
-def _best_scale(parts: Sequence[Part], correct: float) -> float:
+def fitted_scale(parts: Sequence[Part], correct: float) -> float:
     """Return the scale with the smallest error, by a grid and golden-section search in its logarithm."""
 
     def loss(exponent: float, some: Sequence[Part], sign: float) -> float:
@@ -82,10 +86,7 @@ def _loss(part: Part, scale: float) -> float:
 
 def _fits(problem: Problem, part: Part, scale: float) -> bool:
     predicted = problem.predict(dataclasses.replace(part.inputs, sm_scale=scale))
-    if not bool(predicted.bound.isfinite().all()):
-        return False
-    ratio = ratio_of(part.output - predicted.output, predicted.bound)
-    return bool((ratio <= 1)[part.is_wrong].all())
+    return fits(part, part.output - predicted.output, predicted.bound)
 
 
 def _names(problem: Problem, scale: float) -> list[str]:

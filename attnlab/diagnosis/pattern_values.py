@@ -5,7 +5,7 @@ The tests run from the most to the least specific one, and each cell counts for 
 
 import torch
 
-from attnlab.diagnosis.cells import CLEAR, Cells, ratio_of
+from attnlab.diagnosis.cells import CLEAR, Cells, limit_of, ratio_of
 from attnlab.diagnosis.pattern import Fact, region_text
 
 _CLEAR = 4.0  # a cell is compared with others if its size exceeds this many rounding bounds
@@ -83,7 +83,7 @@ def _factor(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]
     squares = correct.square().sum(1).clamp(min=1e-300)
     factor = (output * correct).sum(1) / squares
     bound = cells.bound * factor.abs().clamp(min=1.0)[:, None]
-    fits = _clear(cells, left) & (ratio_of(output - factor[:, None] * correct, bound) <= 1)
+    fits = _clear(cells, left) & _equal(cells, factor[:, None] * correct, bound)
     fits &= factor.abs() * correct.abs().amax(1) > _CLEAR * cells.bound.amax(1)
     if not bool(fits.any()):
         return []
@@ -112,8 +112,10 @@ def _factor(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]
 
 
 def _equal(cells: Cells, expected: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return which cells equal ``expected`` [n, head_size] within ``bound``, [n] bool."""
-    return ratio_of(cells.output - expected, bound) <= 1
+    """Return which cells equal ``expected`` [n, head_size] within ``bound``, [n] bool, and not within what
+    covers their error (:func:`attnlab.diagnosis.cells.limit_of`)."""
+    limit = limit_of(bound, cells.output, cells.correct, cells.bound)
+    return ratio_of(cells.output - expected, limit) <= 1
 
 
 def _grouped(
@@ -150,7 +152,7 @@ def _added(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]:
     # the kernel rounds the shifted number, so half a step of a short format is allowed in addition
     bound = cells.bound + output.abs() * 2.0**-10
     finite = cells.output.isfinite().all(1) & cells.bound.isfinite().all(1)
-    fits = left & finite & (ratio_of(difference - mean[:, None], bound) <= 1)
+    fits = left & finite & _equal(cells, cells.correct + mean[:, None], bound)
     fits &= (mean.abs() > 2 * bound.amax(1)) & (
         cells.correct.amax(1) - cells.correct.amin(1) > _CLEAR * bound.amax(1)
     )
@@ -193,9 +195,7 @@ def _reordered(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tenso
     )
     clear = _clear(cells, left)
     for text, index in orders.items():
-        fits = clear & (
-            ratio_of(cells.output - cells.correct[:, index], cells.bound[:, index]) <= 1
-        )
+        fits = clear & _equal(cells, cells.correct[:, index], cells.bound[:, index])
         if bool(fits.any()):
             what = f"the correct elements of the head, {text}"
             return [_fact("reordered", cells, fits, what)]

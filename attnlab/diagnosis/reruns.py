@@ -43,9 +43,9 @@ def find_dependence(
     returned for ``case``, and ``is_wrong`` [num_tokens] bool which of its rows are wrong. Heads and
     sequences that the Case leaves out are ignored.
     """
-    heads = case.query_heads
-    ran = slice(None) if heads is None else slice(heads.start, heads.stop)
-    unwritten = find_unwritten(rerun, case, output) & is_wrong
+    ran = _heads_that_ran(case)
+    unwritten = find_unwritten(rerun, case, output)
+    unwritten = unwritten[is_wrong[unwritten]]
     outputs = {
         fill: output if fill == case.empty_slots else rerun(case.replace(empty_slots=fill))
         for fill in ("garbage", "zeros", "nan")
@@ -53,25 +53,30 @@ def find_dependence(
     on_finite = ~rows_agree(outputs["zeros"][:, ran], outputs["garbage"][:, ran])
     on_nan = ~rows_agree(outputs["zeros"][:, ran], outputs["nan"][:, ran])
     return Dependence(
-        unwritten=_rows_that_ran(unwritten, case),
+        unwritten=unwritten,
         on_slots=_rows_that_ran(on_finite | on_nan, case),
         on_finite_slots=_rows_that_ran(on_finite, case),
     )
 
 
 def find_unwritten(rerun: Rerun, case: Case, output: torch.Tensor) -> torch.Tensor:
-    """Return which rows keep the contents of the output buffer, [num_tokens] bool.
+    """Return the rows that keep the contents of the output buffer, [n] int64.
 
-    The buffer alone is changed, and a row must keep what it held in both runs. One run shows nothing: a
-    kernel may write what the buffer held.
+    The buffer alone is changed, so a row that is NaN because of what it reads is not one of them, and a row
+    must keep what it held in both runs: a kernel may write what the buffer held. ``output``: what ``rerun``
+    returned for ``case``.
     """
-    heads = case.query_heads
-    ran = slice(None) if heads is None else slice(heads.start, heads.stop)
+    ran = _heads_that_ran(case)
     unwritten = rows_equal(output[:, ran], make_output(case)[:, ran])
     if bool(unwritten.any()):
         other = case.replace(output_init="zeros" if case.output_init == "recycled" else "recycled")
         unwritten &= rows_equal(rerun(other)[:, ran], make_output(other)[:, ran])
-    return unwritten
+    return _rows_that_ran(unwritten, case)
+
+
+def _heads_that_ran(case: Case) -> slice:
+    heads = case.query_heads
+    return slice(None) if heads is None else slice(heads.start, heads.stop)
 
 
 def find_slot_kinds(run: CacheRun, case: Case, cache: PagedCache) -> dict[str, list[int]]:

@@ -9,12 +9,14 @@ from attnlab.diagnosis.candidates import Candidate
 class ConfirmedRule:
     """A rule and the number of further cases with wrong outputs that it explained.
 
-    ``only_decodes``: no wrong output with several new tokens of a sequence was seen.
+    ``only_decodes``: no wrong output with several new tokens of a sequence was seen. ``others``: rules of
+    other kinds that give the same outputs in all of these cases.
     """
 
     candidate: Candidate
     cases: int
     only_decodes: bool = False
+    others: tuple[Candidate, ...] = ()
 
     @property
     def text(self) -> str:
@@ -23,4 +25,7 @@ class ConfirmedRule:
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
         plural = "case" if self.cases == 1 else "cases"
         ran = " (only decodes ran)" if self.only_decodes else ""
-        return f"{where}{self.candidate.text}{ran} (confirmed on {self.cases} further {plural})"
+        same = "".join(f"; the same outputs follow if {one.text}" for one in self.others)
+        return (
+            f"{where}{self.candidate.text}{ran} (confirmed on {self.cases} further {plural}){same}"
+        )

@@ -55,7 +55,9 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
     if not left or not cases:
         return None
-    return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
+    kinds = {one.defect.family: one for one in reversed(left)}  # the first of each kind
+    others = tuple(one for one in kinds.values() if one.defect.family != left[0].defect.family)
+    return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes, others=others)
 
 
 def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) -> list[Candidate]:

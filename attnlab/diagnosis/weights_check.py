@@ -6,6 +6,7 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.diagnosis.cells import limit_of, ratio_of
 from attnlab.diagnosis.described_weights import DescribedWeights
 from attnlab.diagnosis.examination import Examination, examine
 from attnlab.diagnosis.pattern import Pattern
@@ -72,7 +73,9 @@ def follows_from(
     """Answer whether a description gives an output of a Case; ``found``: the examination of that output."""
     predicted = predict_case(description, case, lab)
     rows, heads = torch.arange(len(output)), torch.arange(output.shape[1])
-    bound = found.problem.correct_rows(rows, heads).bound.amax(-1)
-    error = (output.double() - predicted).abs().nan_to_num(torch.inf, torch.inf).amax(-1)
+    right = found.problem.correct_rows(rows, heads)
     size = predicted.abs().amax(-1) / lab.reference(case).abs().double().amax(-1)
-    return not bool((error > _SLACK * bound * size.clamp(min=1)).any())
+    bound = _SLACK * right.bound * size.clamp(min=1)[..., None]
+    limit = limit_of(bound, output.double(), right.output, _SLACK * right.bound)
+    error = ratio_of(output.double() - predicted, limit.amax(-1, keepdim=True))
+    return not bool((error > 1).any())

@@ -6,14 +6,12 @@ explain.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.decision import select_cause, status_of
 from attnlab.diagnosis.diagnosis import Diagnosis
 
-_LEFT = 0.25  # of the error that an explanation may leave in FP8
 # The kind of empty slots whose contents reach the output under a defect.
 SLOTS_OF = {"tail_leaked": "tail", "tail_attended": "tail", "freed_leaked": "freed"}
 
@@ -73,17 +71,4 @@ def with_slot_kinds(diagnosis: Diagnosis, kinds: dict[str, list[int]]) -> Diagno
         lambda one: one.name in SLOTS_OF and SLOTS_OF[one.name] not in kinds,
         "excluded by run",
         "{names} is withdrawn: no row depends on the slots that it reads",
-    )
-
-
-def with_coarse_formats(diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis of a call in FP8 without explanations that leave over a quarter of the error.
-
-    The rounding of FP8 weights and outputs is so coarse that it may cover the difference between two defects.
-    """
-    return withdraw(
-        diagnosis,
-        lambda one: math.isfinite(one.observed) and not one.residual <= _LEFT * one.observed,
-        "excluded by value",
-        "{names} would leave only rounding, but with FP8 this may be a large part of the error",
     )

@@ -28,6 +28,7 @@ _NOTHING = Found(descriptions=(), tried=0)
 _ZERO_S = 2.0  # time for the search for a rule of rows of zeros
 _BE = {False: "is", True: "are"}
 _COARSE_S = 4.0  # time for the search where rounding may be the cause
+_WEIGHTS_EACH = 8  # wrong weights for each part of a rule that one call shows
 _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a constant
 
 
@@ -144,6 +145,12 @@ def _judge(
         plain = (*plain, usable.magnitudes.text)
     if search.descriptions and not _is_rounding(search.descriptions[0], setup):
         kept, confirmed = second.confirmed(search, faults)
+        if confirmed is None and not _is_over_determined(usable, search.descriptions[0]):
+            words = (
+                f"cannot decide: the weights fit “{search.descriptions[0].text}”, but so few weights fit "
+                "other rules, too, and no other call confirms it"
+            )
+            return _Verdict(status="undecided", search=search, sentences=(words, *plain))
         if kept.descriptions:
             lines = (*_stated(kept, confirmed, setup), *plain)
             return _Verdict(status="described", search=kept, confirmed=confirmed, sentences=lines)
@@ -160,6 +167,14 @@ def _judge(
         f"cannot decide: none of {search.tried} descriptions explains the weights within the bound"
     )
     return _Verdict(status="undecided", search=search, sentences=(words, *plain))
+
+
+def _is_over_determined(usable: UsableRows, one: Description) -> bool:
+    """Answer whether one call shows a description: one rule, with many more wrong weights than parts."""
+    setup, expected = usable.setup, usable.expected
+    bound = expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
+    wrong = int(((usable.measured - expected).abs() > bound).sum())
+    return len(one.rules) == 1 and wrong >= _WEIGHTS_EACH * one.rules[0].complexity
 
 
 def _about_values(faults: ValueFaults, holds: bool | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from attnlab.weights.setup import AttentionSetup
 
 # A rule explains weights within so many bounds: its scores may be larger than the right ones.
 SLACK = 2.0
+MOST_LEFT = 0.25  # of a predicted weight that a rule may leave, however large the bound is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +61,8 @@ def _ratios(
 ) -> Iterator[torch.Tensor]:
     """Yield |measured - predicted| in bounds for groups of heads, [R, heads of the group, N]."""
     relative, fixed = setup.relative[:, None, None], setup.fixed[:, None, None]
+    if slack > 1:  # a rule: a bound that covers the error explains nothing
+        relative = relative.clamp(max=MOST_LEFT / slack)
     for group in head_groups(measured.shape, measured.device):
         given, right = measured[:, group], predicted[:, group]
         bound = (right.abs() * relative).add_(fixed)

@@ -163,6 +163,24 @@ class ZeroKeys(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class TopLeftMask(Rule):
+    """New token i sees the keys at positions 0 to i: the causal mask lacks the length of the context."""
+
+    def apply(self, plan: Plan) -> Plan:
+        setup = plan.setup
+        last = (setup.position - setup.ctx_len)[:, None]
+        at, window = setup.entry_position, setup.call.sliding_window
+        in_cache = at < setup.cached[:, None]
+        seen = torch.where(setup.is_new, ~in_cache, in_cache) & (setup.entry_slot >= 0)
+        seen &= (at <= last) & (at > last - window if window else at >= 0)
+        return plan.change(visible=seen.double(), counted=seen.double())
+
+    @property
+    def text(self) -> str:
+        return "the causal mask is aligned at its top left: new token i sees the keys at positions 0 to i"
+
+
+@dataclass(frozen=True, slots=True)
 class NoKeys(Rule):
     """The rows are 0: they attend to no key."""
 

@@ -6,7 +6,7 @@ import torch
 
 from attnlab.weights.evidence import Traits
 from attnlab.weights.fit import Law
-from attnlab.weights.key_rules import KeyTimes, NoKeys, ZeroKeys
+from attnlab.weights.key_rules import KeyTimes, NoKeys, TopLeftMask, ZeroKeys
 from attnlab.weights.magnitudes import fit_magnitudes, rules_of
 from attnlab.weights.partition import LAST, LAST_SEEN, Partition
 from attnlab.weights.plan import Plan
@@ -73,7 +73,9 @@ def _ofs(traits: Traits, extra: bool) -> tuple[str, ...]:
 
 
 def _keys(setup: AttentionSetup, traits: Traits) -> Iterator[Rule]:
-    """Yield extra keys, then missing ones, then keys that count twice."""
+    """Yield a mask that is aligned wrongly, extra keys, missing ones, then keys that count twice."""
+    if setup.call.visibility.is_plain and bool((setup.ctx_len > 0).any()):
+        yield TopLeftMask()
     for of in _ofs(traits, True):
         for part, begin, end in _extra(setup):
             yield KeyTimes(part, begin, end, 1.0, of)

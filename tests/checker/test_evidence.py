@@ -13,6 +13,7 @@ from attnlab.checker.evidence import evidence_fields
 from attnlab.checker.finding import Finding, merged_findings
 from attnlab.checker.plan import groups
 from attnlab.checker.source_lines import merged_by_line
+from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.kernel_location import KernelLine
 from attnlab.lab.lab import Lab
@@ -188,3 +189,66 @@ def test_findings_with_one_smallest_case_are_one():
     separate = dataclasses.replace(named, wrong_in=("decode",))
     right = dataclasses.replace(same, right_in=("decode",))
     assert len(merged_findings([right, separate])) == 2
+
+
+TILED = """
+import torch
+from helpers.faulty_attention import _cached
+
+sound = _cached()
+
+
+def wrong(call):
+    sound(call)
+    {fault}
+
+
+scaled = _cached(score_factor=16.0)
+wrong.op = scaled.op = "unified_attention"
+"""
+FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0}
+# A value of an empty slot, in place of the first row.
+READS_SLOT = (
+    "call.output[0] = call.value_cache[call.block_table[0, 0], :, :, -1]"
+    ".repeat_interleave(call.num_queries_per_kv, 0)"
+)
+NAN = "call.output[:1] = torch.nan"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "fields", "false"),
+    [
+        ("scaled", "pass", FP8, "k_scale_is_v_scale"),
+        ("wrong", READS_SLOT, {}, "rows_never_written"),
+        ("wrong", NAN, {}, "last_partial_block_dropped"),
+        ("wrong", NAN, {"softcap": 0.005}, "softcap_overflows"),
+    ],
+    ids=["a saturated softmax", "a row of an empty slot", "a row of NaN", "NaN beside a soft cap"],
+)
+def test_one_degenerate_case_names_nothing(tmp_path, name, fault, fields, false):
+    """A name needs a second case; a row that is NaN because of what it reads was written."""
+    backend = planted(tmp_path, TILED.format(fault=fault), name)
+    case = hostile(
+        op=backend.op, backend=backend.name, platform="sm_90", num_heads=2, num_queries_per_kv=2,
+        head_size=32, query_lens=(1,), ctx_lens=(9,), **fields,
+    )  # fmt: skip
+    found = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    assert [one.kind for one in found] == ["wrong_output"]
+    assert found[0].diagnosis != false
+    assert found[0].diagnosis not in DEFECTS
+
+
+def test_a_row_that_no_program_writes_reads_no_slots(tmp_path):
+    """All values are 0, so zeros in the output buffer make it right, whatever the slots hold."""
+    start = "call.output[0] = before[0]"
+    keeps = "    before = call.output.clone(); sound(call)"
+    text = TILED.format(fault=start).replace("    sound(call)", keeps)
+    backend = planted(tmp_path, text, "wrong")
+    case = hostile(
+        op=backend.op, backend=backend.name, platform="sm_90", query_lens=(1, 3), ctx_lens=(9, 20),
+        kv_cache_dtype="fp8", distribution="uniform_1e-3", cache_write="numeric",
+    )  # fmt: skip
+    found = [one for one in check_case(lab_of(backend, "cpu"), backend, case) if one.is_fault]
+    assert [(one.kind, one.diagnosis) for one in found] == [
+        ("rows_not_written", "rows_never_written")
+    ]

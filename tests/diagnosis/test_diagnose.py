@@ -343,7 +343,10 @@ def test_the_selected_cause_is_linked_and_has_the_widest_scope():
     narrow = candidate_with(name="narrow", scope=fitted, linked=("unwritten_rows",))
     unlinked = candidate_with(name="unlinked", scope=everywhere)
     assert select_cause([]) is None
-    assert select_cause([unlinked]) is unlinked
+    assert select_cause([unlinked]) is None  # the output shows nothing of it
+    shown = dataclasses.replace(unlinked, shown=1)
+    assert select_cause([shown]) is shown
+    assert select_cause([dataclasses.replace(shown, cases=0)]) is None
     assert select_cause([unlinked, narrow]) is narrow
     assert select_cause([unlinked, narrow, wide]) is wide
     assert select_cause([unlinked, wide, dataclasses.replace(wide, name="other")]) is None

@@ -13,11 +13,12 @@ from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
 from attnlab.defects.attention_inputs import scores_of, weights_of
-from attnlab.defects.problem import Problem
+from attnlab.defects.problem import Problem, make_problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.key_rules import key_rules
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.kernels.model import backend as model
 from attnlab.lab.lab import Lab
@@ -262,3 +263,18 @@ def test_coarse_rounding_gets_no_rule(sound, dtype):
     pattern = describe(problem, wrong, locate(problem, wrong))
     assert pattern.wrong_cells > 0
     assert pattern.rules == []
+
+
+@pytest.mark.parametrize(
+    ("op", "whose"), [("context_attention_fwd", " of the context"), ("unified_attention", "")]
+)
+def test_the_last_tile_is_one_of_the_keys_that_it_divides(op, whose):
+    """With new tokens from the arguments, tiles of the cache hold the context alone."""
+    problem = make_problem(hostile(op=op, platform="sm_90", query_lens=(4, 3), ctx_lens=(70, 9)))
+    rules = {rule.text: rule for rule in key_rules(problem)}
+    last = rules[f"the keys of the last tile of 64{whose}"].members(
+        0, torch.arange(70, 74)[:, None]
+    )
+    others = rules[f"all keys but those of the last tile of 64{whose}"]
+    assert torch.equal(last[0], torch.arange(74) // 64 == 1) == (not whose)
+    assert torch.equal(others.members(0, torch.arange(70, 74)[:, None]), ~last)

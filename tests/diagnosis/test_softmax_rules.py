@@ -9,13 +9,17 @@ from helpers.cases import hostile
 from helpers.split_attention import split_attention
 
 from attnlab.case.case import Case
+from attnlab.defects import DEFECTS
 from attnlab.defects.attention_inputs import scores_of, softmax
 from attnlab.defects.problem import make_problem
 from attnlab.defects.row_slices import all_rows
+from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.loop_rules import loop_defects
+from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import rules_of
 from attnlab.diagnosis.scratch_rules import scratch_defects
+from attnlab.diagnosis.second_case import further_cases
 from attnlab.diagnosis.softmax_divisions import divisions, with_tiles_to
 from attnlab.diagnosis.softmax_law import SoftmaxLaw
 from attnlab.diagnosis.softmax_rules import softmax_defects
@@ -157,10 +161,8 @@ def test_maxima_and_sums_of_segments_share_an_address():
 def test_products_begin_at_another_number_in_one_loop():
     """The scores of the context are larger by the scale: its dot products begin at 1."""
     problem = make_problem(small("context_attention_fwd"))
-    rules = {one.text: one for one in loop_defects(problem)}
-    rule = rules[
-        "in the loop over the context, the products of queries and keys begin at 1 in place of 0"
-    ]
+    text = "in the loop over the context, the products of queries and keys begin at 1 in place of 0"
+    rule = next(one for one in loop_defects(problem) if one.text.startswith(text))
     row_slice = next(iter(all_rows(problem)))
     inputs = problem.attention_inputs(row_slice)
     scores = scores_of(inputs)
@@ -168,6 +170,53 @@ def test_products_begin_at_another_number_in_one_loop():
     expected = torch.einsum("hqk,khd->qhd", softmax(scores, inputs.sinks), inputs.value)
     torch.testing.assert_close(rule.compute(problem, row_slice).output, expected)
     assert not torch.allclose(problem.correct(row_slice).output, expected, rtol=1e-3)
+
+
+def test_a_constant_in_one_loop_is_its_opposite_in_the_other():
+    """Softmax ignores what is added to all scores of a row, so a shift of ALiBi fits both loops."""
+    problem = make_problem(small("context_attention_fwd", alibi=True))
+    rules = loop_defects(problem)
+    shifted = [one for one in rules if "ALiBi distances are larger by 1" in one.text]
+    assert [one.text.count("in the loop over the new tokens") for one in shifted] == [1, 1]
+    assert all("in the loop over the context" in one.text for one in shifted)
+    row_slice = list(all_rows(problem))[1]
+    inputs = problem.attention_inputs(row_slice)
+    scores = scores_of(inputs)
+    scores[..., problem.cached_len(row_slice.seq) :] += inputs.alibi_slopes[:, None, None]
+    expected = torch.einsum("hqk,khd->qhd", softmax(scores, None), inputs.value)
+    fitting = [
+        one.text
+        for one in rules
+        if torch.allclose(one.compute(problem, row_slice).output, expected, atol=1e-9)
+    ]
+    assert len(fitting) == 1
+    assert "in the loop over the new tokens, ALiBi distances are smaller by 1" in fitting[0]
+
+
+def test_with_sinks_the_loops_differ():
+    sinks = {"sinks": True, "query_lens": (1, 40)}
+    problem = make_problem(small("unified_attention", **sinks))
+    assert not any(" or in the loop" in one.text for one in loop_defects(problem))
+
+
+def test_a_rule_names_the_others_that_nothing_separates():
+    """Maxima that are all read from one part are those of parts that are not rescaled."""
+    first, second = (
+        Candidate(
+            name=name, text=name, seen_in=(), verdict="explains", predicted=1.0, observed=1.0,
+            residual=0.0, ratio=0.0, defect=next(iter(DEFECTS.values())),
+        )
+        for name in ("maxima are read at a wrong address", "parts are not rescaled")
+    )  # fmt: skip
+    text = ConfirmedRule(candidate=first, cases=3, others=(second,)).text
+    assert "read at a wrong address" in text
+    assert "the same outputs follow if parts are not rescaled" in text
+
+
+def test_further_cases_have_scores_that_differ():
+    """With numbers of ±1e-3 all maxima are 0: a missing rescale would be any rule about maxima."""
+    case = small("unified_attention", distribution="uniform_1e-3")
+    assert {one.distribution for one in further_cases(case)} == {"normal"}
 
 
 def test_an_accumulator_that_counts_as_1_adds_a_constant():

@@ -14,6 +14,7 @@ from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
 from attnlab.defects.attention_inputs import Predicted
 from attnlab.defects.problem import make_problem
+from attnlab.diagnosis.candidates import fit
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.second_case import second_case
@@ -252,3 +253,57 @@ def test_rows_written_to_row_0_are_not_sequences_written_to_sequence_0():
     captured = diagnose(recycled, WrongLab(spoil=spoil).output(recycled), lab=Lab(), propose=False)
     assert "folded_on_sequence_0" in names(captured)
     assert "folded_on_sequence_0" not in names(diagnose(case, lab=WrongLab(spoil=spoil)))
+
+
+def test_a_hypothesis_whose_bound_covers_the_error_explains_nothing():
+    """A defect under which scores are so large that their rounding decides the weights fits any output."""
+    case, lab = hostile(empty_slots="garbage"), Lab()
+    _, output = correct_run(lab, case)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+
+    def large_scores(one, row_slice) -> Predicted:
+        inputs = one.attention_inputs(row_slice)
+        found = one.predict(dataclasses.replace(inputs, sm_scale=80 * inputs.sm_scale))
+        return Predicted(output=found.output, bound=torch.full_like(found.bound, 6e15))
+
+    defect = dataclasses.replace(DEFECTS["scale_doubled"], name="large", compute=large_scores)
+    diagnosis = diagnose(case, output + 1e3 * noise.to(output.dtype), lab=lab, defects=(defect,))
+    assert diagnosis.is_wrong
+    assert names(diagnosis) == []
+    assert diagnosis.candidates[0].verdict == "excluded by value"
+
+
+def test_a_bound_of_6e15_does_not_fit_an_output_of_8e8():
+    output = torch.linspace(-8e8, 8e8, 64).view(1, 1, 64)
+    right = Predicted(output=torch.ones(1, 1, 64).double(), bound=torch.full((1, 1, 64), 1e-3))
+    wide = Predicted(output=8 * right.output, bound=torch.full((1, 1, 64), 6e15))
+    found = fit(output, wide, 40, right)
+    assert float(found.ratio) > 1
+    assert found.shown == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_scale_times_0_7_is_not_base_2(dtype):
+    """ln(2) is 0.69: where the scores hardly differ, both are within rounding, but one fits better."""
+    case = hostile(dtype=dtype, sm_scale=0.02, empty_slots="garbage", platform="sm_90")
+    lab = WrongLab(argument=lambda call: {"sm_scale": 0.7 * call.sm_scale})
+    captured = diagnose(case, lab.output(case), lab=Lab(), propose=False)
+    assert captured.cause is None or captured.cause.name != "exp2_for_exp"
+    assert "exp2_for_exp" not in names(diagnose(case, lab=lab, limit=None, propose=False))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_mask_that_is_aligned_at_the_top_left_is_named(dtype):
+    case, lab = hostile(empty_slots="garbage", dtype=dtype), Lab()
+    problem, output = correct_run(lab, case)
+    wrong = plant(problem, output, DEFECTS["causal_top_left"], "all")
+    assert names(diagnose(case, wrong, lab=lab, propose=False)) == ["causal_top_left"]
+
+
+def test_a_scale_that_one_row_of_two_keys_fits_is_not_stated():
+    """Two weights with the sum 1 fit at some scale, whatever the fault is."""
+    case, lab = hostile(query_lens=(1,), ctx_lens=(1,), num_heads=1, num_queries_per_kv=1), Lab()
+    problem, output = correct_run(lab, case)
+    wrong = plant(problem, output, DEFECTS["causal_top_left"], "all")
+    pattern = diagnose(case, wrong, lab=lab, propose=False, defects=()).pattern
+    assert [fact.kind for fact in pattern.rules] == []

@@ -18,6 +18,7 @@ DEFAULTS = {
     "mask_extra": 0,  # keys too many in the mask at the end of the cached keys; their loads are masked
     "load_extra": 0,  # keys too many at the end of the cached keys, loaded
     "causal_extra": 0,
+    "top_left": False,  # row i sees the keys up to position i, whatever the context is
     "window_extra": 0,
     "window_extra_new": 0,
     "twice": "",  # "last" or "first" tile of the cached keys counts twice
@@ -127,7 +128,8 @@ class _State:
         scale = call.sm_scale or self.query.shape[2] ** -0.5
         scores = self.query @ key.permute(1, 2, 0) * scale * f.score_factor
         scores = scores.to(f.scores).float()
-        hidden = ~shown | (at > self.position[:, None] + causal_extra)
+        last = torch.arange(len(self.position)) if f.top_left else self.position
+        hidden = ~shown | (at > last[:, None] + causal_extra)
         if call.sliding_window:
             hidden = hidden | (at <= self.position[:, None] - call.sliding_window - window_extra)
         if f.cap_after_mask:
@@ -210,6 +212,7 @@ elements_rolled = kernel(element_shift=1)
 halved = kernel(gain=0.5)
 head_3_halved = kernel(gain=0.5, only_head=3)
 cached_sound = _cached()
+cached_top_left = _cached(top_left=True)
 cached_causal_one_too_many = _cached(causal_extra=1)
 cached_last_tile_twice = _cached(twice="last")
 cached_values_not_rescaled = _cached(rescale=0.0)

@@ -12,7 +12,7 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
-from attnlab.weights.key_rules import KeyTimes, ZeroKeys
+from attnlab.weights.key_rules import KeyTimes, TopLeftMask, ZeroKeys
 from attnlab.weights.predict import predict_case
 from attnlab.weights.rule import Constant
 from attnlab.weights.score_rules import (
@@ -156,6 +156,7 @@ FAULTS = {
     "context_mask_one_too_many": ({}, ZeroKeys, {}),
     "context_one_too_many": ({}, KeyTimes, {"times": 1.0, "part": "cache"}),
     "causal_one_too_many": ({}, KeyTimes, {"times": 1.0, "part": "new"}),
+    "cached_top_left": ({}, TopLeftMask, {}),
     "window_too_wide": ({"sliding_window": 20}, KeyTimes, {"times": 1.0}),
     "window_too_wide_new": ({"sliding_window": 8}, KeyTimes, {"times": 1.0, "part": "new"}),
     "window_too_narrow": ({"sliding_window": 20}, KeyTimes, {"times": 0.0}),
@@ -191,6 +192,18 @@ def test_a_planted_fault_is_described_and_the_description_predicts_another_case(
     (rule,) = found.description.rules
     assert isinstance(rule, kind), rule
     assert {field: getattr(rule, field) for field in fields} == fields
+
+
+def test_a_description_that_fits_one_small_call_is_not_stated():
+    """One row of two keys: many rules give its weights, and a captured call has no second case."""
+    lab = attnlab.Lab()
+    for fields, status in (
+        ({"query_lens": (1,), "ctx_lens": (1,)}, "undecided"),
+        ({}, "described"),
+    ):
+        case = faulty("cached_top_left", num_heads=2, **fields)
+        found = attnlab.xray(lab.call(case), backend=case.backend, platform="sm_90", lab=lab)
+        assert (found.status, found.confirmed) == (status, None)
 
 
 @pytest.mark.parametrize("name", ["context_one_too_many", "values_not_rescaled", "next_sequence"])
