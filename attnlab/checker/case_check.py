@@ -135,7 +135,7 @@ def _wrong_output(
     diagnosis_of_zeros = _diagnose(lab, zeros, output_of_zeros)
     if not diagnosis_of_zeros.is_wrong:
         return _leak(lab, backend, case, diagnosis)
-    text = diagnosis_of_zeros.sentences()[0]
+    text = diagnosis_of_zeros.evidence
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, f"block {_FAR}")
@@ -166,7 +166,7 @@ def _leak(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Findi
     These are the blocks that the window has freed, if the output is correct when they are kept; else
     they are unwritten slots.
     """
-    text = diagnosis.sentences()[0]
+    text = diagnosis.evidence
     if case.freed != "kept" and _is_correct(lab, backend, case.replace(freed="kept")):
         text = f"{text}; correct when these blocks keep their contents"
         return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")

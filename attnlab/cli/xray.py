@@ -103,9 +103,10 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None
         from attnlab.diagnosis.kernel_lines import locate_lines
+        from attnlab.diagnosis.repair_check import with_confirmation
 
         on_step("trial edits of the source")
-        return found, locate_lines(lab, case, found)
+        return found, with_confirmation(lab, case, locate_lines(lab, case, found))
 
 
 def _command(args: argparse.Namespace, case: Case) -> str:

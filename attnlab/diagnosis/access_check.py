@@ -18,7 +18,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.second_case import few_sequences, further_cases
-from attnlab.diagnosis.store_facts import store_facts
+from attnlab.diagnosis.store_facts import UNWRITTEN, store_facts
 from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
@@ -167,7 +167,7 @@ def _writes(case: Case, ran: Result) -> Iterator[_Found]:
     if rows is not None:
         unwritten[: rows.start], unwritten[rows.stop :] = False, False
     if bool(unwritten.any()):
-        yield "no kernel writes some rows of the output", unwritten[:, None]
+        yield f"{UNWRITTEN} some rows of the output", unwritten[:, None]
 
 
 def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
