@@ -27,6 +27,7 @@ from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.repair_check import is_right, with_contents
 from attnlab.diagnosis.repair_claim import RepairClaim
+from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
@@ -174,7 +175,7 @@ def repair_verdict(
         got = _edited_output(lab, known, claim)
         if got is None:
             return "misleading"
-        if torch.equal(got, expected[0]):
+        if rows_equal(got, expected[0]).all():
             continue
         verdict = "equivalent"
         wrong = examine(lab, known, got, ()).evidence.locations.is_wrong

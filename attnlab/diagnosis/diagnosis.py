@@ -44,6 +44,9 @@ _SLOTS = {
 }
 
 
+_FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPlace:
     """The position of an error: sequence, new token of that sequence, output row and query head."""
@@ -189,7 +192,7 @@ class Diagnosis(Shown):
             *(f"in this call, {text}" for text in self.observed),
             *self._run_sentences(),
             *self.place_sentences(),
-            *self.pattern.sentences(),
+            *self._pattern_sentences(),
             *([] if self.location is None or self.repair else self.location.sentences()),
         ]
 
@@ -218,6 +221,16 @@ class Diagnosis(Shown):
         for kind, kind_rows in self.slot_kinds.items():
             sentences.append(f"NaN in {_SLOTS[kind]} changes {list_text('row', kind_rows)}")
         return sentences
+
+    def _pattern_sentences(self) -> list[str]:
+        """Return the pattern; with reruns, without fits of the weights, which hold for this call alone.
+
+        Those that further cases confirm are in the conclusion.
+        """
+        if self.slot_dependent is None:
+            return self.pattern.sentences()
+        facts = tuple(fact for fact in self.pattern.facts if fact.kind not in _FITS)
+        return dataclasses.replace(self.pattern, facts=facts).sentences()
 
     def _run_sentences(self) -> list[str]:
         """Return what the run itself reported and the output depends on.

@@ -106,7 +106,7 @@ def _factor(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]
     low, high = float(factor[fits].min()), float(factor[fits].max())
     what = (
         f"multiples of the correct output, by factors from {low:.3g} to {high:.3g} that differ between "
-        "rows or heads, as a wrong sum of the softmax gives"
+        "rows or heads"
     )
     return [_fact("factors", cells, fits, what, low=low, high=high)]
 

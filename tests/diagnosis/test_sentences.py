@@ -87,6 +87,16 @@ def test_accesses_without_effect_and_withdrawn_names_are_data_alone():
     assert any("B_Loc" in one for one in used.sentences())
 
 
+def test_fits_of_one_call_are_data_alone_if_the_kernel_can_run_again():
+    fit = Fact(kind="softmax_scale", where="", what="a softmax scale of 19 fits", accounts_for=4)
+    alone = dataclasses.replace(EXPLAINED, pattern=Pattern(facts=(*PLACES.facts, fit)))
+    assert fit.sentence in alone.sentences()
+    again = dataclasses.replace(alone, slot_dependent=[])
+    assert fit.sentence not in again.sentences()
+    assert "the only wrong row is 3" in again.sentences()
+    assert [one["kind"] for one in again.to_dict()["pattern"]["facts"]] == ["rows", "softmax_scale"]
+
+
 def test_lines_that_no_rerun_confirms_are_data_alone():
     line = KernelLine(
         file="k.py", line=5, source="load", score=0.4, evidence="load", reason="it loads slot 3"
