@@ -92,7 +92,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
-    if diagnosis.repair is not None:
+    if diagnosis.is_by_repair:
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.accesses is not None:
         verified = _accessed(lab, case, diagnosis.accesses)

@@ -90,8 +90,8 @@ class Diagnosis(Shown):
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
-      were not looked for.
-    - ``withdrawn``: why explanations were withdrawn, one sentence each.
+      were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
+    - ``withdrawn``: why explanations were withdrawn, one sentence each; no lines of :meth:`sentences`.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
     - ``unknown``: what could not be concluded, because the call does not hold it.
