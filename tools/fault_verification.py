@@ -1,10 +1,14 @@
 """Verify what a diagnosis says about a kernel: run the kernel on fresh cases and compare.
 
-Fresh cases have other lengths, scales and numbers than those that the diagnosis used.
+Fresh cases have other lengths, scales and numbers than those that the diagnosis used. A repair runs on every
+case of the check, too, because these vary every feature and size that an edit could hide behind.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
@@ -22,6 +26,8 @@ from attnlab.diagnosis.leak_check import leak_of
 from attnlab.diagnosis.pattern_check import compared
 from attnlab.diagnosis.pattern_claim import PatternClaim
 from attnlab.diagnosis.repair_check import is_right, with_contents
+from attnlab.diagnosis.repair_claim import RepairClaim
+from attnlab.diagnosis.reruns import rows_equal
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import is_general
 from attnlab.diagnosis.second_case import with_known_contents
@@ -29,7 +35,13 @@ from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.diagnosis.weights_check import follows_from
 from attnlab.diagnosis.withdrawal import SLOTS_OF
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.lab.lab import Lab
+
+MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
+SoundRuns = Sequence[
+    tuple[Case, Any]
+]  # cases, and what the unchanged op gives: outputs, text, None
 
 _LENGTHS = (
     ((1, 5, 21), (77, 130, 9)),
@@ -80,7 +92,7 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
     if diagnosis.weights is not None:
         verified = _describes(lab, backend, case, diagnosis.weights)
         return {**base, "answer": _judged("described by weights", verified)}
-    if diagnosis.repair is not None:
+    if diagnosis.is_by_repair:
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
     if diagnosis.accesses is not None:
         verified = _accessed(lab, case, diagnosis.accesses)
@@ -98,6 +110,88 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         kind = "described by a pattern" if claim is not None else "located by a bad access"
         return {**base, "answer": _judged(kind, verified)}
     return {**base, "answer": "abstained"}
+
+
+def judged_lines(
+    lab: Lab,
+    backend: Backend,
+    case: Case,
+    diagnosis: Diagnosis,
+    sound: SoundRuns,
+    is_planted: Callable[[str, int], bool],
+) -> list[dict[str, str]]:
+    """Return each printed sentence after the first with a verdict; the first is the answer.
+
+    - "right", "misleading": fresh cases, or the cases of the check with the repair, confirm it or do not.
+    - "place": it counts or lists what is wrong in this call; nothing is concluded.
+    - "not judged": a person must read it.
+
+    ``is_planted``: answers whether a line, (file, line), is in a planted statement.
+    """
+    judges: dict[str, Callable[[], bool]] = {}
+    claim, seen = diagnosis.repair, diagnosis.xray
+    if claim is not None:
+        judges[claim.text] = lambda: repair_verdict(lab, claim, sound, is_planted) != "misleading"
+    if seen is not None and seen.description is not None and diagnosis.explanations:
+        described = DescribedWeights(description=seen.description, cases=1)
+        judges[f"X-ray of the kernel: {seen.sentences[0]}"] = lambda: _describes(
+            lab, backend, case, described
+        )
+    for fact in diagnosis.observed:
+        one = AccessClaim(some=(fact,), cases=1)
+        judges[f"in this call, {fact}"] = lambda one=one: _accessed(lab, case, one)  # type: ignore[misc]
+    places = {*diagnosis.place_sentences(), *diagnosis.pattern.sentences()}
+    places |= {one.text for one in diagnosis.side_errors}
+    found = []
+    for sentence in diagnosis.sentences()[1:]:
+        if sentence in judges:
+            verdict = "right" if judges[sentence]() else "misleading"
+        else:
+            verdict = "place" if sentence in places else "not judged"
+            if sentence.startswith(("source line: unknown", "unknown: ", "contract violation")):
+                verdict = "place"
+        found.append({"sentence": sentence, "verdict": verdict})
+    return found
+
+
+def repair_verdict(
+    lab: Lab, claim: RepairClaim, sound: SoundRuns, is_planted: Callable[[str, int], bool]
+) -> str:
+    """Return what an edit is, by the cases of the check in which the unchanged op is right.
+
+    "the fault" (the edited mutant has the same bits in all of them), "equivalent" (its outputs are right in
+    all of them), or "misleading". A claim without an edit is right if its line is planted. For
+    ``only_finite``, slots without a token hold finite numbers.
+    """
+    if not claim.is_stated:
+        return "the line" if is_planted(claim.file, claim.line) else "misleading"
+    end, verdict = time.process_time() + MOST_REPAIR_S, "the fault"
+    for case, expected in sound:
+        if time.process_time() > end:
+            break
+        if not isinstance(expected, tuple) or expected[0] is None:
+            continue
+        known = case.replace(empty_slots="garbage") if claim.only_finite else case
+        got = _edited_output(lab, known, claim)
+        if got is None:
+            return "misleading"
+        if rows_equal(got, expected[0]).all():
+            continue
+        verdict = "equivalent"
+        wrong = examine(lab, known, got, ()).evidence.locations.is_wrong
+        if bool((wrong & ~examine(lab, case, expected[0], ()).evidence.locations.is_wrong).any()):
+            return "misleading"
+    return verdict
+
+
+def _edited_output(lab: Lab, case: Case, claim: RepairClaim) -> torch.Tensor | None:
+    """Return the output of a Case with an edit, or None if the kernel raises."""
+    try:
+        with probing(Probe(edited=claim.repair.edited())):
+            ran = lab.run(case)
+    except AttnLabError:
+        return None
+    return None if ran.status == "rejected" else ran.output.cpu()
 
 
 def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:

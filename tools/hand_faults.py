@@ -6,8 +6,11 @@ expression as `ast.unparse` prints it, and replaces all of them in a function.
 """
 
 import ast
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER
 
@@ -24,6 +27,17 @@ class HandFault:
     op: str
     functions: tuple[str, ...]
     changes: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "HandFault":
+        """Return the fault of a JSON object with the fields of the class."""
+        changes = tuple((before, after) for before, after in fields["changes"])
+        return cls(
+            name=fields["name"],
+            op=fields["op"],
+            functions=tuple(fields["functions"]),
+            changes=changes,
+        )
 
     def places(self, text: str) -> list[tuple[ast.stmt | ast.expr, str]]:
         """Return what is changed in a source, with its replacement; raise NoPlace if a change has none."""
@@ -58,6 +72,11 @@ class HandFault:
             new = f"({after}{rows})" if isinstance(node, ast.expr) else f"{after}{rows}"
             data = data[:start] + new.encode() + data[end:]
         return data.decode()
+
+
+def read_faults(path: Path) -> tuple[HandFault, ...]:
+    """Return the faults of a JSON file: a list of objects with the fields of HandFault."""
+    return tuple(HandFault.from_dict(fields) for fields in json.loads(path.read_text()))
 
 
 def _equal(kernel: ast.FunctionDef, before: str) -> Iterator[ast.stmt | ast.expr]:

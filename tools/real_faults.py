@@ -3,9 +3,13 @@
 python tools/real_faults.py --source WHEEL --source WHEEL --count 30 --seed 7 --out faults.jsonl
 python tools/real_faults.py --hip --source SDIST --count 20 --seed 7 --out faults.jsonl
 python tools/real_faults.py --by-hand --source WHEEL --source WHEEL --out faults.jsonl
+python tools/real_faults.py --source FOLDER --count 40 --faults new.json --limit-s 400 --out new.jsonl
 python tools/real_faults.py --summary faults.jsonl
 
-With --by-hand, the faults of tools/hand_faults.py are judged, in each source that has what they change.
+With --by-hand, the faults of tools/hand_faults.py are judged, in each source that has what they change. With
+--faults, those of a JSON file are judged in addition to the drawn mutants: a list of objects with "name",
+"op", "functions" and "changes", as in tools/hand_faults.py. Without --seed, the seed is the time in seconds;
+it is printed and written. With --limit-s, no mutant begins after so many seconds.
 
 With --except-seed and --except-file, a draw leaves out the mutants of earlier draws, on which the diagnosis
 was developed. A draw that left out mutants itself is left out by its file.
@@ -24,6 +28,9 @@ Each mutant of tools/source_mutation.py changes one expression of a kernel. It r
   repair, an edit of one expression, is right if the edited kernel is right on all fresh cases. The trial
   edits are of the same kinds as the mutations, so answers by a repair hold for faults of one expression.
 
+The first sentence of a diagnosis is judged by its answer ("right", "wrong" or abstained), every further one
+as in tools/fault_verification.py. Whatever is printed is written to a text file beside --out, for reading.
+
 Of each wrong output of a Triton mutant, the place of the planted line among the located lines is recorded.
 
 A fault of a kind that the unchanged op shows on the same case does not count.
@@ -40,16 +47,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import source_mutation
 import torch
 from fault_lines import RANKS, rank_name, rank_of
-from fault_verification import answer_of, answer_of_argument
-from hand_faults import HAND_FAULTS, NoPlace
+from fault_verification import (
+    SoundRuns,
+    answer_of,
+    answer_of_argument,
+    judged_lines,
+    repair_verdict,
+)
+from hand_faults import HAND_FAULTS, HandFault, NoPlace, read_faults
 from mutant_process import error_of, run_judge
 
 from attnlab.case.case import Case
@@ -71,6 +85,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
+from attnlab.show import sheets
 
 PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
 HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
@@ -88,17 +103,23 @@ def main() -> None:
     )
     parser.add_argument("--by-hand", action="store_true", help="faults written by hand")
     parser.add_argument(
+        "--faults", type=Path, action="append", default=[], help="JSON file of faults; repeatable"
+    )
+    parser.add_argument(
         "--op", action="append", choices=TRITON_OPS, help="only this op; repeatable"
     )
     parser.add_argument("--count", type=int, default=30, help="mutants for each source")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the draw of mutants")
+    parser.add_argument("--seed", type=int, help="of the draw of mutants; default: the time")
     parser.add_argument(
         "--except-seed", type=int, action="append", default=[], help="leave out what it draws"
     )
     parser.add_argument(
         "--except-file", type=Path, action="append", default=[], help="leave out its mutants, too"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers", "--processes", dest="processes", type=int, default=os.cpu_count() or 1
+    )
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no mutant after this")
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a mutant")
     parser.add_argument(
         "--sound-folder", type=Path, help="keeps what the unchanged ops do, for further draws"
@@ -120,6 +141,10 @@ def main() -> None:
 def run_all(args: argparse.Namespace) -> None:
     """Judge the mutants of every source, a process each, and append the results to the file."""
     began = time.perf_counter()
+    args.seed = int(time.time()) if args.seed is None else args.seed
+    by_hand = [fault for file in args.faults for fault in read_faults(file)]
+    by_hand += HAND_FAULTS if args.by_hand else ()
+    print(f"seed {args.seed}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as threads:
         ops = [HIP_OP] if args.hip else args.op or list(TRITON_OPS)
         name = "rocm" if args.hip else "vllm"
@@ -137,16 +162,25 @@ def run_all(args: argparse.Namespace) -> None:
             order
             for (source, op), file in zip(plans, files, strict=True)
             for order in (
-                order_by_hand(source, op, file, Path(folder))
-                if args.by_hand
-                else order_mutants(source, name, op, each, args, file, Path(folder))
+                *order_by_hand(by_hand, source, op, file, Path(folder)),
+                *(
+                    ()
+                    if args.by_hand
+                    else order_mutants(source, name, op, each, args, file, Path(folder))
+                ),
             )
         ]
         random.Random(args.seed).shuffle(orders)  # so that a run that is stopped has a fair sample
-        with args.out.open("a") as out:
-            jobs = [threads.submit(judge_in_process, order) for order in orders]
+        texts = args.out.with_suffix(".txt")
+        with args.out.open("a") as out, texts.open("a") as text:
+            end = began + args.limit_s
+            jobs = [threads.submit(judge_in_process, order, end) for order in orders]
             for i, result in enumerate((job.result() for job in as_completed(jobs)), 1):
-                out.write(json.dumps(result) + "\n")
+                if result is None:
+                    continue
+                text.write(readable(result))
+                text.flush()
+                out.write(json.dumps({"seed": args.seed, **result}) + "\n")
                 out.flush()
                 print(f"{i}/{len(orders)} {result['class']:15} {result['text']}", file=sys.stderr)
     print(f"{len(orders)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr)
@@ -206,10 +240,14 @@ def order_mutants(
         yield path
 
 
-def order_by_hand(source: Source, op: str, sound: Path, folder: Path) -> Iterator[Path]:
+def order_by_hand(
+    faults: Sequence[HandFault], source: Source, op: str, sound: Path, folder: Path
+) -> Iterator[Path]:
     """Write one file with the order of each fault that was written by hand for an op; yield the files."""
+    if not faults:
+        return
     file = mutated_file(source, "vllm", op)
-    for i, fault in enumerate(HAND_FAULTS):
+    for i, fault in enumerate(faults):
         try:
             lines = fault.lines(file.read_text()) if fault.op == op else []
         except NoPlace:
@@ -223,10 +261,10 @@ def order_by_hand(source: Source, op: str, sound: Path, folder: Path) -> Iterato
                 "file": str(file.relative_to(source.root)),
                 "text": fault.name,
                 "mutant": {"rule": "by hand", "line": lines[0]},
-                "by_hand": i,
+                "by_hand": dataclasses.asdict(fault),
                 "sound": str(sound),
             }
-            path = folder / f"{sound.stem}-{i}.json"
+            path = folder / f"{sound.stem}-hand-{i}.json"
             path.write_text(json.dumps(order))
             yield path
 
@@ -256,8 +294,13 @@ def mutated_file(source: Source, backend: str, op: str) -> Path:
     return next(file for file in files if file.is_file() and "__HIP__GFX9__" in file.read_text())
 
 
-def judge_in_process(path: Path) -> dict[str, Any]:
-    """Judge one mutant in a process of its own; a process that fails or hangs is a finding."""
+def judge_in_process(path: Path, end: float = float("inf")) -> dict[str, Any] | None:
+    """Judge one mutant in a process of its own; a process that fails or hangs is a finding.
+
+    None after the time ``end``.
+    """
+    if time.perf_counter() > end:
+        return None
     order = json.loads(path.read_text())
     done = run_judge(__file__, path, LIMIT_S)
     if done is None:
@@ -290,7 +333,7 @@ def judge(order: dict[str, Any]) -> dict[str, Any]:
         os.environ["ATTNLAB_CACHE"] = str(Path(folder) / "cache")  # a mutant is built once
         backend = find_backend(order["backend"], root, "cpu")
         lab = Lab(source=root, device="cpu")
-        result = classify(order, backend, lab)
+        result = classify(order, backend, lab, root)
         if "located" in result:
             result |= place_of(order, root, result.pop("located"))
     return {**described(order), **result, "seconds": round(time.perf_counter() - began, 1)}
@@ -300,13 +343,13 @@ def plant(order: dict[str, Any], folder: Path) -> Path:
     """Copy a source, with the mutant in it, into a folder."""
     shutil.copytree(order["root"], folder)
     file = folder / order["file"]
-    fault = HAND_FAULTS[order["by_hand"]] if "by_hand" in order else None
+    fault = HandFault.from_dict(order["by_hand"]) if "by_hand" in order else None
     change = fault or source_mutation.Mutant(**order["mutant"])
     file.write_text(change.apply(file.read_text()))
     return folder
 
 
-def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any]:
+def classify(order: dict[str, Any], backend: Backend, lab: Lab, root: Path) -> dict[str, Any]:
     """Run the hostile cases, then further ones, until one output differs from the sound one."""
     sound = torch.load(order["sound"], weights_only=True)
     changed, missed, ran = 0, [], 0
@@ -322,7 +365,9 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab) -> dict[str, Any
             changed += 1
             known = sound["faults"][i] if i < num_checked else []
             if i < num_checked and (faults := faults_of(lab, backend, case, known)):
-                return {"class": "found", "case": i, **faults, **named(lab, backend, case)}
+                runs = list(zip(cases, sound["outputs"], strict=True))[:num_checked]
+                said = named(lab, backend, case, runs, partial(is_planted, order, root))
+                return {"class": "found", "case": i, **faults, **said}
             if is_new_error(lab, backend, case, got, expected):
                 missed.append((i, case))
     if not ran:
@@ -424,7 +469,13 @@ def is_new_error(
     return bool((is_wrong[0] & ~is_wrong[-1]).any())
 
 
-def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
+def named(
+    lab: Lab,
+    backend: Backend,
+    case: Case,
+    sound: SoundRuns,
+    planted: Callable[[str, int], bool],
+) -> dict[str, Any]:
     """Diagnose the wrong output of a case, and verify the statements on fresh cases."""
     if case.spec.writes_cache:
         return {"answer": "not an attention op"}
@@ -437,6 +488,13 @@ def named(lab: Lab, backend: Backend, case: Case) -> dict[str, Any]:
             return {"answer": "fails", "error": diagnosis.rejection}
         answer = of_argument if case.op_argument != NONE else answer_of
         found = answer(lab, backend, case, diagnosis)
+        if diagnosis.is_by_repair and diagnosis.repair is not None:
+            what = repair_verdict(lab, diagnosis.repair, sound, planted)
+            found["repair_is"] = what
+            verdict = "wrong" if what == "misleading" else "right"
+            found["answer"] = f"described by a repair, {verdict}"
+        found["lines"] = judged_lines(lab, backend, case, diagnosis, sound, planted)
+        found["printed"] = sheets.plain(diagnosis)
     except AttnLabError as error:
         return {"answer": "fails", "error": str(error)}
     found |= {
@@ -465,17 +523,30 @@ def of_argument(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) ->
     return answer_of_argument(lab, case, diagnosis)
 
 
+def readable(result: dict[str, Any]) -> str:
+    """Return a mutant with everything that is printed about it, and the verdicts, for a person."""
+    head = f"{result['version']} {result['op']}: {result['text']}"
+    verdicts = [f"  {one['verdict']}: {one['sentence']}" for one in result.get("lines", ())]
+    parts = [f"=== {head}", f"{result['class']}: {result.get('answer', '')}"]
+    return "\n".join([*parts, result.get("printed", ""), *verdicts, "", ""])
+
+
+def is_planted(order: dict[str, Any], root: Path, of: str, line: int) -> bool:
+    """Answer whether a line of a file is in the statement of a planted line."""
+    return place_of(order, root, [[of, line]])["at"] is not None
+
+
 def place_of(order: dict[str, Any], root: Path, located: list[list[Any]]) -> dict[str, Any]:
     """Return where the first of the planted lines is among the located lines, [[file, line], ...]."""
     file = root / order["file"]
     planted = [order["mutant"]["line"]]
     if "by_hand" in order:
         original = Path(order["root"]) / order["file"]
-        planted = HAND_FAULTS[order["by_hand"]].lines(original.read_text())
+        planted = HandFault.from_dict(order["by_hand"]).lines(original.read_text())
     lines = [line if Path(of) == file else 0 for of, line in located]
     found = [rank_of(lines, file.read_text(), line) for line in planted]
     at = min((one for one in found if one is not None), default=None)
-    return {"rank": rank_name(at, len(lines)), "at": at, "lines": lines}
+    return {"rank": rank_name(at, len(lines)), "at": at, "located_lines": lines}
 
 
 def print_summary(path: Path) -> None:
@@ -492,10 +563,32 @@ def print_summary(path: Path) -> None:
     print(f"| found of those that change an output | {classes['found']} of {live} |")
     for name, number in answers.most_common():
         print(f"| found, {name} | {number} |")
+    print_statements(results)
     ranks = Counter(result["rank"] for result in results if "rank" in result)
     print(f"\n| planted line | of {sum(ranks.values())} wrong outputs |\n| --- | --- |")
     for name in RANKS:
         print(f"| {name} | {ranks[name]} |")
+
+
+def print_statements(results: Sequence[dict[str, Any]]) -> None:
+    """Print how many first statements and further lines are right, misleading or neither."""
+    wrong = [one for one in results if "said" in one]
+    first = Counter(
+        "misleading"
+        if one["answer"].endswith("wrong")
+        else "abstained"
+        if one["answer"] == "abstained"
+        else "right"
+        for one in wrong
+    )
+    further = Counter(line["verdict"] for one in wrong for line in one.get("lines", ()))
+    for title, counts in (("first statements", first), ("further lines", further)):
+        total = sum(counts.values())
+        print(f"\n| {title} | of {total} | share |\n| --- | --- | --- |")
+        for name, number in counts.most_common():
+            print(f"| {name} | {number} | {number / total:.1%} |")
+    repairs = Counter(one["repair_is"] for one in wrong if "repair_is" in one)
+    print(f"\nstated repairs: {dict(repairs)}")
 
 
 if __name__ == "__main__":

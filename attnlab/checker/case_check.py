@@ -184,9 +184,9 @@ def _wrong_output(
     output_of_zeros = run_case(lab, backend, zeros).output
     diagnosis_of_zeros = confirmed(lab, backend, zeros, _diagnose(lab, zeros, output_of_zeros))
     if not diagnosis_of_zeros.is_wrong:
-        text = f"{diagnosis.sentences()[0]}; right with zeros in the output buffer"
+        text = f"{diagnosis.evidence}; right with zeros in the output buffer"
         return _finding(case, "wrong_output", text, "contents of the output buffer")
-    text = diagnosis_of_zeros.sentences()[0]
+    text = diagnosis_of_zeros.evidence
     if case.alibi and case.sliding_window and _is_correct(lab, backend, zeros.replace(alibi=False)):
         text = f"{text}; correct without ALiBi"
     if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
@@ -246,7 +246,7 @@ def _leak(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Findi
     These are the blocks that the window has freed, if the output is correct when they are kept; else
     they are unwritten slots.
     """
-    text = diagnosis.sentences()[0]
+    text = diagnosis.evidence
     if case.freed != "kept" and _is_correct(lab, backend, case.replace(freed="kept")):
         text = f"{text}; correct when these blocks keep their contents"
         return _finding(case, "reads_freed_blocks", text, f"{case.freed} blocks")

@@ -13,6 +13,7 @@ from attnlab.checker.report import Report
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_location import KernelLine
 from attnlab.diagnosis.kernel_trials import Limit
+from attnlab.diagnosis.repair_check import with_confirmation
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.steps import OnStep, ignore_step
 from attnlab.kernels.vllm.backend import VllmBackend
@@ -63,11 +64,12 @@ def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
         )
     case = finding.case.replace(backend=backend.name)
     try:
-        place = locate_lines(lab, case, None, LIMIT)
+        place = with_confirmation(lab, case, locate_lines(lab, case, None, LIMIT))
     except AttnLabError as error:
         return dataclasses.replace(finding, no_lines=str(error))
-    lines = tuple(_relative(line, backend) for line in place.lines)
-    return dataclasses.replace(finding, lines=lines, no_lines=place.why_none)
+    lines = tuple(_relative(line, backend) for line in place.confirmed_lines)
+    why = "" if lines else place.why_none or "further cases confirm no trial edit"
+    return dataclasses.replace(finding, lines=lines, no_lines=why)
 
 
 def _relative(line: KernelLine, backend: Backend) -> KernelLine:

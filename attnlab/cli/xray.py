@@ -1,6 +1,7 @@
 """The command ``attnlab xray``."""
 
 import argparse
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,9 +97,7 @@ def _run(args: argparse.Namespace) -> int:
         place = None if location is None else location.to_dict()
         print_json({**found.to_dict(), "location": place})
     else:
-        show(found)
-        for sentence in [] if location is None else location.sentences():
-            print(sentence)
+        show(_with_line(found, location))
     return 1 if found.is_wrong else 0
 
 
@@ -110,6 +109,15 @@ def _not_deterministic(why: str, is_json: bool) -> int:
     else:
         print(f"XRay  {text}")
     return 1
+
+
+def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
+    """Return an X-ray with its source line: after the conclusion if reruns confirm one, else at the end."""
+    if location is None:
+        return found
+    at = 1 if location.confirmed is not None else len(found.sentences)
+    sentences = (*found.sentences[:at], *location.sentences(), *found.sentences[at:])
+    return dataclasses.replace(found, sentences=sentences)
 
 
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
@@ -135,9 +143,10 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None
         from attnlab.diagnosis.kernel_lines import locate_lines
+        from attnlab.diagnosis.repair_check import with_confirmation
 
         on_step("trial edits of the source")
-        return found, locate_lines(lab, case, found)
+        return found, with_confirmation(lab, case, locate_lines(lab, case, found))
 
 
 def _command(args: argparse.Namespace, case: Case) -> str:

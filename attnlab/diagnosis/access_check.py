@@ -18,7 +18,7 @@ from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import find_unwritten
 from attnlab.diagnosis.second_case import few_sequences, further_cases
-from attnlab.diagnosis.store_facts import store_facts
+from attnlab.diagnosis.store_facts import UNWRITTEN, store_facts
 from attnlab.kernels.control import rows_agree
 from attnlab.kernels.vllm.scratch import scratch_full_of
 from attnlab.lab.lab import Lab
@@ -166,7 +166,7 @@ def _writes(case: Case, ran: Result, is_wrong: torch.Tensor, run: Run) -> Iterat
     unwritten = torch.zeros_like(is_wrong)
     unwritten[rows] = is_wrong[rows]
     if bool(unwritten.any()):
-        yield "no kernel writes some rows of the output", unwritten[:, None]
+        yield f"{UNWRITTEN} some rows of the output", unwritten[:, None]
 
 
 def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.diagnosis.store_facts import is_conflict
+from attnlab.diagnosis.store_facts import UNWRITTEN, is_conflict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +58,11 @@ class AccessClaim:
     some: tuple[str, ...] = ()
     cases: int
     several: bool = False
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Answer whether the claim says that no kernel writes what is wrong."""
+        return any(fact.startswith(UNWRITTEN) for fact in self.facts)
 
     @property
     def text(self) -> str:

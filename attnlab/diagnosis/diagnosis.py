@@ -44,7 +44,9 @@ _SLOTS = {
     "freed": "the blocks that the window has freed",
     "unmapped": "slots of no sequence",
 }
-_XRAY_SENTENCES = 2  # its conclusion, and the pattern or the limits
+
+
+_FITS = ("softmax_scale", "keys", "sum")  # kinds of facts that explain the numbers of one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +100,10 @@ class Diagnosis(Shown):
     - ``claim``: what of the pattern also holds in further cases, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
-      were not looked for.
+      were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
     - ``instability``: that equal runs of the kernel give different outputs, or None. Then nothing that rests
       on runs is stated.
-    - ``withdrawn``: why explanations were withdrawn, one sentence each.
+    - ``withdrawn``: why explanations were withdrawn, one sentence each; no lines of :meth:`sentences`.
     - ``violations``: violations of the kernels' contracts by the call.
     - ``distinction``: for an ambiguous output, the search for a Case that decides.
     - ``unknown``: what could not be concluded, because the call does not hold it.
@@ -168,7 +170,11 @@ class Diagnosis(Shown):
         return self.tolerance is not None and self.largest <= self.tolerance
 
     def sentences(self) -> list[str]:
-        """Return the diagnosis in words, one fact per sentence; what is unknown comes last."""
+        """Return the diagnosis in words, one fact per sentence.
+
+        First the conclusion with its source line, then the evidence for it, then the wrong places; what is
+        unknown comes last. Withdrawn names and lines that no rerun confirmed are in :meth:`to_dict` alone.
+        """
         return [*self._known_sentences(), *(f"unknown: {text}" for text in self.unknown)]
 
     def _undecided_sentences(self) -> list[str]:
@@ -191,31 +197,35 @@ class Diagnosis(Shown):
             return ["nothing is wrong: rounding explains every difference from the correct output"]
         if self.status == "rejected":
             return [f"the kernel rejects the call: {self.rejection}", *self._violation_sentences()]
-        distinction = [] if self.distinction is None else [self.distinction.sentence()]
         if self.instability is not None:
             return [
                 f"not deterministic: {self.instability.text}",
-                *self._place_sentences(),
+                *self.place_sentences(),
                 *self.pattern.sentences(),
                 *self._violation_sentences(),
                 "no other statement is made: each would rest on runs of this kernel",
             ]
         return [
-            *self._place_sentences(),
-            *self.pattern.sentences(),
-            *self._run_sentences(),
+            self.conclusion,
+            *self._violation_sentences(),
+            *([] if self.distinction is None else [self.distinction.sentence()]),
+            *self._repair_sentences(),
             *self._xray_sentences(),
             *(one.text for one in self.side_errors),
             *(f"in this call, {text}" for text in self.observed),
-            self._cause_sentence(),
-            *self._repair_sentences(),
-            *self._violation_sentences(),
-            *self.withdrawn,
+            *self._run_sentences(),
+            *self.place_sentences(),
+            *self._pattern_sentences(),
             *([] if self.location is None or self.repair else self.location.sentences()),
-            *distinction,
         ]
 
-    def _place_sentences(self) -> list[str]:
+    @property
+    def evidence(self) -> str:
+        """Return how many rows are wrong and where, or the conclusion if no row is."""
+        return next(iter(self.place_sentences()), self.conclusion)
+
+    def place_sentences(self) -> list[str]:
+        """Return how many rows are wrong and where, and which rows depend on what they must not."""
         sentences = []
         if self.place is not None:
             sentences.append(
@@ -246,37 +256,73 @@ class Diagnosis(Shown):
         size = f"{self.largest_in_bounds:.3g} bounds"
         return f"; relative to its rounding bound, the largest is {size}, {where}"
 
+    def _pattern_sentences(self) -> list[str]:
+        """Return the pattern; with reruns, without fits of the weights, which hold for this call alone.
+
+        Those that further cases confirm are in the conclusion.
+        """
+        if self.slot_dependent is None:
+            return self.pattern.sentences()
+        facts = tuple(fact for fact in self.pattern.facts if fact.kind not in _FITS)
+        return dataclasses.replace(self.pattern, facts=facts).sentences()
+
     def _run_sentences(self) -> list[str]:
-        """Return what the run itself reported."""
+        """Return what the run itself reported and the output depends on.
+
+        Many right kernels read outside of their tensors and use nothing of it, so an access of no effect is
+        in :meth:`to_dict` alone.
+        """
         wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
-        accesses = [f"out-of-bounds access: {text}" for text in self.outside]
+        accesses = [
+            f"out-of-bounds access: {text}"
+            for text in self.outside
+            if self.outside_rows or text.split()[0] in self.bad_lines
+        ]
         if self.outside_rows:
             rows = list_text("row", self.outside_rows)
             accesses.append(f"the result of {rows} depends on memory outside of the tensors")
         return [*wraps, *accesses]
 
     def _xray_sentences(self) -> list[str]:
-        """Return the conclusion of the X-ray, if it has one about the weights."""
+        """Return what the X-ray measured, if that is not the conclusion already.
+
+        A description of the weights of this call alone is no rule, and is left out.
+        """
         if self.xray is None or self.xray.status not in ("right", "precision", "described"):
             return []
         if self.xray.status == "precision" and not self.pattern.of("precision"):
             return []  # the output is wrong by more than precision explains
-        count = _XRAY_SENTENCES if self.cause is None else 1
-        is_rule = self.xray.status != "described" or self.weights is not None or self.explanations
-        subject = "X-ray of the kernel" if is_rule else "X-ray of the kernel, for this call alone"
-        return [f"{subject}: {sentence}" for sentence in self.xray.sentences[:count]]
+        if self.xray.status == "described" and (self.weights or not self.explanations):
+            return []
+        return [f"X-ray of the kernel: {self.xray.sentences[0]}"]
 
     @property
     def is_by_repair(self) -> bool:
         """Answer whether a repair is what describes the output."""
-        known = self.explanations or self.rule or self.weights or self.pattern.of(ARGUMENT)
+        known = (
+            self.explanations
+            or self.rule
+            or self.weights
+            or self.leak
+            or (self.accesses is not None and self.accesses.is_unwritten)
+            or self.pattern.of(ARGUMENT)
+        )
         return self.repair is not None and not known
 
     def _repair_sentences(self) -> list[str]:
-        """Return the repair as an addition to an explanation that predicts numbers."""
+        """Return the repair as evidence for an explanation that predicts numbers."""
         if self.repair is None or self.is_by_repair:
             return []
-        return [self.repair.addition]
+        return [self.repair.text]
+
+    @property
+    def conclusion(self) -> str:
+        """Return the cause or the description in one sentence, with its source line if one is confirmed."""
+        if self.repair is None:
+            return self._cause_sentence()
+        if self.is_by_repair:
+            return self.repair.text
+        return f"{self._cause_sentence()} [{self.repair.place}]"
 
     def _cause_sentence(self) -> str:
         names = [candidate.name for candidate in self.explanations]
@@ -284,19 +330,17 @@ class Diagnosis(Shown):
             if len(names) == 1:
                 return f"ambiguous: the output does not contradict {names[0]}, and does not show it"
             return f"ambiguous: {', '.join(names)} each explain the output"
-        if self.repair is not None and self.is_by_repair:
-            return f"{self.status}: {self.repair.text}"
         if self.side_errors and not self.wrong_rows:
             words = "; ".join(one.sentence for one in self.side_errors)
-            return f"{self.status}: {words}"
+            return words if self.status == "described" else f"{self.status}: {words}"
         if self.status == "described":
-            by = " by the X-ray" if self.weights is not None else ""
-            return f"described{by}: {self._description()}"
+            return self._description()
         if self.cause is None or self.cause.scope is None:
             return f"unexplained: none of {len(self.candidates)} candidates explains the output"
         others = [name for name in names if name != self.cause.name]
         same = f" ({', '.join(others)} would give the same output)" if others else ""
-        return f"{self.cause.name} in {self.cause.scope.text}: {self.cause.text}{same}"
+        where = "" if self.cause.scope.rows == "all" else f" in {self.cause.scope.text}"
+        return f"{self.cause.name}{where}: {self.cause.text}{same}"
 
     def _description(self) -> str:
         """Return what is stated of a fault without a name."""
@@ -307,12 +351,12 @@ class Diagnosis(Shown):
         found = self.rule or self.weights or self.leak or self.accesses
         if found is not None:
             return found.text
-        claim = "" if self.claim is None else f"; in further cases, too, {self.claim.text}"
         if lines:
+            claim = "" if self.claim is None else f"; {self.claim.text}"
             return f"wherever a further output is wrong, {lines} has a bad access, too{claim}"
-        count = len(self.candidates)
-        tried = f"none of {count} candidates explains it" if count else "no candidate was tried"
-        return f"{tried}{claim}" if claim else f"{tried}; the rules above reproduce the output"
+        if self.claim is not None:
+            return f"{self.claim.text} (confirmed on further cases)"
+        return "; ".join(fact.sentence for fact in self.pattern.rules)
 
     def _violation_sentences(self) -> list[str]:
         silent = [violation for violation in self.violations if violation.effect != "harmless"]

@@ -42,7 +42,7 @@ from attnlab.weights.other_case import other_case
 from attnlab.weights.xray import XRay
 
 _MOST_LINES = 25
-_WORD = re.compile(r"\w+|[^\w\s(),]+")
+_WORD = re.compile(r"[^\W_]+|[^\w\s(),]+")
 _LEAST_EXCESS = 0.05
 # Suspicion of the first line by accesses or the X-ray, in units of the cost of an edit, and by how much that
 # of the next lines is less. Costly edits of the first lines come before cheap ones of the others.
@@ -204,8 +204,8 @@ def _operands(text: str) -> set[str]:
 
 
 def _changed_words(before: str, after: str) -> tuple[int, int]:
-    """Return how many names, numbers and signs of two expressions differ, without parentheses and commas, and
-    how many of the second are new."""
+    """Return how many words of names, numbers and signs of two expressions differ, without parentheses and
+    commas, and how many of the second are new."""
     words = [_WORD.findall(text) for text in (before, after)]
     blocks = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_matching_blocks()
     changed = len(words[0]) + len(words[1]) - 2 * sum(block.size for block in blocks)

@@ -142,9 +142,9 @@ def _scaled(
 
 _LN_2 = math.log(2)
 MERGE_LAWS: dict[str, Scales] = {
-    "the weight of the prefix has base 2 in place of e": _scaled(prefix=_LN_2),
-    "the weight of the suffix has base 2 in place of e": _scaled(suffix=_LN_2),
-    "the weights of both parts have base 2 in place of e": _scaled(_LN_2, _LN_2),
+    "exp2 is used instead of exp in the weight of the prefix": _scaled(prefix=_LN_2),
+    "exp2 is used instead of exp in the weight of the suffix": _scaled(suffix=_LN_2),
+    "exp2 is used instead of exp in the weights of both parts": _scaled(_LN_2, _LN_2),
     "the denominator lacks the prefix": _scaled(counts=(0.0, 1.0)),
     "the denominator lacks the suffix": _scaled(counts=(1.0, 0.0)),
     "the denominator subtracts the suffix": _scaled(counts=(1.0, -1.0)),

@@ -49,7 +49,9 @@ class PatternClaim:
 
     def common(self, other: "PatternClaim") -> "PatternClaim | None":
         """Return the claim that both cases support, or None if heads or elements differ."""
-        if (self.heads, self.elements) != (other.heads, other.elements):
+        if (self.all_heads, self.elements) != (other.all_heads, other.elements):
+            return None
+        if not self.all_heads and self.heads != other.heads:
             return None
         return PatternClaim(
             sequences=tuple(text for text in self.sequences if text in other.sequences),
@@ -75,10 +77,14 @@ class PatternClaim:
     @property
     def text(self) -> str:
         """Return the claim in words."""
-        first = self.sequences[0] if self.sequences else EVERY
-        words = [f"wrong are {first}" if first == EVERY else f"wrong are sequences {first}"]
-        if not self.sequences:
-            words = ["wrong are some rows"]
+        words = ["some rows are wrong"]
+        if self.sequences:
+            first = self.sequences[0]
+            words = [
+                "every sequence is wrong"
+                if first == EVERY
+                else f"the wrong sequences are those {first}"
+            ]
         if self.rows and self.rows[0] != ALL:
             words.append(self.rows[0])
         if not self.all_heads:
@@ -87,7 +93,7 @@ class PatternClaim:
             words.append(f"in {len(self.elements)} elements, the first of them {self.elements[0]}")
         if self.values:
             shown = self.values - _GENERAL or self.values
-            words.append(f"which hold: {'; '.join(sorted(shown))}")
+            words = [f"{', '.join(words)}: {'; '.join(sorted(shown))}"]
         return ", ".join(words) + (" (only decodes ran)" if self.only_decodes else "")
 
 

@@ -129,7 +129,7 @@ def _text(rule: KeyRule, multipliers: torch.Tensor, low: float, middle: float, h
         return f"the weights of {rule.text} are multiplied by {middle:.3g}"
     return (
         f"the weights of {rule.text} are multiplied by factors from {low:.3g} to {high:.3g} that differ "
-        "between rows or heads, as a missing rescale gives"
+        "between rows or heads"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where an error is: the rule that separates wrong sequences, rows, heads and elements from right ones."""
+"""Where an error is: the wrong sequences, rows, heads and elements, and rules that may separate them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,15 +41,18 @@ def place_facts(is_wrong: torch.Tensor, ran_heads: Sequence[int], sizes: Sizes) 
     rows, heads = is_wrong.any(1), is_wrong.any(0)
     if not bool(rows.any()):
         return []
-    facts = [_sequences(rows, sizes), _rows(rows, sizes), _heads(heads, ran_heads, sizes)]
+    facts = [_sequences(rows, sizes), _rows(rows, sizes), _heads(heads, ran_heads)]
     return [fact for fact in facts if fact is not None]
 
 
 def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
-    """Return which sequences have wrong rows, and what they have in common."""
+    """Return which sequences have wrong rows.
+
+    What they have in common may be a coincidence of this call: PatternClaim states it if further cases
+    confirm it.
+    """
     wrong = {seq for seq in sizes.seqs if bool(rows[slice(*sizes.row_starts[seq : seq + 2])].any())}
     nonempty = {seq for seq in sizes.seqs if sizes.query_lens[seq]}
-    rule = next((text for text, members in sequence_rules(sizes) if members == wrong), "")
     names = list_text("sequence", sorted(wrong))
     if wrong == nonempty:
         what = "the only sequence is wrong" if len(wrong) == 1 else "every sequence has wrong rows"
@@ -60,9 +63,8 @@ def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
             f"ctx_len {sizes.ctx_lens[seq]})"
         )
     else:
-        what = f"{len(wrong)} of {len(nonempty)} sequences have wrong rows: "
-        what += f"exactly those {rule} ({names})" if rule else names
-    values = {"sequences": sorted(wrong), "rule": rule, "total": len(nonempty)}
+        what = f"{len(wrong)} of {len(nonempty)} sequences have wrong rows: {names}"
+    values = {"sequences": sorted(wrong), "total": len(nonempty)}
     return Fact(kind="sequences", where="", what=what, values=values)
 
 
@@ -83,7 +85,7 @@ def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
         ("ctx_len", ctx),
     ):
         yield (
-            f"whose {what} is no multiple of the block size",
+            f"whose {what} is not a multiple of the block size",
             members(lambda seq, lens=lens: lens[seq] % size != 0),  # type: ignore[misc]
         )
         yield (
@@ -105,42 +107,17 @@ def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
 
 
 def _rows(rows: torch.Tensor, sizes: Sizes) -> Fact:
-    """Return which rows of the wrong sequences are wrong."""
+    """Return which rows are wrong."""
     wrong = torch.nonzero(rows).flatten().tolist()
     ran = [row for seq in sizes.seqs for row in range(*sizes.row_starts[seq : seq + 2])]
-    tokens = {
-        seq: torch.nonzero(rows[slice(*sizes.row_starts[seq : seq + 2])]).flatten().tolist()
-        for seq in sizes.seqs
-    }
-    tokens = {seq: found for seq, found in tokens.items() if found}
-    rule = _row_rule(tokens, sizes)
     if len(wrong) == len(ran):
         what = f"all {len(ran)} rows are wrong"
     else:
         what = f"the wrong rows are {list_text('row', wrong).removeprefix('row ').removeprefix('rows ')}"
         if len(wrong) == 1:
             what = f"the only wrong row is {wrong[0]}"
-        elif rule:
-            what += f": {rule}"
-    values = {"rows": wrong[:1000], "count": len(wrong), "total": len(ran), "rule": rule}
+    values = {"rows": wrong[:1000], "count": len(wrong), "total": len(ran)}
     return Fact(kind="rows", where="", what=what, values=values)
-
-
-def _row_rule(tokens: dict[int, list[int]], sizes: Sizes) -> str:
-    """Return the rule of the wrong rows within their sequences, or "".
-
-    ``tokens``: the wrong new tokens of each wrong sequence, ascending.
-    """
-    lens = {seq: sizes.query_lens[seq] for seq in tokens}
-    if all(len(found) == lens[seq] for seq, found in tokens.items()):
-        return "all rows of these sequences"
-    for text, is_member in row_rules(tokens, sizes):
-        if all(
-            found == [t for t in range(lens[seq]) if is_member(seq, t)]
-            for seq, found in tokens.items()
-        ):
-            return text
-    return ""
 
 
 def row_rules(
@@ -183,41 +160,15 @@ def row_rules(
             )
 
 
-def _heads(heads: torch.Tensor, ran: Sequence[int], sizes: Sizes) -> Fact:
-    """Return which heads are wrong, and their rule."""
+def _heads(heads: torch.Tensor, ran: Sequence[int]) -> Fact:
+    """Return which heads are wrong."""
     wrong = torch.nonzero(heads).flatten().tolist()
-    group = sizes.num_queries_per_kv
     if len(wrong) == len(ran):
-        text = f"all {len(ran)} heads" if len(ran) > 1 else "the only head"
-        values = {"heads": wrong, "total": len(ran), "rule": "all"}
-        return Fact(kind="heads", where="", what=f"the error is in {text}", values=values)
-    rules: list[tuple[str, Callable[[int], bool]]] = []
-    if group > 1:
-        rules += [
-            (f"those of KV head {kv}", lambda head, kv=kv: head // group == kv)  # type: ignore[misc]
-            for kv in sorted({head // group for head in wrong})
-        ]
-        rules += [
-            (f"query head {i} of each KV head", lambda head, i=i: head % group == i)  # type: ignore[misc]
-            for i in sorted({head % group for head in wrong})
-        ]
-    rules += [
-        ("the even ones", lambda head: head % 2 == 0),
-        ("the odd ones", lambda head: head % 2 == 1),
-    ]
-    rules += [
-        ("all but head 0", lambda head: head > 0),
-        ("all but the last", lambda head: head < ran[-1]),
-    ]
-    rules += [(f"from head {wrong[0]} on", lambda head: head >= wrong[0])]
-    rule = ""
-    if len(wrong) > 1:
-        rule = next((text for text, has in rules if wrong == [h for h in ran if has(h)]), "")
-    what = (
-        f"only {list_text('head', wrong)} of {len(ran)} {'is' if len(wrong) == 1 else 'are'} wrong"
-    )
-    values = {"heads": wrong, "total": len(ran), "rule": rule}
-    return Fact(kind="heads", where="", what=what + (f": {rule}" if rule else ""), values=values)
+        what = f"the error is in {f'all {len(ran)} heads' if len(ran) > 1 else 'the only head'}"
+    else:
+        is_or_are = "is" if len(wrong) == 1 else "are"
+        what = f"only {list_text('head', wrong)} of {len(ran)} {is_or_are} wrong"
+    return Fact(kind="heads", where="", what=what, values={"heads": wrong, "total": len(ran)})
 
 
 def element_facts(cells: Cells) -> list[Fact]:

@@ -106,7 +106,7 @@ def _factor(cells: Cells, left: torch.Tensor) -> list[tuple[Fact, torch.Tensor]]
     low, high = float(factor[fits].min()), float(factor[fits].max())
     what = (
         f"multiples of the correct output, by factors from {low:.3g} to {high:.3g} that differ between "
-        "rows or heads, as a wrong sum of the softmax gives"
+        "rows or heads"
     )
     return [_fact("factors", cells, fits, what, low=low, high=high)]
 
@@ -239,7 +239,7 @@ def _fact(
 
 
 def size_fact(cells: Cells, has_rule: bool) -> Fact | None:
-    """Return how large the errors are; with no rule, whether they look like a loss of precision."""
+    """Return how large the errors are; with no rule, whether they are small and everywhere."""
     wrong = cells.select(cells.is_wrong)
     finite = wrong.output.isfinite().all(1)
     if not bool(finite.any()):
@@ -254,7 +254,7 @@ def size_fact(cells: Cells, has_rule: bool) -> Fact | None:
     )
     is_precision = not has_rule and _is_precision(cells, relative)
     if is_precision:
-        what += "; they are small and everywhere: a loss of precision, not a wrong key"
+        what += "; they are small and in most sequences"
     values = {"largest": largest, "ratio": ratio, "relative": relative}
     kind = "precision" if is_precision else "size"
     return Fact(kind=kind, where="", what=what, values=values)

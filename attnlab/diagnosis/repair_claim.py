@@ -17,6 +17,8 @@ class RepairClaim:
     - ``repair``: the edit. With it, outputs and side outputs are right in every case, with NaN and with
       finite numbers in slots without a token. ``source``: the text of its line.
     - ``cases``: the number of further cases in which the unchanged kernel is wrong.
+    - ``is_stated``: whether the text names the edit. It does not if what the edit adds had one value in all
+      cases: then a rerun confirms the line alone.
     - ``only_finite``: some outputs stay wrong with NaN in slots without a token, so the claim is about finite
       numbers there.
     - ``others``: other edits that pass the same cases.
@@ -26,6 +28,7 @@ class RepairClaim:
     source: str
     cases: int
     only_finite: bool = False
+    is_stated: bool = True
     others: tuple[Repair, ...] = ()
 
     @property
@@ -45,28 +48,20 @@ class RepairClaim:
 
     @property
     def text(self) -> str:
-        """Return the claim in words."""
-        finite = ", for finite numbers in slots without a token" if self.only_finite else ""
-        return (
-            f"{self.place}: with {self.repair.edit.text} the output is right, here and in {self.cases} "
-            f"further {_cases(self.cases)}{finite}{self._others_text()}"
-        )
+        """Return the claim in words, with its line."""
+        return f"{self.place}: {self.reason}"
 
     @property
-    def addition(self) -> str:
-        """Return the claim as an addition to a better explanation."""
-        return f"the fault may be at {self.text}"
-
-    def _others_text(self) -> str:
-        if not self.others:
-            return ""
-        named = " or ".join(
-            f"{'' if one.line == self.repair.line else _place(one) + ': '}{one.edit.text}"
-            for one in self.others[:2]
+    def reason(self) -> str:
+        """Return the edit in words, and the first equivalent edit of another line."""
+        finite = ", for finite numbers in slots without a token" if self.only_finite else ""
+        what = f"with {self.repair.edit.text}" if self.is_stated else "with a change of this line"
+        elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
+        other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.edit.text}"
+        return (
+            f"{what} the output is right, here and in {self.cases} further "
+            f"{_cases(self.cases)}{finite}{other}"
         )
-        rest = len(self.others) - 2
-        more = f", or {rest} more" if rest > 0 else ""
-        return f"; so it is with {named}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-able values."""
@@ -79,6 +74,7 @@ class RepairClaim:
             "after": edit.after,
             "cases": self.cases,
             "only_finite": self.only_finite,
+            "stated": self.is_stated,
             "others": [
                 {"file": one.line[0], "line": one.line[1], "edit": one.edit.text}
                 for one in self.others

@@ -26,6 +26,7 @@ _FURTHER = (
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+_SEED_OF_HEADS, _MOST_HEADS = 15, 32  # the case with more heads; of a Case that gets them
 # Few sequences: a statement about some of several sequences must also be true of one.
 _FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
 _WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
@@ -55,7 +56,17 @@ def further_cases(case: Case) -> Iterator[Case]:
         chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed)
         if other is not None:
-            yield other
+            yield _with_more_heads(other) if seed == _SEED_OF_HEADS else other
+
+
+def _with_more_heads(case: Case) -> Case:
+    """Return a Case with three KV heads more: a rule may hold with two of them alone."""
+    if case.kv_head_range is not None or case.num_heads > _MOST_HEADS:
+        return case
+    try:
+        return case.replace(num_heads=case.num_heads + 3 * case.num_queries_per_kv)
+    except InvalidCase:
+        return case
 
 
 def few_sequences(case: Case) -> Iterator[Case]:

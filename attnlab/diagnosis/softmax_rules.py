@@ -23,15 +23,17 @@ FAMILY = "running softmax"
 _LN_2 = math.log(2)
 # What a tile does wrongly.
 _STEPS: dict[str, SoftmaxLaw] = {
-    "the weights have base 2 in place of e": SoftmaxLaw(weight=_LN_2),
-    "the weights and the rescaling have base 2 in place of e": SoftmaxLaw(
+    "exp2 is used instead of exp in the weights": SoftmaxLaw(weight=_LN_2),
+    "exp2 is used instead of exp in the weights and the rescaling": SoftmaxLaw(
         weight=_LN_2, rescale_sum=_LN_2, rescale_output=_LN_2
     ),
-    "the rescaling of earlier tiles has base 2 in place of e": SoftmaxLaw(
+    "exp2 is used instead of exp in the rescaling of earlier tiles": SoftmaxLaw(
         rescale_sum=_LN_2, rescale_output=_LN_2
     ),
-    "the rescaling of the sum has base 2 in place of e": SoftmaxLaw(rescale_sum=_LN_2),
-    "the rescaling of the accumulator has base 2 in place of e": SoftmaxLaw(rescale_output=_LN_2),
+    "exp2 is used instead of exp in the rescaling of the sum": SoftmaxLaw(rescale_sum=_LN_2),
+    "exp2 is used instead of exp in the rescaling of the accumulator": SoftmaxLaw(
+        rescale_output=_LN_2
+    ),
     "the sum of earlier tiles is not rescaled": SoftmaxLaw(rescale_sum=0.0),
     "the sum of earlier tiles, which begins at 1, is not rescaled": SoftmaxLaw(
         rescale_sum=0.0, first_sum=1.0
@@ -75,11 +77,11 @@ _PARTS: dict[str, SoftmaxLaw] = {
 }
 # What a merge does wrongly.
 _MERGES: dict[str, SoftmaxLaw] = {
-    "the sums of the parts are rescaled with base 2 in place of e": SoftmaxLaw(merge_sum=_LN_2),
-    "the outputs of the parts are rescaled with base 2 in place of e": SoftmaxLaw(
+    "exp2 is used instead of exp to rescale the sums of the parts": SoftmaxLaw(merge_sum=_LN_2),
+    "exp2 is used instead of exp to rescale the outputs of the parts": SoftmaxLaw(
         merge_output=_LN_2
     ),
-    "the parts are rescaled with base 2 in place of e": SoftmaxLaw(
+    "exp2 is used instead of exp to rescale the parts": SoftmaxLaw(
         merge_sum=_LN_2, merge_output=_LN_2
     ),
     "the sums of the parts are not rescaled": SoftmaxLaw(merge_sum=0.0),
@@ -94,8 +96,10 @@ _MERGES: dict[str, SoftmaxLaw] = {
     "the last part is missing in the output": SoftmaxLaw(left_out="last", in_sum=False),
 }
 _RUNNING: dict[str, SoftmaxLaw] = {
-    "the part that is added has a weight with base 2 in place of e": SoftmaxLaw(merge_new=_LN_2),
-    "all weights of the parts have base 2 in place of e": SoftmaxLaw(
+    "exp2 is used instead of exp in the weight of the part that is added": SoftmaxLaw(
+        merge_new=_LN_2
+    ),
+    "exp2 is used instead of exp in all weights of the parts": SoftmaxLaw(
         merge_new=_LN_2, merge_sum=_LN_2, merge_output=_LN_2
     ),
     "the part that is added has the weight 1": SoftmaxLaw(merge_new=0.0),

@@ -9,6 +9,7 @@ from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.stores import TensorStores, stores_of
 from attnlab.lab.result import Result
 
+UNWRITTEN = "no kernel writes"
 _CONFLICT = "stores other numbers to elements of"
 
 
@@ -37,7 +38,7 @@ def store_facts(
             yield f"{place} {_CONFLICT} {name} that another program stores to", cells
         unwritten = _unwritten(stores, is_wrong) & is_wrong if is_output else is_wrong[:0]
         if bool(unwritten.any()):
-            yield "no kernel writes some elements of the output", unwritten
+            yield f"{UNWRITTEN} some elements of the output", unwritten
 
 
 def is_conflict(fact: str) -> bool:

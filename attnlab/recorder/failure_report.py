@@ -207,11 +207,11 @@ def _exchanged(one: Comparison) -> Comparison:
 def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
     diagnosis = judgement.diagnosis
     report.add("wrong side", judgement.side)
+    report.add("diagnosis", _conclusion(diagnosis))
     report.add("evidence", judgement.evidence)
     rows = _rows(diagnosis)
     if rows:
         report.add("wrong rows", rows)
-    report.add("diagnosis", _conclusion(diagnosis))
     if judgement.read_as:
         report.add("read as", "; ".join(judgement.read_as))
     for violation in diagnosis.violations[:2]:
@@ -236,8 +236,7 @@ def _conclusion(diagnosis: Diagnosis) -> str:
     if diagnosis.cause is not None:
         return f"{diagnosis.status}: {diagnosis.cause.name}: {diagnosis.cause.text}"
     names = ", ".join(one.name for one in diagnosis.explanations)
-    rules = "; ".join(fact.sentence for fact in diagnosis.pattern.rules)
-    text = names or (rules if diagnosis.status == "described" else "")
+    text = names or (diagnosis.conclusion if diagnosis.status == "described" else "")
     return f"{diagnosis.status}: {text}" if text else diagnosis.status
 
 

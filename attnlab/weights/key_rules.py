@@ -135,7 +135,7 @@ def _after(rule: KeyTimes) -> str:
 
 
 def _within(edge: Edge) -> str:
-    return f", within a tile of {edge.within}" if edge.within else ""
+    return ", inside its tile" if edge.within else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,14 +70,14 @@ class Edge:
         if self.feature == "start":
             return f"position {self.shift}"
         if self.up and self.shift == -self.up:
-            return f"the begin of the tile of {self.up} keys with {words}"
+            return f"the start of the tile of {self.up} keys with {words}"
         if self.down:
             words = f"the last multiple of {self.down} before {words}"
         if self.up:
             words = f"the next multiple of {self.up} after {words}"
         if self.shift:
             words += f" {'+' if self.shift > 0 else '-'} {abs(self.shift)}"
-        return words + (f" (within a tile of {self.within})" if self.within else "")
+        return words + (" (inside its tile)" if self.within else "")
 
 
 def _cache_end(setup: AttentionSetup) -> torch.Tensor:
@@ -103,7 +103,7 @@ _WORDS = {
     "cache end": "the last cached key that the row sees",
     "row": "the row's own position",
     "sequence": "the end of the sequence",
-    "window": "the begin of the window",
+    "window": "the start of the window",
 }
 
 

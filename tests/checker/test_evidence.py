@@ -51,7 +51,7 @@ def without_newest_key(condition: str) -> str:
 
 @pytest.mark.parametrize(
     ("chosen", "count"),
-    [('"kv"', 1), ('"kv" if call.query.shape[1] == 4 else "zero"', 2)],
+    [('"kv"', 1), ('"kv" if call.num_queries_per_kv == 2 else "zero"', 2)],
     ids=["one fault in several cases", "two faults without a name"],
 )
 def test_each_fault_is_one_finding(tmp_path, chosen, count):

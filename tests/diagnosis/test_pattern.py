@@ -53,7 +53,7 @@ def test_a_row_of_zeros(sound):
     (zeros,) = pattern.of("zeros")
     assert zeros.values["rows"] == [20]
     assert pattern.of("sequences")[0].values["sequences"] == [2]
-    assert pattern.of("heads")[0].values["rule"] == "all"
+    assert pattern.of("heads")[0].values["heads"] == list(range(6))
     assert pattern.is_complete
 
 
@@ -73,7 +73,7 @@ def test_noise_in_one_sequence_has_a_place_and_no_rule(sound):
     noise = torch.randn(17, 6, 64, generator=torch.Generator().manual_seed(1)).half()
     pattern = pattern_of(sound, lambda output: with_values(output, slice(32, 49), noise))
     assert pattern.of("sequences")[0].values["sequences"] == [4]
-    assert pattern.of("rows")[0].values["rule"] == "all rows of these sequences"
+    assert pattern.of("rows")[0].values["rows"] == list(range(32, 49))
     assert pattern.rules == []
     assert pattern.of("precision") == []
 
@@ -148,12 +148,25 @@ def test_some_elements_of_each_head(sound):
     assert pattern.of("elements")[0].values["elements"] == list(range(32, 48))
 
 
-def test_rows_from_a_tile_on(sound):
-    """Sequence 6 has 40 new tokens; its rows from token 16 on are halved."""
+def test_wrong_rows_are_listed_without_a_rule(sound):
+    """Sequence 6 has 40 new tokens; its rows from token 16 on are halved. Other calls may have other rows."""
     start = sound[0].row_starts()[6]
     rows = slice(start + 16, start + 40)
     pattern = pattern_of(sound, lambda output: with_values(output, rows, output[rows] / 2))
-    assert pattern.of("rows")[0].values["rule"] == "from new token 16 on"
+    assert pattern.of("rows")[0].values["rows"] == list(range(rows.start, rows.stop))
+    assert not any("token 16" in sentence for sentence in pattern.sentences())
+
+
+def test_wrong_sequences_are_listed_without_a_rule(sound):
+    """The wrong sequences are those with one new token, which one call does not show."""
+    problem, starts = sound[0], sound[0].row_starts()
+    decodes = [seq for seq in range(problem.num_seqs) if problem.query_len(seq) == 1]
+    rows = [starts[seq] for seq in decodes]
+    pattern = pattern_of(sound, lambda output: with_values(output, rows, output[rows] / 2))
+    (places,) = pattern.of("sequences")
+    assert places.values["sequences"] == decodes
+    assert "exactly" not in places.sentence
+    assert "new token" not in places.sentence
 
 
 @pytest.mark.parametrize("scale", [0.0156, 0.3, -0.125, 0.0])
@@ -216,14 +229,14 @@ def test_a_large_output_is_sampled():
     assert pattern.is_complete
 
 
-def test_a_diagnosis_states_the_pattern_first(sound):
+def test_a_diagnosis_states_the_description_first(sound):
     """No defect halves a head: the status is "described", and the cause stays empty."""
     output = sound[1].clone()
     output[:, 3] /= 2
     diagnosis = diagnose(CASE, output)
     assert (diagnosis.status, diagnosis.cause) == ("described", None)
     assert diagnosis.to_dict()["pattern"]["complete"] is True
-    assert "half" in " ".join(diagnosis.sentences()[:5])
+    assert diagnosis.sentences()[0] == "head 3: half of the correct output"
     assert len(diagnosis._repr_html_()) < 20_000
 
 

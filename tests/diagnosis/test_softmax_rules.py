@@ -91,8 +91,14 @@ def test_a_sound_split_kernel_is_right():
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ({"new": torch.exp2}, "the part that is added has a weight with base 2"),
-        ({"new": torch.exp2, "old": torch.exp2}, "all weights of the parts have base 2"),
+        (
+            {"new": torch.exp2},
+            "exp2 is used instead of exp in the weight of the part that is added",
+        ),
+        (
+            {"new": torch.exp2, "old": torch.exp2},
+            "exp2 is used instead of exp in all weights of the parts",
+        ),
         ({"tile_pads": 32}, "the slots of a tile after its last key count with score 0"),
         ({"tile_pads": 32, "most_pads": 1}, "the first slot of a tile after its last key counts"),
         ({"head_stride": 33}, "outputs of the parts are read at a wrong address"),

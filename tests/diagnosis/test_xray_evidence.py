@@ -87,7 +87,9 @@ def test_a_scale_without_a_name_is_described_by_the_xray():
     assert diagnosis.xray is not None
     assert diagnosis.xray.status == "described"
     assert diagnosis.to_dict()["xray"]["descriptions"]
-    assert any("X-ray" in sentence for sentence in diagnosis.sentences())
+    assert diagnosis.sentences()[0] == diagnosis.weights.text
+    text = diagnosis.weights.description.text
+    assert [text in sentence for sentence in diagnosis.sentences()].count(True) == 1
 
 
 @pytest.mark.parametrize("factor", [2.0])

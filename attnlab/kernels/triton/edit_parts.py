@@ -61,14 +61,15 @@ class Parts:
         ]
 
     def related(self, name: str) -> list[str]:
-        """Return other names of the same kind: strides, or names that share a word."""
+        """Return other names of the same kind: strides, or names that share a word; those that share most
+        first, short parts such as "v" and "0" included."""
         own = words(name)
         scored = sorted(
-            (-len(own & words(other)), other)
+            (-len(own & words(other)), -len(_parts(name) & _parts(other)), other)
             for other in self._names
             if other != name and (other in self._strides) == (name in self._strides)
         )
-        close = [other for score, other in scored if score < 0]
+        close = [other for score, _, other in scored if score < 0]
         unused = [other for other in close if other in self._unused]
         most = len(close) if name in self._strides else _MOST_NAMES
         return list(dict.fromkeys([*unused, *close[:most]]))

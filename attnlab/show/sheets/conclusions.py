@@ -119,10 +119,10 @@ def finding(one: "Finding") -> Sheet:
         parts=[
             Facts(
                 [
-                    ("evidence", one.evidence),
                     ("diagnosis", one.title),
+                    *(("source", line.text) for line in one.lines),
+                    ("evidence", one.evidence),
                     ("seen in", "1 case" if one.seen == 1 else f"{one.seen} cases"),
-                    *(("source", line.text) for line in one.lines[:3]),
                 ]
             ),
             Command(one.command, "smallest case"),

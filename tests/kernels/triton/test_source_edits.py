@@ -34,6 +34,15 @@ def test_the_inverse_of_a_fault_is_among_the_edits(faulty, right, cost):
     assert plain(kernel(right)) in [plain(edit.apply(text)) for edit in found]
 
 
+def test_names_that_share_most_parts_come_first():
+    """The last but one is the stride of keys; "v" and "0" are parts of names, too."""
+    names = "stride_k_cache_0, stride_v_cache_0, stride_k_cache_1, stride_v_cache_1"
+    text = f"def kernel({names}):\n    a = b * stride_v_cache_1\n"
+    found = edits(text, set(statement_lines(text).values()), 2, text)
+    after = [one.after for one in found if one.before == "stride_v_cache_1"]
+    assert after.index("stride_v_cache_0") < after.index("stride_k_cache_0")
+
+
 def test_an_edit_of_a_short_text_is_moved_to_the_whole_one():
     body = "if d:\n    a = q + 1\nelse:\n    a = q + 22\nb = a < n\nc = a < n"
     text = kernel(body)
