@@ -12,12 +12,15 @@ from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import Repair
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
+from attnlab.kernels.triton.limits import Budget, TooLong
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.lab.lab import Lab
 
 _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 20.0  # processor time; edits that are not confirmed by then are no claim
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
+# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.kernel_lines).
+_MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
 # It holds wherever rows are not written, so it does not say which rows are wrong.
 _WITHOUT_RULE = frozenset({"rows_never_written"})
 _OBSERVED = ("leak", "accesses", "claim")
@@ -26,11 +29,17 @@ _OBSERVED = ("leak", "accesses", "claim")
 def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
     """Answer whether a Case's output and side outputs are right up to rounding, with an edit.
 
-    None if the kernel raises.
+    None if the kernel raises; False for an edit with which it takes too long.
     """
+    probe = Probe()
+    if repair is not None:
+        limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
+        probe = Probe(edited=repair.edited(), budget=limit)
     try:
-        with probing(Probe(edited={} if repair is None else repair.edited())):
+        with probing(probe):
             ran = lab.run(case.replace(atol=None, rtol=0.0))
+    except TooLong:
+        return False
     except AttnLabError:
         return None
     return None if ran.status == "rejected" else ran.status == "match"
