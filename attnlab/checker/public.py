@@ -55,8 +55,9 @@ def check(
     - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
     - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
       given: after that time no other case starts, and ``not_run`` of the report has those that are left.
-    - ``case_seconds``: a case that takes longer is stopped and is a finding; None for 60, or 180 on a GPU,
-      where kernels are compiled. The time that a process waits for a core does not count.
+    - ``case_seconds``: a case that takes more processor time is stopped. If other cases ran at the same time,
+      it runs again alone; then it is a finding. None for 60, or 180 s in all on a GPU, where kernels are
+      compiled.
     - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
       :class:`attnlab.checker.library.Progress`, after each case.
     - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None

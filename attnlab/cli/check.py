@@ -116,8 +116,8 @@ def add_conditions(group: Any) -> None:
         "--case-seconds",
         type=float,
         metavar="SECONDS",
-        help="stop a case that takes longer, and report that it does not end (default: 60; 180 on a GPU, "
-        "where kernels are compiled)",
+        help="stop a case that takes more processor time, and report that it does not end (default: 60; on a "
+        "GPU 180 s in all, because kernels are compiled)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the data (default: %(default)s)"

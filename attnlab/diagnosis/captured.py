@@ -19,6 +19,7 @@ from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.write_diagnosis import diagnose_write
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.origin import STOCK_BFLOAT16
 
 _FP8_PLATFORM = "FP8 format and choice of kernel"
 
@@ -45,6 +46,12 @@ def diagnose_captured(
     that is no attention, has arguments without a reference, or has no output.
     """
     check_diagnosable(call, writes=True, unknown=True)
+    if call.origin.backend == STOCK_BFLOAT16 and output is None:
+        raise InvalidCall(
+            f"not decided: {STOCK_BFLOAT16}, which takes the bits of these numbers for integers, so the "
+            "output says nothing about the kernel; attnlab computes bfloat16 if it runs the kernel: "
+            "attnlab check FILE.py:FUNCTION"
+        )
     ran = where_it_ran(call, case, given)
     if call.rejection and output is None:
         return Diagnosis(

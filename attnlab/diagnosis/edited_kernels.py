@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
+from attnlab.kernels.triton.limits import TooLong
 from attnlab.kernels.triton.probe import Line
-from attnlab.kernels.triton.replay import Replay, TooLong, Unit
+from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.source_edits import Edit
+
+_OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +84,7 @@ class EditedForms:
             try:
                 if form is None:
                     raise ValueError("a statement without a value")
-                replay.run(units, {kernel.function.fn: form})
+                replay.run(units, {kernel.function.fn: form}, _OBSERVED_SLACK * (1 + len(group)))
             except (Exception, TooLong):
                 self._effective |= dict.fromkeys(group, True)
             else:

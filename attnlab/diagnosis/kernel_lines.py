@@ -257,5 +257,5 @@ def _why_no_line(trials: Trials) -> str:
     programs = "every program has" if wrong == units else f"{wrong} of {units} programs have"
     return (
         f"{programs} wrong rows, no line is executed by these alone, and none of {trials.tried} trial edits "
-        "makes them right"
+        "makes them right" + (f"; one ended the trials by {trials.ended}" if trials.ended else "")
     )

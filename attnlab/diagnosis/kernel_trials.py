@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from attnlab.diagnosis.edited_kernels import EditedForms, Found, KernelText, kernel_text
+from attnlab.kernels.child_process import run_in_copy
 from attnlab.kernels.triton.kernel_text import (
     branch_lines,
     called_functions,
     compile_text,
     without_unused,
 )
+from attnlab.kernels.triton.limits import TooLong
 from attnlab.kernels.triton.probe import Line
-from attnlab.kernels.triton.replay import Replay, TooLong, Unit
+from attnlab.kernels.triton.replay import Replay, Unit
 from attnlab.kernels.triton.source_edits import Edit, edits
 
 COSTS = (1, 2, 3)
@@ -27,6 +29,8 @@ _REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
 _MOST_IDLE = (
     4  # programs that store nothing, of those that run if no program stores a wrong element
 )
+_GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
+_OFTEN = 50  # trials between two messages about their number
 _STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
 Judge = Callable[[torch.Tensor], torch.Tensor]
 
@@ -81,7 +85,8 @@ class Trials:
       the unchanged kernels.
     - ``holds``: answers whether an edit that makes everything right does so in a second case; None if there
       is none.
-    - ``repairs``: what was found; ``tried``: the number of edits.
+    - ``repairs``: what was found; ``tried``: the number of edits, up to a few if the trials ended early.
+    - ``ended``: by what signal the trials ended early, or "".
     - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
       that store nothing, else some that store right elements.
     """
@@ -91,6 +96,7 @@ class Trials:
     right: torch.Tensor
     holds: Callable[[Repair], bool] | None = None
     tried: int = 0
+    ended: str = ""
     repairs: list[Repair] = field(default_factory=list)
     wrong_units: list[Unit] = field(init=False)
     suspects: list[Unit] = field(init=False)
@@ -114,6 +120,36 @@ class Trials:
 
         ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
         If edits of one cost repair everything, more costly ones are not tried.
+
+        The trials run in a copy of this process: a crash, or a loop that nothing else stops, ends the trials
+        only. What was found before is kept.
+        """
+        repairs = list(self.repairs)
+
+        def receive(thing: Any) -> None:
+            if isinstance(thing, int):
+                self.tried = thing
+            else:
+                at, fields = thing
+                repairs.append(Repair(kernel=self.kernels[at], **fields))
+
+        def try_all(send: Callable[[Any], None]) -> None:
+            self._run(suspicion, lines, limit, send)
+            send(self.tried)
+
+        self.ended = run_in_copy(try_all, receive, limit.seconds + _GRACE_S)
+        self.repairs = repairs
+
+    def _run(
+        self,
+        suspicion: Callable[[Line], float],
+        lines: Collection[Line],
+        limit: Limit,
+        send: Callable[[Any], None],
+    ) -> None:
+        """Try edits as :meth:`run` says.
+
+        Sends the number of edits and, of each repair, the index of its kernel and the other fields.
         """
         end = time.process_time() + limit.seconds
         forms = EditedForms(found := list(self._edits(suspicion, lines)))
@@ -123,6 +159,8 @@ class Trials:
             if is_done or time.process_time() > end or self.tried >= limit.edits:
                 return
             self.tried += 1
+            if not self.tried % _OFTEN:
+                send(self.tried)
             if first and not forms.has_effect(number, self.replay, first):
                 continue
             if (compiled := forms.compiled(number)) is None:
@@ -132,10 +170,12 @@ class Trials:
             if share == 1 or is_elsewhere:
                 share = max(self._share(None, edited)[0], 0.5 * (share == 1))
             if share > 0:
-                repair = Repair(kernel=kernel, text=text, edit=edit, share=share)
+                fields: dict[str, Any] = {"text": text, "edit": edit, "share": share}
+                repair = Repair(kernel=kernel, **fields)
                 if share == 1 and self.holds is not None and not self.holds(repair):
                     repair = replace(repair, holds=False)
                 self.repairs.append(repair)
+                send((self.kernels.index(kernel), {**fields, "holds": repair.holds}))
 
     def _edits(
         self, suspicion: Callable[[Line], float], lines: Collection[Line]

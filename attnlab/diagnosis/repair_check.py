@@ -20,6 +20,7 @@ from attnlab.diagnosis.kernel_trials import Repair
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
 from attnlab.kernels.control import rows_equal
+from attnlab.kernels.triton.limits import Budget, TooLong
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.lab.lab import Lab
 
@@ -61,22 +62,33 @@ _VARIATIONS: tuple[dict[str, Any], ...] = (
     {"kv_layout": "fused"},  # other strides of keys than of values
     {"kv_layout": "HND"},
 )
+# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.kernel_lines).
+_MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
 
 
 def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
     """Answer whether a Case's output and side outputs are right up to rounding, with an edit.
 
-    None if the kernel raises.
+    None if the kernel raises; False for an edit with which it takes too long.
     """
     ran = _run(lab, case, repair)
     return None if ran is None else ran[0]
 
 
 def _run(lab: Lab, case: Case, repair: Repair | None) -> tuple[bool, torch.Tensor] | None:
-    """Return whether a Case is right with an edit, and its output; None if the kernel raises."""
+    """Return whether a Case is right with an edit, and its output, which is empty if it takes too long.
+
+    None if the kernel raises.
+    """
+    probe = Probe()
+    if repair is not None:
+        limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
+        probe = Probe(edited=repair.edited(), budget=limit)
     try:
-        with probing(Probe(edited={} if repair is None else repair.edited())):
+        with probing(probe):
             ran = lab.run(case.replace(atol=None, rtol=0.0))
+    except TooLong:
+        return False, torch.empty(0)
     except AttnLabError:
         return None
     if ran.status == "rejected":
@@ -272,7 +284,9 @@ class _Proof:
         edited, plain = (self._result("garbage", one) for one in (repair, None))
         if edited is None:
             return plain is not None
-        return not edited[0] and (plain is None or not bool(rows_equal(edited[1], plain[1]).all()))
+        if edited[0] or plain is None or edited[1].shape != plain[1].shape:
+            return not edited[0]
+        return not bool(rows_equal(edited[1], plain[1]).all())
 
     def is_repaired(self, repair: Repair) -> bool:
         """Answer whether the output is wrong without an edit and right with it, with finite numbers."""

@@ -4,6 +4,7 @@ python child_process.py PARENT COMMAND…   run a command that ends with the pro
 """
 
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 # A forked child could not use a GPU that its parent uses, nor torch's threads.
 START_METHOD = "spawn"
@@ -59,6 +61,103 @@ def run_in_child(job: bytes, sender: Any) -> None:
     end_with_parent(os.getppid() if parent is None or parent.pid is None else parent.pid)
     function, arguments = pickle.loads(job)
     function(sender, *arguments)
+
+
+def run_in_copy(
+    function: Callable[[Callable[[Any], None]], None],
+    receive: Callable[[Any], None],
+    limit_s: float,
+) -> str:
+    """Run a function in a copy of this process, so that a crash of it does not end this one.
+
+    The function gets a function that sends things to ``receive``; what it sent before a crash is received.
+    The copy is ended if it uses ``limit_s`` seconds of processor time. Returns how it ended, such as
+    "SIGSEGV", or "" if the function returned. Raises what the function raises.
+
+    Without fork, or with a GPU in use, the function runs in this process.
+    """
+    if not can_copy():
+        function(receive)
+        return ""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
+    if not child:
+        end_with_parent(parent)
+        _serve(function, writer, limit_s)
+    writer.close()
+    try:
+        ended, error = _receive_all(reader, receive)
+    except BaseException:  # Ctrl-C
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        reader.close()
+        _, status = os.waitpid(child, 0)
+    if error is not None:
+        raise error
+    if ended:
+        return ""
+    return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "exit"
+
+
+def _serve(
+    function: Callable[[Callable[[Any], None]], None], writer: Any, limit_s: float
+) -> NoReturn:
+    """Run the function in the child, which uses one thread: the parent's other threads do not exist in it."""
+    import resource
+
+    import torch
+
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit_s < math.inf:
+        most, (_, hard) = (
+            int(time.process_time() + limit_s) + 1,
+            resource.getrlimit(resource.RLIMIT_CPU),
+        )
+        if hard == resource.RLIM_INFINITY or most < hard:
+            resource.setrlimit(resource.RLIMIT_CPU, (most, hard))  # SIGXCPU
+    try:
+        try:
+            function(lambda thing: writer.send((False, thing)))
+            writer.send((True, None))
+        except BaseException as error:
+            writer.send((True, restorable(error)))
+    finally:
+        os._exit(0)
+
+
+def _receive_all(reader: Any, receive: Callable[[Any], None]) -> tuple[bool, Exception | None]:
+    """Receive what a child sends; return whether its function ended, and the exception that it raised."""
+    while True:
+        try:
+            is_end, thing = reader.recv()
+        except (EOFError, OSError):
+            return False, None
+        if is_end:
+            return True, thing
+        receive(thing)
+
+
+def restorable(error: BaseException) -> Exception:
+    """Return an error that another process can restore, of the same type if possible."""
+    try:
+        found = pickle.loads(pickle.dumps(error))
+    except Exception:
+        found = None
+    if isinstance(found, Exception):
+        return found
+    return RuntimeError(f"{type(error).__name__}: {error}"[:10000])
+
+
+def can_copy() -> bool:
+    """Answer whether a forked copy of this process can compute what this process computes."""
+    torch = sys.modules.get("torch")
+    uses_gpu = torch is not None and torch.cuda.is_initialized()
+    return hasattr(os, "fork") and sys.platform != "darwin" and not uses_gpu
 
 
 def _watch(parent: int) -> None:

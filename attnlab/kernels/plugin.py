@@ -35,6 +35,7 @@ from attnlab.case.errors import (
     DeviceLost,
     InvalidCase,
     KernelFailed,
+    Unavailable,
     Unsupported,
 )
 from attnlab.case.fields import ENTRY_POINT, check_plugin_file
@@ -43,7 +44,13 @@ from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.target import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.kernels.contained import contained, text_of
-from attnlab.kernels.triton.interpreter import interpreted_triton
+from attnlab.kernels.triton.interpreter import (
+    NO_DRIVER,
+    VARIABLE,
+    interpret_if_possible,
+    interpreted_triton,
+    interpreting,
+)
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 from attnlab.kernels.triton.trace import Watched
 from attnlab.tensors.call import KernelCall
@@ -129,6 +136,7 @@ class PluginBackend(Backend):
     ) -> RunOutput:
         """Run the function; its Triton kernels, on a CPU, under the lab's interpreter.
 
+        That includes kernels of modules that it imports.
         Raises KernelFailed with what the function raises and its line, or if it returns its result instead
         of writing it; Unsupported for its NotImplementedError; DeviceLost if it broke the GPU's context.
         """
@@ -136,7 +144,7 @@ class PluginBackend(Backend):
         plan = LaunchPlan(watched=Watched.of(call) if options.trace_reads else None)
         before = None if call.spec.writes_cache else call.buffer.clone()
         try:
-            with launching(plan), contained():
+            with launching(plan), interpreting(), contained():
                 returned = self.kernel(call)
         except AttnLabError:
             raise
@@ -145,6 +153,11 @@ class PluginBackend(Backend):
         except NotImplementedError as error:
             raise Unsupported(f"{self.name} does not support this call: {error}") from error
         except Exception as error:
+            if NO_DRIVER.search(str(error)) and not torch.cuda.is_available():
+                raise Unavailable(
+                    f"{self.name} launches a Triton kernel, which needs a GPU, or {VARIABLE}=1 in the "
+                    "environment before Triton is imported"
+                ) from error
             raise KernelFailed(text_of(error, self.file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):
             raise KernelFailed(
@@ -224,6 +237,7 @@ def _entry_point(name: str) -> tuple[ModuleSpec, str]:
 def _function(spec: ModuleSpec, attribute: str) -> Kernel:
     """Run the module of a spec and return its function."""
     module = importlib.util.module_from_spec(spec)
+    interpret_if_possible()
     if not torch.cuda.is_available():
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
     try:
@@ -245,7 +259,7 @@ def _function(spec: ModuleSpec, attribute: str) -> Kernel:
 def _import(name: str, *rest: Any, **named: Any) -> Any:
     """Replace ``__import__`` in a user's file on a CPU: its ``triton`` is the lab's interpreter.
 
-    So the accesses of its kernels are recorded. Modules that the file imports get Triton's own.
+    So its kernels need no TRITON_INTERPRET. Modules that the file imports get Triton's own.
     """
     if name.partition(".")[0] != "triton":
         return builtins.__import__(name, *rest, **named)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
+from attnlab.case.errors import AttnLabError, Unsupported
 from attnlab.case.ops import DECODE_FWD, MERGE
 from attnlab.case.platforms import Platform
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
@@ -230,12 +230,6 @@ class VllmOps:
 
     def _run(self, op: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
         """Run a function; return its arguments, on the CPU, and what it returns as "result"."""
-        dtypes = {one.dtype for one in given.values() if isinstance(one, torch.Tensor)}
-        if self.where == "cpu" and torch.bfloat16 in dtypes:
-            raise Unavailable(
-                "dtype must not be bfloat16 under Triton's interpreter: its dot product multiplies the "
-                "raw bits, and its conversion truncates; use float16 or float32"
-            )
         moved = {
             k: v.to(self.where) if isinstance(v, torch.Tensor) else v for k, v in given.items()
         }

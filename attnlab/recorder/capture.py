@@ -1,6 +1,7 @@
 """Capture: record the attention calls of a program while it runs, without changing it."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import logging
@@ -14,6 +15,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import platform_of
+from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.cache_writes import copy_write, copy_written
 from attnlab.recorder.catalogue import recorded_ops, signature_of
 from attnlab.recorder.patches import Function, Patches
@@ -21,7 +23,7 @@ from attnlab.recorder.recorded import Recorded
 from attnlab.recorder.recorded_op import Bind, RecordedOp, binder
 from attnlab.recorder.snapshot import copied, copy_fields
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.origin import Origin
+from attnlab.tensors.origin import STOCK_BFLOAT16, Origin
 from attnlab.tensors.storage import moved
 
 _log = logging.getLogger("attnlab.recorder")
@@ -129,12 +131,14 @@ class Capture:
             if is_op or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
-            with _inner():
+            with _inner(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
                 except Exception as error:
                     self._after(before, None, f"{type(error).__name__}: {error}")
                     raise
+            if before is not None and undecided:
+                before.origin = dataclasses.replace(before.origin, backend=STOCK_BFLOAT16)
             self._after(before, result, "")
             return result
 

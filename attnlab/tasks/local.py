@@ -69,8 +69,9 @@ class LocalEngine(Pool[Worker]):
         for worker in [*self._slots]:
             if worker.task is not None:
                 limit = worker.task.limit_s
-                if limit is not None and worker.elapsed_s > limit:
-                    text, key = f"the case did not end within {limit:g} s", worker.task.key
+                if limit is not None and worker.spent_s > limit:
+                    kind = " of processor time" if worker.gpu is None else ""
+                    text, key = f"the case did not end within {limit:g} s{kind}", worker.task.key
                     seconds = worker.elapsed_s
                     self._remove(worker)
                     outcome = Outcome(key=key, status=TIMEOUT, text=text, seconds=seconds)

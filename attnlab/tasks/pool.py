@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from attnlab.case.errors import AttnLabError
 from attnlab.tasks.engine import Engine, OnOutcome, Stop, never
-from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Task, does_not_fit
+from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, TIMEOUT, Job, Outcome, Task, does_not_fit
 
 READY = "ready"
 _MOST_STARTS = 3  # slots in a row that end before they are ready
@@ -20,12 +20,14 @@ class Slot(ABC):
     """What runs one task at a time.
 
     - ``task``: what it runs, None if it is idle; ``is_ready``: whether it can start a task.
+    - ``is_shared``: whether other tasks ran on its host since the task began.
     - ``host``: tasks of slots with the same host share its memory.
     - ``start_error``: why it cannot start, if it ends before it is ready.
     """
 
     task: Task | None = None
     is_ready: bool = False
+    is_shared: bool = False
     host: str = ""
     start_error: str = "a worker process ended before its first case"
 
@@ -101,7 +103,7 @@ class Pool(Engine, Generic[SlotT]):
             self._job = job
         self._failed_starts, self._any_ready = 0, False
         self._queue, self._on_outcome = deque(tasks), on_outcome
-        self._alone = set[str]()  # tasks that ran out of memory next to others
+        self._alone = set[str]()  # tasks that ran out of memory, or of time, next to others
         while (self._queue or self._busy()) and not stop():
             self._fill()
             self._assign(is_late)
@@ -130,12 +132,14 @@ class Pool(Engine, Generic[SlotT]):
         """Give each idle slot a task that fits into memory next to those that run."""
         for slot in self._slots:
             if slot.is_ready and slot.task is None and self._queue:
-                if is_late():
-                    self._queue.clear()
-                    return
+                if is_late():  # a task that has begun, and runs again alone, gets its outcome
+                    self._queue = deque(task for task in self._queue if task.key in self._alone)
                 task = self._next_task(slot.host)
                 if task is not None:
                     slot.start(task)
+                    busy = self._busy(slot.host)
+                    for one in busy:
+                        one.is_shared = len(busy) > 1 or (one is not slot and one.is_shared)
 
     def _next_task(self, host: str) -> Task | None:
         """Remove and return the first task that may start now on a host, or None.
@@ -193,11 +197,12 @@ class Pool(Engine, Generic[SlotT]):
         self._any_ready, self._failed_starts = True, 0
 
     def _finish(self, slot: SlotT, outcome: Outcome) -> None:
-        """Report the outcome of a slot's task; a task that ran out of memory runs once more, alone."""
+        """Report the outcome of a slot's task; one that ran out of memory or time next to others runs once
+        more, alone."""
         task, slot.task = slot.task, None
         assert task is not None
-        is_shared = bool(self._busy(slot.host)) and task.key not in self._alone
-        if outcome.status == OUT_OF_MEMORY and is_shared:
+        is_first = slot.is_shared and task.key not in self._alone
+        if outcome.status in (OUT_OF_MEMORY, TIMEOUT) and is_first:
             self._alone.add(task.key)
             self._queue.append(task)
             return

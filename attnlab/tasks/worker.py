@@ -27,6 +27,8 @@ from attnlab.tasks.task import (
     Task,
 )
 
+_IDLE_SHARE = 0.25  # of the time in which a task does nothing
+
 
 class Worker(Slot):
     """The parent's end of a worker process. It is ready once the job is open.
@@ -48,12 +50,25 @@ class Worker(Slot):
 
     def _begin(self) -> None:
         self._began, self._waited = time.monotonic(), _waiting_s(self._process.pid)
+        self._computed = processor_s(self._process.pid)
 
     @property
     def elapsed_s(self) -> float:
         """Return the time since the task, or the worker, began, without the time it waited for a core."""
         waited = _waiting_s(self._process.pid) - self._waited
         return time.monotonic() - self._began - max(0.0, waited)
+
+    @property
+    def spent_s(self) -> float:
+        """Return what counts for the time limit of a task: on a CPU its processor time, on a GPU its time.
+
+        On a CPU a task also spends a part of the time in which it does nothing, so that one that waits for
+        ever is stopped, too.
+        """
+        computed = processor_s(self._process.pid)
+        if self.gpu is not None or computed is None or self._computed is None:
+            return self.elapsed_s
+        return max(computed - self._computed, _IDLE_SHARE * self.elapsed_s)
 
     @property
     def resident_bytes(self) -> int:
@@ -107,6 +122,14 @@ def _visible(gpu: str | None) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+def processor_s(process: int | None) -> float | None:
+    """Return the processor time of a process and of its children that have ended; None if it is unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def _waiting_s(process: int | None) -> float:

@@ -6,6 +6,8 @@ from typing import Any
 
 from attnlab.case.errors import InvalidCall
 
+STOCK_BFLOAT16 = "bfloat16 under Triton's interpreter"  # which takes their bits for integers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -15,7 +17,8 @@ class Origin:
       no record of (:data:`attnlab.case.ops.OPS`) are described by the record of a similar op.
     - ``program``, ``release``: the program that called, for example "vllm", and its release.
     - ``platform``: the GPU architecture, a name of :data:`attnlab.case.platforms.PLATFORMS`, or "cpu".
-    - ``backend``: the program's attention backend. ``layer``, ``step``, ``rank``: as the program counts.
+    - ``backend``: the program's attention backend; STOCK_BFLOAT16 for kernels in which Triton's own
+      interpreter computed with bfloat16. ``layer``, ``step``, ``rank``: as the program counts.
     - ``test_id``: the pytest node id.
     """
 

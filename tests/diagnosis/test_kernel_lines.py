@@ -17,8 +17,9 @@ from attnlab.diagnosis.kernel_location import KernelLocation
 from attnlab.diagnosis.kernel_trials import Limit, Repair
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
+from attnlab.kernels.triton.limits import TooLong
 from attnlab.kernels.triton.probe import Probe, probing
-from attnlab.kernels.triton.replay import Replay, TooLong
+from attnlab.kernels.triton.replay import Replay
 from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
 from attnlab.weights.public import xray

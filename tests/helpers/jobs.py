@@ -43,6 +43,7 @@ class ToyJob(Job):
             os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hang":
             ctypes.PyDLL(None).sleep(1000)  # it keeps Python's global lock, as a kernel may
+        _spin(fault, payload)
         if fault == "kill_parent":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
@@ -56,6 +57,15 @@ class ToyJob(Job):
             raise ValueError("two\nlines")
         time.sleep(payload.get("sleep", 0.0))
         return {"double": 2 * payload["n"], "count": state["count"], "pid": os.getpid()}
+
+
+def _spin(fault: str, payload: dict[str, Any]) -> None:
+    """Compute for ever: always, or the first time, which a file notes."""
+    if fault == "spin_once" and not (file := Path(payload["file"])).exists():
+        file.touch()
+        fault = "spin"
+    while fault == "spin":
+        pass
 
 
 def _exhaust_memory() -> None:

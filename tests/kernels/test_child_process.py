@@ -1,13 +1,17 @@
 """Child processes end with their parent."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from helpers.processes import popen
+
+from attnlab.kernels import child_process
 
 PARENT = """
 import subprocess, sys, time
@@ -57,3 +61,34 @@ def test_a_child_ends_with_its_parent(how: signal.Signals) -> None:
 def test_a_plain_child_survives() -> None:
     """Without the call the child survives, so the test above can fail."""
     assert child_survives("", signal.SIGKILL)
+
+
+def test_what_a_copy_sends_survives_its_crash() -> None:
+    """A wild pointer, an endless loop and an exception end the copy; this process goes on."""
+    found: list[object] = []
+
+    def crash(send: Callable[[object], None]) -> None:
+        send("before")
+        ctypes.string_at(1)
+
+    def loop(send: Callable[[object], None]) -> None:
+        while True:
+            pass
+
+    def fail(send: Callable[[object], None]) -> None:
+        raise ValueError("no edit")
+
+    assert child_process.run_in_copy(lambda send: send(1), found.append, 10.0) == ""
+    assert child_process.run_in_copy(crash, found.append, 10.0) == "SIGSEGV"
+    assert child_process.run_in_copy(loop, found.append, 0.5) == "SIGXCPU"
+    with pytest.raises(ValueError, match="no edit"):
+        child_process.run_in_copy(fail, found.append, 10.0)
+    assert found == [1, "before"]
+
+
+def test_without_copies_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without fork, or with a GPU in use."""
+    monkeypatch.setattr(child_process, "can_copy", lambda: False)
+    process: list[object] = []
+    assert child_process.run_in_copy(lambda send: send(os.getpid()), process.append, 1.0) == ""
+    assert process == [os.getpid()]

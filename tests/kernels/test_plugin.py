@@ -2,10 +2,14 @@
 
 import importlib.metadata
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.plugins import EXAMPLES, RIGHT, planted
 from helpers.sources import needs_triton
 
@@ -222,3 +226,52 @@ def test_a_backend_can_be_sent_to_another_process():
         backend = find_backend(name)
         again = pickle.loads(pickle.dumps(backend))
         assert (again.name, again.ops, again.path) == (name, backend.ops, backend.path)
+
+
+_ADAPTER = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import project_kernels
+
+
+def my_attention(call):
+    project_kernels.my_attention(call)
+
+
+my_attention.op = "unified_attention"
+my_attention.kv_cache_dtypes = ("auto",)
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize("mode", ["", "0"])
+def test_kernels_of_an_imported_module_are_interpreted(tmp_path, mode):
+    """Without TRITON_INTERPRET=1, an adapter of kernels elsewhere is checked, and its reads are traced."""
+    example = Path(__file__).parents[2] / "examples" / "my_triton_attention.py"
+    (tmp_path / "project_kernels.py").write_text(example.read_text())
+    (tmp_path / "mine.py").write_text(_ADAPTER)
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    if mode:
+        environment["TRITON_INTERPRET"] = mode
+    command = [sys.executable, "-m", "attnlab", "check", f"{tmp_path / 'mine.py'}:my_attention"]
+    command += ["--cases", "4", "--engine", "local:1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    report = json.loads(done.stdout)
+    assert report["findings"] == [], done.stderr
+    assert report["cases_run"] == 4
+    assert report["reads"]["unified_attention"]
+    assert done.returncode == 0
+
+
+@needs_triton
+def test_a_compiled_kernel_without_a_gpu_says_how_to_run_it(tmp_path, monkeypatch):
+    """If Triton was imported to compile, one line names the variable; the kernel has not failed."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def fn(call):\n    raise RuntimeError('0 active drivers ([]). There should only be one.')\n"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Unavailable, match="TRITON_INTERPRET=1"):
+        Lab().run(small(f"{file}:fn"))

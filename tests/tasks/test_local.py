@@ -133,6 +133,26 @@ def test_time_without_a_core_does_not_count():
         assert worker.elapsed_s < -50
 
 
+def test_a_limit_is_processor_time():
+    """A task that does nothing for longer than its limit is not stopped; one that computes is."""
+    waiting = Task(key="waits", payload={"n": 1, "sleep": 2.5}, limit_s=1.0)
+    assert outcomes([waiting])["waits"].status == "done"
+    (outcome,) = outcomes(toy_tasks("spin", limit_s=1.0)).values()
+    assert outcome.status == "timeout"
+    assert "1 s of processor time" in outcome.text
+
+
+def test_a_task_that_was_too_slow_next_to_others_runs_again_alone(tmp_path):
+    """The first run is slow; the second, alone, is not, so nothing is stated about it."""
+    once = {"n": 1, "fault": "spin_once", "file": str(tmp_path / "ran")}
+    tasks = [
+        Task(key="slow", payload=once, limit_s=1.0),
+        Task(key="x", payload={"n": 2, "sleep": 3.0}),
+    ]
+    found = outcomes(tasks)
+    assert [found[key].status for key in ("slow", "x")] == ["done", "done"]
+
+
 def test_in_process_has_the_same_outcomes():
     tasks, found = toy_tasks("", "bug", "lost", "memory"), []
     with InProcess() as engine:

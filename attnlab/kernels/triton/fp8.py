@@ -16,7 +16,13 @@ _FP8 = {
     "fp8e5": torch.float8_e5m2,
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
-_WIDE = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# bfloat16 numbers are in float32 here (:mod:`attnlab.kernels.triton.bfloat16`).
+_WIDE = {
+    "fp16": torch.float16,
+    "bf16": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 _BITS = {torch.float16: np.uint16, torch.float32: np.uint32, torch.float64: np.uint64}
 
 

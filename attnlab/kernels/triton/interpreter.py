@@ -9,21 +9,26 @@ functions defined here. The launch differs from Triton's own in these points:
 - A full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler accepted that
   when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 rejects it.
 - FP8 is converted by torch; the interpreter's own conversion loses NaN and rounding carries.
-- ``and`` and ``or`` of blocks combine them (:mod:`attnlab.kernels.triton.bool_ops`).
+- bfloat16 is computed (:mod:`attnlab.kernels.triton.bfloat16`); the interpreter multiplies its raw bits.
+- ``and``, ``or`` and chained comparisons of blocks combine them (:mod:`attnlab.kernels.triton.bool_ops`).
+- Every supported Triton computes the same (:mod:`attnlab.kernels.triton.operations`).
 - A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.versions`).
 - The language is patched once per launch, not at every call of a device function.
 - Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
-  unrelated memory. Kernels get addresses far apart, so that one tensor is never read in place of another.
-  Overflows of int32 products are recorded, too.
+  unrelated memory. An error of the lab, or what the interpreter cannot run, is raised as Unavailable, so that
+  it is not taken for a fault of the kernel. Kernels get addresses far apart, so that one tensor is never
+  read in place of another. Overflows of int32 products are recorded, too.
 - Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
   compare the result bit by bit with the whole grid in one process.
 """
 
+import functools
 import inspect
 import itertools
 import mmap
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -31,17 +36,26 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from attnlab.case.errors import Unavailable
-from attnlab.kernels.child_process import end_with_parent
+from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.kernels.child_process import end_with_parent, restorable
+from attnlab.kernels.triton.bfloat16 import is_bfloat16
 from attnlab.kernels.triton.bool_ops import with_bool_ops
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
-from attnlab.kernels.triton.launch_plan import LaunchPlan, Program, current_plan, is_recorded
+from attnlab.kernels.triton.launch_plan import (
+    LaunchPlan,
+    Program,
+    current_plan,
+    is_recorded,
+    one_at_a_time,
+)
+from attnlab.kernels.triton.limits import limited
 from attnlab.kernels.triton.memory import Accesses, Memory
 from attnlab.kernels.triton.patches import language
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
@@ -50,9 +64,12 @@ from attnlab.kernels.triton.trace import Trace
 from attnlab.kernels.triton.versions import check_pair
 
 VARIABLE = "TRITON_INTERPRET"
+NO_DRIVER = re.compile(r"\b0 active drivers")  # Triton's compiler found no GPU
 _ALONE_S = 0.3  # a longer launch is split over processes
 
 _MOST_PROCESSES: list[int] = []
+_REWRITTEN: dict[Any, Any] = {}  # the interpreted forms of functions
+_LAUNCHED: dict[Any, Any] = {}  # functions that :func:`launch` runs, by their originals
 
 
 def limit_processes(most: int) -> None:
@@ -80,6 +97,19 @@ def interpreted_triton() -> ModuleType:
     Raises Unavailable if Triton is not installed, or was imported in compile mode.
     """
     triton = load_triton(interpret=True)
+    launched = _launched_type()
+
+    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return launched(fn) if fn is not None else lambda fn: launched(fn)
+
+    module = ModuleType("triton")
+    module.__getattr__ = lambda name: getattr(triton, name)  # type: ignore[method-assign]
+    module.jit = jit  # type: ignore[attr-defined]
+    return module
+
+
+@functools.cache
+def _launched_type() -> Any:
     from triton.runtime.interpreter import InterpretedFunction
 
     class Launched(InterpretedFunction):  # type: ignore[misc]
@@ -89,6 +119,16 @@ def interpreted_triton() -> ModuleType:
             super().__init__(fn)
             with_bool_ops(self.rewriter)
 
+        @classmethod
+        def of(cls, function: Any) -> Any:
+            """Return an interpreted function as one of this class; Triton's own functions as they are."""
+            is_triton = function.fn.__module__.partition(".")[0] == "triton"
+            if is_triton or isinstance(function, cls):
+                return function
+            if function.fn not in _LAUNCHED:
+                _LAUNCHED[function.fn] = cls(function.fn)
+            return _LAUNCHED[function.fn]
+
         def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             if not warmup:
                 launch(self, args, kwargs, grid)
@@ -97,16 +137,81 @@ def interpreted_triton() -> ModuleType:
             probe = current_probe()
             if probe is None and is_measuring():
                 return marked_kernel(self)
-            found = super().rewrite()
+            if self.fn not in _REWRITTEN:  # Triton's own table may have another form
+                _REWRITTEN[self.fn] = self.rewriter.rewrite_ast()
+            found = _REWRITTEN[self.fn]
             return found if probe is None else probe.rewritten(self.fn, found)
 
-    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-        return Launched(fn) if fn is not None else lambda fn: Launched(fn)
+    return Launched
 
-    module = ModuleType("triton")
-    module.__getattr__ = lambda name: getattr(triton, name)  # type: ignore[method-assign]
-    module.jit = jit  # type: ignore[attr-defined]
-    return module
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Let :func:`launch` run every interpreted kernel inside the block, whoever imported its Triton."""
+    if not is_interpreting():
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if not warmup:
+            launch(_launched_type().of(self), args, kwargs, grid)
+
+    before = InterpretedFunction.run
+    InterpretedFunction.run = run
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = before
+
+
+@contextmanager
+def noting_bfloat16() -> Iterator[list[str]]:
+    """Yield a list that gets the operations on bfloat16 that Triton's own interpreter computes in the block.
+
+    It takes the bits of such numbers for integers, so the results say nothing about the kernel. Loads, stores
+    and conversions to float32 are right, and are not noted.
+    """
+    found: list[str] = []
+    if not is_interpreting():
+        yield found
+        return
+    from triton.runtime import interpreter
+
+    def noting(name: str, compute: Any) -> Any:
+        def computed(self: Any, first: Any, *rest: Any, **named: Any) -> Any:
+            dtype = (first[0] if isinstance(first, tuple) else first).dtype
+            if is_bfloat16(dtype.scalar):
+                found.append(name)
+            return compute(self, first, *rest, **named)
+
+        return computed
+
+    scope = interpreter._LangPatchScope()
+    for name in ("binary_op", "unary_op", "create_dot"):
+        builder = interpreter.InterpreterBuilder
+        scope.set_attr(builder, name, noting(name, getattr(builder, name)))
+    reduction = interpreter.ReduceScanOpInterface
+    scope.set_attr(reduction, "apply", noting("apply", reduction.apply))
+    try:
+        yield found
+    finally:
+        scope.restore()
+
+
+def interpret_if_possible() -> None:
+    """Let Triton interpret on a machine without GPU, unless it was imported before."""
+    if "triton" not in sys.modules and not torch.cuda.is_available():
+        os.environ[VARIABLE] = "1"
+
+
+def is_interpreting() -> bool:
+    """Answer whether Triton was imported, to interpret."""
+    language = sys.modules.get("triton.language.standard")
+    runtime = sys.modules.get("triton.runtime.interpreter")
+    return runtime is not None and isinstance(
+        getattr(language, "cdiv", None), runtime.InterpretedFunction
+    )
 
 
 def load_triton(interpret: bool) -> Any:
@@ -118,14 +223,14 @@ def load_triton(interpret: bool) -> Any:
         os.environ[VARIABLE] = "1"
     try:
         import triton
-        from triton.runtime.interpreter import InterpretedFunction
+        import triton.runtime.interpreter
     except ImportError as error:
         raise Unavailable(
             f"vLLM's kernels need Triton: pip install 'attnlab[triton]' ({error})"
         ) from error
     if interpret:
         check_pair(triton.__version__, np.__version__)
-    if interpret != isinstance(triton.language.standard.cdiv, InterpretedFunction):
+    if interpret != is_interpreting():
         done, wanted = ("compile", "1") if interpret else ("interpret", "0")
         raise Unavailable(
             f"Triton was imported to {done} in this process: set {VARIABLE}={wanted} before it is "
@@ -146,7 +251,12 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     if is_recorded(kernel.__name__, arguments):
         return
     memory = Memory(arguments)
-    converted = {n: _converted(kernel, n, value, memory) for n, value in arguments.items()}
+    has_types = any(hasattr(value, "block_shape") for value in arguments.values())
+    with (
+        prepared(kernel, arguments, (1, 1, 1), RunLog()) if has_types else nullcontext(),
+        own_failures(),
+    ):
+        converted = {n: _converted(kernel, n, value, memory) for n, value in arguments.items()}
     sizes = tuple(grid(arguments) if callable(grid) else grid)
     sizes += (1,) * (3 - len(sizes))
     plan = current_plan() or LaunchPlan()
@@ -158,6 +268,9 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     ]
 
     probe = current_probe()
+    if probe is not None:
+        plan = replace(plan, processes=1)
+        plan.observed.budget = probe.budget
     log = None if probe is None else probe.begin(function, arguments, converted, sizes)
     trace: Trace | LaunchLog | None = log
     if log is None and plan.watched is not None:
@@ -165,13 +278,16 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
 
     def run(program: Program) -> None:
         interpreter.interpreter_builder.set_grid_idx(*program)
-        with nullcontext() if log is None or probe is None else log.running(program, probe.codes):
+        recording: Any = nullcontext()
+        if log is not None and probe is not None:
+            recording = log.running(program, probe.codes, plan.observed)
+        with recording, limited(plan.observed.budget):
             kernel(**converted)
         if trace is not None:
             trace.end()
 
-    with prepared(kernel, arguments, sizes, plan.observed, trace):
-        _run_all(run, programs, plan if log is None else replace(plan, processes=1))
+    with prepared(kernel, arguments, sizes, plan.observed, trace), own_failures():
+        _run_all(run, programs, plan)
 
 
 @contextmanager
@@ -186,7 +302,8 @@ def prepared(
     from triton.runtime import interpreter
 
     with (
-        language(interpreter, kernel, observed, Memory(arguments, trace)),
+        one_at_a_time(),
+        language(interpreter, kernel, observed, _launched_type().of, Memory(arguments, trace)),
         warnings.catch_warnings(),
         np.errstate(all="ignore"),
     ):
@@ -212,9 +329,23 @@ def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
         int64 = interpreter.tl.int64
         handle = interpreter.TensorHandle(np.array([value], dtype=np.int64), int64)
         return interpreter.tl.tensor(handle, int64)
+    return _placed(interpreter, value, memory)
+
+
+def _placed(interpreter: Any, value: Any, memory: Memory) -> Any:
+    """Return a value of a kernel with the addresses of its tensors in ``memory``, also in a tuple."""
+    if isinstance(value, tuple):
+        return interpreter._tuple_create(
+            value, [_placed(interpreter, one, memory) for one in value]
+        )
+    if isinstance(value, bool):  # Triton 3.6 and 3.7 make an integer of it
+        handle = interpreter.TensorHandle(np.array([value]), interpreter.tl.int1)
+        return interpreter.tl.tensor(handle, interpreter.tl.int1)
     converted = interpreter._implicit_cvt(value)
-    if isinstance(value, torch.Tensor):
-        converted.handle.data = np.array([memory.address(value)], dtype=np.uint64)
+    base = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
+    if isinstance(base, torch.Tensor):  # of a tensor descriptor, or of a tensor as another dtype
+        handle = getattr(converted.handle, "base", converted.handle)
+        handle.data = np.array([memory.address(base)], dtype=np.uint64)
     return converted
 
 
@@ -263,15 +394,62 @@ def _fork(
         os.close(writer)
         return child, reader
     end_with_parent(parent)
-    problem = ""
+    problem: Exception | None = None
     torch.set_num_threads(1)
     try:
         for program in programs:
             run(program)
     except BaseException as error:
-        problem = f"{type(error).__name__}: {error}"
-    os.write(writer, pickle.dumps((problem[:10000], observed)))
+        problem = restorable(error)
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(pickle.dumps((problem, observed)))
     os._exit(0)
+
+
+@contextmanager
+def own_failures() -> Iterator[None]:
+    """Raise Unavailable for an error of the lab's interpreter, or for what Triton's interpreter cannot run.
+
+    It is no fault of the kernel: Triton's compiler has none of this code.
+    """
+    try:
+        yield
+    except AttnLabError:
+        raise
+    except Exception as error:
+        why = _own_failure(error)
+        if why:
+            raise Unavailable(f"{why}: {type(error).__name__}: {error}") from error
+        raise
+
+
+def _own_failure(error: Exception) -> str:
+    """Return what failed instead of the kernel, or "".
+
+    The place of an error is its innermost frame outside NumPy and torch. Triton may lack what a kernel uses:
+    an operation of the interpreter, or a function that was removed, such as ``tl.make_block_ptr``.
+    """
+    from triton.runtime import interpreter
+
+    place, libraries = "", tuple(str(Path(str(one.__file__)).parent) for one in (np, torch))
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(libraries):
+            place, line = file, trace.tb_lineno
+        trace = trace.tb_next
+    if Path(place).parent == Path(__file__).parent:
+        return f"attnlab's own interpreter failed at {Path(place).name}:{line}"
+    triton = sys.modules["triton"]
+    is_removed = isinstance(error, NotImplementedError) and Path(place).is_relative_to(
+        Path(str(triton.__file__)).parent
+    )
+    lacking = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    is_missing = isinstance(lacking, interpreter.InterpreterBuilder) or (
+        isinstance(lacking, ModuleType) and lacking.__name__.partition(".")[0] == "triton"
+    )
+    cannot = f"the interpreter of Triton {triton.__version__} cannot run this kernel"
+    return cannot if is_removed or is_missing else ""
 
 
 def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
@@ -283,4 +461,5 @@ def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
         return RuntimeError(f"a process of the interpreter ended with status {status}")
     problem, seen = pickle.loads(answer)
     observed.take(seen)
-    return RuntimeError(problem) if problem else None
+    found: Exception | None = problem
+    return found

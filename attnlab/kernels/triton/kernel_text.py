@@ -27,7 +27,8 @@ def called_functions(function: Any) -> list[Any]:
             continue
         found.append(one)
         others = (one.fn.__globals__.get(name) for name in one.fn.__code__.co_names)
-        todo += [other for other in others if type(other) is type(one)]
+        own = (type(one).of(other) for other in others if hasattr(other, "rewriter"))
+        todo += [other for other in own if type(other) is type(one)]
     return found
 
 

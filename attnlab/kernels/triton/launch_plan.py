@@ -46,13 +46,20 @@ _TURN = threading.RLock()
 
 
 @contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let other threads wait, until the block ends, before they interpret anything."""
+    with _TURN:
+        yield
+
+
+@contextmanager
 def launching(plan: LaunchPlan) -> Iterator[None]:
     """Use ``plan`` for all launches inside the block; other threads wait until it ends.
 
     Triton's interpreter keeps the program's index in one global object. Two launches at a time would
-    read each other's index.
+    read each other's index, and one would end the patches of the other.
     """
-    with _TURN:
+    with one_at_a_time():
         token = _PLAN.set(plan)
         try:
             yield

@@ -6,6 +6,7 @@ only; a trace function that was set before is restored.
 """
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.triton.limits import Budget
+from attnlab.kernels.triton.run_log import RunLog
+
 Program = tuple[int, int, int]
 Line = tuple[str, int]  # file and line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ProgramLog:
     """What one program of a launch did.
 
@@ -28,6 +32,7 @@ class ProgramLog:
       other, so that both outcomes of a branch differ.
     - ``loads``, ``stores``: by line, the unique addresses (uint64) that were not masked off.
     - ``values``: as ``stores``, the value of each of these addresses; of several, the last.
+    - ``operations``: of the interpreter; ``seconds``: of processor time.
     """
 
     program: Program
@@ -36,6 +41,8 @@ class ProgramLog:
     loads: dict[Line, list[Any]] = field(default_factory=dict)
     stores: dict[Line, list[Any]] = field(default_factory=dict)
     values: dict[Line, list[Any]] = field(default_factory=dict)
+    operations: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,9 +80,10 @@ class LaunchLog:
         """Do nothing: :meth:`running` ends a program."""
 
     @contextmanager
-    def running(self, program: Program, codes: set[CodeType]) -> Iterator[None]:
-        """Record the lines of a program, in functions with one of ``codes``."""
+    def running(self, program: Program, codes: set[CodeType], observed: RunLog) -> Iterator[None]:
+        """Record the lines of a program, in functions with one of ``codes``, and its operations."""
         log = ProgramLog(program=program)
+        operations, began = observed.operations, time.process_time()
         self.programs.append(log)
 
         def called(frame: FrameType, event: str, arg: Any) -> Any:
@@ -104,6 +112,8 @@ class LaunchLog:
             yield
         finally:
             sys.settrace(outer)
+            log.operations = observed.operations - operations
+            log.seconds = time.process_time() - began
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -112,10 +122,12 @@ class Probe:
 
     - ``records``: whether ``launches`` gets a log of each launch.
     - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
+    - ``budget``: what the launches may use together; they raise TooLong beyond it.
     """
 
     records: bool = False
     edited: Mapping[Any, Any] = field(default_factory=dict)
+    budget: Budget | None = None
     launches: list[LaunchLog] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set)
 

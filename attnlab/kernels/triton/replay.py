@@ -13,14 +13,15 @@ import torch
 
 from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
+from attnlab.kernels.triton.limits import Budget, limited
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
 from attnlab.kernels.triton.run_log import RunLog
 
-_SLACK = 20  # a run may access memory so many times as often as the recorded one
-
-
-class TooLong(Exception):
-    """A run of an edited kernel accesses memory far more often than the recorded one."""
+_SLACK = 20  # a run may have so many times as many operations as the recorded one
+_SLACK_S, _SLACK_SHARE = (
+    1.0,
+    0.1,
+)  # processor time: so much, and this share of ``slack`` times the recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,19 +56,17 @@ class Unit:
         return sum(sum(log.lines.values()) for _, log in self.programs)
 
 
-class _Counter:
-    """Counts accesses, and notes the tensors that are stored to; raises TooLong beyond a limit."""
+class _Notes:
+    """Notes the addresses that are stored to."""
 
-    def __init__(self, most: int, note: Callable[[Any], None]) -> None:
-        self._left, self._note = most, note
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        self._note = note
 
     def loaded(self, addresses: Any, mask: Any) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise TooLong
+        """Ignore a load."""
 
     def stored(self, addresses: Any, mask: Any, values: Any) -> None:
-        self.loaded(addresses, mask)
+        """Note a store."""
         self._note(np.atleast_1d(addresses)[np.atleast_1d(mask)])
 
 
@@ -139,13 +138,16 @@ class Replay:
             cells.view(-1)[(index // head_size).unique()] = True
         return cells
 
-    def run(self, units: Sequence[Unit] | None, edited: Mapping[Any, Any]) -> torch.Tensor:
+    def run(
+        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], slack: int = _SLACK
+    ) -> torch.Tensor:
         """Return the output [rows, heads, head_size] after the programs of some units, None for all programs.
 
         Rows that these do not write are as before the call. Launches before the first one that has an edited
         function run only once.
 
-        Raises TooLong, or what an edited kernel raises.
+        Raises what an edited kernel raises, or TooLong if it needs more than ``slack`` times the operations
+        of the recorded run, or too much processor time.
         """
         assert self.output is not None
         reached = (
@@ -153,11 +155,11 @@ class Replay:
         )
         first = next(reached, 0)
         self._restore(units, first)
-        self._run(units, edited, range(first, len(self.launches)))
+        self._run(units, edited, range(first, len(self.launches)), slack)
         return self.contents()
 
     def _run(
-        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], launches: range
+        self, units: Sequence[Unit] | None, edited: Mapping[Any, Any], launches: range, slack: int
     ) -> None:
         """Run programs of some launches; writes their tensors."""
         from triton.runtime import interpreter
@@ -174,12 +176,13 @@ class Replay:
                 if not programs:
                     continue
                 kernel = launch.function.rewrite()
-                most = _SLACK * (1 + _accesses(launch, programs))
-                counter = _Counter(most, self._note_stores)
-                with prepared(kernel, launch.arguments, launch.sizes, RunLog(), counter):
+                observed = RunLog(budget=_budget(launch, programs, slack))
+                notes = _Notes(self._note_stores)
+                with prepared(kernel, launch.arguments, launch.sizes, observed, notes):
                     for program in sorted(programs):
                         interpreter.interpreter_builder.set_grid_idx(*program)
-                        kernel(**launch.converted)
+                        with limited(observed.budget):
+                            kernel(**launch.converted)
 
     def contents(self) -> torch.Tensor:
         """Return a copy of the output as the last run left it, [rows, heads, head_size]."""
@@ -206,7 +209,7 @@ class Replay:
         key = (None if units is None else tuple(map(id, units)), first)
         if first and key not in self._states:
             self._restore(units, 0)
-            self._run(units, {}, range(first))
+            self._run(units, {}, range(first), _SLACK)
             self._states[key] = [tensor.clone() for tensor in self._written]
         for at, tensor in enumerate(self._written):
             address = tensor.data_ptr()
@@ -293,12 +296,10 @@ def _elements(tensor: torch.Tensor, addresses: Any) -> Any:
     return index
 
 
-def _accesses(launch: LaunchLog, programs: set[tuple[int, int, int]]) -> int:
-    """Return how many accesses some programs of a launch recorded."""
-    return sum(
-        len(parts)
-        for log in launch.programs
-        if log.program in programs
-        for recorded in (log.loads, log.stores)
-        for parts in recorded.values()
+def _budget(launch: LaunchLog, programs: set[tuple[int, int, int]], slack: int) -> Budget:
+    """Return what a run of some programs of a launch may use."""
+    logs = [log for log in launch.programs if log.program in programs]
+    return Budget(
+        operations=slack * (1 + sum(log.operations for log in logs)),
+        seconds=_SLACK_S + _SLACK_SHARE * slack * sum(log.seconds for log in logs),
     )

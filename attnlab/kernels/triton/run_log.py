@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.triton.limits import Budget
 from attnlab.kernels.triton.trace import Key
 
 
@@ -77,6 +78,7 @@ class RunLog:
     - ``padded``: the rows of the output after the last token if the call was padded, else None.
     - ``reads``: the cache slots that each program loaded, if the launch was traced
       (:mod:`attnlab.kernels.triton.trace`).
+    - ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -85,6 +87,14 @@ class RunLog:
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
     reads: dict[Key, set[int]] = field(default_factory=dict)
+    operations: int = 0
+    budget: Budget | None = None
+
+    def operated(self) -> None:
+        """Count an operation of the interpreter."""
+        self.operations += 1
+        if self.budget is not None:
+            self.budget.spend()
 
     def multiply(self, left: Any, right: Any) -> Any:
         """Return left × right as NumPy computes it; record an int32 overflow."""
@@ -109,6 +119,7 @@ class RunLog:
         """Merge the log of another process of the same launch into this one."""
         self.wraps = {**other.wraps, **self.wraps}
         self.outside = {**other.outside, **self.outside}
+        self.operations = max(self.operations, other.operations)
         for key, slots in other.reads.items():
             self.reads[key] = self.reads.get(key, set()) | slots
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
 from attnlab.case.masks import MASKS
 from attnlab.case.ops import ENCODER, OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
@@ -132,7 +133,7 @@ class VllmBackend(Backend):
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        return ("float16", "bfloat16") if self.device == "cuda" else ("float16", "float32")
+        return ("float16", "bfloat16") if self.device == "cuda" else tuple(DTYPE_BYTES)
 
     @property
     def blind_spots(self) -> tuple[str, ...]:
@@ -141,14 +142,13 @@ class VllmBackend(Backend):
                 "float32 on a GPU, whose dot products use TF32",
                 "which slots are read, and out-of-bounds accesses: only the interpreter records them",
             )
-        return ("bfloat16 under Triton's interpreter; races, registers and compiler faults",)
+        return ("races, registers and compiler faults: Triton's interpreter has none",)
 
     def check(self, case: Case) -> None:
         super().check(case)
         if self.device == "cuda":
             check_fp8_format(case)
-        dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
-        check_runs(dtype, self.device, _subset(RunOptions.of(case)), case.trace_reads)
+        check_runs(self.device, _subset(RunOptions.of(case)), case.trace_reads)
         check_release(self.source, case)
         self.check_features(case)
 
@@ -229,7 +229,7 @@ def run(
     load. ``argument_of``, ``value_scale``: as in RunOptions. Returns what was recorded, on a GPU only the LSE
     and padded rows. Raises KernelRejected with what the op raises, Unavailable if it cannot run here.
     """
-    check_runs(call.query.dtype, where, share, watch)
+    check_runs(where, share, watch)
     loaded = load(source, target.platform, where, is_measuring())
     is_cpu = where == "cpu"
     output = interpreter.shared_copy(call.buffer) if is_cpu else call.buffer.to(where)
@@ -275,8 +275,8 @@ def run(
     return plan.observed
 
 
-def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> None:
-    """Raise Unavailable for a run that is impossible on this device, or would compute something else."""
+def check_runs(where: str, share: Subset, watch: bool) -> None:
+    """Raise Unavailable for a run that is impossible on this device."""
     if where == "cuda":
         if watch:
             raise Unavailable("trace_reads must be false on a GPU: reads are not recorded there")
@@ -285,11 +285,6 @@ def check_runs(dtype: torch.dtype, where: str, share: Subset, watch: bool) -> No
                 "kv_head_range and seq_range must be none on a GPU: only Triton's interpreter can run "
                 "a part of a call"
             )
-    elif dtype == torch.bfloat16:
-        raise Unavailable(
-            "dtype must not be bfloat16 under Triton's interpreter: its dot product multiplies the "
-            "raw bits; use float16 or float32"
-        )
 
 
 def load(source: Source, platform: Platform, device_type: str, is_marked: bool = False) -> Loaded:

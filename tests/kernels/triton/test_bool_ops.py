@@ -33,6 +33,26 @@ def test_blocks_are_combined():
     assert either.tolist() == [1, 1, 0, 1, 0, 1, 1, 1]
 
 
+def test_chained_comparisons_of_blocks():
+    """Python would keep the last comparison alone; a constant that is false ends the chain."""
+    triton = interpreter.interpreted_triton()
+    tl = triton.language
+
+    @triton.jit
+    def kernel(out, pointer, NONE: tl.constexpr, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        inside = 2 <= at < 5
+        tl.store(out + at, inside.to(tl.int32) + (0 < at <= at != 3).to(tl.int32))
+        if 1 < NONE < tl.load(pointer):
+            tl.store(out, 9)
+
+    kernel.fn.__globals__["tl"] = tl
+    out = torch.zeros(8, dtype=torch.int32)
+    with launching(LaunchPlan()):
+        kernel[(1,)](out, None, NONE=0, SIZE=8)
+    assert out.tolist() == [0, 1, 2, 1, 2, 1, 1, 1]
+
+
 def test_the_second_operand_of_scalars_may_be_skipped():
     """A constexpr condition protects an operand that cannot be computed."""
     triton = interpreter.interpreted_triton()

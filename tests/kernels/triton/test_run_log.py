@@ -135,7 +135,7 @@ def test_addresses_depend_on_the_order_of_the_tensors_alone():
         memory = Memory({"one": one, "part": one[2:], "two": two})
         assert [memory.address(t) - memory.address(one) for t in (one[2:], two)] == [8, 1 << 44]
         own = np.array([two.data_ptr()], dtype=np.uint64)
-        address, mask, stray = memory.inside(own, np.array([True]))
+        address, mask, stray = memory.inside(own, np.array([True]), 4)
         assert (address.tolist(), mask.tolist(), stray) == (own.tolist(), [True], "")
 
 

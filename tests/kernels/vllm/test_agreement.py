@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.case import Case
-from attnlab.case.errors import Unavailable
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import ROCM_DECODE, Target
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
@@ -170,16 +169,6 @@ def test_findings_by_release() -> None:
         assert as_heads is (version == "0.11.2")
     # Four of six decodes end inside a block: 4 rows of 2 heads of 64.
     assert found == {"0.11.2": (False, 4 * 2 * 64), "0.33.0": (True, 0)}
-
-
-def test_what_the_interpreter_gets_wrong_is_refused(source: Source) -> None:
-    """bfloat16 is rejected in one line, and the output is unchanged."""
-    case = hostile(dtype="bfloat16", platform="sm_90", release=source.rules)
-    call = Lab().call(case)
-    before = call.output.clone()
-    with pytest.raises(Unavailable, match="bfloat16 under Triton's interpreter"):
-        vllm_ops.run(call, Target.of(case), decide(case).kernels, source)
-    assert same_bits(call.output, before)
 
 
 def test_needed_runs_kernels_that_it_does_not_know() -> None:

@@ -1,0 +1,178 @@
+"""Compare the findings of ``attnlab check`` between releases of Triton, case by case.
+
+python tools/triton_versions.py FOLDER SOURCE...                all cases of some vLLMs, with each release
+python tools/triton_versions.py FOLDER SOURCE... --sample 40    of each vLLM, 40 cases
+python tools/triton_versions.py FOLDER SOURCE... --triton 3.6.0 3.9.0 --processes 16 --json differences.json
+
+SOURCE: a wheel, an sdist, a checkout, or the number of a release that was fetched. FOLDER keeps the releases
+of Triton, as triton-3.6.0 or 3.6.0; one that is missing is installed there from the package registry. The
+release that is installed here needs no folder.
+
+Each release runs in a process of its own. A case that an interpreter cannot run is listed as "not run". It is
+not a difference; other findings are. The exit code is 1 if there is a difference.
+
+A sample has, for each op, a case of each mask, op argument, cache dtype and dtype, in which interpreters may
+differ, then cases at equal distances among the others.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+Verdicts = dict[str, dict[str, Any]]  # by the case, in words
+
+
+def main() -> int:
+    """Run the comparison, or, in a process of its own, one release of Triton."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("sources", nargs="+", metavar="SOURCE")
+    parser.add_argument("--triton", nargs="+", default=TRITONS, metavar="VERSION")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="cases of each source (default: all)"
+    )
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all verdicts to this file")
+    parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.verdicts is not None:
+        args.verdicts.write_text(json.dumps(verdicts(args.sources[0], args.sample, args.processes)))
+        return 0
+    different, every = 0, dict[str, dict[str, Verdicts]]()
+    for source in args.sources:
+        found = {one: run_with(one, args, source) for one in args.triton}
+        every[source] = found
+        different += report(source, found)
+    if args.json is not None:
+        args.json.write_text(json.dumps(every, indent=1) + "\n")
+    return int(different > 0)
+
+
+def run_with(triton: str, args: argparse.Namespace, source: str) -> Verdicts:
+    """Return the verdicts of one source with one release of Triton, from a process of its own."""
+    path = [*package(args.folder, triton), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "verdicts.json"
+        command = [sys.executable, __file__, str(args.folder), source, "--verdicts", str(answer)]
+        command += ["--processes", str(args.processes)]
+        command += [] if args.sample is None else ["--sample", str(args.sample)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, check=True)
+        found: dict[str, Any] = json.loads(answer.read_text())
+    if found["triton"] != triton:
+        raise SystemExit(f"Triton {triton} was asked for, {found['triton']} was imported")
+    verdicts: Verdicts = found["verdicts"]
+    return verdicts
+
+
+def package(folder: Path, triton: str) -> list[str]:
+    """Return the folder that contains only this release of Triton, or none if it is installed here."""
+    if version("triton") == triton:
+        return []
+    for name in (triton, f"triton-{triton}"):
+        if (folder / name / "triton").is_dir():
+            return [str(folder / name)]
+    target = folder / f"triton-{triton}"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--target", str(target), f"triton=={triton}"]
+    subprocess.run(command, check=True)
+    return [str(target)]
+
+
+def verdicts(source: str, sample: int | None, processes: int) -> dict[str, Any]:
+    """Return the verdicts of cases of a source in this environment, and its release of Triton."""
+    from attnlab.case.case import Case
+    from attnlab.checker.plan import Plan
+    from attnlab.checker.public import backend_of
+    from attnlab.kernels.vllm.release_ops import fetch_ops
+    from attnlab.tasks.local import LocalEngine
+    from attnlab.tasks.task import Task
+
+    path = Path(source) if Path(source).exists() else fetch_ops(source)
+    backend = backend_of(source=path)
+    plan = Plan(backend=backend, ops=backend.ops)
+    tasks: Sequence[Task] = plan.tasks()
+    if sample is not None:
+        tasks = sampled(tasks, sample)
+    found: Verdicts = {}
+    names = {one.key: str(Case.from_dict(one.payload["case"])) for one in tasks}
+
+    def note(outcome: Any) -> None:
+        verdict = outcome.verdict or {}
+        found[names[outcome.key]] = {
+            "status": outcome.status,
+            "text": outcome.text,
+            "findings": sorted(
+                f"{one['kind']}: {one['diagnosis']}" for one in verdict.get("findings", ())
+            ),
+            "not_run": verdict.get("not_run", ""),
+            "unsupported": verdict.get("unsupported", ""),
+        }
+
+    engine = LocalEngine(processes)
+    try:
+        engine.run(plan.job(), sorted(tasks, key=lambda one: -one.cost_s), note)
+    finally:
+        engine.close()
+    return {"triton": version("triton"), "verdicts": found}
+
+
+def sampled(tasks: Sequence[Any], number: int) -> list[Any]:
+    """Return for each op a task of each value in which interpreters may differ, then some others."""
+    kinds: dict[tuple[Any, ...], Any] = {}
+    for task in tasks:
+        case = task.payload["case"]
+        for name in ("mask", "op_argument", "kv_cache_dtype", "dtype"):
+            kinds.setdefault((case.get("op"), name, case.get(name)), task)
+    chosen = {one.key: one for one in kinds.values()}
+    rest = [one for one in tasks if one.key not in chosen]
+    missing = max(0, number - len(chosen))
+    if missing:
+        chosen |= {one.key: one for one in rest[:: max(1, len(rest) // missing)][:missing]}
+    return [*chosen.values()][:number]
+
+
+def report(source: str, found: dict[str, Verdicts]) -> int:
+    """Print what differs between releases; return in how many cases findings do."""
+    different = 0
+    print(f"{source}: {len(next(iter(found.values())))} cases")
+    for triton, each in found.items():
+        findings = Counter(one for verdict in each.values() for one in verdict["findings"])
+        not_run = Counter(_why_not(verdict) for verdict in each.values() if _why_not(verdict))
+        print(
+            f"  Triton {triton}: {sum(findings.values())} findings, {sum(not_run.values())} not run"
+        )
+        for why, count in not_run.most_common():
+            print(f"    not run: {count} × {why}")
+    for case in dict.fromkeys(case for each in found.values() for case in each):
+        seen = {triton: each[case] for triton, each in found.items() if case in each}
+        ran = {t: (one["status"], one["findings"]) for t, one in seen.items() if not _why_not(one)}
+        if len(seen) < len(found) or len({repr(one) for one in ran.values()}) > 1:
+            different += 1
+            print(f"  differs: {case}")
+            for triton, verdict in seen.items():
+                print(
+                    f"    {triton}: {_why_not(verdict) or verdict['findings'] or verdict['status']}"
+                )
+    print(f"  {different} cases differ")
+    return different
+
+
+def _why_not(verdict: dict[str, Any]) -> str:
+    """Return why a case did not run, or ""."""
+    if verdict["status"] == "not_run":
+        return str(verdict["text"])
+    return str(verdict["not_run"] or verdict["unsupported"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
