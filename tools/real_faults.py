@@ -89,6 +89,7 @@ from attnlab.show import sheets
 
 PLATFORMS = {"vllm": "sm_90", "rocm": "gfx942"}
 HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
+HELPERS = "triton_attention_helpers.py"  # functions that the kernels of newer releases share
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 FURTHER_ROUNDS = 2
 LIMIT_S = 420.0
@@ -246,13 +247,14 @@ def order_by_hand(
     """Write one file with the order of each fault that was written by hand for an op; yield the files."""
     if not faults:
         return
-    file = mutated_file(source, "vllm", op)
+    own = mutated_file(source, "vllm", op)
+    files = [own, *own.parent.glob(HELPERS)]
     for i, fault in enumerate(faults):
-        try:
-            lines = fault.lines(file.read_text()) if fault.op == op else []
-        except NoPlace:
-            continue  # the release has other code
-        if lines:
+        for file in files if fault.op == op else ():
+            try:
+                lines = fault.lines(file.read_text())
+            except NoPlace:
+                continue  # the release has other code
             order = {
                 "root": str(source.root),
                 "version": source.version,
@@ -267,6 +269,7 @@ def order_by_hand(
             path = folder / f"{sound.stem}-hand-{i}.json"
             path.write_text(json.dumps(order))
             yield path
+            break
 
 
 def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
