@@ -200,6 +200,7 @@ def sound_in_process(source: Source, op: str, name: str, file: Path) -> None:
     """Save what the unchanged op does on all cases, in a process of its own."""
     if file.is_file():
         return
+    file.parent.mkdir(parents=True, exist_ok=True)
     order = file.with_suffix(".order")
     order.write_text(json.dumps({"path": str(source.path), "op": op, "backend": name}))
     subprocess.run([sys.executable, __file__, "--sound", str(order)], check=True)

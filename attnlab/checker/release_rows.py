@@ -120,7 +120,7 @@ def _add(found: Rows, header: Header, version: str, group: Group, outcomes: Outc
 
 def _has_same_case(one: Row, other: Row) -> bool:
     """Answer whether two rows are one: a Case has one output, whatever explains it."""
-    cases = [row.finding.case.replace(release=one.finding.case.release) for row in (one, other)]
+    cases = [{**row.finding.case.changes(), "release": None} for row in (one, other)]
     kinds = {(row.finding.op, row.finding.kind) for row in (one, other)}
     return len(kinds) == 1 and one.first == other.first and cases[0] == cases[1]
 
