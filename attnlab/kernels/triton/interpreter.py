@@ -219,8 +219,8 @@ def load_triton(interpret: bool) -> Any:
 
     Raises Unavailable if that is impossible, or if the interpreter is not tested with these versions.
     """
-    if interpret and "triton" not in sys.modules:
-        os.environ[VARIABLE] = "1"
+    if "triton" not in sys.modules:  # the variable may be that of a parent process that interprets
+        os.environ[VARIABLE] = "1" if interpret else "0"
     try:
         import triton
         import triton.runtime.interpreter

@@ -1,6 +1,9 @@
 """Which versions of Triton and NumPy the interpreter layer accepts, and that each of them was measured."""
 
 import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,3 +92,18 @@ def test_a_scalar_is_a_loop_bound_with_every_triton(monkeypatch: pytest.MonkeyPa
     out = torch.zeros(4, dtype=torch.int32)
     caller[(1,)](out, torch.tensor([2]))
     assert out.tolist() == [1, 2, 9, 9]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_device_decides_whether_triton_interprets(wanted):
+    """A worker for a GPU may inherit the variable of a process that interprets, and the reverse."""
+    code = (
+        "from attnlab.kernels.triton.interpreter import is_interpreting, load_triton\n"
+        f"load_triton(interpret={wanted})\n"
+        "print(is_interpreting())"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0" if wanted else "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str(wanted)
