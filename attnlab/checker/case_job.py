@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError, DeviceLost, OutOfMemory, Unsupported
+from attnlab.case.errors import AttnLabError, DeviceLost, InvalidCase, OutOfMemory, Unsupported
 from attnlab.case.json import json_value
 from attnlab.checker.case_check import check_case, is_callers_fault
 from attnlab.checker.case_run import CaseRun, lab_of, release_memory
@@ -116,7 +116,7 @@ def case_verdict(lab: Lab, backend: Backend, case: Case) -> Verdict:
         findings = check_case(lab, backend, case, count)
     except (DeviceLost, OutOfMemory):
         raise
-    except Unsupported as error:
+    except (Unsupported, InvalidCase) as error:  # InvalidCase: a field that this release's op lacks
         return {**verdict, **reads, "unsupported": str(error)}
     except AttnLabError as error:
         return {**verdict, **reads, "not_run": str(error)}
