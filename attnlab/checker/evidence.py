@@ -1,14 +1,16 @@
-"""Labels of wrong outputs by evidence: what explained one case's output is tried on the next first.
+"""Labels of wrong outputs by evidence: a rule about addresses or the softmax, or else that of an X-ray.
 
-Evidence is a rule about addresses or the softmax, or else the rule of an X-ray of the kernel.
+What is stated of a case depends on that case alone, so that shards, workers and an interrupted check state
+the same. Only while one finding is shrunk is what explained one case's output tried on the next first.
 
 Two faults with different rules get different labels, and one fault that shows in several cases gets one,
 which the name that an output alone suggests does not ensure.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,22 +32,22 @@ from attnlab.lab.lab import Lab
 from attnlab.weights.description import Description
 from attnlab.weights.public import xray
 
-MOST_SEARCHES = 4  # for rules, of one op in one process
-_MOST_REFUSALS = 2  # cases in which a name of an op is tried and not confirmed
+MOST_SEARCHES = 4  # for rules, while one finding is shrunk
+_MOST_REFUSALS = 2  # cases of one finding in which a name is tried and not confirmed
 _XRAY_S = 3.0  # time for the search for a description
 _MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
 
 
 class Rules:
-    """What was found out about one op of one backend in this process; ``label`` mutates it.
+    """What was found out about the cases of one finding; ``confirmed`` and ``label`` mutate it.
 
-    ``found``: rules that further cases confirmed; ``weights``: descriptions by X-rays; ``searches``: how
-    often something new was looked for. ``names``: defects that further cases confirmed; ``refused``: how
-    often they did not.
+    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays;
+    ``searches``: how often something new was looked for. ``names``: defects that further cases confirmed;
+    ``refused``: how often they did not.
     """
 
     def __init__(self) -> None:
-        self.found: list[Defect] = []
+        self.found: list[tuple[Defect, str]] = []
         self.weights: list[Description] = []
         self.searches = 0
         self.names = set[str]()
@@ -76,10 +78,10 @@ class Rules:
         self, lab: Lab, case: Case, output: torch.Tensor, rerun: Callable[[Case], torch.Tensor]
     ) -> str:
         """Return the text of the rule that explains an output, known or found now, or ""."""
-        for known in self.found:
+        for known, law in self.found:
             seen = examine(lab, case, output, (known,), Pattern()).diagnosis
             if any(is_general(one) for one in seen.explanations):
-                return known.text
+                return law
         found = examine(lab, case, output, (), Pattern())
         for described in self.weights:
             if follows_from(described, lab, case, output, found):
@@ -93,8 +95,8 @@ class Rules:
         rule = find_rule(lab, case, rerun)
         if rule is None:
             return ""
-        self.found.append(rule.candidate.defect)
-        return rule.candidate.text
+        self.found.append((rule.candidate.defect, rule.law))
+        return rule.law
 
     def _new_weights(self, lab: Lab, case: Case) -> str:
         """Return the rule of an X-ray of the kernel; "" if the case is too large, or for no clear rule."""
@@ -108,18 +110,29 @@ class Rules:
         return seen.description.text
 
 
-@lru_cache(maxsize=16)
-def _rules_of(backend: Backend, op: str) -> Rules:
-    return Rules()
+_REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Within, try on each case first what explained the cases before; all must be of one op and backend."""
+    token = _REMEMBERED.set(Rules())
+    try:
+        yield
+    finally:
+        _REMEMBERED.reset(token)
+
+
+def _rules() -> Rules:
+    """Return what was found out about earlier cases, nothing outside of :func:`remembering`."""
+    return _REMEMBERED.get() or Rules()
 
 
 def confirmed(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis of one output with the names that further cases confirm."""
     if not diagnosis.explanations:
         return diagnosis
-    return _rules_of(backend, case.op).confirmed(
-        lab, case, diagnosis, lambda one: run_case(lab, backend, one).output
-    )
+    return _rules().confirmed(lab, case, diagnosis, lambda one: run_case(lab, backend, one).output)
 
 
 def evidence_label(
@@ -133,9 +146,7 @@ def evidence_label(
     if diagnosis.explanations:  # Finding.names joins cases that do not decide with those that do
         return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
     try:
-        rule = _rules_of(backend, case.op).label(
-            lab, case, output, lambda one: run_case(lab, backend, one).output
-        )
+        rule = _rules().label(lab, case, output, lambda one: run_case(lab, backend, one).output)
     except AttnLabError:
         rule = ""
     return rule or diagnosis.status

@@ -8,6 +8,7 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.masks import CAUSAL, DATA_OF_LENGTHS, MASK_DATA
 from attnlab.checker.case_check import INT32_WRAP, OUT_OF_BOUNDS, check_case, wrong_accesses
 from attnlab.checker.case_run import run_case
+from attnlab.checker.evidence import remembering
 from attnlab.checker.finding import Finding
 from attnlab.checker.slot_reads import OBSERVED, observations
 from attnlab.kernels.backend import Backend
@@ -31,6 +32,7 @@ _PLAIN = {
 }
 
 
+@remembering()
 def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
     """Return the same finding at a smaller Case.
 

@@ -63,8 +63,11 @@ def _top_left(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) ->
     """Return the inputs of a mask [query_len, seq_len] whose diagonal begins at its first row and column."""
     if not problem.call.visibility.is_causal(row_slice.seq):
         return inputs
-    seen = mask_of(problem.call, row_slice.seq).visible(row_slice.tokens)
-    return dataclasses.replace(inputs, visible=seen)
+    mask = mask_of(
+        problem.call, row_slice.seq, qq_bias=None
+    )  # its rows are new tokens, not positions
+    hidden_by_bias = mask.visible(inputs.position) & ~inputs.visible
+    return dataclasses.replace(inputs, visible=mask.visible(row_slice.tokens) & ~hidden_by_bias)
 
 
 def _has_causal_context(problem: Problem) -> bool:

@@ -393,7 +393,7 @@ class Diagnosis(Shown):
             "outside_rows": list(self.outside_rows),
             "withdrawn": list(self.withdrawn),
             "xray": None if self.xray is None else xray_dict(self.xray),
-            "rule": None if self.rule is None else candidate_dict(self.rule.candidate),
+            "rule": None if self.rule is None else _rule_dict(self.rule),
             "side_errors": [one.sentence for one in self.side_errors],
             "weights": None if self.weights is None else self.weights.text,
             "repair": None if self.repair is None else self.repair.to_dict(),
@@ -410,3 +410,11 @@ class Diagnosis(Shown):
             "sentences": self.sentences(),
             "seconds": self.seconds,
         }
+
+
+def _rule_dict(rule: ConfirmedRule) -> dict[str, Any]:
+    """Return a rule as JSON-able values; ``others`` are the rules that no case separates from it."""
+    return {
+        **candidate_dict(rule.candidate),
+        "others": [candidate_dict(one) for one in rule.others],
+    }

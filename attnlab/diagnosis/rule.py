@@ -19,13 +19,16 @@ class ConfirmedRule:
     others: tuple[Candidate, ...] = ()
 
     @property
+    def law(self) -> str:
+        """Return what the kernel does, with the rules that no case separates from it."""
+        laws = (self.candidate.text, *(one.text for one in self.others))
+        return ", or ".join(laws) + (": no case separates them" if self.others else "")
+
+    @property
     def text(self) -> str:
-        """Return the rule in words."""
+        """Return the rule in words, with its rows and the number of cases."""
         scope = self.candidate.scope
         where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
         plural = "case" if self.cases == 1 else "cases"
         ran = " (only decodes ran)" if self.only_decodes else ""
-        same = "".join(f"; the same outputs follow if {one.text}" for one in self.others)
-        return (
-            f"{where}{self.candidate.text}{ran} (confirmed on {self.cases} further {plural}){same}"
-        )
+        return f"{where}{self.law}{ran} (confirmed on {self.cases} further {plural})"

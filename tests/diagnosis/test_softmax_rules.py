@@ -15,6 +15,7 @@ from attnlab.defects.problem import make_problem
 from attnlab.defects.row_slices import all_rows
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.loop_rules import loop_defects
 from attnlab.diagnosis.rule import ConfirmedRule
 from attnlab.diagnosis.rule_search import rules_of
@@ -214,9 +215,13 @@ def test_a_rule_names_the_others_that_nothing_separates():
         )
         for name in ("maxima are read at a wrong address", "parts are not rescaled")
     )  # fmt: skip
-    text = ConfirmedRule(candidate=first, cases=3, others=(second,)).text
-    assert "read at a wrong address" in text
-    assert "the same outputs follow if parts are not rescaled" in text
+    rule = ConfirmedRule(candidate=first, cases=3, others=(second,))
+    diagnosis = Diagnosis(status="described", rule=rule)
+    assert f"{first.text}, or {second.text}: no case separates them" in diagnosis.conclusion
+    assert [one["text"] for one in diagnosis.to_dict()["rule"]["others"]] == [second.text]
+    alone = Diagnosis(status="described", rule=ConfirmedRule(candidate=first, cases=3))
+    assert "no case separates" not in alone.conclusion
+    assert alone.to_dict()["rule"]["others"] == []
 
 
 def test_further_cases_have_scores_that_differ():

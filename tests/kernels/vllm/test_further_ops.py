@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.ops import DECODE_FWD, MERGE, OPS, UNIFIED, WRITE
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, OPS, UNIFIED, WRITE
 from attnlab.cli.main import main
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
@@ -222,7 +222,10 @@ def test_a_share_gives_the_bits_of_the_whole(source: Source) -> None:
         ),
         ({"num_splits": 2}, "num_splits must be none"),
         ({"op": UNIFIED, "num_splits": 3}, "num_splits must be 0 or a power of two"),
-        ({"op": UNIFIED, "kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8"),
+        (
+            {"op": ENCODER, "query_lens": (3,), "ctx_lens": (0,), "kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype must be one of auto with",
+        ),
         (
             {"op": WRITE, "backend": "vllm", "seq_range": (0, 1)},
             "seq_range must be none with reshape",
@@ -235,6 +238,16 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
     """The error is one line that names the field."""
     with pytest.raises(InvalidCase, match=words):
         hostile(**changes)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_unified_attention_reads_a_cache_of_e5m2(source: Source, scale: float) -> None:
+    """Its code has no list of formats: what the cache's dtype is decides."""
+    scales = {"k_scale": scale, "v_scale": scale}
+    case = hostile(
+        op=UNIFIED, backend="vllm", release=source.rules, kv_cache_dtype="fp8_e5m2", **scales
+    )
+    assert Lab(source=source.path).run(case).status == "match"
 
 
 def test_scales_that_a_release_does_not_know_are_refused(source: Source) -> None:

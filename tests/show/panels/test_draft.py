@@ -46,12 +46,13 @@ def test_the_group_of_a_wrong_field_opens() -> None:
 
 def test_a_rule_is_explained_at_the_field_that_it_names() -> None:
     """Without a control for that field, the message is at the changed one."""
-    view = panel(SMALL.replace(sliding_window=4), knobs=("alibi", "sliding_window"))
-    view.controls["alibi"].input.value = True
-    assert explained(view) == ["sliding_window"]
-    hidden = panel(SMALL.replace(sliding_window=4), knobs=("alibi",))
-    hidden.controls["alibi"].input.value = True
-    assert explained(hidden) == ["alibi"]
+    case = SMALL.replace(sliding_window=4, freed="empty")
+    view = panel(case, knobs=("sliding_window", "freed"))
+    view.controls["sliding_window"].input.value = "0"
+    assert explained(view) == ["freed"]
+    hidden = panel(case, knobs=("sliding_window",))
+    hidden.controls["sliding_window"].input.value = "0"
+    assert explained(hidden) == ["sliding_window"]
 
 
 def test_a_text_that_cannot_be_parsed_is_explained() -> None:
