@@ -99,3 +99,18 @@ def test_diagnosing_changes_no_tensor(tmp_path):
     assert output.nan_to_num(9).equal(kept.nan_to_num(9))
     before, after = (KernelCall.load(tmp_path / name) for name in ("before", "after"))
     assert before.key_cache.nan_to_num(9).equal(after.key_cache.nan_to_num(9))
+
+
+def test_rows_that_equal_the_buffer_are_not_known_to_be_unwritten():
+    """One output shows no more; a call whose contracts leave the rows out does."""
+    changes = {"query_lens": (4, 3), "ctx_lens": (9, 40), "platform": "sm_90"}
+    case, lab = hostile(stage="sound", empty_slots="zeros", **changes), Lab()
+    output, call = lab.output(case).clone(), lab.call(case)
+    before = torch.randn_like(output.float()).to(output.dtype)
+    output[-3:] = before[-3:]
+    defects = [DEFECTS[name] for name in ("rows_never_written", "causal_plus_one")]
+    given = {"output": output, "before": before, "defects": defects}
+    diagnosis = diagnose_call(call, Target.of(case), decide(case).kernels, **given)
+    assert (diagnosis.status, diagnosis.cause) == ("ambiguous", None)
+    assert [one.name for one in diagnosis.explanations] == ["rows_never_written"]
+    assert "ambiguous: the output does not contradict" in " ".join(diagnosis.sentences())
