@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnlab.case.errors import Unavailable
 from attnlab.checker.finding import KINDS
 from attnlab.checker.known import KnownFinding
 from attnlab.checker.plan import FAULTS, Plan
 from attnlab.checker.report import NotRun, Report, build_report
+from attnlab.kernels.plugin import NO_INTERPRETER
 from attnlab.tasks.engine import Engine, InProcess, Stop, never
 from attnlab.tasks.run import Remaining, TaskRun, deadline
 from attnlab.tasks.shard import ALL, Shard
@@ -63,6 +65,7 @@ def check_library(
     - ``known``: expected findings. ``stop``: return True to end early; the report has what ran.
 
     Raises what the backend raises if it cannot run at all, and InvalidCase or Unavailable for ``out``.
+    A user's kernel that no process can launch raises Unavailable: the environment must change.
     """
     began = time.perf_counter()
     all_tasks = plan.tasks()
@@ -75,7 +78,7 @@ def check_library(
         run.run(scheduled(tasks, seconds is not None), watching("cases", tasks, on_progress))
         shrinking = plan.shrink_tasks(tasks, run.outcomes)
         run.run(shrinking, watching("shrinking", shrinking, on_progress))
-    return build_report(
+    report = build_report(
         header,
         tasks,
         run.outcomes,
@@ -83,6 +86,10 @@ def check_library(
         stopped="the check was interrupted" if stop() else "the time was up",
         known=known,
     )
+    reasons = [entry.reason for entry in report.not_run if NO_INTERPRETER in entry.reason]
+    if reasons and not report.cases_run:
+        raise Unavailable(reasons[0])
+    return report
 
 
 def scheduled(tasks: Sequence[Task], is_limited: bool) -> list[Task]:

@@ -175,8 +175,9 @@ COMMAND = Command(
         "attnlab replay call.safetensors --source 0.33.0 --probe",
         "git bisect run attnlab replay call.safetensors --source .",
     ),
-    exit_codes="0 every replay matches; 1 one mismatches or rejects the call; 3 none does, but one cannot\n"
-    "  run; 125 the only target cannot run the call; 129 stop git bisect",
+    exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"
+    "  deterministic; 3 none does, but one cannot run; 125 the only target cannot run the call;\n"
+    "  129 stop git bisect",
     add_flags=_add_flags,
     run=_run,
     notes=_DOCUMENT,

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
             *([f"no script: {why}"] if why else []),
         ):
             print(line)
-    return 1 if found.is_failing else 0
+    return 0 if found.status == "match" else 1
 
 
 def _write(
@@ -103,7 +103,8 @@ COMMAND = Command(
         "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
         "attnlab shrink call.safetensors --backend mine.py:my_attention --seconds 30",
     ),
-    exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written",
+    exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
+    "  differ",
     notes="With --source, or --backend vllm, a script is written, too, that reproduces the fault with torch, "
     "Triton and vLLM alone. Other backends have none, and some calls do not; the command states why.",
     add_flags=_add_flags,

@@ -228,6 +228,19 @@ def _degree(candidate: Candidate) -> int:
     return 0 if candidate.scope is None else candidate.scope.degree
 
 
+def without_guess(diagnosis: Diagnosis) -> Diagnosis:
+    """Return a diagnosis of one output without the cause that its rows are not written, unless it is proved.
+
+    Rows that equal what the buffer held may be unwritten, or be written with the same numbers: another
+    buffer, or a violated contract, tells. The name stays among the explanations.
+    """
+    cause = diagnosis.cause
+    is_proved = diagnosis.unwritten_by == "contracts" or (cause is not None and cause.linked)
+    if cause is None or cause.name != NEVER_WRITTEN or is_proved:
+        return diagnosis
+    return dataclasses.replace(diagnosis, status="ambiguous", cause=None)
+
+
 def _without_candidates(evidence: Evidence) -> Diagnosis:
     """Return the diagnosis "nothing wrong", with all facts that do not depend on candidates."""
     locations, problem = evidence.locations, evidence.problem

@@ -22,7 +22,7 @@ from attnlab.diagnosis.argument_diagnosis import diagnose_argument
 from attnlab.diagnosis.argument_lab import argument_lab
 from attnlab.diagnosis.bad_lines import with_bad_lines
 from attnlab.diagnosis.candidates import Candidate
-from attnlab.diagnosis.decision import collect_evidence, conclude
+from attnlab.diagnosis.decision import collect_evidence, conclude, without_guess
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
 from attnlab.diagnosis.error_location import ErrorLocations, locate
@@ -211,7 +211,7 @@ def diagnose_call(
         problem = dataclasses.replace(problem, before=output_numbers(call, before))
     violations = Violations() if call.is_foreign else find_violations(call, target, kernels)
     evidence = collect_evidence(problem, numbers, locations, violations)
-    diagnosis = conclude(evidence, defects)
+    diagnosis = without_guess(conclude(evidence, defects))
     seconds = time.perf_counter() - began
     return dataclasses.replace(diagnosis, unknown=list(unknown), seconds=seconds)
 

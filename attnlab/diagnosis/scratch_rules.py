@@ -33,6 +33,10 @@ _OUTPUTS, _MAXIMA, _SUMS, _LOGS = (
     "log-sum-exps of the parts",
 )
 _SCALARS = "maxima and sums of the parts"
+_UNSCALED = {  # what equal maxima or log-sum-exps of all parts amount to
+    _MAXIMA: "neither the outputs nor the sums of the parts are rescaled",
+    _LOGS: "the outputs of the parts are added with equal weights",
+}
 _LONGEST = 8  # new tokens of a sequence up to which unified_attention of 0.33.0 uses segments
 
 
@@ -127,7 +131,19 @@ def _rules(problem: Problem) -> Iterator[tuple[ScratchRule, str]]:
             for rule in rules_of(name, memory, sizes):
                 for stored, verb in ((False, "are read at"), (True, "are stored at")):
                     text = rule.text(memory.terms).replace("are read at", verb)
+                    if not stored and name in _UNSCALED and _is_one_address(rule, memory, problem):
+                        text = f"{_UNSCALED[name]}; or, which no output distinguishes, {text}"
                     yield ScratchRule(rule, groups[name], stored, division, slots), text
+
+
+def _is_one_address(rule: AddressRule, memory: TensorMemory, problem: Problem) -> bool:
+    """Answer whether all parts of a row and head are read at one address, so that their factors are 1."""
+    shape = torch.Size((*problem.call.query.shape[:2], 2, 1))
+    sizes = dict(memory.strides) | sizes_of(problem.call)
+    at = rule.address(memory.terms, _features(problem, shape), sizes) + torch.zeros(
+        shape, dtype=torch.int64
+    )
+    return bool((at[:, :, 0] == at[:, :, 1]).all())
 
 
 def _ends(division: Division, problem: Problem, seq: int) -> list[tuple[int, int]]:

@@ -58,6 +58,7 @@ from attnlab.tensors.layout import strided
 
 GROUP = "attnlab.kernels"
 Kernel = Callable[[KernelCall], Any]
+NO_INTERPRETER = f"needs a GPU or Triton's interpreter: set {VARIABLE}=1 before Triton is imported"
 _NO_LARGE_CACHES = (
     "block offsets beyond 2^31 elements: set large_caches = True on a kernel that copies no cache"
 )
@@ -155,8 +156,7 @@ class PluginBackend(Backend):
         except Exception as error:
             if NO_DRIVER.search(str(error)) and not torch.cuda.is_available():
                 raise Unavailable(
-                    f"{self.name} launches a Triton kernel, which needs a GPU, or {VARIABLE}=1 in the "
-                    "environment before Triton is imported"
+                    f"{self.name} launches a Triton kernel, which {NO_INTERPRETER}"
                 ) from error
             raise KernelFailed(text_of(error, self.file)) from error
         if before is not None and _is_result(returned, call) and _same_bits(before, call.buffer):

@@ -6,18 +6,27 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase, InvalidValue, KernelFailed, KernelRejected, Unavailable
+from attnlab.case.errors import (
+    InvalidCase,
+    InvalidValue,
+    KernelFailed,
+    KernelRejected,
+    NotDeterministic,
+    Unavailable,
+)
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import where_it_ran
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import controlled
 from attnlab.replay.expected import Expected, distance, other_bits
 from attnlab.replay.replays import (
     CANNOT_RUN,
     MATCH,
     MISMATCH,
     REJECTED,
+    UNSTABLE,
     Difference,
     Replay,
     Replays,
@@ -47,6 +56,8 @@ class Ran:
         """Return the verdict, one of :data:`attnlab.replay.replays.STATUSES`."""
         if self.output is not None:
             return MISMATCH if bool((self.expected.ratio(self.output) > 1).any()) else MATCH
+        if isinstance(self.failure, NotDeterministic):
+            return UNSTABLE
         return REJECTED if isinstance(self.failure, KernelRejected) else CANNOT_RUN
 
 
@@ -61,14 +72,20 @@ def expected_of(call: KernelCall, ran: Case) -> Expected:
 def run_on(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:
     """Run a call on a backend. ``case`` and ``given``: as for :func:`where_it_ran`.
 
-    A rejection and a backend that cannot run the call are no exceptions, but the run's ``failure``.
+    A rejection, a backend that cannot run the call, and outputs of equal runs that differ are no exceptions,
+    but the run's ``failure``.
     """
     ran = where_to_run(call, backend, case, given)
     expected = expected_of(call, ran)
-    try:
-        return Ran(case=ran, expected=expected, output=run_call(call, backend, ran))
-    except (InvalidValue, KernelRejected, Unavailable) as error:
-        return Ran(case=ran, expected=expected, failure=error)
+    failure: Exception | None = None
+    with controlled() as control:
+        try:
+            return Ran(case=ran, expected=expected, output=run_call(call, backend, ran))
+        except (InvalidValue, KernelRejected, Unavailable) as error:
+            failure = error
+    if control.found is not None:
+        failure = NotDeterministic(control.found.text)
+    return Ran(case=ran, expected=expected, failure=failure)
 
 
 def compare_outputs(

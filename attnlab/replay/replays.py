@@ -8,7 +8,8 @@ from attnlab.case.json import json_number
 from attnlab.case.shown import Shown
 
 MATCH, MISMATCH, REJECTED, CANNOT_RUN = "match", "mismatch", "rejected", "cannot run"
-STATUSES = (MATCH, MISMATCH, REJECTED, CANNOT_RUN)
+UNSTABLE = "not deterministic"
+STATUSES = (MATCH, MISMATCH, REJECTED, CANNOT_RUN, UNSTABLE)
 SKIP = 125  # the exit code with which git bisect skips a commit
 
 
@@ -42,8 +43,9 @@ class Replay:
     """What one backend made of a call.
 
     - ``target``: the source or the backend, as the user named it; ``backend``: the kernels and their version.
-    - ``status``: "match", "mismatch", "rejected" (the kernel raises) or "cannot run" (the source does not
-      have the op, or this machine cannot run it). ``reason``: why, for the last two.
+    - ``status``: "match", "mismatch", "rejected" (the kernel raises), "cannot run" (the source does not
+      have the op, or this machine cannot run it) or "not deterministic" (equal runs differ). ``reason``:
+      why, for the last three.
     - ``failed``: a rejection that the op does not state itself: it crashed or does not compile.
     - ``error``: the difference from the correct output; ``from_recorded``: that from the recorded output.
       None if the call did not run, or if no output was recorded.
@@ -87,9 +89,10 @@ class Replays(Shown):
     def exit_code(self) -> int:
         """Return the exit code of ``attnlab replay``.
 
-        0 every replay matches; 1 one mismatches, or rejects the call; 3 none does, but one cannot run. With
-        one target, git bisect must skip a commit that says nothing about the fault: 125 if it cannot run the
-        call, or if the op states itself that it does not accept it, unless a rejection was recorded.
+        0 every replay matches; 1 one mismatches, rejects the call, or is not deterministic; 3 none does, but
+        one cannot run. With one target, git bisect must skip a commit that says nothing about the fault:
+        125 if it cannot run the call, or if the op states itself that it does not accept it, unless a
+        rejection was recorded.
         """
         if len(self.replays) == 1:
             (one,) = self.replays
@@ -97,7 +100,7 @@ class Replays(Shown):
             if one.status == CANNOT_RUN or limit:
                 return SKIP
         statuses = {one.status for one in self.replays}
-        if statuses & {MISMATCH, REJECTED}:
+        if statuses & {MISMATCH, REJECTED, UNSTABLE}:
             return 1
         return 3 if CANNOT_RUN in statuses else 0
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attnlab.replay.replays import CANNOT_RUN, MATCH, MISMATCH, REJECTED
+from attnlab.replay.replays import CANNOT_RUN, MATCH, MISMATCH, REJECTED, UNSTABLE
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
 
 if TYPE_CHECKING:
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from attnlab.replay.replays import Difference, Replay, Replays
     from attnlab.replay.shrinking import Shrunk
 
-_TONES: dict[str, Tone] = {MATCH: "good", MISMATCH: "bad", REJECTED: "odd", CANNOT_RUN: "quiet"}
+_TONES: dict[str, Tone] = {
+    **{MATCH: "good", MISMATCH: "bad", UNSTABLE: "bad"},
+    **{REJECTED: "odd", CANNOT_RUN: "quiet"},
+}
 _COLUMNS = ("target", "kernels", "verdict", "beyond rounding", "largest error", "recorded bits")
 
 

@@ -19,7 +19,7 @@ from attnlab.diagnosis.captured import check_diagnosable, violations_of_captured
 from attnlab.diagnosis.diagnose import diagnose_call
 from attnlab.kernels.backend import Backend
 from attnlab.replay.replay_call import Ran, expected_of, run_on
-from attnlab.replay.replays import MISMATCH, REJECTED
+from attnlab.replay.replays import MISMATCH, REJECTED, UNSTABLE
 from attnlab.replay.steps import smaller_calls
 from attnlab.tensors.call import KernelCall
 
@@ -31,8 +31,10 @@ class Shrunk(Shown):
     """The smallest call that was found.
 
     - ``call``: with the output of its last run; ``before``, ``after``: the sizes of both calls, by name.
-    - ``status``: "mismatch" or "rejected", or "match" if the call does not fail: then nothing was done.
-    - ``reason``: what the kernel raises; ``largest``: the largest error in units of the rounding bound.
+    - ``status``: "mismatch" or "rejected", "match" if the call does not fail, or "not deterministic" if equal
+      runs differ: then nothing was done.
+    - ``reason``: what the kernel raises, or how equal runs differ; ``largest``: the largest error in units of
+      the rounding bound.
     - ``cause``: the defect that explains both calls, or "".
     - ``steps``: the steps that were kept; ``tries``: how many calls were run; ``is_complete``: no further
       step keeps the fault, and the time limit was not reached.
@@ -59,6 +61,8 @@ class Shrunk(Shown):
 
     def sentences(self) -> list[str]:
         """Return the result in words, the fault first."""
+        if self.status == UNSTABLE:
+            return [self.reason, "no call was cut: a smaller one may fail or not by chance"]
         if not self.is_failing:
             return [
                 "the call does not fail: rounding explains every difference from the correct output"
@@ -122,9 +126,12 @@ class Judge:
     case: Case
     given: tuple[str, ...] = ()
 
-    def failure(self, call: KernelCall) -> Failure | None:
-        """Return how a call fails, or None if it does not, or cannot run."""
-        ran = self._ran(call)
+    def failure(self, call: KernelCall, ran: Ran | None = None) -> Failure | None:
+        """Return how a call fails, or None if it does not, cannot run, or fails in one of two equal runs.
+
+        ``ran``: its run, None to run it.
+        """
+        ran = self.run(call) if ran is None else ran
         if ran.status == REJECTED:
             text = re.sub(r"\d+", "#", str(ran.failure))
             return Failure(call=call, ran=ran, kind=(REJECTED, text))
@@ -138,7 +145,8 @@ class Judge:
             kind=(MISMATCH, is_finite),
         )
 
-    def _ran(self, call: KernelCall) -> Ran:
+    def run(self, call: KernelCall) -> Ran:
+        """Run a call, twice if equal runs may differ; without a backend, take the output that it has."""
         if self.backend is not None:
             return run_on(call, self.backend, self.case, self.given)
         ran = where_it_ran(call, self.case, self.given).case
@@ -183,13 +191,14 @@ def shrink(
         why = "that was rejected: it has no output" if call.rejection else "without an output"
         raise InvalidCall(f"source must be given for a call {why}")
     on_try("the call itself", 0)
-    found = judge.failure(call)
+    ran = judge.run(call)
+    found = judge.failure(call, ran)
     if found is None:
-        ran = judge._ran(call)
-        if ran.failure is not None:
+        if ran.failure is not None and ran.status != UNSTABLE:
             raise InvalidCall(f"call must run to be shrunk: {ran.failure}")
         sizes = sizes_of(call)
-        return Shrunk(call=call, before=sizes, after=sizes, status=ran.status, tries=1)
+        why = "" if ran.failure is None else str(ran.failure)
+        return Shrunk(call=call, before=sizes, after=sizes, status=ran.status, reason=why, tries=1)
     search = _Search(judge=judge, found=found, seconds=seconds, on_try=on_try)
     search.run()
     last = search.found

@@ -10,7 +10,7 @@ from attnlab.case.errors import NotDeterministic
 from attnlab.kernels.control import controlled, is_controlled
 from attnlab.weights.confirmation import Other, SecondCase
 from attnlab.weights.description import Description, numbers
-from attnlab.weights.evidence import compare, explained
+from attnlab.weights.evidence import compare, explained, too_coarse
 from attnlab.weights.examine import COARSE_VALUES, Examined, Subject, examine, is_coarse
 from attnlab.weights.head_rules import HeadGain, HeadScore
 from attnlab.weights.measurement import runner
@@ -131,6 +131,9 @@ def _judge(
     holds = second.confirms_values(faults) if faults.is_rule else None
     about_values = _about_values(faults, holds)
     if bool(explained(setup, measured, expected, 1.0).all()):
+        hidden = too_coarse(setup, expected)
+        if not about_values and bool(hidden.any()):
+            return _Verdict(status="undecided", sentences=(_not_decided(hidden),))
         if not about_values:
             which = "every row" if usable.is_all else "every other row"
             words = f"{which} attends to its keys with the right weights, within the precision"
@@ -233,6 +236,15 @@ def _has_number(one: Description) -> bool:
     """Answer whether a description has a factor that is a fitted number."""
     factors = [getattr(rule, "factor", None) for rule in one.rules]
     return any(isinstance(factor, Constant) and not factor.name for factor in factors)
+
+
+def _not_decided(hidden: torch.Tensor) -> str:
+    """Return that rows and heads, [R, H] bool, are measured too coarsely to be called right."""
+    rows = int(hidden.any(1).sum())
+    return (
+        f"not decided: precision: in {rows} of {len(hidden)} rows, the largest weight is known to no better "
+        "than 25 % of it; no weight is beyond this bound"
+    )
 
 
 def _precision(measured: torch.Tensor, expected: torch.Tensor) -> str:

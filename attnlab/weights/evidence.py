@@ -48,6 +48,16 @@ def compare(
     return Evidence(ratio=worst, cost=cost)
 
 
+def too_coarse(setup: AttentionSetup, expected: torch.Tensor) -> torch.Tensor:
+    """Return the rows and heads of which the precision hides large errors, [R, H] bool.
+
+    Their largest weight is known to no better than a quarter of it.
+    """
+    largest = expected.amax(-1)
+    bound = largest * setup.relative[:, None] + setup.fixed[:, None]
+    return (bound > MOST_LEFT * largest) & (largest > 0)
+
+
 def explained(
     setup: AttentionSetup, measured: torch.Tensor, predicted: torch.Tensor, slack: float = SLACK
 ) -> torch.Tensor:

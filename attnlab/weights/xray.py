@@ -25,7 +25,8 @@ class XRay(Shown):
     """The effective attention weights of a kernel.
 
     - ``status``: "right"; "precision" (they differ by rounding that is coarser than the bound); "described"
-      (a rule explains every weight within the bound); "undecided"; "unreadable" (no row is finite).
+      (a rule explains every weight within the bound); "undecided" (no rule does, or the bound is so large
+      that right weights show nothing); "unreadable" (no row is finite).
     - ``examined``: the measurement, on the device that computed it. All other tensors are on the CPU: those
       of a GPU are copied when they are first asked for.
     - ``descriptions``: the rules that explain the weights, simplest first; all predict the same weights here.

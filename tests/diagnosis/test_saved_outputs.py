@@ -12,8 +12,10 @@ from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
+from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
+from attnlab.diagnosis.scratch_rules import scratch_defects
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 
@@ -99,3 +101,32 @@ def test_diagnosing_changes_no_tensor(tmp_path):
     assert output.nan_to_num(9).equal(kept.nan_to_num(9))
     before, after = (KernelCall.load(tmp_path / name) for name in ("before", "after"))
     assert before.key_cache.nan_to_num(9).equal(after.key_cache.nan_to_num(9))
+
+
+def test_rows_that_equal_the_buffer_are_not_known_to_be_unwritten():
+    """One output shows no more; a call whose contracts leave the rows out does."""
+    changes = {"query_lens": (4, 3), "ctx_lens": (9, 40), "platform": "sm_90"}
+    case, lab = hostile(stage="sound", empty_slots="zeros", **changes), Lab()
+    output, call = lab.output(case).clone(), lab.call(case)
+    before = torch.randn_like(output.float()).to(output.dtype)
+    output[-3:] = before[-3:]
+    defects = [DEFECTS[name] for name in ("rows_never_written", "causal_plus_one")]
+    given = {"output": output, "before": before, "defects": defects}
+    diagnosis = diagnose_call(call, Target.of(case), decide(case).kernels, **given)
+    assert (diagnosis.status, diagnosis.cause) == ("ambiguous", None)
+    assert [one.name for one in diagnosis.explanations] == ["rows_never_written"]
+    assert "ambiguous: the output does not contradict" in " ".join(diagnosis.sentences())
+
+
+def test_equal_factors_of_all_parts_are_also_a_missing_rescale():
+    """A maximum at one address for all parts and a lost rescale of both numbers give the same outputs."""
+    case = hostile(op="unified_attention", query_lens=(1, 2), ctx_lens=(70, 40), platform="sm_90")
+    texts = [
+        one.text
+        for one in scratch_defects(
+            Problem.of_call(Lab().call(case), Target.of(case), decide(case).kernels)
+        )
+    ]
+    both = [one for one in texts if "are rescaled; or, which no output distinguishes" in one]
+    assert any("maxima of the parts are read" in one for one in both)
+    assert len(both) < len(texts)

@@ -275,3 +275,21 @@ def test_a_compiled_kernel_without_a_gpu_says_how_to_run_it(tmp_path, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="TRITON_INTERPRET=1"):
         Lab().run(small(f"{file}:fn"))
+
+
+@needs_triton
+def test_a_check_that_launches_nothing_says_how_to_run_it(tmp_path, capsys, monkeypatch):
+    """If no case ran for want of the interpreter, there is no report: one line, and exit code 2."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def fn(call):\n    raise RuntimeError('0 active drivers ([]). There should only be one.')\n"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["check", f"{file}:fn", "--cases", "2", "--engine", "local:1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert (
+        printed.err.strip()
+        .splitlines()[-1]
+        .endswith("set TRITON_INTERPRET=1 before Triton is imported")
+    )

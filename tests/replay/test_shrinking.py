@@ -182,3 +182,38 @@ def test_scripts_reproduce_calls(capsys, tmp_path):
     for script, code in [*((file, 0) for file in files), (written[1], 1)]:
         found, text = script_outcome(Path(script), find_source(clone))
         assert found == code, text
+
+
+FLAKY = (
+    RIGHT
+    + """
+
+right, runs = my_attention, []
+
+
+def my_attention(call):
+    right(call)
+    runs.append(call)
+    if len(runs) % 2 == 0:
+        call.output[0] = 7.0
+
+
+my_attention.op = right.op
+my_attention.kv_cache_dtypes = right.kv_cache_dtypes
+"""
+)
+
+
+def test_equal_runs_that_differ_have_no_verdict(capsys, tmp_path):
+    """A kernel that damages a row now and then is neither shrunk nor replayed to a verdict."""
+    call, flaky = call_of(), kernel_file(tmp_path, FLAKY, "flaky")
+    found = attnlab.shrink_call(call, backend=flaky)
+    assert (found.status, found.steps) == ("not deterministic", ())
+    assert "the same call gives different outputs" in found.sentences()[0]
+    replays = attnlab.replay_call(call, backends=[flaky])
+    assert (replays.replays[0].status, replays.exit_code) == ("not deterministic", 1)
+    path, out = tmp_path / "call.safetensors", tmp_path / "small"
+    call.save(path)
+    command = ["shrink", str(path), "--backend", flaky, "--out", str(out)]
+    assert document(capsys, command, 1)["status"] == "not deterministic"
+    assert not out.exists()

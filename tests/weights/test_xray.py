@@ -323,3 +323,13 @@ def test_a_kernel_that_inspects_the_values_is_stated_in_one_line(name, status, w
     assert found.status == status, found.sentences
     assert any(words in sentence for sentence in found.sentences)
     assert not found.descriptions
+
+
+def test_weights_that_are_not_known_are_not_right(monkeypatch):
+    """A bound of more than a share of the largest weights hides what is wrong with them."""
+    case = Case(**FIELDS, op="unified_attention")
+    assert attnlab.xray(case).status == "right"
+    monkeypatch.setattr("attnlab.weights.evidence.MOST_LEFT", 1e-9)
+    found = attnlab.xray(case)
+    assert (found.status, found.is_wrong) == ("undecided", True)
+    assert found.sentences[0].startswith("not decided: precision")
