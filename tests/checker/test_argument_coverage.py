@@ -14,6 +14,7 @@ from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.lengths import launches
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.coverage import measuring
 from attnlab.kernels.vllm import encoder_call, mask_arguments, op_calls
@@ -113,7 +114,7 @@ def layout_gaps(op, is_left_out=lambda case: False):
     """
     source, facts = of_release("0.33.0"), []
     backend = find_backend("vllm", source.path, "cpu")
-    for case in hostile_cases(backend, op, "sm_90", 31, 0):
+    for case in hostile_cases(backend, op, "sm_90", DEFAULT_CASES, 0):
         argument = case.argument
         is_about_layout = argument.name == "gaps" or argument.far_dim is not None or argument.cache
         is_index = case.stage == "int64" or case.mask in ("ranges", "tree", "prefix_and_window")

@@ -15,6 +15,7 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.target import Target
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
@@ -77,7 +78,7 @@ def test_the_faults_of_0_33_0_are_found_and_named():
     backend = find_backend("vllm", of_release("0.33.0").path, "cpu")
     lab = Lab(source=backend.path, device="cpu")
     found = {}
-    for case in hostile_cases(backend, UNIFIED, "sm_90", 31, 0):
+    for case in hostile_cases(backend, UNIFIED, "sm_90", DEFAULT_CASES, 0):
         if case.mask == "causal" or case.num_splits or case.op_argument != NONE:
             continue
         for finding in check_case(lab, backend, case):
@@ -108,7 +109,7 @@ def test_sound_models_have_no_findings():
     cases = [
         case
         for op in (UNIFIED, WRAPPER, PREFILL)
-        for case in hostile_cases(backend, op, "sm_90", 31, 0)
+        for case in hostile_cases(backend, op, "sm_90", DEFAULT_CASES, 0)
         if case.mask != "causal"
     ]
     assert {case.mask for case in cases} == set(MASKED)

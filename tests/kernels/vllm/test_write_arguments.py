@@ -11,6 +11,7 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import WRITE
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.argument_write import write_bound
@@ -47,7 +48,7 @@ def test_a_release_without_the_function_of_a_write_is_unsupported(name):
 
 
 def test_check_has_a_write_of_each_format(backend):
-    names = [case.op_argument for case in hostile_cases(backend, WRITE, "sm_90", 31, 0)]
+    names = [case.op_argument for case in hostile_cases(backend, WRITE, "sm_90", DEFAULT_CASES, 0)]
     assert set(FORMATS) <= set(names)
 
 
