@@ -205,7 +205,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.known is not None:
         read_known(args.known)
     check_ci_files(args)
-    if args.out is not None:
+    if args.out is not None and args.out.exists():
         from attnlab.tasks.store import check_store_folder
 
         check_store_folder(args.out)

@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.native and args.device != "cpu":
         refuse("device", "cpu with native", args.device)
     found = _of_folder(args) if args.sources is not None else _of_index(args)
-    if args.out is not None:
+    if args.out is not None and args.out.exists():
         from attnlab.tasks.store import check_store_folder
 
         check_store_folder(args.out)
