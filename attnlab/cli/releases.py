@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
         interruptible() as stop,
         progress(title) as on_step,
         find_engine(args.engine or "local", args.device, stop) as engine,
-        _gpu(args.native, stop) as native,
+        _gpu(args.native, args.engine, stop) as native,
     ):
         table = check_releases(
             plan,
@@ -127,8 +127,13 @@ def _run(args: argparse.Namespace) -> int:
     return stop.exit_code or table.exit_code
 
 
-def _gpu(is_wanted: bool, stop: "Stop") -> "AbstractContextManager[Engine | None]":
-    """Return the engine of this machine's GPUs, if it is wanted. Raises Unavailable if there is none."""
+def _gpu(
+    is_wanted: bool, engine: str | None, stop: "Stop"
+) -> "AbstractContextManager[Engine | None]":
+    """Return the engine of this machine's GPUs, if it is wanted, with as many workers as a local engine.
+
+    Raises Unavailable if there is no GPU.
+    """
     if not is_wanted:
         return nullcontext()
     import torch
@@ -137,7 +142,8 @@ def _gpu(is_wanted: bool, stop: "Stop") -> "AbstractContextManager[Engine | None
 
     if not torch.cuda.is_available():
         raise Unavailable("native needs a GPU that torch can use")
-    return find_engine("local", "cuda", stop)
+    is_local = engine is not None and engine.startswith("local")
+    return find_engine(engine if engine and is_local else "local", "cuda", stop)
 
 
 def check_page(args: argparse.Namespace) -> None:

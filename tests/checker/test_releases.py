@@ -388,7 +388,7 @@ def test_the_tool_makes_the_page_of_two_releases(
     kernels = {"0.12.0": wrong("a"), "0.14.0": wrong("a")}
     engine, gpu = FakeEngine(kernels=kernels), FakeEngine(kernels=dict.fromkeys(kernels, native))
     monkeypatch.setattr("attnlab.tasks.engines.find_engine", lambda *args: engine)
-    monkeypatch.setattr("attnlab.cli.releases._gpu", lambda is_wanted, stop: gpu)
+    monkeypatch.setattr("attnlab.cli.releases._gpu", lambda *given: gpu)
     page = tmp_path / "page.html"
     words_of_command = [
         "0.12.0..0.14.0",
