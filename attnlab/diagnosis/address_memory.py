@@ -155,6 +155,7 @@ def _common(call: KernelCall, d: torch.Tensor, head: torch.Tensor) -> dict[str, 
         "d": d,
         "head": head,
         "KV head": head // group,
+        "KV head // 2": head // group // 2,
         "head within its group": head % group,
         "head % num_kv_heads": head % call.key.shape[1],
     }
@@ -163,7 +164,7 @@ def _common(call: KernelCall, d: torch.Tensor, head: torch.Tensor) -> dict[str, 
 # What may be taken for a feature by mistake.
 INSTEAD: Mapping[str, tuple[str, ...]] = {
     "block": ("p // block_size", "1", "0"),
-    "KV head": ("head within its group", "head", "1", "0"),
+    "KV head": ("head within its group", "head", "KV head // 2", "1", "0"),
     "head": ("KV head", "head within its group", "1", "0"),
     "d": ("1", "0"),
     "slot": ("p", "block", "1", "0"),

@@ -1,4 +1,5 @@
-"""Rules about masks: slots that a row must not see count, because a kernel visits whole tiles.
+"""Rules about masks: slots that a row must not see count, because a kernel visits whole tiles, or keys that
+it must see do not, because a kernel leaves out a tile or masks all rows of a block alike.
 
 A slot counts with the score of its key, or with a constant. A slot past the last key has a key and a value of
 zeros, so it adds to the sum alone.
@@ -20,6 +21,10 @@ from attnlab.diagnosis.softmax_divisions import LOOPS
 from attnlab.diagnosis.visited_slots import VisitedSlots, Visits, visits
 
 FAMILY = "masks"
+_MISSING = {
+    "tile": "keys of the last tile of a block of rows do not count if the tile is not full",
+    "block": "keys after the first row of a block of rows do not count",
+}
 _LOWEST = -1e4  # what some kernels write in place of -inf
 
 
@@ -32,6 +37,9 @@ class MaskLaw:
     - ``score``: None for the score of the slot's key, or a constant. ``seen``: keys that the row sees have
       the constant, too.
     - ``no_values``: values of slots before the window of a program's first row are 0.
+    - ``up_to_row``: slots past the last key count only up to the number of the row's own position.
+    - ``missing``: which keys do not count: "none", "tile" (those of the last tile if it is not full) or
+      "block" (those after the first row of the block).
     """
 
     later: str = "none"
@@ -40,6 +48,8 @@ class MaskLaw:
     score: float | None = None
     seen: bool = False
     no_values: bool = False
+    up_to_row: bool = False
+    missing: str = "none"
 
     def inputs(
         self, problem: Problem, inputs: AttentionInputs, slots: VisitedSlots
@@ -50,6 +60,10 @@ class MaskLaw:
         counted = visited & ~inputs.visible & self._counts(keys, at)
         constant = visited if self.seen else counted
         padding = self._padding_scores(inputs, slots)
+        visible = (inputs.visible | counted) & ~self._is_missing(keys, slots)
+        sees_none = (
+            ~visible.any(-1, keepdim=True) if self.missing != "none" else visible[:, :1] & False
+        )
         empty = torch.zeros_like(counted)
         if self.no_values:
             empty = counted & (slots.block - keys >= problem.call.sliding_window)
@@ -59,9 +73,15 @@ class MaskLaw:
                 scores = scores.masked_fill(constant, self.score)
             every = torch.cat([scores, padding.to(scores.dtype)], -1)
             found = softmax(every, inputs.sinks)[..., : scores.shape[-1]]
-            return found.masked_fill(empty, 0.0)
+            return found.masked_fill(empty | sees_none, 0.0)
 
-        return dataclasses.replace(inputs, visible=inputs.visible | counted, weigh=weigh)
+        return dataclasses.replace(inputs, visible=visible, weigh=weigh)
+
+    def _is_missing(self, keys: torch.Tensor, slots: VisitedSlots) -> torch.Tensor:
+        """Return which keys do not count although rows must see them, [rows, keys] bool."""
+        if self.missing == "tile":
+            return keys >= slots.loaded // slots.tile * slots.tile
+        return (keys > slots.block) & (self.missing == "block")
 
     def _counts(self, keys: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Return which keys count if they are hidden, [rows, keys] bool."""
@@ -80,6 +100,8 @@ class MaskLaw:
         counts = slot < slots.stop
         if self.later == "next":
             counts &= slot == inputs.position[:, None] + 1
+        elif self.up_to_row:
+            counts &= slot <= inputs.position[:, None]
         return scores.masked_fill(~counts, -torch.inf)
 
 
@@ -113,7 +135,8 @@ def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
     is_biased = problem.call.alibi_slopes is not None
     if not visited.prunes:
         if visited.loop == 0 or max(map(problem.query_len, problem.computed_seqs())) == 1:
-            later = [MaskLaw(padding=True)] if is_biased else []  # else a rule of the softmax
+            padding = MaskLaw(padding=True)  # without biases, a rule of the softmax
+            later = [padding, dataclasses.replace(padding, up_to_row=True)] if is_biased else []
         else:
             later = [
                 MaskLaw(later="next", padding=True),
@@ -126,6 +149,8 @@ def _laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
             if law.later != "none" or is_biased:
                 yield dataclasses.replace(law, score=0.0)
         yield MaskLaw(later="all", before=True, padding=True, score=_LOWEST, seen=True)
+        if problem.call.op == UNIFIED:
+            yield from (MaskLaw(missing="tile"), MaskLaw(missing="block"))
     if problem.call.sliding_window:
         for law in (MaskLaw(before=True), MaskLaw(before=True, later="all", padding=True)):
             for score in (None, 0.0):
@@ -138,13 +163,16 @@ def _text(law: MaskLaw) -> str:
     """Return a law in words."""
     if law.seen:
         return f"the scores of all slots are {law.score:g}"
+    if law.missing != "none":
+        return _MISSING[law.missing]
     parts = []
     if law.later != "none":
         parts.append("the next key" if law.later == "next" else "later keys")
     if law.before:
         parts.append("keys before the window")
     if law.padding:
-        parts.append("slots past the last key")
+        row = " up to the row's own position" if law.up_to_row else ""
+        parts.append(f"slots past the last key{row}")
     score = "their own scores" if law.score is None else f"score {law.score:g}"
     values = ", those before the window of the block without values" if law.no_values else ""
     return f"hidden slots of the tiles count with {score}: {' and '.join(parts)}{values}"

@@ -23,6 +23,7 @@ from attnlab.diagnosis.second_case import (
     whole_tiles_case,
     with_known_contents,
 )
+from attnlab.diagnosis.softmax_divisions import LOOPS
 from attnlab.diagnosis.softmax_rules import softmax_defects
 from attnlab.lab.lab import Lab
 
@@ -32,7 +33,8 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
 
     All cases run with finite numbers in empty slots and in the output buffer, so that a rule predicts what
     is read there. Of a batch of decodes, only decodes must agree: an op may compute other batches in another
-    way.
+    way. A rule about one of two loops must agree with all: the kernel with both loops computes all batches,
+    and one new token does not separate the loops.
     """
     left = _explanations(lab, with_known_contents(case), rerun)
     cases, only_decodes = 0, max(case.lengths.query_lens) == 1
@@ -49,7 +51,9 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
         if is_wrong and not (only_decodes and has_prefill and not kept):
             left, cases = kept, cases + 1
             only_decodes &= not has_prefill
-        elif not is_wrong:  # another kernel may compute this case, so it refutes nothing
+        elif is_wrong:
+            left = [one for one in left if not _is_about_loop(one)]
+        else:  # another kernel may compute this case, so it refutes nothing
             problem = Problem.of_case(known, lab.batch(known), lab.call(known))
             left = sorted(left, key=lambda one: not is_hidden(problem, one.defect))  # stable
     left = _separated(lab, case, left, rerun) if len(left) > 1 else left
@@ -58,6 +62,11 @@ def find_rule(lab: Lab, case: Case, rerun: Rerun) -> ConfirmedRule | None:
     kinds = {one.defect.family: one for one in reversed(left)}  # the first of each kind
     others = tuple(one for one in kinds.values() if one.defect.family != left[0].defect.family)
     return ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes, others=others)
+
+
+def _is_about_loop(candidate: Candidate) -> bool:
+    """Answer whether a rule concerns one of two loops, by the words of LOOPS in its name."""
+    return any(words in candidate.name for words in LOOPS.values() if words)
 
 
 def _separated(lab: Lab, case: Case, candidates: list[Candidate], rerun: Rerun) -> list[Candidate]:
@@ -95,9 +104,12 @@ def _explanations(lab: Lab, case: Case, rerun: Rerun) -> list[Candidate]:
     if not bool(output[found.evidence.locations.is_wrong].isfinite().any()):
         return []  # many rules predict NaN from scratch memory; none is shown by it
     candidates = found.diagnosis.candidates
-    return [one for one in candidates if is_general(one)] + [
-        one for one in candidates if _is_of_part(one)
-    ]
+    if any(is_general(one) for one in candidates):
+        return [one for one in candidates if is_general(one)] + [
+            one for one in candidates if _is_of_part(one)
+        ]
+    # A rule about some sequences may fit best, and is not general: further cases decide.
+    return [one for one in candidates if one.verdict == "less likely" and _has_general_scope(one)]
 
 
 def _is_of_part(candidate: Candidate) -> bool:

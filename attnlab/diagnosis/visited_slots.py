@@ -27,13 +27,14 @@ class VisitedSlots:
     """The slots from ``first`` to ``stop`` - 1 that are visited, each [rows, 1] int64, as positions.
 
     ``loaded``: slots from here on hold no key; their keys and values are 0. ``block``: position of the first
-    row of each row's program.
+    row of each row's program. ``tile``: slots of a tile that begins at a multiple of it.
     """
 
     first: torch.Tensor
     loaded: torch.Tensor
     stop: torch.Tensor
     block: torch.Tensor
+    tile: int = 1
 
 
 VisitedOf = Callable[[Problem, RowSlice], VisitedSlots]
@@ -139,7 +140,7 @@ def slots_of_pairs(tile: int, prunes: bool) -> VisitedOf:
         block = context + row_slice.tokens[:, None] // rows * rows
         loaded = (block + (pairs - 1) // heads + 1).clamp(max=length)
         first = _start(problem, block, tile) if prunes else torch.zeros_like(block)
-        return VisitedSlots(first, loaded, _whole(loaded, tile), block)
+        return VisitedSlots(first, loaded, _whole(loaded, tile), block, tile)
 
     return slots
 

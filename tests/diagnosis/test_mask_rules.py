@@ -59,6 +59,8 @@ def test_a_sound_kernel_has_no_rule(op, window):
         ("context_attention_fwd", 0, {"hidden": "own"}, ("blocks of 64 rows", "own scores: later")),
         ("unified_attention", 0, {"hidden": "own"}, ("tiles of 32", "own scores: later keys and")),
         ("unified_attention", 20, {"hidden": 0.0}, ("tiles of 32", "score 0", "before the window")),
+        ("unified_attention", 0, {"whole_only": True}, ("tiles of 32", "if the tile is not full")),
+        ("unified_attention", 0, {"as_first": True}, ("keys after the first row of a block",)),
         ("context_attention_fwd", 0, {"shift": 1.0}, ("new tokens, 1 is added to the scores",)),
         (
             "context_attention_fwd",
@@ -67,7 +69,7 @@ def test_a_sound_kernel_has_no_rule(op, window):
             ("the accumulator of earlier tiles is rescaled by exp(old maximum)",),
         ),
     ],
-    ids=["constant", "own", "unified", "window", "shift", "rescale"],
+    ids=["constant", "own", "unified", "window", "whole tiles", "first row", "shift", "rescale"],
 )
 def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     rule = rule_of(case_of(op, sliding_window=window), **faults)

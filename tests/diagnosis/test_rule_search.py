@@ -67,9 +67,18 @@ def offset_as_position(call: KernelCall) -> dict[str, object]:
     return {"value_cache": moved.view(call.value_cache.shape)}
 
 
+def values_of_pairs(call: KernelCall) -> dict[str, object]:
+    """KV head h reads the values of KV head h // 2."""
+    heads = torch.arange(call.key.shape[1]) // 2
+    return {"value_cache": call.value_cache.index_select(1, heads)}
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
-    [(queries_of_kv_heads, ("queries", "(KV head) × stride 1", "head × stride 1"))],
+    [
+        (queries_of_kv_heads, ("queries", "(KV head) × stride 1", "head × stride 1")),
+        (values_of_pairs, ("cached values", "(KV head // 2) × stride")),
+    ],
 )
 def test_a_wrong_read_is_described_by_its_address(change, parts):
     case = hostile(op="unified_attention", platform="sm_90", empty_slots="garbage")

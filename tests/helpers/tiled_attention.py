@@ -30,12 +30,15 @@ def tiled_attention(
     rescale: Rescale = right_rescale,
     rescale_sum: Rescale = right_rescale,
     tile: int = 32,
+    whole_only: bool = False,
+    as_first: bool = False,
 ) -> None:
     """Run it on a call.
 
     In ``loop``, hidden slots have the score ``hidden``, "own" for their own, ``shift`` is added to all
     scores, and ``rescale`` and ``rescale_sum`` give the factors of the accumulator and the sum before a tile.
-    ``unified_attention`` has one loop, NEW.
+    ``unified_attention`` has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
+    with ``as_first`` all rows of a block see what its first row sees.
     """
     faults = {"hidden": hidden, "shift": shift, "rescale": rescale, "rescale_sum": rescale_sum}
     caches = [cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)]
@@ -59,13 +62,17 @@ def tiled_attention(
             block = _Block(call, torch.arange(row, min(row + rows, last)), context - first)
             if is_unified:
                 end = min(context + row - first + rows, length)
-                block.loop(keys[:end], values[:end], 0, -(-end // tile) * tile, tile, faults)
+                stop = end // tile * tile if whole_only else -(-end // tile) * tile
+                if as_first:
+                    block.position = block.position[:1].expand_as(block.position)
+                block.loop(keys[:end], values[:end], 0, stop, tile, faults)
             else:
                 wrong = {loop: faults}
                 end = context + row - first + rows
                 block.loop(keys[:cached], values[:cached], 0, cached, tile, wrong.get(CONTEXT, {}))
                 block.loop(keys, values, cached, end, tile, wrong.get(NEW, {}))
-            call.output[block.rows] = (block.acc / block.sum).transpose(0, 1).to(call.output.dtype)
+            found = block.acc / block.sum.clamp(min=1e-30)
+            call.output[block.rows] = found.transpose(0, 1).to(call.output.dtype)
 
 
 class _Block:
