@@ -187,7 +187,7 @@ def repair_verdict(
 def _edited_output(lab: Lab, case: Case, claim: RepairClaim) -> torch.Tensor | None:
     """Return the output of a Case with an edit, or None if the kernel raises."""
     try:
-        with probing(Probe(edited=claim.repair.edited())):
+        with probing(Probe(texts=claim.repair.texts())):
             ran = lab.run(case)
     except AttnLabError:
         return None

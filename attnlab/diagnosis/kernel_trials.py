@@ -14,7 +14,7 @@ from attnlab.kernels.child_process import run_in_copy
 from attnlab.kernels.triton.kernel_text import (
     branch_lines,
     called_functions,
-    compile_text,
+    place_of,
     without_unused,
 )
 from attnlab.kernels.triton.limits import TooLong
@@ -70,11 +70,16 @@ class Repair:
         """Return the file and the line of the expression."""
         return self.kernel.line(self.edit.line)
 
-    def edited(self) -> dict[Any, Any]:
-        """Return the edited function by its original."""
-        function = self.kernel.function
+    @property
+    def is_in_test(self) -> bool:
+        """Answer whether it changes the test of a branch, so that another branch may run."""
+        return self.edit.is_in_test(self.text) if self.text else False
+
+    def texts(self) -> dict[Line, str]:
+        """Return the edited text of the function by the place of the function, for a Probe."""
         whole = self.kernel.text  # a further case may take a branch that ``text`` leaves out
-        return {function.fn: compile_text(function, self.edit.moved(self.text, whole).apply(whole))}
+        text = self.edit.moved(self.text, whole).apply(whole)
+        return {place_of(self.kernel.function): text}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -83,7 +83,7 @@ def _run(lab: Lab, case: Case, repair: Repair | None) -> tuple[bool, torch.Tenso
     probe = Probe()
     if repair is not None:
         limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
-        probe = Probe(edited=repair.edited(), budget=limit)
+        probe = Probe(texts=repair.texts(), budget=limit)
     try:
         with probing(probe):
             ran = lab.run(case.replace(atol=None, rtol=0.0))
@@ -142,14 +142,15 @@ def varied_cases(case: Case) -> Iterator[Case]:
 def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
     """Return the claim of the first edit that holds in a Case and in all of its further cases, or None.
 
-    ``repairs``: edits that make a smaller run of the Case right, the best first.
+    ``repairs``: edits that make a smaller run of the Case right, the best first. Those of the test of a
+    branch come last: they may only leave out the branch that has the fault.
     """
     end, others = time.process_time() + _MOST_S, list[Repair]()
     further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
     proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
     varied = [_Proof(lab=lab, case=one) for one in varied_cases(case)]
     claim: RepairClaim | None = None
-    for repair in repairs[:_MOST_EDITS]:
+    for repair in sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test):
         if time.process_time() > end:
             break
         found = _claim_of(proofs, varied, repair, end)
@@ -182,12 +183,15 @@ def _claim_of(
         if time.process_time() > end or proof.refutes(repair):
             return None
         cases += proof.is_repaired(repair)
+    is_constant = _is_constant(repair, [*proofs, *varied])
+    if is_constant and repair.is_in_test:
+        return None  # it switches a branch on or off, in which the fault may be
     return RepairClaim(
         repair=repair,
         source=linecache.getline(*repair.line).strip(),
         cases=cases,
         only_finite=leaks,
-        is_stated=not _is_constant(repair, [*proofs, *varied]),
+        is_stated=not is_constant,
     )
 
 

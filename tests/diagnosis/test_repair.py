@@ -16,7 +16,7 @@ from attnlab.diagnosis.access_claim import AccessClaim
 from attnlab.diagnosis.candidates import Candidate, Scope
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.edited_kernels import KernelText
+from attnlab.diagnosis.edited_kernels import KernelText, kernel_text
 from attnlab.diagnosis.kernel_lines import locate_lines
 from attnlab.diagnosis.kernel_trials import Limit, Repair
 from attnlab.diagnosis.leak_claim import LeakClaim
@@ -28,6 +28,8 @@ from attnlab.diagnosis.repair_check import (
 )
 from attnlab.diagnosis.repair_claim import RepairClaim
 from attnlab.diagnosis.second_case import further_cases
+from attnlab.kernels.triton.kernel_text import place_of, text_of
+from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.source_edits import Edit
 from attnlab.lab.lab import Lab
 
@@ -158,7 +160,10 @@ def test_an_edit_that_hides_behind_a_feature_or_a_size_is_no_claim(
     right = next(one for one in repairs if one.edit.text.startswith(f"`{good}` "))
     wrong = dataclasses.replace(right, edit=dataclasses.replace(right.edit, after=after))
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: [])
-    assert find_claim(lab, case, [wrong]).repair is wrong
+    hidden = find_claim(
+        lab, case, [wrong]
+    )  # a test that is never true is no claim, whatever the cases
+    assert hidden is None if "WINDOW" in after else hidden.repair is wrong
     # other heads, then a window
     monkeypatch.setattr(repair_check, "varied_cases", lambda case: islice(varied_cases(case), 4))
     claim = find_claim(lab, case, [wrong, right])
@@ -176,6 +181,52 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
     assert f"line {line}: with a change of this line the output is right" in claim.text
     assert "out_dim" not in claim.text
     assert find_claim(lab, case, [claim.repair, right]).repair is right
+
+
+def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path):
+    """The branch skips tiles before the window: without it, the output is right, too."""
+    lab = Lab(device="cpu")
+    loop = "    for first in range(0, end + 1, BLOCK):\n"
+    pruned = (
+        "    begin = 0\n"
+        "    if WINDOW > 0:\n"
+        "        begin = tl.maximum(0, (end - WINDOW + 1) // BLOCK + 1) * BLOCK\n"
+        + loop.replace("range(0", "range(begin")
+    )
+    case, line = planted(tmp_path, loop, pruned)
+    case = case.replace(sliding_window=9)
+    with probing(Probe(records=True)) as probe:
+        assert lab.run(case).status == "mismatch"
+    kernel = kernel_text(probe.launches[0].function, (), ())
+    before = "WINDOW > 0"
+    start, row = kernel.text.index(before), line + 1 - kernel.first
+    edit = Edit(
+        line=row,
+        statement=row,
+        start=start,
+        end=start + len(before),
+        before=before,
+        after="WINDOW < 0",
+        cost=1,
+    )
+    switch = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+    with probing(Probe(texts=switch.texts())):
+        assert lab.run(case).status == "match"
+    assert find_claim(lab, case, [switch]) is None
+
+
+@needs_triton
+@pytest.mark.releases
+def test_an_edit_holds_for_each_platform_for_which_the_source_is_loaded(tmp_path):
+    lab = planted_merge(tmp_path, "s_lse - max_lse", "s_lse + max_lse")
+    case = MERGE.replace(op_argument="none")
+    with probing(Probe(records=True)) as probe:
+        assert lab.run(case).status == "mismatch"
+    function = probe.launches[0].function
+    texts = {place_of(function): text_of(function).replace("s_lse + max_lse", "s_lse - max_lse")}
+    for platform in ("sm_90", "sm_80"):
+        with probing(Probe(texts=texts)):
+            assert lab.run(case.replace(platform=platform)).status == "match", platform
 
 
 def test_varied_cases_vary_what_an_edit_could_hide_behind():

@@ -140,7 +140,7 @@ def _launched_type() -> Any:
             if self.fn not in _REWRITTEN:  # Triton's own table may have another form
                 _REWRITTEN[self.fn] = self.rewriter.rewrite_ast()
             found = _REWRITTEN[self.fn]
-            return found if probe is None else probe.rewritten(self.fn, found)
+            return found if probe is None else probe.rewritten(self, found)
 
     return Launched
 

@@ -41,6 +41,12 @@ def text_of(function: Any) -> str:
     return found
 
 
+def place_of(function: Any) -> tuple[str, int]:
+    """Return the file and the first line of a function of Triton, the same in each module of the file."""
+    code = function.fn.__code__
+    return code.co_filename, code.co_firstlineno
+
+
 def compile_text(function: Any, text: str) -> Any:
     """Return the interpreted form of a function of Triton with another text.
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnlab.kernels.triton.kernel_text import compile_text, place_of
 from attnlab.kernels.triton.limits import Budget
 from attnlab.kernels.triton.run_log import RunLog
 
@@ -122,18 +123,27 @@ class Probe:
 
     - ``records``: whether ``launches`` gets a log of each launch.
     - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
+    - ``texts``: texts that run in place of those of functions, by file and first line. They replace the
+      function in every module that was loaded from the file: a source is loaded for each platform.
     - ``budget``: what the launches may use together; they raise TooLong beyond it.
     """
 
     records: bool = False
     edited: Mapping[Any, Any] = field(default_factory=dict)
+    texts: Mapping[Line, str] = field(default_factory=dict)
     budget: Budget | None = None
     launches: list[LaunchLog] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set)
+    _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def rewritten(self, original: Any, function: Any) -> Any:
-        """Return what runs as the function ``original``, whose interpreted form is ``function``."""
-        found = self.edited.get(original, function)
+        """Return what runs as ``original``, a function of Triton, whose interpreted form is ``function``."""
+        found = self.edited.get(original.fn, function)
+        text = self.texts.get(place_of(original)) if self.texts else None
+        if text is not None:
+            if original.fn not in self._compiled:
+                self._compiled[original.fn] = compile_text(original, text)
+            found = self._compiled[original.fn]
         self.codes.add(found.__code__)
         return found
 

@@ -63,6 +63,18 @@ class Edit:
         more = tuple((place(start), place(end)) for start, end in self.more)
         return replace(self, start=place(self.start), end=place(self.end), more=more)
 
+    def is_in_test(self, text: str) -> bool:
+        """Answer whether it changes the test of a branch or of a conditional expression of a text."""
+        rows = _starts(text)
+        tests = (
+            one.test for one in ast.walk(ast.parse(text)) if isinstance(one, ast.If | ast.IfExp)
+        )
+        return any(
+            rows[one.lineno - 1] + one.col_offset <= self.start
+            and self.end <= rows[(one.end_lineno or 0) - 1] + (one.end_col_offset or 0)
+            for one in tests
+        )
+
     @property
     def change(self) -> Change:
         """Return the bytes that the edit replaces, as begin and end, and the new text; of an edit of several
