@@ -217,19 +217,20 @@ def as_run(command: str) -> str:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """Enter a temporary folder that has the examples and the notebooks, and an ``attnlab`` on the PATH."""
+    """Enter a temporary folder that has the examples and the notebooks, and programs on the PATH."""
     before = os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for name in ("examples", "notebooks", "docs"):
             (work / name).symlink_to(ROOT / name)
-        program = work / "bin" / "attnlab"
-        program.parent.mkdir()
-        text = f"#!{sys.executable}\nimport sys\nfrom attnlab.cli.main import main\n"
-        text += 'if __name__ == "__main__":\n    sys.exit(main())\n'
-        program.write_text(text)
-        program.chmod(0o755)
-        os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+        programs = work / "bin"
+        programs.mkdir()
+        for name, module in (("attnlab", "attnlab.cli.main"), ("pytest", "pytest")):
+            text = f"#!{sys.executable}\nimport sys\nfrom {module} import main\n"
+            text += 'if __name__ == "__main__":\n    sys.exit(main())\n'
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
         os.environ["PYTHONPATH"] = str(ROOT)
         os.environ["COLUMNS"] = COLUMNS
         os.chdir(work)
@@ -245,18 +246,7 @@ def run_command(command: str) -> tuple[int, str]:
     """Run one shell command; return its exit code and what it prints. A plain attnlab command runs here."""
     words = shlex.split(command)
     if words[0] != "attnlab" or re.search(r"[|<>]", re.sub(r"\"[^\"]*\"|'[^']*'", "", command)):
-        programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        done = subprocess.run(
-            command,
-            shell=True,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={
-                **os.environ,
-                "PATH": programs,
-            },  # the programs of this environment, such as pytest
-        )
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
     from attnlab.cli.main import main
 

@@ -205,10 +205,10 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.known is not None:
         read_known(args.known)
     check_ci_files(args)
-    if args.out is not None and args.out.exists():
-        from attnlab.tasks.store import check_store_folder
+    if args.out is not None:
+        from attnlab.tasks.store import check_can_store
 
-        check_store_folder(args.out)
+        check_can_store(args.out)
 
 
 def _backend(args: argparse.Namespace) -> "Backend":

@@ -83,10 +83,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.native and args.device != "cpu":
         refuse("device", "cpu with native", args.device)
     found = _of_folder(args) if args.sources is not None else _of_index(args)
-    if args.out is not None and args.out.exists():
-        from attnlab.tasks.store import check_store_folder
+    if args.out is not None:
+        from attnlab.tasks.store import check_can_store
 
-        check_store_folder(args.out)
+        check_can_store(args.out)
 
     from attnlab.checker.public import release_plan
     from attnlab.checker.release_plan import releases_of

@@ -12,7 +12,7 @@ from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
 from attnlab.replay.expected import Expected
-from attnlab.replay.replay_call import Ran, compare_outputs, run_on
+from attnlab.replay.replay_call import Ran, compare_outputs, run_once
 from attnlab.replay.replays import Difference
 from attnlab.replay.run_call import run_call
 from attnlab.replay.variations import VariedCall, varied_calls
@@ -120,7 +120,7 @@ def probe(
     recorded = None if call.rejection else call.output
     call = call.with_buffer()
     on_variation("the call itself", 0)
-    first = run_on(call, backend, case, given)
+    first = run_once(call, backend, case, given)
     if first.output is None:
         assert first.failure is not None
         raise first.failure

@@ -69,23 +69,28 @@ def expected_of(call: KernelCall, ran: Case) -> Expected:
     return Expected.of(Problem.of_call(call.cpu(), Target.of(ran), kernels_of(ran, call)))
 
 
-def run_on(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:
+def run_once(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:
     """Run a call on a backend. ``case`` and ``given``: as for :func:`where_it_ran`.
 
-    A rejection, a backend that cannot run the call, and outputs of equal runs that differ are no exceptions,
-    but the run's ``failure``.
+    A rejection and a backend that cannot run the call are no exceptions, but the run's ``failure``.
     """
     ran = where_to_run(call, backend, case, given)
     expected = expected_of(call, ran)
-    failure: Exception | None = None
+    try:
+        return Ran(case=ran, expected=expected, output=run_call(call, backend, ran))
+    except (InvalidValue, KernelRejected, Unavailable) as error:
+        return Ran(case=ran, expected=expected, failure=error)
+
+
+def run_on(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...] = ()) -> Ran:
+    """Run a call as :func:`run_once` does; outputs of equal runs that differ are its ``failure``."""
     with controlled() as control:
-        try:
-            return Ran(case=ran, expected=expected, output=run_call(call, backend, ran))
-        except (InvalidValue, KernelRejected, Unavailable) as error:
-            failure = error
-    if control.found is not None:
-        failure = NotDeterministic(control.found.text)
-    return Ran(case=ran, expected=expected, failure=failure)
+        found = run_once(call, backend, case, given)
+    if control.found is None:
+        return found
+    ran = where_to_run(call, backend, case, given)
+    failure = NotDeterministic(control.found.text)
+    return Ran(case=ran, expected=expected_of(call, ran), failure=failure)
 
 
 def compare_outputs(

@@ -114,6 +114,14 @@ def check_store_folder(folder: Path) -> None:
         raise InvalidCase(text, field="out")
 
 
+def check_can_store(folder: Path) -> None:
+    """Raise InvalidCase if a store can neither be made in a folder nor be continued there."""
+    is_new = not folder.exists()
+    check_store_folder(folder)
+    if is_new:  # what would use it may fail before
+        folder.rmdir()
+
+
 def _check_same(folder: Path, stored: Header, header: Header) -> None:
     """Raise InvalidCase, naming the first difference, if a store was made with another header."""
     difference = difference_of(stored, header)
