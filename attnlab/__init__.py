@@ -7,31 +7,31 @@ import importlib as _importlib
 import os as _os
 import typing as _typing
 
-from attnlab.case import extras as _extras
+from attnlab.case import errors as _extras
 from attnlab.case import shown as _shown
 
 if _typing.TYPE_CHECKING:
     from attnlab.case.case import Case
     from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
-    from attnlab.checker.public import check
-    from attnlab.contracts.public import explain
+    from attnlab.checker.check import check
+    from attnlab.contracts.dispatch import explain
     from attnlab.defects import DEFECTS
     from attnlab.diagnosis.public import diagnose, violations
     from attnlab.lab.lab import Lab
-    from attnlab.lab.public import compare, decode_error, reference, run, stages
     from attnlab.lab.result import Result
-    from attnlab.lab.writes.public import check_writes
+    from attnlab.lab.run import compare, decode_error, reference, run, stages
+    from attnlab.lab.writes.check_write import check_writes
     from attnlab.mla.faults import MLA_FAULTS
     from attnlab.mla.mla_case import MlaCase
-    from attnlab.mla.public import check_mla, run_mla
-    from attnlab.mutation.public import power
-    from attnlab.recorder.public import capture, read_call
+    from attnlab.mla.run import check_mla, run_mla
+    from attnlab.mutation.power import power
+    from attnlab.recorder.dumps import capture, read_call
     from attnlab.replay.public import probe_call, replay_call, shrink_call
     from attnlab.show.notebook import Verdicts
     from attnlab.show.panels import explorer, panel
-    from attnlab.show.public import plot
+    from attnlab.show.plot import plot
     from attnlab.tensors.call import KernelCall
-    from attnlab.weights.public import xray
+    from attnlab.weights.conclude import xray
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,28 +81,28 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "Result": "attnlab.lab.result",
     "Unavailable": "attnlab.case.errors",
     "Verdicts": "attnlab.show.notebook",
-    "capture": "attnlab.recorder.public",
-    "check": "attnlab.checker.public",
-    "check_mla": "attnlab.mla.public",
-    "check_writes": "attnlab.lab.writes.public",
-    "compare": "attnlab.lab.public",
-    "decode_error": "attnlab.lab.public",
+    "capture": "attnlab.recorder.dumps",
+    "check": "attnlab.checker.check",
+    "check_mla": "attnlab.mla.run",
+    "check_writes": "attnlab.lab.writes.check_write",
+    "compare": "attnlab.lab.run",
+    "decode_error": "attnlab.lab.run",
     "diagnose": "attnlab.diagnosis.public",
-    "explain": "attnlab.contracts.public",
+    "explain": "attnlab.contracts.dispatch",
     "explorer": "attnlab.show.panels",
     "panel": "attnlab.show.panels",
-    "plot": "attnlab.show.public",
-    "power": "attnlab.mutation.public",
+    "plot": "attnlab.show.plot",
+    "power": "attnlab.mutation.power",
     "probe_call": "attnlab.replay.public",
-    "read_call": "attnlab.recorder.public",
-    "reference": "attnlab.lab.public",
+    "read_call": "attnlab.recorder.dumps",
+    "reference": "attnlab.lab.run",
     "replay_call": "attnlab.replay.public",
-    "run": "attnlab.lab.public",
-    "run_mla": "attnlab.mla.public",
+    "run": "attnlab.lab.run",
+    "run_mla": "attnlab.mla.run",
     "shrink_call": "attnlab.replay.public",
-    "stages": "attnlab.lab.public",
+    "stages": "attnlab.lab.run",
     "violations": "attnlab.diagnosis.public",
-    "xray": "attnlab.weights.public",
+    "xray": "attnlab.weights.conclude",
 }
 
 # A full-size cache has hundreds of megabytes, and the kernel's page faults take longer than filling it.

@@ -7,8 +7,7 @@ import torch
 from helpers.cases import decode_rows, hostile, same_bits
 from helpers.sources import of_release, release, sdist
 
-from attnlab.kernels.vllm.sdist import fetch_sdist
-from attnlab.kernels.vllm.source import fetch
+from attnlab.kernels.vllm.source import fetch, fetch_sdist
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.cache import NOBODY, make_cache
 

@@ -1,6 +1,7 @@
 """The layout: which folder may import which, no import cycles, and the size of the package and its files."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -34,6 +35,7 @@ FOLDERS = (
 )
 MAX_ENTRIES = 21
 MAX_LINES = 900
+MAX_FILES = 25  # of one folder
 
 
 def files() -> dict[str, Path]:
@@ -108,6 +110,11 @@ def test_number_of_entries():
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_size_of_a_module(module):
     assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES
+
+
+def test_number_of_files_in_a_folder():
+    files_of = Counter(path.parent.name for path in MODULES.values())
+    assert [folder for folder, number in files_of.items() if number > MAX_FILES] == []
 
 
 @pytest.mark.parametrize("folder", sorted(m for m, p in MODULES.items() if p.name == "__init__.py"))

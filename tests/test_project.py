@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
@@ -178,6 +179,30 @@ def test_imports_of_a_light_command_stay_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_hand_written_fault_replaces_a_bare_call_once() -> None:
+    """A bare call is a statement and an expression with the same text."""
+    from hand_faults import HandFault
+
+    text = "def kernel(x, y):\n    tl.store(x, y)\n    z = tl.store(x, y)\n"
+    fault = HandFault(
+        name="", op="", functions=("kernel",), changes=(("tl.store(x, y)", "tl.store(y, x)"),)
+    )
+    rows = ["def kernel(x, y):", "    tl.store(y, x)", "    z = (tl.store(y, x))", ""]
+    assert fault.apply(text) == "\n".join(rows)
+
+
+def test_a_hand_written_fault_in_several_lines_keeps_the_indentation() -> None:
+    """Triton dedents the text of a kernel, which may be inside an if."""
+    from hand_faults import HandFault
+
+    text = "if True:\n    def kernel(x, y):\n        z = (\n            x\n            + y\n        )\n"
+    fault = HandFault(name="", op="", functions=("kernel",), changes=(("x + y", "x"),))
+    changed = fault.apply(text)
+    kernel = textwrap.dedent(changed.partition("\n")[2])
+    assert ast.unparse(ast.parse(kernel).body[0].body[0]) == "z = x"
+    assert changed.count("\n") == text.count("\n")
 
 
 def test_the_readme_is_short() -> None:

@@ -10,14 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from attnlab.checker import costs
+from attnlab.checker import plan
 
 
 def main() -> None:
     """Write the file."""
     (store,) = sys.argv[1:] or sys.exit("give the store of a check")
-    found = costs.costs_of_store(Path(store))
-    file = Path(costs.__file__).with_name("costs.json")
+    found = plan.costs_of_store(Path(store))
+    file = Path(plan.__file__).with_name("costs.json")
     file.write_text(json.dumps(found, indent=0) + "\n")
     print(f"{file}: {len(found)} cases, {sum(found.values()):.0f} s")
 

@@ -36,18 +36,17 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
+from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
-from attnlab.diagnosis.kernel_lines import locate_lines
-from attnlab.diagnosis.kernel_location import KernelLocation
-from attnlab.diagnosis.kernel_trials import FULL, Limit
-from attnlab.diagnosis.trial_target import judge_of
+from attnlab.diagnosis.claims import KernelLocation
+from attnlab.diagnosis.location.lines import locate_lines
+from attnlab.diagnosis.location.trials import FULL, Limit, judge_of
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.interpreter import limit_processes
 from attnlab.kernels.triton.kernel_text import enclosing_statement
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
 
 RANKS = ("first", "in the first 3", "in the first 10", "listed later", "not listed", "no line")
 WITHOUT_FAULT = ("not wrong", "does not run")

@@ -2,10 +2,13 @@
 
 Fresh cases have other lengths, scales and numbers than those that the diagnosis used. A repair runs on every
 case of the check, too, because these vary every feature and size that an edit could hide behind.
+
+A statement about accesses, such as "scratch memory that no kernel has written is read", may be true of the
+call and is still wrong if it does not concern exactly the wrong rows of the fresh outputs.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,28 +17,25 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.checker.case_run import run_case
 from attnlab.defects import DEFECTS, Defect
-from attnlab.diagnosis.access_check import access_facts
-from attnlab.diagnosis.access_claim import AccessClaim
+from attnlab.diagnosis.access_check import access_facts, lines_of
 from attnlab.diagnosis.argument_diagnosis import compared_argument
-from attnlab.diagnosis.bad_lines import lines_of
-from attnlab.diagnosis.described_weights import DescribedWeights
+from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.claims import (
+    AccessClaim,
+    ConfirmedRule,
+    DescribedWeights,
+    PatternClaim,
+    RepairClaim,
+)
+from attnlab.diagnosis.decision import SLOTS_OF, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.leak_check import leak_of
-from attnlab.diagnosis.pattern_check import compared
-from attnlab.diagnosis.pattern_claim import PatternClaim
-from attnlab.diagnosis.repair_check import is_right, with_contents
-from attnlab.diagnosis.repair_claim import RepairClaim
-from attnlab.diagnosis.reruns import rows_equal
-from attnlab.diagnosis.rule import ConfirmedRule
-from attnlab.diagnosis.rule_search import is_general
-from attnlab.diagnosis.second_case import with_known_contents
+from attnlab.diagnosis.location.repair_check import is_right, with_contents
+from attnlab.diagnosis.refinement import compared, follows_from, leak_of
+from attnlab.diagnosis.reruns import rows_equal, with_known_contents
 from attnlab.diagnosis.side_claim import common_claims, side_claims
-from attnlab.diagnosis.weights_check import follows_from
-from attnlab.diagnosis.withdrawal import SLOTS_OF
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
@@ -123,15 +123,16 @@ def judged_lines(
     """Return each printed sentence after the first with a verdict; the first is the answer.
 
     - "right", "misleading": fresh cases, or the cases of the check with the repair, confirm it or do not.
+    - "a part of the fault": a repair of one of several planted places, as :func:`repair_verdict` says.
     - "place": it counts or lists what is wrong in this call; nothing is concluded.
     - "not judged": a person must read it.
 
     ``is_planted``: answers whether a line, (file, line), is in a planted statement.
     """
-    judges: dict[str, Callable[[], bool]] = {}
+    judges: dict[str, Callable[[], bool | str]] = {}
     claim, seen = diagnosis.repair, diagnosis.xray
     if claim is not None:
-        judges[claim.text] = lambda: repair_verdict(lab, claim, sound, is_planted) != "misleading"
+        judges[claim.text] = lambda: repair_verdict(lab, claim, sound, is_planted)
     if seen is not None and seen.description is not None and diagnosis.explanations:
         described = DescribedWeights(description=seen.description, cases=1)
         judges[f"X-ray of the kernel: {seen.sentences[0]}"] = lambda: _describes(
@@ -145,7 +146,8 @@ def judged_lines(
     found = []
     for sentence in diagnosis.sentences()[1:]:
         if sentence in judges:
-            verdict = "right" if judges[sentence]() else "misleading"
+            found_by = judges[sentence]()
+            verdict = _VERDICTS.get(found_by, "right")
         else:
             verdict = "place" if sentence in places else "not judged"
             if sentence.startswith(("source line: unknown", "unknown: ", "contract violation")):
@@ -154,44 +156,86 @@ def judged_lines(
     return found
 
 
+_VERDICTS = {one: one for one in ("misleading", "a part of the fault")} | {False: "misleading"}
+
+
 def repair_verdict(
     lab: Lab, claim: RepairClaim, sound: SoundRuns, is_planted: Callable[[str, int], bool]
 ) -> str:
     """Return what an edit is, by the cases of the check in which the unchanged op is right.
 
-    "the fault" (the edited mutant has the same bits in all of them), "equivalent" (its outputs are right in
-    all of them), or "misleading". A claim without an edit is right if its line is planted. For
-    ``only_finite``, slots without a token hold finite numbers.
+    - "the fault": the edited mutant has the same bits in all of them.
+    - "equivalent": its outputs are right in all of them.
+    - "a part of the fault": the line is planted, the edit makes outputs right, and each row that is wrong
+      with it has the same bits without it. So the edit is of one of several planted places.
+    - "misleading": none of these.
+
+    A claim without an edit is right if its line is planted. For ``only_finite``, slots without a token hold
+    finite numbers.
     """
+    is_line = is_planted(claim.file, claim.line)
     if not claim.is_stated:
-        return "the line" if is_planted(claim.file, claim.line) else "misleading"
-    end, verdict = time.process_time() + MOST_REPAIR_S, "the fault"
+        return "the line" if is_line else "misleading"
+    end, verdict, has_rest = time.process_time() + MOST_REPAIR_S, "the fault", False
+    right: list[tuple[Case, torch.Tensor]] = []
     for case, expected in sound:
         if time.process_time() > end:
             break
         if not isinstance(expected, tuple) or expected[0] is None:
             continue
         known = case.replace(empty_slots="garbage") if claim.only_finite else case
-        got = _edited_output(lab, known, claim)
-        if got is None:
-            return "misleading"
-        if rows_equal(got, expected[0]).all():
+        got = _output(lab, known, claim.repair.texts())
+        if got is not None and rows_equal(got, expected[0]).all():
+            right.append((known, got))
             continue
         verdict = "equivalent"
-        wrong = examine(lab, known, got, ()).evidence.locations.is_wrong
-        if bool((wrong & ~examine(lab, case, expected[0], ()).evidence.locations.is_wrong).any()):
+        wrong = _newly_wrong(lab, case, known, got, expected[0])
+        if got is not None and not bool(wrong.any()):
+            right.append((known, got))
+        elif not is_line or not _is_unchanged(got, _output(lab, known, {}), wrong):
             return "misleading"
-    return verdict
+        else:
+            has_rest = True
+    if not has_rest:
+        return verdict
+    gained = any(
+        not _is_unchanged(got, _output(lab, known, {}), torch.ones(len(got), dtype=torch.bool))
+        for known, got in right
+    )
+    return "a part of the fault" if gained else "misleading"
 
 
-def _edited_output(lab: Lab, case: Case, claim: RepairClaim) -> torch.Tensor | None:
-    """Return the output of a Case with an edit, or None if the kernel raises."""
+def _newly_wrong(
+    lab: Lab, case: Case, known: Case, got: torch.Tensor | None, expected: torch.Tensor
+) -> torch.Tensor:
+    """Return which rows of an output are wrong where those of the unchanged op are right, [rows] bool.
+
+    All are if the kernel raises: ``got`` is None.
+    """
+    if got is None:
+        return torch.ones(len(expected), dtype=torch.bool)
+    is_wrong, before = (
+        examine(lab, one, output, ()).evidence.locations.is_wrong
+        for one, output in ((known, got), (case, expected))
+    )
+    return (is_wrong & ~before).any(1)
+
+
+def _is_unchanged(got: torch.Tensor | None, plain: torch.Tensor | None, rows: torch.Tensor) -> bool:
+    """Answer whether two outputs have the same bits in some rows, or both kernels raise."""
+    if got is None or plain is None:
+        return got is plain
+    return bool(rows_equal(got, plain)[rows].all())
+
+
+def _output(lab: Lab, case: Case, texts: Mapping[Line, str]) -> torch.Tensor | None:
+    """Return the output of a Case with other texts of functions, or None if the kernel raises."""
     try:
-        with probing(Probe(texts=claim.repair.texts())):
+        with probing(Probe(texts=texts)):
             ran = lab.run(case)
     except AttnLabError:
         return None
-    return None if ran.status == "rejected" else ran.output.cpu()
+    return None if ran.status == "rejected" else ran.output.cpu().clone()
 
 
 def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -228,7 +272,9 @@ def _predicts(
 ) -> bool:
     """Return whether a defect explains the kernel's output on fresh cases, wherever one of them is wrong.
 
-    A ``rule`` must do so in all rows, or in all decodes or prefills, not in single sequences.
+    A ``rule`` must do so in all rows, or in all decodes or prefills, not in single sequences. A defect that
+    is "less likely" gives all outputs up to rounding, too: a factor of keys that are rounded afterwards, for
+    example, is not the one that fits best.
     """
     decisive = 0
     for fresh in fresh_cases(case, rule is not None and rule.only_decodes):
@@ -241,11 +287,18 @@ def _predicts(
             continue
         is_wrong = diagnose(known, output, lab=lab, defects=(), propose=False).is_wrong
         only = diagnose(known, output, lab=lab, defects=(defect,), propose=False)
-        found = [one for one in only.explanations if is_general(one) or rule is None]
+        found = [one for one in only.candidates if _fits(one, in_all_rows=rule is not None)]
         if is_wrong and not found:
             return False
         decisive += is_wrong
     return decisive > 0
+
+
+def _fits(one: Candidate, *, in_all_rows: bool) -> bool:
+    """Return whether a candidate gives an output up to rounding, in all rows of a kind or in any scope."""
+    if one.verdict not in ("explains", "less likely") or one.scope is None:
+        return False
+    return not in_all_rows or one.scope.rows != "sequences"
 
 
 def _describes(lab: Lab, backend: Backend, case: Case, weights: DescribedWeights) -> bool:

@@ -84,7 +84,7 @@ def measure(gib: float, note: str) -> dict[str, Any]:
     import torch
 
     from attnlab.case.case import Case
-    from attnlab.lab.memory_check import needed_bytes
+    from attnlab.lab.products import needed_bytes
 
     points: dict[str, list[dict[str, Any]]] = {}
     for axis, (_, sizes) in AXES.items():

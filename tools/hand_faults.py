@@ -68,7 +68,10 @@ class HandFault:
         for node, after in reversed(places):
             last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
             start, end = starts[node.lineno - 1] + node.col_offset, starts[last - 1] + column
-            rows = "\n" * (last - node.lineno)
+            first = data[starts[node.lineno - 1] : start].decode()
+            # A row without the indentation would end a kernel inside an if: textwrap.dedent keeps all of it.
+            margin = first[: len(first) - len(first.lstrip())]
+            rows = f"\n{margin}" * (last - node.lineno)
             new = f"({after}{rows})" if isinstance(node, ast.expr) else f"{after}{rows}"
             data = data[:start] + new.encode() + data[end:]
         return data.decode()
@@ -80,11 +83,17 @@ def read_faults(path: Path) -> tuple[HandFault, ...]:
 
 
 def _equal(kernel: ast.FunctionDef, before: str) -> Iterator[ast.stmt | ast.expr]:
-    """Yield the statements or expressions of a kernel that print as a text; those that are read."""
-    for node in ast.walk(kernel):
+    """Yield the statements or expressions of a kernel that print as a text; those that are read.
+
+    A bare call is a statement and an expression with the same text: the statement alone is yielded.
+    """
+    done = set[ast.AST]()
+    for node in ast.walk(kernel):  # a statement comes before its expression
         if not isinstance(node, ast.stmt | ast.expr) or ast.unparse(node) != before:
             continue
-        if not isinstance(getattr(node, "ctx", None), ast.Store):
+        if isinstance(node, ast.Expr):
+            done.add(node.value)
+        if node not in done and not isinstance(getattr(node, "ctx", None), ast.Store):
             yield node
 
 

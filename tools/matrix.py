@@ -169,8 +169,7 @@ def lab_run(source: Path, ids: list[str]) -> dict[str, Any]:
     """
     import torch
 
-    from attnlab.lab.ahead import drawing_ahead
-    from attnlab.lab.lab import Lab
+    from attnlab.lab.lab import Lab, drawing_ahead
 
     lab = Lab(source=source, device="cuda", keep=8)
     start = time.perf_counter()

@@ -224,7 +224,7 @@ def shares(matrix: list[Any], costs: list[dict[str, float]], count: int) -> list
     Each share begins with the Cases that take least, while the next batches are drawn. Drawing a batch in
     one share counts ``count`` times, because the shares have the cores together.
     """
-    from attnlab.lab.keys import batch_key
+    from attnlab.lab.products import batch_key
 
     groups: dict[Any, list[int]] = {}
     for i, case in enumerate(matrix):
@@ -302,9 +302,9 @@ def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, A
 
 def ahead(lab: Any, matrix: list[Any], wait: bool) -> AbstractContextManager[Iterable[Any]]:
     """Return the Cases, with batches drawn ahead unless every step waits, or this is an old version."""
-    if wait or find_spec("attnlab.lab.ahead") is None:
+    if wait or find_spec("attnlab.lab.lab") is None:
         return nullcontext(matrix)
-    from attnlab.lab.ahead import drawing_ahead
+    from attnlab.lab.lab import drawing_ahead
 
     return drawing_ahead(lab, matrix)
 

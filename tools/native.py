@@ -19,11 +19,11 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DISTRIBUTIONS, EMPTY_SLOTS
-from attnlab.case.json import json_number
+from attnlab.case.shown import json_number
 from attnlab.case.stages import FILLS
 from attnlab.kernels.vllm.source import find_source
 from attnlab.lab.lab import Lab
-from attnlab.lab.stage_table import stage_table, to_json
+from attnlab.lab.run import stage_table, to_json
 
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"
 

@@ -31,19 +31,19 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.fake_vllm import Impl, new_request, runner, scheduled  # noqa: E402
 
 from attnlab.case.case import Case  # noqa: E402
-from attnlab.contracts.target import Target  # noqa: E402
+from attnlab.contracts.contract import Target  # noqa: E402
 from attnlab.diagnosis.captured import where_it_ran  # noqa: E402
 from attnlab.kernels.vllm.backend import load  # noqa: E402
 from attnlab.kernels.vllm.op_calls import bind  # noqa: E402
 from attnlab.kernels.vllm.source import find_source  # noqa: E402
-from attnlab.recorder.vllm_ops import vllm_ops  # noqa: E402
-from attnlab.replay.run_call import on_device  # noqa: E402
-from attnlab.serving.op_hooks import attention_wrapper  # noqa: E402
-from attnlab.serving.record_file import RecordFile, read_records  # noqa: E402
+from attnlab.recorder.ops import vllm_ops  # noqa: E402
+from attnlab.replay.replay_call import on_device  # noqa: E402
+from attnlab.serving.record import RecordFile, read_records  # noqa: E402
 from attnlab.serving.session import Session  # noqa: E402
 from attnlab.serving.settings import CaptureSettings  # noqa: E402
+from attnlab.serving.start import attention_wrapper  # noqa: E402
 from attnlab.tensors.call import KernelCall  # noqa: E402
-from attnlab.tensors.layout import presented  # noqa: E402
+from attnlab.tensors.case_call import presented  # noqa: E402
 
 LAYER = "layers.0.attn"
 FAULTS: dict[str, Callable[[torch.Tensor], object]] = {

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import AttnLabError
-from attnlab.mla.mla_case import PATHS, MlaCase
+from attnlab.mla.mla_case import PATHS, MlaCase, draw_cases, variants_of
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
-from attnlab.mla.variants import draw_cases, variants_of
 
 
 def main() -> int:

@@ -11,10 +11,10 @@ import matplotlib.pyplot as plt
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
-from attnlab.lab.stage_table import stage_table
+from attnlab.lab.run import stage_table
 from attnlab.show.plots import plot_error, plot_stages, plot_weights
-from attnlab.weights.columns import key_columns
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
+from attnlab.weights.xray import key_columns
 
 ROOT = Path(__file__).parent.parent
 SEED_ID = "test_contexted_kv_attention[chunked_prefill_paged_decode-0-cuda:0-auto-dtype0-128-1-64]"

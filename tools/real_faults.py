@@ -72,14 +72,14 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
+from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
-from attnlab.diagnosis.argument_lab import argument_lab, coarse_lab
+from attnlab.diagnosis.argument_pattern import argument_lab, coarse_lab
+from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.kernel_trials import FULL
+from attnlab.diagnosis.location.trials import FULL
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes

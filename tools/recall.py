@@ -28,13 +28,13 @@ from typing import Any
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
 from attnlab.checker.case_check import check_case, is_callers_fault
+from attnlab.checker.case_run import versions
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.sources import versions
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.vllm.source import OPS_FOLDERS, fetched_wheel
 from attnlab.lab.lab import Lab
-from attnlab.lab.writes.public import check_writes
+from attnlab.lab.writes.check_write import check_writes
 
 CHUNKED, PREFILL, UNIFIED = (
     "chunked_prefill_paged_decode",

@@ -29,8 +29,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.ops import DECODE_FWD, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.cli.main import main as command_line
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source, fetch, find_source
 from attnlab.lab.lab import Lab

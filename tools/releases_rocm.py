@@ -9,12 +9,11 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.adapt import has_source
-from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
-from attnlab.kernels.vllm.sdist import fetch_sdist
-from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.kernels.rocm.build import has_source
+from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
+from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab
 
 CASE = Case(

@@ -91,9 +91,9 @@ def package(folder: Path, triton: str) -> list[str]:
 def verdicts(source: str, sample: int | None, processes: int) -> dict[str, Any]:
     """Return the verdicts of cases of a source in this environment, and its release of Triton."""
     from attnlab.case.case import Case
+    from attnlab.checker.check import backend_of
     from attnlab.checker.plan import Plan
-    from attnlab.checker.public import backend_of
-    from attnlab.kernels.vllm.release_ops import fetch_ops
+    from attnlab.kernels.vllm.source import fetch_ops
     from attnlab.tasks.local import LocalEngine
     from attnlab.tasks.task import Task
 

@@ -3,32 +3,62 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import KernelFailed, KernelRejected
+from attnlab.case.errors import (
+    AttnLabError,
+    DeviceLost,
+    InvalidCase,
+    KernelFailed,
+    KernelRejected,
+    OutOfMemory,
+    Unsupported,
+)
+from attnlab.case.masks import CAUSAL, DATA_OF_LENGTHS, MASK_DATA
 from attnlab.case.op_arguments import NONE
-from attnlab.checker.case_run import CaseRun, run_case
-from attnlab.checker.evidence import confirmed, evidence_fields, evidence_label
+from attnlab.case.shown import json_value
+from attnlab.checker.case_run import (
+    OBSERVED,
+    CaseRun,
+    allowed_reads,
+    confirmed,
+    evidence_fields,
+    evidence_label,
+    kernels_of,
+    lab_of,
+    never_reads_empty_slots,
+    observations,
+    read_counts,
+    release_memory,
+    remembering,
+    run_case,
+    source_digest,
+    versions,
+)
+from attnlab.checker.coverage import relative_points
 from attnlab.checker.finding import Finding
-from attnlab.checker.slot_reads import never_reads_empty_slots, observations
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.argument_pattern import argument_names
-from attnlab.diagnosis.decision import NEVER_WRITTEN
+from attnlab.diagnosis.decision import NEVER_WRITTEN, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
 from attnlab.diagnosis.reruns import find_unwritten
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled, rows_agree, rows_equal
+from attnlab.kernels.triton.coverage import measuring
 from attnlab.lab.error_map import ErrorMap
 from attnlab.lab.lab import Lab
-from attnlab.lab.side_outputs import LSE, PADDING
+from attnlab.lab.result import LSE, PADDING
+from attnlab.tasks.task import Job
+from attnlab.tensors.case_visibility import data_of_lengths, data_of_seq
 
 # Fields of the memory layout: the plain value, and the diagnosis if the plain value gives a correct result.
 _LAYOUTS = (
@@ -355,3 +385,241 @@ def _diagnose(lab: Lab, case: Case, output: torch.Tensor) -> Diagnosis:
 
 def _finding(case: Case, kind: str, evidence: str, diagnosis: str) -> Finding:
     return Finding(op=case.op, kind=kind, case=case, evidence=evidence, diagnosis=diagnosis)
+
+
+# Shrink a finding: search for a smaller Case that shows the same fault or observation.
+
+MAX_TRIES = 40
+# The plain value of each feature that a Case may not need, in the order in which they are removed.
+_PLAIN = {
+    "freed": "kept",
+    "first_block": 0,
+    "alibi": False,
+    "sinks": False,
+    "sliding_window": 0,
+    "k_scale": 1.0,
+    "v_scale": 1.0,
+    "kv_layout": "contiguous",
+    "pad_batch": 0,
+    "block_size": 16,
+    "max_blocks_per_seq": None,
+}
+
+
+@remembering()
+def shrink(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    """Return the same finding at a smaller Case.
+
+    The search is greedy: it takes the first smaller Case that still shows the finding, and starts again
+    from there. It stops when no step succeeds, or after 40 tries. It does not depend on time, so that
+    every machine returns the same Case.
+    """
+    tries = 0
+    is_smaller = True
+    while is_smaller and tries < MAX_TRIES:
+        is_smaller = False
+        for case in _smaller_cases(finding.case):
+            tries += 1
+            if tries > MAX_TRIES:
+                break
+            same = _same_finding(lab, backend, finding, case)
+            if same is not None:
+                finding, is_smaller = same, True
+                break
+    return finding
+
+
+def _same_finding(lab: Lab, backend: Backend, finding: Finding, case: Case) -> Finding | None:
+    """Return the finding of the same group at another Case, or None.
+
+    An observation of slot reads, a wrong access and an overflow need one run; every other finding needs the
+    whole check.
+    """
+    try:
+        if finding.kind in OBSERVED:
+            found = [*observations(case, run_case(lab, backend, case, trace_reads=True).memory)]
+        elif finding.kind in (OUT_OF_BOUNDS, INT32_WRAP):
+            found = wrong_accesses(case, run_case(lab, backend, case))
+        else:
+            found = check_case(lab, backend, case)
+    except AttnLabError:
+        return None
+    is_named = finding.diagnosis in finding.names  # then a smaller Case must have the same name
+    return next(
+        (
+            other
+            for other in found
+            if other.is_same(finding) and (other.diagnosis == finding.diagnosis or not is_named)
+        ),
+        None,
+    )
+
+
+def _smaller_cases(case: Case) -> Iterator[Case]:
+    """Yield Cases that are smaller or plainer by one step, the largest steps first."""
+    for step in (*_fewer(case), *_plainer(case), *_shorter(case)):
+        try:
+            smaller = case.replace(**{"num_blocks": None, **step})
+            yield smaller.replace(num_blocks=smaller.total_blocks + 1)
+        except InvalidCase:
+            continue
+
+
+def _fewer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps to one sequence, one KV head, one query head."""
+    query_lens, ctx_lens = case.lengths.query_lens, case.lengths.ctx_lens
+    if len(query_lens) > 1:
+        for i in range(len(query_lens)):
+            one = {"query_lens": query_lens[i : i + 1], "ctx_lens": ctx_lens[i : i + 1]}
+            yield {**one, **data_of_seq(case, i)}
+    if case.num_kv_heads > 1:
+        yield {"num_heads": case.num_queries_per_kv}
+    if case.num_queries_per_kv > 1:
+        yield {"num_heads": 1, "num_queries_per_kv": 1}
+
+
+def _plainer(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that remove one feature."""
+    for field, plain in _PLAIN.items():
+        if getattr(case, field) != plain:
+            yield {field: plain}
+    if case.mask != CAUSAL:
+        yield {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)}
+        if case.sliding_window > 1:
+            yield {"sliding_window": case.sliding_window // 2}
+    if case.softcap is not None:
+        yield {"softcap": None}
+    if case.kv_cache_dtype != "auto":
+        yield {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+    if case.head_size > 32:
+        yield {"head_size": 32}
+
+
+def _shorter(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield steps that shorten a single sequence: half of its new tokens, half of its context, or one less.
+
+    The data of a mask follow from the new lengths, if they were not given; otherwise, and as a second try,
+    they are cut.
+    """
+    if len(case.lengths.query_lens) > 1:
+        return
+    query_len, ctx_len = case.lengths.query_lens[0], case.lengths.ctx_lens[0]
+    lens = [(query_len // 2, ctx_len), (query_len, ctx_len // 2), (query_len, ctx_len - 1)]
+    if case.mask != CAUSAL:  # a fault of a mask often needs the first and the last row of a range
+        lens.append((query_len - 1, ctx_len))
+    is_given = any(getattr(case, name) is not None for name in DATA_OF_LENGTHS)
+    for shorter in dict.fromkeys(lens):
+        if shorter[0] < 1 or shorter[1] < 0 or shorter == (query_len, ctx_len):
+            continue
+        step = {"query_lens": shorter[:1], "ctx_lens": shorter[1:]}
+        data = data_of_lengths(case, *shorter)
+        if not is_given or not data:
+            yield step
+        if data:
+            yield {**step, **data}
+
+
+# The job of a check: run a case, or shrink a finding, in a worker that keeps what cases share.
+
+Verdict = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckJob(Job):
+    """Checks cases of one or more libraries.
+
+    ``libraries``: the backends by name. A payload has the name of its ``library``, and either a ``case``
+    or a ``finding`` to shrink. ``coverage``: record which points of the kernels a case reaches.
+    """
+
+    libraries: dict[str, Backend]
+    device: str = "cpu"
+    coverage: bool = False
+
+    def open(self) -> "_State":
+        """Return the state of a worker. Raises Unavailable if the kernels cannot be loaded."""
+        import torch
+
+        from attnlab.kernels.triton import interpreter
+
+        torch.set_num_threads(1)  # the other cores have workers of their own
+        interpreter.limit_processes(1)
+        return _State(libraries=self.libraries)
+
+    def run(self, state: "_State", payload: dict[str, Any]) -> Verdict:
+        backend, lab = state.library(payload["library"])
+        verdict: Verdict
+        if "finding" in payload:
+            small = shrink(lab, backend, Finding.from_verdict(payload["finding"]))
+            verdict = {"finding": small.to_verdict()}
+        elif self.coverage:
+            with measuring() as measured:
+                verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
+            verdict["points"] = relative_points(backend, measured.points)
+            verdict["arguments"] = {n: sorted(facts) for n, facts in measured.arguments.items()}
+        else:
+            verdict = case_verdict(lab, backend, Case.from_dict(payload["case"]))
+        found: Verdict = json_value(verdict)
+        return found
+
+    def identity(self) -> dict[str, str]:
+        digests = {name: source_digest(backend) for name, backend in self.libraries.items()}
+        return {
+            **versions(),
+            **{f"source {name}".strip(): value for name, value in digests.items()},
+        }
+
+    def free_bytes(self, state: "_State") -> int | None:
+        if self.device != "cuda":
+            return None
+        import torch
+
+        release_memory()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
+
+@dataclass(slots=True)
+class _State:
+    """The library that a worker has used last; its Lab keeps batches, caches and references."""
+
+    libraries: dict[str, Backend]
+    _name: str | None = None
+    _lab: Lab = dataclasses.field(default_factory=Lab, repr=False)
+
+    def library(self, name: str) -> tuple[Backend, Lab]:
+        """Return a library's backend and its Lab."""
+        backend = self.libraries[name]
+        if name != self._name:
+            self._name, self._lab = name, lab_of(backend, "cpu")
+        return backend, self._lab
+
+
+def case_verdict(lab: Lab, backend: Backend, case: Case) -> Verdict:
+    """Check a Case and return its verdict.
+
+    - ``ran``: whether it counts as run; ``findings``: as :meth:`Finding.to_verdict` returns them.
+    - ``unsupported``: a limit that the kernel or the release states, or "".
+    - ``not_run``: why the case could not run on this machine, or "".
+    - ``reads``: the number of slots read, by state, and ``allowed``: the states that the contracts allow;
+      None if the reads were not traced. ``kernels``: the names of the kernels that were launched.
+    """
+    verdict: Verdict = {"ran": False, "findings": [], "unsupported": "", "not_run": ""}
+    reads: Verdict = {"reads": None, "allowed": None, "kernels": []}
+
+    def count(case: Case, run: CaseRun) -> None:
+        reads["kernels"] = kernels_of(run.launches)
+        if run.memory is not None:
+            reads.update(reads=read_counts(run.memory), allowed=allowed_reads(case))
+
+    try:
+        if is_callers_fault(lab, case):
+            return {**verdict, **reads}
+        findings = check_case(lab, backend, case, count)
+    except (DeviceLost, OutOfMemory):
+        raise
+    except (Unsupported, InvalidCase) as error:  # InvalidCase: a field that this release's op lacks
+        return {**verdict, **reads, "unsupported": str(error)}
+    except AttnLabError as error:
+        return {**verdict, **reads, "not_run": str(error)}
+    return {**verdict, **reads, "ran": True, "findings": [one.to_verdict() for one in findings]}

@@ -1,13 +1,24 @@
 """Run one Case on the backend that is checked."""
 
+import ast
+import hashlib
+import importlib.metadata
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import (
+    AttnLabError,
     DeviceLost,
     KernelFailed,
     KernelRejected,
@@ -16,10 +27,26 @@ from attnlab.case.errors import (
     Unsupported,
 )
 from attnlab.case.op_arguments import NONE
+from attnlab.checker.finding import Finding
+from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import decide
+from attnlab.contracts.slot_states import EMPTY, STATES, SlotState, readable_states
+from attnlab.defects import Defect
+from attnlab.diagnosis.confirmation import with_second_cases
+from attnlab.diagnosis.decision import examine, withdraw
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.refinement import follows_from
+from attnlab.diagnosis.reruns import second_cases, with_known_contents
+from attnlab.diagnosis.rules.search import find_rule, is_general
 from attnlab.kernels.backend import Backend
+from attnlab.kernels.cuda.backend import CudaBackend, source_files
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.backend import VllmBackend
 from attnlab.lab.lab import Lab
-from attnlab.lab.reads import MemoryReport
-from attnlab.lab.result import Result
+from attnlab.lab.result import MemoryReport, Result
+from attnlab.weights.conclude import xray
+from attnlab.weights.rule import Description
 
 # Texts of CUDA and cuBLAS after which nothing runs any more in the process.
 _BROKEN_CONTEXT = re.compile(
@@ -121,3 +148,345 @@ def lab_of(backend: Backend, device: str, keep: int = 3) -> Lab:
     if backend.device == device:
         lab.shared.get("backend", backend.name, lambda: backend)
     return lab
+
+
+# What a check ran, as a digest: the kernels' sources, and the versions of what ran them.
+
+_PACKAGES = ("torch", "triton", "numpy")
+_OF_VERDICTS = (
+    *("case", "tensors", "contracts", "kernels", "lab"),
+    *("defects", "diagnosis", "checker"),
+)
+
+
+def source_digest(backend: Backend) -> str:
+    """Return a digest of the sources of a backend's kernels; "" for the lab's models."""
+    if isinstance(backend, VllmBackend):
+        root = backend.source.root
+        folders = (root / name for name in backend.source.ops_folders)
+        return _digest(root, (file for folder in folders for file in folder.glob("*.py")))
+    if isinstance(backend, CudaBackend):
+        return _digest(backend.source.root, source_files(backend.source.root))
+    if isinstance(backend, PluginBackend) and backend.file is not None:
+        file = Path(backend.file)
+        return _digest(file.parent, _with_imports(file))
+    return ""
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of attnlab, with a digest of its code that decides verdicts, and of packages."""
+    root = Path(attnlab.__file__).parent
+    files = (file for name in _OF_VERDICTS for file in (root / name).rglob("*.py"))
+    found = {"attnlab": f"{attnlab.__version__} ({_digest(root, files)})"}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _digest(root: Path, files: Iterable[Path]) -> str:
+    """Return a digest of the names and contents of files below ``root``."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(root)}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _with_imports(file: Path) -> set[Path]:
+    """Return a file and the files of its folder that it imports, directly or not."""
+    found, new = set[Path](), {file}
+    while new:
+        path = new.pop()
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+            paths = {file.parent / f"{name.split('.')[0]}.py" for name in names}
+            new |= {path for path in paths if path.is_file()} - found
+    return found
+
+
+# Forms: how many cases of an op ran which kernels, such as unified_attention in one part or in several.
+#
+# Two forms of one case are not compared with each other. Each is compared with the reference: if both are
+# within their bounds, they differ by no more than the sum of the bounds.
+
+
+def kernels_of(launches: Iterable[str]) -> list[str]:
+    """Return the names of the kernels of some launches, each once, in their order."""
+    return list(dict.fromkeys(text.partition("[")[0] for text in launches))
+
+
+def forms_of(verdicts: Iterable[tuple[Mapping[str, Any], str]]) -> dict[str, dict[str, int]]:
+    """Return the number of cases of each op by the kernels that they launched, the most frequent first.
+
+    ``verdicts``: of cases, each with its op. Kernels of one case are joined by " + ".
+    """
+    found: dict[str, dict[str, int]] = {}
+    for verdict, op in verdicts:
+        if verdict.get("kernels"):
+            counts = found.setdefault(op, {})
+            form = " + ".join(verdict["kernels"])
+            counts[form] = counts.get(form, 0) + 1
+    return {
+        op: dict(sorted(counts.items(), key=lambda one: -one[1])) for op, counts in found.items()
+    }
+
+
+# Count slot reads by state, and report those that the contracts do not allow.
+
+# The states that each kind of observation reports, the most serious kind first.
+OBSERVED = {
+    "reads_foreign_slots": (
+        SlotState.OTHER_POSITION,
+        SlotState.OTHER_SEQUENCE,
+        SlotState.NEVER_MAPPED,
+    ),
+    "reads_future_slots": (SlotState.OWN_FUTURE,),
+    "reads_empty_slots": (SlotState.UNWRITTEN, SlotState.UNWRITTEN_TAIL),
+    "reads_outside_window": (SlotState.OUTSIDE_WINDOW,),
+}
+
+
+def never_reads_empty_slots(run: CaseRun) -> bool:
+    """Return whether the trace of a run shows that its output cannot depend on empty slots.
+
+    The trace must have seen reads of keys and of values; it does not see interleaved values, for example.
+    An access outside every tensor may hit any slot.
+    """
+    if run.memory is None or run.outside:
+        return False
+    slots = run.memory.slots
+    return len({entry.tensor for entry in slots}) > 1 and not any(
+        entry.counts[state] for entry in slots for state in (*EMPTY, SlotState.UNKNOWN)
+    )
+
+
+def read_counts(memory: MemoryReport) -> dict[str, int]:
+    """Return how many slots a run read, by state.
+
+    A slot whose key and value are both read counts once per sequence.
+    """
+    counts = {state.replace(" ", "_"): 0 for state in STATES}
+    for (_, state), slots in slots_by_state(memory).items():
+        counts[state.replace(" ", "_")] += len(slots)
+    return counts
+
+
+def allowed_reads(case: Case) -> list[str]:
+    """Return the states of slots that the contracts of a Case's kernels allow to read, sorted."""
+    return sorted(readable_states(decide(case).contracts(Target.of(case), case.op)))
+
+
+def slots_by_state(memory: MemoryReport) -> dict[tuple[int, SlotState], set[tuple[int, int]]]:
+    """Return the slots whose key or value was read, by the sequence they were read for and by state."""
+    found: dict[tuple[int, SlotState], set[tuple[int, int]]] = {}
+    for entry in memory.slots:
+        for state, slots in entry.slots.items():
+            if slots:
+                found.setdefault((entry.seq, state), set()).update(slots)
+    return found
+
+
+def observations(case: Case, memory: MemoryReport | None) -> Iterable[Finding]:
+    """Yield a finding for each kind of OBSERVED that the kernels of a Case read.
+
+    A freed block counts as outside the window: a kernel that ignores the window reads both.
+    """
+    if memory is None:
+        return
+    found: dict[tuple[int, SlotState], set[tuple[int, int]]] = {}
+    for (seq, state), slots in slots_by_state(memory).items():
+        state = SlotState.OUTSIDE_WINDOW if state is SlotState.FREED else state
+        found.setdefault((seq, state), set()).update(slots)
+    for kind, states in OBSERVED.items():
+        at = sorted((seq, state) for seq, state in found if state in states)
+        if not at:
+            continue
+        seq, first = at[0]
+        block, slot = min(found[seq, first])
+        count = sum(len(found[place]) for place in at)
+        text = f"{count} slots; first for sequence {seq}: block {block}, slot {slot} ({first})"
+        yield Finding(op=case.op, kind=kind, case=case, evidence=text, diagnosis=str(first))
+
+
+# Labels of wrong outputs by evidence: a rule about addresses or the softmax, or else that of an X-ray.
+#
+# What is stated of a case depends on that case alone, so that shards, workers and an interrupted check
+# state the same. Only while one finding is shrunk is what explained one case's output tried on the next
+# first.
+#
+# Two faults with different rules get different labels, and one fault that shows in several cases gets one,
+# which the name that an output alone suggests does not ensure.
+
+MOST_SEARCHES = 4  # for rules, while one finding is shrunk
+_MOST_REFUSALS = 2  # cases of one finding in which a name is tried and not confirmed
+_XRAY_S = 3.0  # time for the search for a description
+_MOST_WEIGHTS = 1 << 20  # rows × heads × slots of a case that is X-rayed
+
+
+class Rules:
+    """What was found out about the cases of one finding; ``confirmed`` and ``label`` mutate it.
+
+    ``found``: rules that further cases confirmed, with their texts; ``weights``: descriptions by X-rays;
+    ``searches``: how often something new was looked for. ``names``: defects that further cases confirmed;
+    ``refused``: how often they did not.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Defect, str]] = []
+        self.weights: list[Description] = []
+        self.searches = 0
+        self.names = set[str]()
+        self.refused = Counter[str]()
+
+    def confirmed(
+        self, lab: Lab, case: Case, diagnosis: Diagnosis, rerun: Callable[[Case], torch.Tensor]
+    ) -> Diagnosis:
+        """Return the diagnosis with the names that further cases confirm, those of an earlier one first."""
+        names = {one.name for one in diagnosis.explanations}
+        known = names & self.names
+        if known:
+            return withdraw(
+                diagnosis,
+                lambda one: one.name not in known,
+                "less likely",
+                "{names}: not confirmed",
+            )
+        if names and max(self.refused[name] for name in names) < _MOST_REFUSALS:
+            known_case = with_known_contents(case)
+            diagnosis = with_second_cases(lab, known_case, rerun, diagnosis, second_cases)
+            self.names |= {one.name for one in diagnosis.explanations if one.is_established}
+            self.refused.update(names - self.names)
+            return diagnosis
+        return withdraw(diagnosis, lambda one: True, "excluded by rerun", "{names}: not confirmed")
+
+    def label(
+        self, lab: Lab, case: Case, output: torch.Tensor, rerun: Callable[[Case], torch.Tensor]
+    ) -> str:
+        """Return the text of the rule that explains an output, known or found now, or ""."""
+        for known, law in self.found:
+            seen = examine(lab, case, output, (known,), Pattern()).diagnosis
+            if any(is_general(one) for one in seen.explanations):
+                return law
+        found = examine(lab, case, output, (), Pattern())
+        for described in self.weights:
+            if follows_from(described, lab, case, output, found):
+                return described.text
+        if self.searches >= MOST_SEARCHES:
+            return ""
+        self.searches += 1
+        return self._new_rule(lab, case, rerun) or self._new_weights(lab, case)
+
+    def _new_rule(self, lab: Lab, case: Case, rerun: Callable[[Case], torch.Tensor]) -> str:
+        rule = find_rule(lab, case, rerun)
+        if rule is None:
+            return ""
+        self.found.append((rule.candidate.defect, rule.law))
+        return rule.law
+
+    def _new_weights(self, lab: Lab, case: Case) -> str:
+        """Return the rule of an X-ray of the kernel; "" if the case is too large, or for no clear rule."""
+        slots = case.total_blocks * case.block_size
+        if case.lengths.num_tokens * case.num_heads * slots > _MOST_WEIGHTS:
+            return ""
+        seen = xray(case, lab=lab, limit_s=_XRAY_S)
+        if seen.status != "described" or seen.description is None:
+            return ""
+        self.weights.append(seen.description)
+        return seen.description.text
+
+
+_REMEMBERED: ContextVar[Rules | None] = ContextVar("remembered", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Within, try on each case first what explained the cases before; all must be of one op and backend."""
+    token = _REMEMBERED.set(Rules())
+    try:
+        yield
+    finally:
+        _REMEMBERED.reset(token)
+
+
+def _rules() -> Rules:
+    """Return what was found out about earlier cases, nothing outside of :func:`remembering`."""
+    return _REMEMBERED.get() or Rules()
+
+
+def confirmed(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of one output with the names that further cases confirm."""
+    if not diagnosis.explanations:
+        return diagnosis
+    return _rules().confirmed(lab, case, diagnosis, lambda one: run_case(lab, backend, one).output)
+
+
+def evidence_label(
+    lab: Lab, backend: Backend, case: Case, output: torch.Tensor, diagnosis: Diagnosis
+) -> str:
+    """Return the label of a wrong output: a rule that further cases confirm, else the name of its cause,
+    else the status of its diagnosis.
+
+    A search for a rule runs the kernel about three times. It is made if the output alone has no explanation.
+    """
+    if diagnosis.explanations:  # Finding.names joins cases that do not decide with those that do
+        return diagnosis.cause.name if diagnosis.cause is not None else diagnosis.status
+    try:
+        rule = _rules().label(lab, case, output, lambda one: run_case(lab, backend, one).output)
+    except AttnLabError:
+        rule = ""
+    return rule or diagnosis.status
+
+
+def evidence_fields(
+    lab: Lab, case: Case, output: torch.Tensor, diagnosis: Diagnosis, label: str
+) -> dict[str, Any]:
+    """Return the names, the description, and what separates faults of one label.
+
+    These are ``wrong_in``, ``right_in`` and ``contents``.
+
+    A defect that explains only the rows of one kernel would change the others, too, if that kernel had it.
+    """
+    explanations = diagnosis.explanations
+    kinds = {"decode" if n == 1 else "prefill" for n in case.lengths.query_lens}
+    fields: dict[str, Any] = {
+        "names": tuple(one.name for one in explanations),
+        "description": _description(diagnosis, label),
+    }
+    if explanations:
+        scopes = {one.scope.rows for one in explanations if one.scope is not None}
+        wrong = scopes & kinds if scopes <= kinds else set[str]()
+        wrong = wrong or (kinds if len(kinds) == 1 else set[str]())
+        right = kinds - wrong if scopes and scopes <= kinds else set[str]()
+    elif label == diagnosis.status:
+        wrong = _kinds_of(lab, case, output)
+        right = kinds - wrong
+        if diagnosis.pattern.is_complete:
+            fields["contents"] = tuple(sorted({fact.kind for fact in diagnosis.pattern.rules}))
+    else:
+        return fields
+    return {**fields, "wrong_in": tuple(sorted(wrong)), "right_in": tuple(sorted(right))}
+
+
+def _description(diagnosis: Diagnosis, label: str) -> str:
+    """Return the text of each defect that explains an output, its rule, or the facts that reproduce it."""
+    if diagnosis.explanations:
+        return "; ".join(f"{one.name}: {one.text}" for one in diagnosis.explanations)
+    if label != diagnosis.status:
+        return label
+    pattern = diagnosis.pattern
+    return "; ".join(fact.sentence for fact in pattern.rules) if pattern.is_complete else ""
+
+
+def _kinds_of(lab: Lab, case: Case, output: torch.Tensor) -> set[str]:
+    """Return the kinds of the sequences with wrong rows."""
+    rows = examine(lab, case, output, (), Pattern()).evidence.locations.wrong_rows
+    starts = torch.tensor(case.lengths.query_lens).cumsum(0)
+    seqs = torch.searchsorted(starts, rows.cpu(), right=True).unique().tolist()
+    return {"decode" if case.lengths.query_lens[seq] == 1 else "prefill" for seq in seqs}

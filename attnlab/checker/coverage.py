@@ -9,14 +9,310 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.ops import OPS
-from attnlab.checker.argument_coverage import ParameterUse, parameter_uses
-from attnlab.checker.unreachable import UNREACHABLE, Unreachable
+from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.triton.coverage import Points
 from attnlab.kernels.vllm.backend import VllmBackend
-from attnlab.kernels.vllm.op_functions import Function, file_kernels, op_functions
+from attnlab.kernels.vllm.features import Function, file_kernels, op_functions
+from attnlab.kernels.vllm.op_arguments import USED_STRIDES
+
+# Parts of vLLM's ops that no hostile case reaches, each with its reason.
+#
+# The list is checked: a part that a case does reach is reported as such, so that the entry is removed.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreachable:
+    """An outcome of a branch that no hostile case reaches, with the block that then runs.
+
+    - ``function``: its function. ``text``: the condition, or what a loop runs over, as ``ast.unparse`` writes
+      it. ``outcome``: True or False; of a loop, whether it has an iteration.
+    - ``block``: how the first line of the block begins, if the text alone is ambiguous.
+    - ``op``: the op whose cases do not reach it; "" for all.
+    """
+
+    function: str
+    text: str
+    outcome: bool
+    reason: str
+    block: str = ""
+    op: str = ""
+
+
+_REFUSED = "The op raises an error that its contract states."
+_OTHER_FP8 = "A Case has no other FP8 dtype; the op raises an error."
+_BLACKWELL = "It needs compute capability 10, which is no platform of attnlab."
+_NOT_EMPTY = "The condition before the loop excludes an empty one."
+_WRAPPER = "The wrapper always passes another value."
+
+UNREACHABLE = (
+    Unreachable(
+        function="kernel_paged_attention_2d",
+        text="filter_by_query_len",
+        outcome=False,
+        reason="The only caller passes True.",
+    ),
+    Unreachable(
+        function="chunked_prefill_paged_decode",
+        text="kv_cache_dtype == 'fp8_e5m2'",
+        outcome=False,
+        reason=_OTHER_FP8,
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="kv_cache_dtype == 'fp8_e5m2'",
+        outcome=False,
+        reason=_OTHER_FP8,
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="IS_TURING and q_dtype_is_f32",
+        outcome=True,
+        reason="It needs compute capability 7.5, which is no platform of attnlab.",
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="k_cache.dtype == torch.uint8 or (v_cache.dtype == torch.uint8 and kv_cache_dtype == 'auto')",
+        outcome=True,
+        reason=_REFUSED,
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="alibi_slopes is not None",
+        outcome=True,
+        reason=_REFUSED,
+        block="raise NotImplementedError",
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="sm_scale is None",
+        outcome=True,
+        reason=_WRAPPER,
+        op=WRAPPER,
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="is_block_table_ptr",
+        outcome=True,
+        reason="The wrapper does not pass it on, which is a finding of its own.",
+        op=WRAPPER,
+    ),
+    Unreachable(
+        function="context_attention_fwd",
+        text="max_seq_len is None",
+        outcome=True,
+        reason=_WRAPPER,
+        op=WRAPPER,
+    ),
+    *(
+        Unreachable(
+            function=function,
+            text="range(MAX_MM_RANGES)",
+            outcome=False,
+            reason="A tensor of ranges has at least one range.",
+        )
+        for function in ("compute_tile_loop_bounds", "compute_kv_seq_mask")
+    ),
+    Unreachable(
+        function="reduce_segments",
+        text="seq_len <= 0",
+        outcome=True,
+        reason="A sequence with new tokens has a seq_len of at least 1.",
+    ),
+    Unreachable(
+        function="unified_attention",
+        text="mm_prefix_range.ndim == 3",
+        outcome=False,
+        reason=_REFUSED,
+    ),
+    *(
+        Unreachable(function="unified_attention", text=text, outcome=True, reason=_BLACKWELL)
+        for text in (
+            "tuned_large_head",
+            "launch_num_warps is not None",
+            "launch_num_stages is not None",
+        )
+    ),
+    Unreachable(
+        function="_fwd_kernel_stage1",
+        text="range(split_kv_start, split_kv_end, BLOCK_N)",
+        outcome=False,
+        reason=_NOT_EMPTY,
+    ),
+    Unreachable(
+        function="_fwd_grouped_kernel_stage1",
+        text="tl.range(split_kv_start, split_kv_end, BLOCK_N)",
+        outcome=False,
+        reason=_NOT_EMPTY,
+    ),
+    Unreachable(
+        function="_decode_att_m_fwd",
+        text="kv_group_num != 1",
+        outcome=True,
+        reason="The only caller has one query head per KV head.",
+    ),
+    Unreachable(
+        function="_fwd_kernel_stage2",
+        text="range(0, NUM_KV_SPLITS)",
+        outcome=False,
+        reason="The number of splits is at least 1.",
+    ),
+    Unreachable(
+        function="_fwd_kernel_stage2",
+        text="OUTPUT_FP16",
+        outcome=True,
+        reason="No caller passes it.",
+    ),
+    Unreachable(
+        function="_is_supported_kv_cache_dtype",
+        text="not (kv_cache_dtype in _NATIVE_KV_CACHE_DTYPES or is_quantized_kv_cache(kv_cache_dtype))",
+        outcome=True,
+        reason=_REFUSED,
+    ),
+    Unreachable(
+        function="triton_reshape_and_cache_flash",
+        text="interleaved_v_pack_factor and (not use_head_major_layout)",
+        outcome=True,
+        reason=_REFUSED,
+    ),
+)
+
+
+# Why some parameters of vLLM's ops do not change the result, and some strides and offsets do not occur.
+#
+# The key of an entry is (op, parameter); the op "" stands for all.
+
+Reasons = Mapping[tuple[str, str], str]
+_WRITTEN = "The op writes it."
+_SCRATCH = "Scratch memory of the split path; the result does not depend on it."
+_PATH = "It selects a path of the op; the result is the same."
+_UNREAD = "No Triton kernel reads it."
+
+VALUE_REASONS: Reasons = {
+    **{("", name): _WRITTEN for name in ("output", "out", "o", "lse", "output_lse")},
+    (WRAPPER, "max_seq_len"): _UNREAD,
+    (PREFILL, "max_seq_len"): _UNREAD,
+    (UNIFIED, "max_seqlen_k"): _UNREAD,
+    (UNIFIED, "seq_threshold_3D"): _PATH,
+    (UNIFIED, "num_par_softmax_segments"): _PATH,
+    (UNIFIED, "use_td"): _PATH,
+    **{
+        (UNIFIED, name): _SCRATCH
+        for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    },
+    (DECODE_FWD, "attn_logits"): _SCRATCH,
+    (DECODE_FWD, "num_kv_splits"): _PATH,
+}
+# The dtypes of tensors of integers, if vLLM does not pass int32 and int64.
+INDEX_DTYPES: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (UNIFIED, "causal"): ("int32",),
+    (UNIFIED, "mm_prefix_range"): ("int32",),
+    (UNIFIED, "rswa_prefix_lens"): ("int32",),
+    (WRITE, "slot_mapping"): ("int64",),
+}
+NO_STRIDE = "The kernels get no stride of it; it must be contiguous."
+NO_FAR = "The kernels compute its offsets from sizes, and it is small."
+# Scratch memory of the split path, whose offsets the kernels compute from sizes as well.
+FAR_REASONS: Reasons = {
+    (UNIFIED, name): "An offset beyond 2^31 needs 2 million programs, hours under the interpreter."
+    for name in ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+}
+
+
+# Coverage of arguments: which parameters of an op got one value only, and which strides, dtypes and far
+# offsets no case had.
+#
+# It is built from the facts of the cases (:mod:`attnlab.kernels.vllm.op_arguments`).
+
+_INDEX_DTYPES = ("int32", "int64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """What the cases of an op passed for a parameter.
+
+    - ``values``: the values of a number, and "tensor"; ``dtypes``: of tensors.
+    - ``strides``: dimensions whose stride differed from that of a contiguous tensor; ``no_strides``: the
+      others that had more than one index. ``far``, ``not_far``: likewise, whether an offset exceeded 2^31.
+    - ``gaps``: what is missing; ``reasons``: what is missing for a reason.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    strides: tuple[int, ...]
+    no_strides: tuple[int, ...]
+    far: tuple[int, ...]
+    not_far: tuple[int, ...]
+    gaps: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return asdict(self)
+
+
+def parameter_uses(
+    op: str, parameters: Sequence[str], measured: Iterable[Mapping[str, Sequence[str]]]
+) -> list[ParameterUse]:
+    """Return what some cases of an op passed, in the order of its parameters."""
+    facts: dict[str, set[str]] = {name: set() for name in parameters}
+    for case in measured:
+        for name, several in case.items():
+            facts.setdefault(name, set()).update(several)
+    return [_use(op, name, facts[name]) for name in parameters]
+
+
+def _use(op: str, name: str, facts: set[str]) -> ParameterUse:
+    values = _after(facts, "value ")
+    dtypes = _after(facts, "dtype ")
+    dims = {int(n) for n in _after(facts, "dim ")}
+    strides, far = ({int(n) for n in _after(facts, word)} for word in ("stride ", "far "))
+    gaps: list[str] = []
+    reasons: list[str] = []
+    reason = VALUE_REASONS.get((op, name)) or VALUE_REASONS.get(("", name))
+    if reason is not None:
+        reasons.append(reason)
+    elif not dtypes and len(values) < 2:
+        gaps.append("one value only")
+    used = USED_STRIDES.get(op, {}).get(name, 0)
+    for dim in sorted(dims - strides):
+        text = f"stride {dim} is that of a contiguous tensor"
+        gaps, reasons = _sorted(text, NO_STRIDE if dim >= used else "", gaps, reasons)
+    for dim in sorted(dims - far):
+        text = f"offsets of dimension {dim} are below 2^31"
+        why = FAR_REASONS.get((op, name)) or (NO_FAR if dim >= used else "")
+        gaps, reasons = _sorted(text, why, gaps, reasons)
+    if set(dtypes) & set(_INDEX_DTYPES):
+        wanted = INDEX_DTYPES.get((op, name), _INDEX_DTYPES)
+        gaps += [f"never {dtype}" for dtype in wanted if dtype not in dtypes]
+    return ParameterUse(
+        name=name,
+        values=(*values, *(["tensor"] if dtypes else [])),
+        dtypes=tuple(dtypes),
+        strides=tuple(sorted(strides)),
+        no_strides=tuple(sorted(dims - strides)),
+        far=tuple(sorted(far)),
+        not_far=tuple(sorted(dims - far)),
+        gaps=tuple(gaps),
+        reasons=tuple(reasons),
+    )
+
+
+def _sorted(
+    text: str, reason: str, gaps: list[str], reasons: list[str]
+) -> tuple[list[str], list[str]]:
+    """Return the gaps and the reasons with one more text, which is a gap without a reason."""
+    if reason:
+        return gaps, [*reasons, f"{text}: {reason}"]
+    return [*gaps, text], reasons
+
+
+def _after(facts: set[str], word: str) -> list[str]:
+    """Return what follows a word in the facts that begin with it, sorted."""
+    return sorted(fact.removeprefix(word) for fact in facts if fact.startswith(word))
+
 
 _OUTCOMES = {"for": {True: "entered", False: "not entered"}}
 _TRUTH = {True: "true", False: "false"}
@@ -69,9 +365,9 @@ class OpCoverage:
     """The coverage of an op.
 
     - ``parameters``: what the cases passed for the parameters of the op.
-    - ``combinations``: of knob values (:func:`attnlab.checker.combinations.combinations_of`).
+    - ``combinations``: of knob values (:func:`attnlab.checker.hostile.combinations_of`).
     - ``missing``: gaps without a reason; ``excused``: those with one.
-    - ``outdated``: entries of :mod:`attnlab.checker.unreachable` that a case reached.
+    - ``outdated``: entries of :mod:`attnlab.checker.coverage` that a case reached.
     - ``functions``, ``points``: what it was computed from; the points by file.
     """
 
@@ -130,7 +426,7 @@ def op_coverage(
 
     - ``functions``: as :func:`functions_of` returns them.
     - ``measured``: the points of each case, as :func:`relative_points` returns them.
-    - ``arguments``: the facts about the arguments of each case (:mod:`attnlab.kernels.vllm.argument_facts`).
+    - ``arguments``: the facts about the arguments of each case (:mod:`attnlab.kernels.vllm.op_arguments`).
     """
     found = OpCoverage(functions=[Function.of_dict(one) for one in functions])
     for function in found.functions:

@@ -2,30 +2,409 @@
 
 All cases have shuffled blocks, three spare blocks, ragged lengths at the edges of blocks, and NaN in every
 slot that was never written. The first ones have few features each (:mod:`attnlab.checker.variants`); the rest
-combine them (:mod:`attnlab.checker.design`).
+combine them (:mod:`attnlab.checker.hostile`).
 """
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import random
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from importlib.metadata import version
+from itertools import combinations, islice, product, zip_longest
+from pathlib import Path
 from typing import Any
 
+import covertable
+
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.fields import is_plugin
 from attnlab.case.masks import CAUSAL
-from attnlab.case.ops import MERGE, OPS, UNIFIED
-from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
-from attnlab.checker.design import Design, Row, find_design
-from attnlab.checker.design_rows import design_rows
-from attnlab.checker.knobs import values_of
-from attnlab.checker.lengths import edges, launches, lengths_knob
-from attnlab.checker.variants import LENGTHS, VARIANTS
+from attnlab.case.ops import MERGE, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.checker.variants import ARGUMENT_VARIANTS, LENGTHS, VARIANTS
 from attnlab.kernels.backend import Backend
-from attnlab.kernels.vllm.backend import VllmBackend
-from attnlab.kernels.vllm.native_limits import check_fp8_format
+from attnlab.kernels.cache_folder import private_folder, writing
+from attnlab.kernels.triton.launch_plan import LaunchParameters, recording_launches
+from attnlab.kernels.vllm.backend import VllmBackend, check_fp8_format
+from attnlab.lab.lab import Lab
+
+# Knobs: what the hostile cases vary, as one table. A knob is added in one line, a value likewise.
+#
+# The values of a knob are named. The first is plain. Two values that set the same field, or that the rules
+# of a Case refuse together, are not combined.
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a knob: the fields of a Case that it sets."""
+
+    name: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A property of a case, with its values, the plain one first, and the ops whose result depends on it."""
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[str, ...]
+
+
+def _knob(name: str, ops: tuple[str, ...] = tuple(OPS), **values: Mapping[str, Any]) -> Knob:
+    """Return a knob; an underscore in the name of a value is a space."""
+    named = (Value(text.replace("_", " "), fields) for text, fields in values.items())
+    return Knob(name, tuple(named), ops)
+
+
+def _mask(name: str, **fields: Any) -> dict[str, Any]:
+    return {"mask": name, **fields}
+
+
+def _argument(name: str, **fields: Any) -> dict[str, Any]:
+    return {"op_argument": name, **fields}
+
+
+_ATTENTION = tuple(op for op in OPS if op not in (MERGE, WRITE))  # the ops that compute scores
+_CACHED = tuple(op for op in OPS if OPS[op].cache_layout is not None)  # those that get a cache
+_BATCHED = tuple(op for op in OPS if op != MERGE)  # those that get the tokens of sequences
+MASK, CACHE, SPLIT, LENGTH_KNOBS = "mask", "cache", "split", "lengths"
+_FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.25, "v_scale": 2.0}
+KNOBS = (
+    _knob(
+        MASK,
+        _ATTENTION,
+        causal={},
+        window_of_a_block={"sliding_window": 16},
+        window_of_one_token={"sliding_window": 1},
+        short_window={"sliding_window": 5},
+        freed_blocks={"sliding_window": 20, "freed": "empty"},
+        recycled_blocks={"sliding_window": 12, "freed": "recycled"},
+        ALiBi={"alibi": True},
+        bidirectional=_mask("bidirectional"),
+        two_sided_window=_mask("bidirectional", sliding_window=7),
+        causal_by_sequence=_mask("causal_by_sequence"),
+        ranges=_mask("ranges"),
+        ranges_in_window=_mask("ranges_in_window", sliding_window=5),
+        prefix_and_window=_mask("prefix_and_window", sliding_window=6),
+        chunks=_mask("chunks", sliding_window=16),
+        tree=_mask("tree"),
+    ),
+    _knob(
+        CACHE,
+        _CACHED,
+        plain={},
+        fp8=_FP8,
+        packed_values={"interleave_v": True},
+        fp8_query=_argument("fp8_query", **_FP8),
+        int8_per_token_head=_argument("int8_per_token_head"),
+        fp8_per_token_head=_argument("fp8_per_token_head"),
+    ),
+    _knob(SPLIT, _ATTENTION, none={"num_splits": 0}, four={"num_splits": 4}),
+    _knob(
+        "heads",
+        two_per_KV_head={"num_heads": 4, "num_queries_per_kv": 2},
+        three_per_KV_head={"num_heads": 6, "num_queries_per_kv": 3},
+        one_per_KV_head={"num_heads": 2, "num_queries_per_kv": 1},
+        five_of_one_KV_head={"num_heads": 5, "num_queries_per_kv": 5},
+    ),
+    _knob(
+        "head size",
+        tuple(OPS),
+        **{"64": {"head_size": 64}, "80": {"head_size": 80}, "32": {"head_size": 32}},
+    ),
+    _knob(
+        "block size",
+        _CACHED,
+        **{"16": {"block_size": 16}, "48": {"block_size": 48}, "8": {"block_size": 8}},
+    ),
+    _knob("dtype", float16={}, float32={"dtype": "float32"}, bfloat16={"dtype": "bfloat16"}),
+    _knob(
+        "strides", _BATCHED, contiguous={}, fused={"kv_layout": "fused"}, HND={"kv_layout": "HND"}
+    ),
+    _knob("padding", none={}, five={"pad_batch": 5, "max_blocks_per_seq": 40}),
+    _knob("sinks", _ATTENTION, none={}, one_per_head={"sinks": True}),
+    _knob("soft cap", _ATTENTION, none={}, **{"2": {"softcap": 2.0}}),
+    _knob("scale", _ATTENTION, given={}, default={"sm_scale": None}, large={"sm_scale": 16.0}),
+    _knob("index dtype", _BATCHED, int32={}, int64={"stage": "int64"}),
+)
+TRIPLE = (MASK, CACHE, SPLIT)
+
+
+def values_of(op: str, lengths: Knob) -> dict[str, dict[str, Value]]:
+    """Return the values of the knobs of an op by the names of knob and value; ``lengths`` is one of them."""
+    knobs = [knob for knob in (*KNOBS, lengths) if op in knob.ops]
+    return {knob.name: {value.name: value for value in knob.values} for knob in knobs}
+
+
+# Covering design: rows of knob values in which every allowed pair occurs, and every allowed triple of mask,
+# cache kind and split.
+#
+# covertable makes the rows. What is allowed follows from the rules of a Case: the values of a pair must fit
+# when all other knobs are plain, and every row must be a Case.
+
+Row = dict[str, str]  # the name of a value by the name of its knob
+Tuple = tuple[tuple[str, str], ...]  # the same for some knobs
+Make = Callable[[Mapping[str, Any]], object]  # returns the Case of fields, or raises InvalidCase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """The knobs of an op, and what is not allowed.
+
+    - ``values``: the values by the names of knob and value; each is allowed alone.
+    - ``refused``: the reason of each value, pair and triple that is not allowed.
+    - ``make``: returns the Case of a row's fields.
+    """
+
+    values: Mapping[str, Mapping[str, Value]]
+    refused: Mapping[Tuple, str]
+    make: Make
+
+    def fields(self, row: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of a Case that a row sets; raise InvalidCase if two values set one field."""
+        fields: dict[str, Any] = {}
+        for knob, name in row.items():
+            for field, value in self.values[knob][name].fields.items():
+                if field in fields and fields[field] != value:
+                    raise InvalidCase(f"two values set {field}", field=field)
+                fields[field] = value
+        return fields
+
+    def plain(self) -> Row:
+        """Return the row of plain values."""
+        return {knob: next(iter(values)) for knob, values in self.values.items()}
+
+    def wanted(self) -> Iterator[Tuple]:
+        """Yield every allowed pair, and every allowed triple of mask, cache kind and split."""
+        triple = [knob for knob in self.values if knob in TRIPLE]
+        groups = [*combinations(self.values, 2), *([tuple(triple)] if len(triple) == 3 else [])]
+        for knobs in groups:
+            for names in product(*(self.values[knob] for knob in knobs)):
+                entry = tuple(zip(knobs, names, strict=True))
+                if not self.reason(entry):
+                    yield entry
+
+    def reason(self, entry: Tuple) -> str:
+        """Return why a pair or triple is not allowed, or ""."""
+        sizes = range(2, len(entry) + 1)
+        parts = (part for size in sizes for part in combinations(entry, size))
+        return next((self.refused[part] for part in parts if part in self.refused), "")
+
+    def rows(self, seed: int, first: Sequence[Row] = ()) -> Iterator[Row]:
+        """Yield the rows, those that cover most first. Rows that ``first`` has are not repeated."""
+        knobs = {knob: list(values) for knob, values in self.values.items()}
+        triple = [knob for knob in knobs if knob in TRIPLE]
+        made = covertable.make_async(
+            knobs,
+            strength=2,
+            sub_models=[{"fields": triple, "strength": 3}] if len(triple) == 3 else [],
+            constraints=list(self._constraints()),
+            presets=[dict(row) for row in first],
+            salt=str(seed),
+        )
+        for row in made:
+            if row not in first:
+                yield row
+
+    def _constraints(self) -> Iterator[dict[str, Any]]:
+        """Yield the constraints in covertable's form: of each pair or triple of knobs, and of whole rows."""
+        knobs = {tuple(knob for knob, _ in entry) for entry in self.refused if len(entry) > 1}
+        for names in sorted(knobs):
+
+            def is_allowed(row: Row, names: tuple[str, ...] = names) -> bool:
+                return tuple((knob, row[knob]) for knob in names) not in self.refused
+
+            yield {"operator": "fn", "requires": list(names), "evaluate": is_allowed}
+        yield {"operator": "fn", "requires": list(self.values), "evaluate": self._is_case}
+
+    def _is_case(self, row: Row) -> bool:
+        try:
+            self.make(self.fields(row))
+        except InvalidCase:
+            return False
+        return True
+
+
+def find_design(values: Mapping[str, Mapping[str, Value]], make: Make) -> Design:
+    """Return the design of some knobs, without the values that are not allowed alone."""
+    refused: dict[Tuple, str] = {}
+    every = Design(values=values, refused=refused, make=make)
+    kept: dict[str, dict[str, Value]] = {}
+    for knob, named in values.items():
+        kept[knob] = {}
+        made = list[object]()
+        for name, value in named.items():
+            row = {**every.plain(), knob: name}
+            why = _refusal(every, row)
+            if not why and (case := make(every.fields(row))) in made:
+                why = "it changes nothing"
+            if why:
+                refused[((knob, name),)] = why
+            else:
+                made.append(case)
+                kept[knob][name] = value
+    kept = {knob: named for knob, named in kept.items() if len(named) > 1}
+    design = Design(values=kept, refused=refused, make=make)
+    for one, other in combinations(kept, 2):
+        for names in product(kept[one], kept[other]):
+            entry = ((one, names[0]), (other, names[1]))
+            why = _refusal(design, {**design.plain(), **dict(entry)})
+            if why:
+                refused[entry] = why
+    return design
+
+
+def _refusal(design: Design, row: Row) -> str:
+    """Return why a row is not a Case, or ""."""
+    try:
+        design.make(design.fields(row))
+    except InvalidCase as error:
+        return str(error)
+    return ""
+
+
+def uncovered(design: Design, rows: Iterable[Mapping[str, str]]) -> list[Tuple]:
+    """Return the allowed pairs and triples that no row has."""
+    made = [dict(row) for row in rows]
+    return [
+        entry
+        for entry in design.wanted()
+        if not any(all(row.get(knob) == name for knob, name in entry) for row in made)
+    ]
+
+
+# Lengths at the edges of what a kernel processes at once: tiles, blocks of the cache, and parts.
+#
+# The edges are read from the parameters of the kernels' launches: the op is called, but no program runs.
+
+# Parameters of kernels that count new tokens, keys, and tiles that belong together.
+_QUERIES = re.compile(r"BLOCK_[MQ]")
+_KEYS = re.compile(r"(PHYSICAL_)?BLOCK(_N|_SIZE)?|TILE_SIZE|PAGE_SIZE")
+_TILES = re.compile(r"NUM_(SEGMENTS_PER_SEQ|KV_SPLITS)|num_unroll_cache")
+_LONGEST = 160  # tokens; longer edges take long under the interpreter
+_FEW = 3  # new tokens where their number does not matter
+_SEQS = 3  # sequences of a case
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The numbers of new tokens, and of keys, at which the kernels begin another tile, block or part."""
+
+    queries: frozenset[int] = frozenset()
+    keys: frozenset[int] = frozenset()
+
+    def __or__(self, other: "Edges") -> "Edges":
+        return Edges(self.queries | other.queries, self.keys | other.keys)
+
+
+# Those of the models, and of kernels whose launches are not interpreted.
+_USUAL = Edges(frozenset({16}), frozenset({16, 32, 64, 128}))
+_BLOCK = Edges(frozenset({16}), frozenset({16}))  # of ops whose launches have no edges
+
+
+def edges(backend: Backend, cases: Iterable[Case]) -> Edges:
+    """Return the edges of the launches of some Cases."""
+    if backend.name != "vllm" or backend.device != "cpu":
+        return _USUAL
+    found = Edges()
+    for case in cases:
+        for launch in launches(backend, case):
+            found |= edges_of(launch)
+    return found if found.keys and found.queries else found | _BLOCK
+
+
+def launches(backend: Backend, case: Case) -> list[LaunchParameters]:
+    """Return the launches of a Case on interpreted kernels; none if the release refuses it."""
+    lab = Lab(source=backend.path, device="cpu")
+    with recording_launches() as found:
+        try:
+            lab.run(case)
+        except AttnLabError:
+            return []
+    return found
+
+
+def edges_of(launch: LaunchParameters) -> Edges:
+    """Return the edges of a launch: the sizes of its tiles, and of tiles that one step or part has."""
+    keys, tiles = _matching(launch, _KEYS), _matching(launch, _TILES)
+    several = {key * count for key in keys for count in tiles}
+    return Edges(_short(_matching(launch, _QUERIES)), _short(keys | several))
+
+
+def _matching(launch: LaunchParameters, pattern: re.Pattern[str]) -> set[int]:
+    return {number for name, number in launch.numbers.items() if pattern.fullmatch(name)}
+
+
+def _short(numbers: set[int]) -> frozenset[int]:
+    return frozenset(n for n in numbers if 4 <= n <= _LONGEST)
+
+
+def lengths_knob(op: str, found: Edges) -> Knob:
+    """Return the knob of lengths: each edge, one token less and one more, as length of a sequence; and for
+    ops with prefill as number of new tokens and as length of a context."""
+    seqs = [(1, n - 1) for n in _around(found.keys)]
+    contexts = [0, *_around(found.keys)]
+    longest_first = _around(found.queries)[::-1]
+    if op == PREFILL:  # one program has all rows of a sequence, whether it is a decode or not
+        seqs = [*zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)]
+    elif not OPS[op].context:
+        seqs = [(n, 0) for n in (1, _FEW, *_around(found.queries | found.keys))]
+    elif op == WRAPPER:  # its prefill rows are those of PREFILL
+        seqs += [(_FEW, n) for n in contexts[:4]]
+    elif OPS[op].prefill:
+        seqs += zip_longest(longest_first[: len(contexts)], contexts, fillvalue=_FEW)
+    return Knob(LENGTH_KNOBS, tuple(_values(seqs)), (op,))
+
+
+def _around(numbers: Iterable[int]) -> list[int]:
+    return sorted({n for number in numbers for n in (number - 1, number, number + 1)})
+
+
+def _values(seqs: list[tuple[int, int]]) -> list[Value]:
+    """Distribute sequences, each (query_len, ctx_len), over values; the first value is the shortest."""
+    ordered = sorted(seqs, key=sum)
+    count = max(2, len(seqs) // _SEQS)
+    made = sorted((ordered[i::count] for i in range(count)), key=lambda one: sum(map(sum, one)))
+    return [
+        Value(
+            ", ".join(f"{query_len} after {ctx_len}" for query_len, ctx_len in one),
+            {"query_lens": tuple(q for q, _ in one), "ctx_lens": tuple(c for _, c in one)},
+        )
+        for one in made
+    ]
+
+
+# The rows of a covering design, kept in the cache folder: covertable needs seconds for many knobs.
+
+
+def design_rows(design: Design, seed: int) -> list[Row]:
+    """Return the rows of a design, from the cache folder if they were made before."""
+    knobs = {knob: list(values) for knob, values in design.values.items()}
+    inputs = [knobs, sorted(map(str, design.refused)), seed, version("covertable")]
+    name = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
+    try:
+        file = private_folder("designs") / f"{name}.json"
+        if not file.is_file():
+            _write(file, list(design.rows(seed)))
+        rows: list[Row] = json.loads(file.read_text())
+    except Unavailable:  # no folder can be written
+        return list(design.rows(seed))
+    return rows
+
+
+def _write(file: Path, rows: list[Row]) -> None:
+    """Write the rows in one step, so that other processes read all of them or none."""
+    with writing():
+        partial = file.with_suffix(f".{hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}")
+        partial.write_text(json.dumps(rows))
+        partial.replace(file)
+
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 4,
@@ -211,3 +590,41 @@ def _check_supported(backend: Backend, op: str, changes: Mapping[str, Any]) -> N
         raise InvalidCase("the op rejects attention sinks together with ALiBi")
     if op == MERGE and changes.get("kv_layout", "contiguous") != "contiguous":
         raise InvalidCase("kv_layout must be contiguous: the op has two outputs")
+
+
+# Combinations: which pairs and triples of knob values the cases of a check cover, and which are refused.
+
+
+def combinations_of(
+    backend: Backend, op: str, platform: str, seed: int, cases: Sequence[Case]
+) -> dict[str, Any]:
+    """Return the combinations that some Cases of an op cover, as JSON-able values.
+
+    - ``knobs``: the names of the values of each knob that the op has.
+    - ``pairs``, ``triples``: their number, ``covered`` and ``missing``.
+    - ``refused``: the values, pairs and triples that no Case can have, each with the reason.
+    """
+    design = hostile_design(backend, op, platform)
+    run = set(cases)
+    made = zip(
+        covering_rows(backend, op, platform, seed),
+        covering_cases(backend, op, platform, seed),
+        strict=True,
+    )
+    missing = uncovered(design, [row for row, case in made if case in run])
+    found: dict[str, Any] = {"knobs": {knob: [*values] for knob, values in design.values.items()}}
+    for name, size in (("pairs", 2), ("triples", 3)):
+        absent = [entry for entry in missing if len(entry) == size]
+        total = sum(len(entry) == size for entry in design.wanted())
+        found[name] = {
+            "total": total,
+            "covered": total - len(absent),
+            "missing": [_text(entry) for entry in absent],
+        }
+    found["refused"] = {_text(entry): why for entry, why in design.refused.items()}
+    return found
+
+
+def _text(entry: Tuple) -> str:
+    """Return a combination as text, such as "mask causal, cache fp8"."""
+    return ", ".join(f"{knob} {name}" for knob, name in entry)

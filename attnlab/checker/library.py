@@ -1,22 +1,30 @@
 """Check a kernel library: run the tasks of a plan on an engine, shrink the findings, and report."""
 
 import contextlib
+import dataclasses
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnlab.case.errors import Unavailable
-from attnlab.checker.finding import KINDS
-from attnlab.checker.known import KnownFinding
+from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.op_arguments import NONE
+from attnlab.checker.case_run import lab_of
+from attnlab.checker.finding import KINDS, Finding, KnownFinding
 from attnlab.checker.plan import FAULTS, Plan
 from attnlab.checker.report import NotRun, Report, build_report
+from attnlab.diagnosis.claims import KernelLine
+from attnlab.diagnosis.location.lines import locate_lines
+from attnlab.diagnosis.location.repair_check import with_confirmation
+from attnlab.diagnosis.location.trials import Limit
+from attnlab.kernels.backend import Backend, OnStep, ignore_step
 from attnlab.kernels.plugin import NO_INTERPRETER
-from attnlab.tasks.engine import Engine, InProcess, Stop, never
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.lab.lab import Lab
 from attnlab.tasks.run import Remaining, TaskRun, deadline
-from attnlab.tasks.shard import ALL, Shard
-from attnlab.tasks.store import Store
-from attnlab.tasks.task import Outcome, Task
+from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.task import Engine, InProcess, Outcome, Stop, Task, never
 
 __all__ = ["NotRun", "Progress", "Report", "check_library"]
 
@@ -146,3 +154,87 @@ def is_fault(outcome: Outcome) -> bool:
     if outcome.verdict is None:
         return outcome.status in FAULTS
     return any(found["kind"] in KINDS for found in outcome.verdict.get("findings", ()))
+
+
+# Merge the stores of the shards of a check into one report.
+
+
+def merged_check(
+    header: Header, outcomes: Mapping[str, Outcome], known: Sequence[KnownFinding] = ()
+) -> Report:
+    """Return the report of a check from what :func:`attnlab.tasks.store.merged_stores` returns.
+
+    It equals that of a check in one piece, except that ``seconds`` is the sum of the cases' times.
+    """
+    limit_s = header["options"]["case_seconds"]
+    return build_report(
+        header,
+        [Task(**fields, limit_s=limit_s) for fields in header["cases"]],
+        outcomes,
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        stopped="its shard was stopped before",
+        known=known,
+    )
+
+
+# The source lines of findings: where in a kernel the fault of a finding may be.
+
+LIMIT = Limit(edits=600, seconds=30.0)  # of one finding
+_KINDS = (
+    "wrong_output",
+    "rows_not_written",
+    "reads_unwritten_slots",
+    "reads_freed_blocks",
+)  # faults that show in the output
+
+
+def with_source_lines(report: Report, backend: Backend, on_step: OnStep = ignore_step) -> Report:
+    """Return the report with the source lines of its faults; the Cases run again.
+
+    Files are relative to the root of the source, as in :class:`attnlab.checker.finding.Location`.
+    """
+    lab, found = lab_of(backend, "cpu"), []
+    for i, finding in enumerate(report.findings):
+        on_step("locating the faults", i, len(report.findings))
+        found.append(_located(lab, backend, finding))
+    return dataclasses.replace(report, findings=merged_by_line(found))
+
+
+def merged_by_line(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings; of those that one edit of the same lines repairs, only the first.
+
+    One fault may have different names in different cases, but it has one place.
+    """
+    merged: dict[object, Finding] = {}
+    for i, finding in enumerate(findings):
+        places = tuple((one.file, one.line) for one in finding.lines if one.evidence == "edit")
+        key = (finding.op, finding.kind, places) if places else i
+        if (first := merged.get(key)) is not None:
+            finding = dataclasses.replace(first, seen=first.seen + finding.seen)
+        merged[key] = finding
+    return list(merged.values())
+
+
+def _located(lab: Lab, backend: Backend, finding: Finding) -> Finding:
+    if finding.case.op_argument != NONE:
+        return dataclasses.replace(finding, no_lines="an op argument is passed")
+    if finding.kind not in _KINDS or finding.case.spec.writes_cache:
+        return dataclasses.replace(
+            finding, no_lines="the fault does not show in an output of attention"
+        )
+    case = finding.case.replace(backend=backend.name)
+    try:
+        place = with_confirmation(lab, case, locate_lines(lab, case, None, LIMIT))
+    except AttnLabError as error:
+        return dataclasses.replace(finding, no_lines=str(error))
+    lines = tuple(_relative(line, backend) for line in place.confirmed_lines)
+    why = "" if lines else place.why_none or "further cases confirm no trial edit"
+    return dataclasses.replace(finding, lines=lines, no_lines=why)
+
+
+def _relative(line: KernelLine, backend: Backend) -> KernelLine:
+    """Return a line with its file relative to the root of a vLLM, or to the current folder."""
+    path = Path(line.file)
+    if isinstance(backend, VllmBackend) and path.is_relative_to(backend.source.root):
+        return dataclasses.replace(line, file=path.relative_to(backend.source.root).as_posix())
+    return dataclasses.replace(line, file=Path(os.path.relpath(path)).as_posix())

@@ -1,25 +1,126 @@
 """Plan: the tasks of a check, and the tasks that shrink its findings."""
 
 import hashlib
+import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.checker.case_job import CheckJob
-from attnlab.checker.combinations import combinations_of
-from attnlab.checker.costs import Costs, cost_key, cost_s, packaged_costs
+from attnlab.case.declaration import DTYPE_BYTES
+from attnlab.case.errors import InvalidCase
+from attnlab.checker.case_check import MAX_TRIES, CheckJob
+from attnlab.checker.case_run import source_digest, versions
 from attnlab.checker.coverage import functions_of
 from attnlab.checker.finding import Finding
-from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.hostile import DEFAULTS, combinations_of, hostile_cases
 from attnlab.checker.locations import op_locations
-from attnlab.checker.memory import estimated_bytes
-from attnlab.checker.shrinking import MAX_TRIES
-from attnlab.checker.sources import source_digest, versions
 from attnlab.kernels.backend import Backend
-from attnlab.tasks.shard import ALL, Shard
-from attnlab.tasks.store import Header
+from attnlab.lab.products import needed_bytes
+from attnlab.tasks.store import ALL, Header, Shard, read_store
 from attnlab.tasks.task import CRASH, DEVICE_LOST, DONE, OUT_OF_MEMORY, TIMEOUT, Outcome, Task
+
+# Recorded times of the hostile cases, by op and by what is special about a case.
+#
+# They order the cases, divide them into shards of equal length, and estimate the remaining time. Only
+# ratios matter. ``costs.json`` was measured under Triton's interpreter; ``python tools/costs.py STORE``
+# writes it anew from the store of a check.
+
+Costs = Mapping[str, float]  # seconds by op and features, as "unified_attention/alibi=True"
+_UNKNOWN_S = 1.0
+# Fields in which all cases differ, or that do not change the time.
+_COMMON = {
+    *("op", "backend", "release", "platform", "seed", "atol"),
+    *("query_lens", "ctx_lens", "num_blocks"),
+}
+
+
+def cost_key(case: Case) -> str:
+    """Return the op of a hostile case and the fields that its variant sets."""
+    special = {
+        name: value
+        for name, value in case.changes().items()
+        if name not in _COMMON and DEFAULTS.get(name) != value
+    }
+    plain = {name: getattr(case, name) for name in DEFAULTS if name not in case.changes()}
+    special |= {n: v for n, v in plain.items() if n not in _COMMON and DEFAULTS[n] != v}
+    words = (f"{name}={value}" for name, value in sorted(special.items()))
+    return f"{case.op}/{','.join(words) or 'plain'}"
+
+
+@cache
+def packaged_costs() -> Costs:
+    """Return the times that the package was built with."""
+    found: dict[str, float] = json.loads((files(__package__) / "costs.json").read_text())
+    return found
+
+
+def costs_of_store(folder: Path) -> Costs:
+    """Return the mean times of the cases of a store. Raises InvalidCase if it has none.
+
+    On a CPU it is the processor time, which does not depend on what else the machine does.
+    """
+    times: dict[str, list[float]] = {}
+    header, outcomes = read_store(folder)
+    is_cpu = header.get("library", {}).get("device") == "cpu"
+    for key, outcome in outcomes.items():
+        parts = key.split("/")
+        if outcome.status == DONE and len(parts) >= 3 and parts[0] != "shrink":
+            times.setdefault("/".join(parts[-3:-1]), []).append(
+                outcome.cpu_s if is_cpu else outcome.seconds
+            )
+    if not times:
+        raise InvalidCase(f"times must be the store of a check, got {folder}", field="times")
+    return {key: round(statistics.fmean(seconds), 3) for key, seconds in sorted(times.items())}
+
+
+def cost_s(costs: Costs, key: str) -> float:
+    """Return the time of a key; if it was not recorded, the median of its op."""
+    if key in costs:
+        return costs[key]
+    same_op = [s for name, s in costs.items() if name.partition("/")[0] == key.partition("/")[0]]
+    return statistics.median(same_op) if same_op else _UNKNOWN_S
+
+
+# How much memory the check of a case takes, estimated before anything is allocated.
+
+# The check runs a case with up to three contents of the empty slots, and a Lab keeps three caches.
+_CONTENTS = 3
+# Of the cache during a run: the lab's layout, the op's layout, a strided copy and a comparison's.
+_COPIES = 4
+_FIXED_BYTES = 64 << 20  # what torch and the allocator of a device keep for small tensors
+_MOST_SCORES = {"cpu": 3 << 17, "cuda": 1 << 28}  # of a tile of the reference
+
+
+def estimated_bytes(case: Case, backend: Backend) -> int:
+    """Return about how many bytes the check of a Case allocates on the backend's device.
+
+    On a CPU, blocks before ``first_block`` are addresses without memory. On a GPU they take memory, in two
+    layouts of the cache.
+    """
+    total = _FIXED_BYTES + _CONTENTS * needed_bytes(case, _COPIES) + _score_bytes(case, backend)
+    if backend.device == "cuda" and case.first_block:
+        total += 2 * far_bytes(case)
+    return total
+
+
+def far_bytes(case: Case) -> int:
+    """Return the size of the blocks before ``first_block`` in key and value, which share them."""
+    block = case.block_size * case.num_kv_heads * case.head_size
+    return case.first_block * block * (1 if case.is_fp8 else DTYPE_BYTES[case.dtype])
+
+
+def _score_bytes(case: Case, backend: Backend) -> int:
+    """Return the size of the reference's scores and weights, and of a sequence's keys and values."""
+    longest = max(case.lengths.seq_lens)
+    rows = max(case.lengths.query_lens)
+    scores = min(case.num_heads * rows * longest, _MOST_SCORES[backend.device])
+    return 8 * (3 * scores + 2 * case.num_heads * longest * case.head_size)
+
 
 Outcomes = Mapping[str, Outcome]
 # Outcomes that are faults of the kernel, and their diagnosis.

@@ -1,20 +1,708 @@
 """Check many releases of vLLM in one run."""
 
+import ast
 import contextlib
+import dataclasses
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.ops import OPS
+from attnlab.case.shown import Shown
+from attnlab.checker.case_check import CheckJob
+from attnlab.checker.case_run import versions
+from attnlab.checker.finding import KINDS, Finding
 from attnlab.checker.library import OnProgress, ignore_progress, watching
-from attnlab.checker.release_plan import ReleasePlan
-from attnlab.checker.release_results import build_table, native_tasks
-from attnlab.checker.release_rows import fault_rows
-from attnlab.checker.release_table import ReleaseTable
-from attnlab.tasks.engine import Engine, Stop, never
+from attnlab.checker.plan import (
+    FAULTS,
+    Costs,
+    Group,
+    Outcomes,
+    Plan,
+    findings_of,
+    groups,
+    packaged_costs,
+    shrink_key,
+    shrink_task,
+)
+from attnlab.checker.report import NotRun
+from attnlab.kernels.vllm.backend import VllmBackend
+from attnlab.kernels.vllm.source import Source
 from attnlab.tasks.run import TaskRun, deadline
-from attnlab.tasks.shard import ALL, Shard
-from attnlab.tasks.store import Header, Store
-from attnlab.tasks.task import Task
+from attnlab.tasks.store import ALL, Header, Shard, Store
+from attnlab.tasks.task import DONE, Engine, Outcome, Stop, Task, never
+
+# The plan of a check of many releases: what runs, and which releases share a result.
+#
+# The verdict of a case depends on the op's files, on those that they import, and on the rules that the lab
+# applies to the release. An op that is the same in several releases runs in the first of them.
+
+COMMAND = "releases"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release: its ``version`` and the backend that runs its ops."""
+
+    version: str
+    backend: VllmBackend
+
+
+def releases_of(paths: Mapping[str, Path], device: str) -> list[Release]:
+    """Return the releases at some paths, which are given by version, with their ops on a device."""
+    return [
+        Release(version=version, backend=VllmBackend(path=path, requested_device=device))
+        for version, path in paths.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasePlan:
+    """What a check of releases runs. ``releases``: the oldest first; the other fields as in :class:`Plan`."""
+
+    releases: tuple[Release, ...]
+    ops: tuple[str, ...]
+    platform: str = "sm_90"
+    cases: int | None = None
+    seed: int = 0
+    case_limit_s: float = 60.0
+    costs: Costs = field(default_factory=packaged_costs, repr=False)
+
+    @cached_property
+    def runs(self) -> dict[str, dict[str, str]]:
+        """Return, by release and op, the release in which the op runs; an op that is absent is left out."""
+        first: dict[tuple[str, str], str] = {}
+        found: dict[str, dict[str, str]] = {}
+        for release in self.releases:
+            found[release.version] = {}
+            for op in self.ops:
+                digest = op_digest(release.backend.source, op)
+                if digest is not None:
+                    owner = first.setdefault((op, digest), release.version)
+                    found[release.version][op] = owner
+        return found
+
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """Return the plan of each release that has an op to run."""
+        found = {}
+        for release in self.releases:
+            own = self.runs[release.version].items()
+            ops = tuple(op for op, owner in own if owner == release.version)
+            if ops:
+                found[release.version] = Plan(
+                    backend=release.backend,
+                    ops=ops,
+                    platform=self.platform,
+                    cases=self.cases,
+                    seed=self.seed,
+                    case_limit_s=self.case_limit_s,
+                    library=release.version,
+                    costs=self.costs,
+                )
+        return found
+
+    def tasks(self) -> list[Task]:
+        """Return the cases of all releases, release by release."""
+        return [task for plan in self.plans.values() for task in plan.tasks()]
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Return, by release, the release whose rules the lab applies to it."""
+        return {release.version: release.backend.release for release in self.releases}
+
+    def job(self, device: str | None = None) -> CheckJob:
+        """Return the job that runs all of the plan's tasks; ``device``: another one than that of the plan."""
+        libraries = {
+            one.version: one.backend
+            if device is None
+            else VllmBackend(path=one.backend.path, requested_device=device)
+            for one in self.releases
+            if one.version in self.plans
+        }
+        return CheckJob(libraries=dict(libraries), device=device or self.releases[0].backend.device)
+
+    def header(self, tasks: Sequence[Task], shard: Shard = ALL) -> Header:
+        """Return the header of a store: everything that the verdicts depend on, without paths."""
+        keys = "\n".join(f"{task.key} {task.cost_s}" for task in tasks)
+        digests = {
+            release.version: {op: op_digest(release.backend.source, op) for op in self.ops}
+            for release in self.releases
+        }
+        return {
+            "command": COMMAND,
+            "device": self.releases[0].backend.device,
+            "options": {
+                "releases": [release.version for release in self.releases],
+                "ops": [*self.ops],
+                "platform": self.platform,
+                "cases": self.cases,
+                "seed": self.seed,
+                "case_seconds": self.case_limit_s,
+            },
+            "digests": digests,
+            "runs": self.runs,
+            "rules": self.rules,
+            "versions": versions(),
+            "shard": str(shard),
+            "digest of cases and costs": hashlib.sha256(keys.encode()).hexdigest()[:16],
+            "cases": [
+                {"key": task.key, "payload": task.payload, "cost_s": task.cost_s} for task in tasks
+            ],
+        }
+
+
+def op_digest(source: Source, op: str) -> str | None:
+    """Return a digest of what decides the verdicts of an op in a release; None if it has no such op."""
+    try:
+        first = source.op_file(OPS[op].module)
+    except Unsupported:
+        return None
+    digest = hashlib.sha256(f"{source.rules}\0".encode())
+    for file in sorted(_with_imports(source, first)):
+        digest.update(f"{file.name}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _with_imports(source: Source, file: Path) -> set[Path]:
+    """Return an op file and the op files that it imports, directly or not."""
+    folders = {folder.replace("/", "."): source.root / folder for folder in source.ops_folders}
+    found, new = set[Path](), {file}
+    while new:
+        path = new.pop()
+        found.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError as error:
+            raise InvalidCase(f"{path} is no Python: {error.msg}", field="source") from error
+        names = {name for node in ast.walk(tree) for name in _imported(node)}
+        for name in names:
+            package, _, leaf = name.rpartition(".")
+            folder = folders.get(package) if package else path.parent
+            candidate = None if folder is None else folder / f"{leaf}.py"
+            if candidate is not None and candidate.is_file() and candidate not in found:
+                new.add(candidate)
+    return found
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import statement may import; a relative one without its package."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = "" if node.level else node.module or ""
+    if node.level:  # "from .name import x" and "from . import name"
+        return [node.module] if node.module else [alias.name for alias in node.names]
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+# The faults of many releases: which fault of one release is that of another, decided by runs.
+#
+# A row is one fault with its smallest Case, which is found in the first release that has the fault and then
+# runs in every release that has the op. So a cell states what this Case did there, and a fault of another
+# release belongs to the row only if the Case shows it.
+
+_STATUSES = {"ambiguous", "described", "unexplained"}  # of a diagnosis without a name
+VIOLATES = "the case violates a contract of the op"
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A fault at its smallest Case, the release in which that was found, and its runs in the others.
+
+    ``runs``: by release in which the op runs, the task that runs the Case there; None if the release refuses
+    the Case. A task without an outcome has not run. In ``first`` the Case ran when it was found.
+    """
+
+    finding: Finding
+    first: str
+    runs: dict[str, Task | None] = field(default_factory=dict)
+
+    def is_shown(self, version: str, outcomes: Outcomes) -> bool | None:
+        """Answer whether the op of a release shows the fault at the Case; None if there is no verdict."""
+        task = self.runs[version]
+        if version == self.first:
+            return True
+        return None if task is None else shows(task, outcomes.get(task.key), self.is_fault)
+
+    def is_kind(self, other: Finding) -> bool:
+        """Answer whether a fault that the Case shows on a GPU is of this kind; its diagnosis may differ."""
+        return self.finding.kind == other.kind
+
+    def is_fault(self, other: Finding) -> bool:
+        """Answer whether the fault that the Case shows in another release is this one.
+
+        A specific diagnosis differs from another one; a status, such as "unexplained", contradicts none.
+        """
+        if (self.finding.op, self.finding.kind) != (other.op, other.kind):
+            return False
+        labels = {self.finding.diagnosis, other.diagnosis}
+        return self.finding.is_same(other) or bool(labels & _STATUSES)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """The rows that some outcomes decide.
+
+    - ``pending``: tasks that must run before all rows are decided, by key.
+    - ``waiting``: the faults that these will decide, with the release in which they ran.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    pending: dict[str, Task] = field(default_factory=dict)
+    waiting: list[tuple[str, Group]] = field(default_factory=list)
+
+
+def fault_rows(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> Rows:
+    """Return the rows of the faults that some cases show, as far as the outcomes decide them.
+
+    ``header``: that of a :class:`attnlab.checker.releases.ReleasePlan`; ``tasks``: the cases;
+    ``outcomes``: all so far, also those of shrinking and of the rows' own Cases.
+    """
+    found = Rows()
+    of_release: dict[str, list[Task]] = {}
+    for task in tasks:
+        of_release.setdefault(task.payload["library"], []).append(task)
+    for version in header["runs"]:
+        for group in groups(of_release.get(version, []), outcomes).values():
+            if group.finding.kind in KINDS:
+                _add(found, header, version, group, outcomes)
+    return found
+
+
+def _add(found: Rows, header: Header, version: str, group: Group, outcomes: Outcomes) -> None:
+    """Add the fault of a release to the rows, or what must run before it is known which row has it."""
+    states = [_covers(row, version, group.finding, outcomes) for row in found.rows]
+    if True in states:
+        return
+    is_like_one = any(one.finding.is_same(group.finding) for _, one in found.waiting)
+    if None in states or is_like_one:
+        found.waiting.append((version, group))
+        return
+    row, shrinking = _new_row(version, group, outcomes)
+    if shrinking is not None:
+        found.pending[shrinking.key] = shrinking
+        found.waiting.append((version, group))
+        return
+    if any(_has_same_case(one, row) for one in found.rows):
+        return
+    runs, rules = header["runs"].values(), header["rules"]
+    owners = dict.fromkeys(of[row.finding.op] for of in runs if row.finding.op in of)
+    row.runs = {owner: run_task(row.finding, owner, rules[owner], group.task) for owner in owners}
+    for owner, task in row.runs.items():
+        if task is not None and owner != version and task.key not in outcomes:
+            found.pending[task.key] = task
+    found.rows.append(row)
+
+
+def _has_same_case(one: Row, other: Row) -> bool:
+    """Answer whether two rows are one: a Case has one output, whatever explains it."""
+    cases = [{**row.finding.case.changes(), "release": None} for row in (one, other)]
+    kinds = {(row.finding.op, row.finding.kind) for row in (one, other)}
+    return len(kinds) == 1 and one.first == other.first and cases[0] == cases[1]
+
+
+def _new_row(version: str, group: Group, outcomes: Outcomes) -> tuple[Row, Task | None]:
+    """Return a row of a group at its smallest Case, or the task that shrinks it if that has not run."""
+    finding = dataclasses.replace(group.finding, seen=group.seen)
+    row = Row(finding=finding, first=version)
+    if group.is_stopped:
+        return row, None
+    shrunk = outcomes.get(shrink_key(group.task, finding))
+    if shrunk is None:
+        return row, shrink_task(group.task, finding)
+    if shrunk.verdict is not None:
+        small = Finding.from_verdict(shrunk.verdict["finding"])
+        row.finding = dataclasses.replace(small, seen=group.seen)
+    return row, None
+
+
+def _covers(row: Row, version: str, finding: Finding, outcomes: Outcomes) -> bool | None:
+    """Answer whether a release shows a fault of its own at the Case of a row; None if that did not run."""
+    if (row.finding.op, row.finding.kind) != (finding.op, finding.kind):
+        return False
+    if row.first == version:
+        return row.finding.is_same(finding)
+    task = row.runs.get(version)
+    if task is None:
+        return False
+    outcome = outcomes.get(task.key)
+    if outcome is None:
+        return None
+    return any(row.is_fault(one) and one.is_same(finding) for one in findings_of(task, outcome))
+
+
+def run_task(
+    finding: Finding, version: str, rules: str, like: Task, prefix: str = "confirm"
+) -> Task | None:
+    """Return the task that runs the smallest Case of a finding in a release; None if its rules refuse it."""
+    try:
+        case = finding.case.replace(release=rules)
+    except InvalidCase:
+        return None
+    digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
+    payload: dict[str, Any] = {"library": version, "case": case.changes()}
+    return dataclasses.replace(like, key=f"{prefix}/{version}/{digest}", payload=payload)
+
+
+def shows(task: Task, outcome: Outcome | None, is_fault: Callable[[Finding], bool]) -> bool | None:
+    """Answer whether a run shows a fault; None if there is no verdict."""
+    if outcome is None:
+        return None
+    if any(is_fault(one) for one in findings_of(task, outcome)):
+        return True
+    ran = outcome.status in FAULTS or (outcome.verdict is not None and outcome.verdict["ran"])
+    return False if ran else None
+
+
+def why_no_verdict(outcome: Outcome) -> str:
+    """Return why a run has no verdict about a fault."""
+    if outcome.verdict is None:
+        return outcome.text or outcome.status
+    return str(outcome.verdict["not_run"] or outcome.verdict["unsupported"] or VIOLATES)
+
+
+# ReleaseTable: which release of vLLM has which fault.
+
+FINDING, SOUND, OTHER = "finding", "sound", "other fault"
+ABSENT, NOT_RUN = "absent", "not run"
+STATES = {
+    FINDING: "the fault's smallest case is wrong in the release",
+    SOUND: "this case is right there",
+    OTHER: "this case shows another fault there",
+    ABSENT: "the release does not have the op, or does not support the case",
+    NOT_RUN: "the case did not run there",
+}
+YES, NO, NOT_RUNNABLE, UNTRIED = "yes", "no", "not runnable", "not tried"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRun:
+    """A run of a fault's smallest Case on a GPU.
+
+    ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or "".
+    """
+
+    is_confirmed: bool | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault in the releases.
+
+    - ``cells``: a key of STATES by release; ``releases``: those that have the fault, the oldest first.
+    - ``finding``: the fault at its smallest Case, in the first release that has it. This Case ran in every
+      release that has the op.
+    - ``native``: its runs on a GPU, by release; empty if it was not tried.
+    """
+
+    finding: Finding
+    cells: dict[str, str]
+    native: dict[str, NativeRun] = field(default_factory=dict)
+
+    @property
+    def is_native(self) -> str:
+        """Return whether a GPU confirms the fault: "yes", "no", "not runnable" or "not tried".
+
+        It is "no" if one of the releases that ran there is right.
+        """
+        ran = [one.is_confirmed for one in self.native.values() if one.is_confirmed is not None]
+        if ran:
+            return YES if all(ran) else NO
+        return NOT_RUNNABLE if self.native else UNTRIED
+
+    @property
+    def native_text(self) -> str:
+        """Return what the runs on a GPU showed, release by release."""
+        words = {True: "confirmed", False: "right"}
+        return "; ".join(
+            f"{version}: {words.get(one.is_confirmed) or f'not runnable, {one.why}'}"  # type: ignore[arg-type]
+            for version, one in self.native.items()
+        )
+
+    @property
+    def releases(self) -> list[str]:
+        """Return the releases that have the fault."""
+        return [version for version, state in self.cells.items() if state == FINDING]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fault as JSON-able values."""
+        finding = self.finding
+        return {
+            "op": finding.op,
+            "kind": finding.kind,
+            "diagnosis": finding.diagnosis,
+            "names": list(finding.names),
+            "description": finding.description,
+            "native": self.is_native,
+            "native_runs": {
+                version: dataclasses.asdict(one) for version, one in self.native.items()
+            },
+            "first": self.releases[0],
+            "last": self.releases[-1],
+            "cells": self.cells,
+            "evidence": finding.evidence,
+            "case": finding.case.changes(),
+            "run": finding.case.to_cli(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReleaseTable(Shown):
+    """The faults of many releases.
+
+    - ``releases``: the versions, the oldest first; ``device``, ``platform``: where their ops ran.
+    - ``ops``: by release and op, the release whose identical op ran; an absent op is left out.
+    - ``cases``, ``cases_run``: of all releases; an op that several releases share counts once.
+    - ``versions``: of attnlab and the packages that decide verdicts.
+    - ``not_run``: what did not run, with the release before the op; ``left_out``: likewise, the cases that an
+      op does not support, by its own error, or that violate its contract. ``cases`` is the sum of those that
+      ran, those of the plan in ``not_run``, and these.
+    """
+
+    releases: list[str]
+    device: str
+    platform: str
+    ops: dict[str, dict[str, str]]
+    cases: int
+    cases_run: int
+    seconds: float
+    versions: dict[str, str]
+    faults: list[Fault] = field(default_factory=list)
+    not_run: list[NotRun] = field(default_factory=list)
+    left_out: list[NotRun] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 for a fault, 3 if cases did not run, else 0."""
+        return 1 if self.faults else 3 if self.not_run else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as JSON-able values."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **fields,
+            "states": STATES,
+            "faults": [fault.to_dict() for fault in self.faults],
+            "not_run": [dataclasses.asdict(entry) for entry in self.not_run],
+            "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
+        }
+
+
+# Build the table of releases from the outcomes of the tasks.
+
+_NATIVE = "native"  # prefix of the keys of tasks on a GPU
+_NATIVE_LIMIT_S = 180.0  # compiling a kernel takes long
+_UNDECIDED = "the smallest case of the fault did not run in this release"
+
+
+def build_table(
+    header: Header, tasks: Sequence[Task], outcomes: Outcomes, *, seconds: float, stopped: str
+) -> ReleaseTable:
+    """Return the table of the outcomes of some tasks; ``stopped`` is the reason for a missing one."""
+    results = _Results(
+        header=header,
+        tasks=tasks,
+        outcomes=outcomes,
+        stopped=stopped,
+    )
+    return ReleaseTable(
+        releases=[*header["runs"]],
+        device=header["device"],
+        platform=header["options"]["platform"],
+        ops=header["runs"],
+        cases=len(tasks),
+        cases_run=sum(results.ran(task) for task in tasks),
+        seconds=seconds,
+        versions=header["versions"],
+        faults=results.faults(header["options"]["ops"]),
+        not_run=results.not_run(),
+        left_out=results.left_out(),
+    )
+
+
+def merged_releases(header: Header, outcomes: Outcomes) -> ReleaseTable:
+    """Return the table of merged stores; ``seconds`` is the sum of the cases' times."""
+    return build_table(
+        header,
+        [Task(**fields) for fields in header["cases"]],
+        outcomes,
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        stopped="its shard was stopped before",
+    )
+
+
+def native_tasks(header: Header, tasks: Sequence[Task], outcomes: Outcomes) -> list[Task]:
+    """Return the tasks that run each fault on a GPU: in the first and the last release that has it."""
+    rows = fault_rows(header, tasks, outcomes).rows
+    runs = [_native_runs(row, header["rules"], outcomes) for row in rows]
+    return list({task.key: task for of in runs for task in of.values()}.values())
+
+
+def _native_runs(row: Row, rules: Mapping[str, str], outcomes: Outcomes) -> dict[str, Task]:
+    """Return the tasks that run a row's Case on a GPU, by release."""
+    wrong = [version for version in row.runs if row.is_shown(version, outcomes)]
+    found = {}
+    for version in dict.fromkeys([*wrong[:1], *wrong[-1:]]):
+        like = row.runs[version]
+        if like is not None:
+            task = run_task(row.finding, version, rules[version], like, _NATIVE)
+            found[version] = dataclasses.replace(task or like, limit_s=_NATIVE_LIMIT_S)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Results:
+    """The tasks of a check of releases, the header of their plan, and their outcomes."""
+
+    header: Header
+    tasks: Sequence[Task]
+    outcomes: Outcomes
+    stopped: str
+
+    @property
+    def runs(self) -> Mapping[str, Mapping[str, str]]:
+        """Return, by release and op, the release whose identical op ran."""
+        found: Mapping[str, Mapping[str, str]] = self.header["runs"]
+        return found
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Return the rows that the outcomes decide."""
+        return fault_rows(self.header, self.tasks, self.outcomes)
+
+    @cached_property
+    def waiting(self) -> dict[tuple[str, str, str], dict[str, Finding]]:
+        """Return the other faults, by what is known of them, and by the release in which they ran."""
+        found: dict[tuple[str, str, str], dict[str, Finding]] = {}
+        for version, group in self.rows.waiting:
+            finding = dataclasses.replace(group.finding, seen=group.seen)
+            found.setdefault(finding.group, {})[version] = finding
+        return found
+
+    def faults(self, ops: Sequence[str]) -> list[Fault]:
+        """Return the faults, op by op, and for an op in the order of the first release that has them."""
+        found = [
+            Fault(finding=row.finding, cells=self._cells(row), native=self._native(row))
+            for row in self.rows.rows
+        ]
+        found += [
+            Fault(finding=next(iter(of.values())), cells=self._waiting_cells(of))
+            for of in self.waiting.values()
+        ]
+        return sorted(found, key=lambda fault: ops.index(fault.finding.op))
+
+    def _cells(self, row: Row) -> dict[str, str]:
+        """Return what the Case of a row did in each release."""
+        owners = {version: of.get(row.finding.op) for version, of in self.runs.items()}
+        return {
+            version: ABSENT if owner is None else self._state(row, owner)
+            for version, owner in owners.items()
+        }
+
+    def _state(self, row: Row, owner: str) -> str:
+        is_shown, task = row.is_shown(owner, self.outcomes), row.runs[owner]
+        if is_shown:
+            return FINDING
+        if task is None:
+            return ABSENT
+        outcome = self.outcomes.get(task.key)
+        if outcome is None or is_shown is None:
+            return NOT_RUN if self._reason(task) else ABSENT
+        return OTHER if any(one.is_fault for one in findings_of(task, outcome)) else SOUND
+
+    def _waiting_cells(self, of: Mapping[str, Finding]) -> dict[str, str]:
+        """Return the states of a fault without a smallest Case: only the first release has it for sure."""
+        first, finding = next(iter(of.items()))
+        return {
+            version: ABSENT
+            if finding.op not in owners
+            else FINDING
+            if owners[finding.op] == first
+            else NOT_RUN
+            for version, owners in self.runs.items()
+        }
+
+    def _native(self, row: Row) -> dict[str, NativeRun]:
+        """Return what the Case of a row did on a GPU, by release; empty if it was not tried."""
+        found = {}
+        for version, task in _native_runs(row, self.header["rules"], self.outcomes).items():
+            outcome = self.outcomes.get(task.key)
+            if outcome is None:
+                continue
+            is_shown = shows(task, outcome, row.is_kind)
+            why = why_no_verdict(outcome) if is_shown is None else ""
+            found[version] = NativeRun(is_confirmed=is_shown, why=why)
+        return found
+
+    def ran(self, task: Task) -> bool:
+        """Answer whether a case ran: it has a verdict, or it ended its process."""
+        outcome = self.outcomes.get(task.key)
+        if outcome is None:
+            return False
+        return outcome.status in FAULTS or bool(outcome.verdict and outcome.verdict["ran"])
+
+    def _reason(self, task: Task) -> str:
+        """Return why a case did not run although the kernel may support it, or ""."""
+        outcome = self.outcomes.get(task.key)
+        if outcome is None:
+            return self.stopped
+        if outcome.verdict is not None:
+            return str(outcome.verdict["not_run"])
+        return "" if outcome.status in (DONE, *FAULTS) else outcome.text
+
+    def not_run(self) -> list[NotRun]:
+        """Return the cases that did not run, one entry for each release, op and reason."""
+        confirming = [
+            task
+            for row in self.rows.rows
+            for version, task in row.runs.items()
+            if task is not None and version != row.first
+        ]
+        reasons = [(task, self._reason(task)) for task in (*self.tasks, *confirming)]
+        found = _counted((task, reason) for task, reason in reasons if reason)
+        for of in self.waiting.values():
+            for version, finding in list(of.items())[1:]:
+                name, run = f"{version} {finding.op}", finding.case.to_cli()
+                found.append(NotRun(op=name, reason=_UNDECIDED, cases=1, run=run))
+        return found
+
+    def left_out(self) -> list[NotRun]:
+        """Return the cases that an op does not support, by its own error, or that violate its contract."""
+        return _counted(
+            (task, str(self.outcomes[task.key].verdict["unsupported"]) or VIOLATES)  # type: ignore[index]
+            for task in self.tasks
+            if not self.ran(task) and not self._reason(task)
+        )
+
+
+def _counted(tasks: Any) -> list[NotRun]:
+    """Return an entry for each release, op and reason of some (task, reason)."""
+    found: dict[tuple[str, str], list[Task]] = {}
+    for task, reason in tasks:
+        name = f"{task.payload['library']} {_op(task)}"
+        found.setdefault((name, reason), []).append(task)
+    return [
+        NotRun(op=name, reason=reason, cases=len(of), run=_command(of[0].payload))
+        for (name, reason), of in found.items()
+    ]
+
+
+def _command(payload: Mapping[str, Any]) -> str:
+    return Case.from_dict(payload["case"]).to_cli()
+
+
+def _op(task: Task) -> str:
+    return str(task.payload["case"].get("op") or Case().op)
 
 
 def check_releases(

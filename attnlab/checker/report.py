@@ -7,10 +7,9 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
+from attnlab.checker.case_run import forms_of
 from attnlab.checker.coverage import OpCoverage, op_coverage
-from attnlab.checker.finding import Finding, merged_findings
-from attnlab.checker.forms import forms_of
-from attnlab.checker.known import KnownFinding, split_known
+from attnlab.checker.finding import Finding, KnownFinding, merged_findings, split_known
 from attnlab.checker.locations import Location, location_of
 from attnlab.checker.plan import FAULTS, Group, Outcomes, groups, shrink_key
 from attnlab.tasks.store import Header
@@ -49,7 +48,7 @@ class Report(Shown):
     - ``known``: those of ``findings`` that a list of known findings names; ``missing``: the entries of the
       list that did not appear although all cases of their op ran.
     - ``reads``: per op, the number of slots that its kernels read, by kind
-      (:mod:`attnlab.lab.reads`); only ops whose reads were traced.
+      (:mod:`attnlab.lab.result`); only ops whose reads were traced.
     - ``reads_allowed``: per op, the kinds that the contracts of its kernels allow.
     - ``forms``: per op, the number of cases by the kernels that they launched (Triton's interpreter).
     - ``reports``: the paths of the files written for the findings.

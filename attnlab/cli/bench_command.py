@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import Int
-from attnlab.cli.check_output import add_engine, add_shard
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
+from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.cli.sharded import add_engine, add_shard
 
 if TYPE_CHECKING:
     from attnlab.show.sheets.sheet import Sheet

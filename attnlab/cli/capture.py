@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import HTML, check_output_file
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
+from attnlab.cli.command import Command, print_json, progress, show
 from attnlab.serving.settings import (
     CaptureSettings,
     parse_bytes,
@@ -87,17 +86,17 @@ def _run(args: argparse.Namespace) -> int:
     if args.run and not command:
         raise InvalidCase("command must be given after --, got none", field="command")
     if args.html is not None:
-        from attnlab.serving.page import check_page
+        from attnlab.serving.report import check_page
 
         check_page()
     code = None
     if command:
-        from attnlab.serving.run_command import run_command
+        from attnlab.serving.plugin import run_command
 
         code = run_command(command, settings, to_stderr=args.json)
     report = _report(args.out, code)
     if args.html is not None:
-        from attnlab.serving.page import write_page
+        from attnlab.serving.report import write_page
 
         write_page(args.html, report, shlex.join(command) if command else "")
     if args.json:
@@ -112,7 +111,7 @@ def _report(folder: Path, code: int | None) -> "CaptureReport":
 
     report = read_report(folder, exit_code=code)
 
-    from attnlab.serving.saved_diagnosis import with_diagnoses
+    from attnlab.serving.report import with_diagnoses
 
     with progress("reading the records") as on_step:
         return with_diagnoses(report, on_step)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import RELEASES, TRITON_OPS
 from attnlab.case.output_file import make_output_folder
-from attnlab.cli.case_source import notice_rules
-from attnlab.cli.check_output import (
+from attnlab.cli.command import Command, notice, notice_rules, progress
+from attnlab.cli.sharded import (
     CHECK_CODES,
     add_ci_files,
     add_known,
@@ -20,8 +20,6 @@ from attnlab.cli.check_output import (
     print_report,
     write_ci_files,
 )
-from attnlab.cli.command import Command
-from attnlab.cli.output import notice, progress
 from attnlab.tasks.interrupts import Interrupt, interruptible
 
 if TYPE_CHECKING:
@@ -179,7 +177,7 @@ def _library(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_run_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a wrong value of :func:`add_conditions` and ``add_scaling``, without torch."""
-    from attnlab.checker.public import check_conditions, check_scaling
+    from attnlab.checker.check import check_conditions, check_scaling
 
     check_conditions(
         platform=args.platform,
@@ -193,8 +191,8 @@ def check_run_flags(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise InvalidCase for a flag that cannot work, without torch and before minutes are spent."""
-    from attnlab.checker.known import read_known
-    from attnlab.checker.public import check_library_flags
+    from attnlab.checker.check import check_library_flags
+    from attnlab.checker.finding import read_known
 
     check_library_flags(**_library(args), coverage=_is_measured(args))
     check_run_flags(args)
@@ -213,7 +211,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _backend(args: argparse.Namespace) -> "Backend":
     """Return what is checked, and create the folders of the files to write."""
-    from attnlab.checker.public import backend_of
+    from attnlab.checker.check import backend_of
 
     _check_flags(args)
     backend = backend_of(**_library(args))
@@ -222,11 +220,11 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
         notice_rules(find_source(args.source))
     if args.pictures is not None:
-        from attnlab.reports.findings_page import check_drawable
+        from attnlab.reports.check_pages import check_folder as check_drawable
 
         check_drawable(args.pictures)
     if args.coverage_html is not None:
-        from attnlab.reports.coverage_pages import check_writable
+        from attnlab.reports.check_pages import check_writable
 
         check_writable(args.coverage_html)
     if args.report is not None:
@@ -236,7 +234,7 @@ def _backend(args: argparse.Namespace) -> "Backend":
 
 def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
     """Check the library of the flags, and write the reports."""
-    from attnlab.checker.public import check
+    from attnlab.checker.check import check
 
     backend = _backend(args)
     title = f"checking {backend.version}"
@@ -261,11 +259,11 @@ def _checked(args: argparse.Namespace, stop: Interrupt) -> "Report":
             stop=stop,
         )
     if args.coverage_html is not None:
-        from attnlab.reports.coverage_pages import write_coverage
+        from attnlab.reports.check_pages import write_coverage
 
         write_coverage(report, args.coverage_html, shlex.join(["attnlab", *sys.argv[1:]]))
     if args.locate and not stop():
-        from attnlab.checker.source_lines import with_source_lines
+        from attnlab.checker.library import with_source_lines
 
         with progress("locating the faults") as on_step:
             report = with_source_lines(report, backend, on_step)
@@ -296,8 +294,8 @@ def _draw(args: argparse.Namespace, report: "Report") -> Path | None:
     """Write the pictures of --pictures; return their page, or None without the flag."""
     if args.pictures is None:
         return None
-    from attnlab.checker.public import backend_of
-    from attnlab.reports.findings_page import write_pictures
+    from attnlab.checker.check import backend_of
+    from attnlab.reports.check_pages import write_pictures
 
     words = ["attnlab", *sys.argv[1:]]
     with progress("drawing"):

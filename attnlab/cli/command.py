@@ -1,9 +1,25 @@
 """Command: the name, the help and the function of one command."""
 
 import argparse
-from collections.abc import Callable
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import ENTRY_POINT, check_plugin_file, difference, is_plugin
+from attnlab.case.flags import add_case_flags, add_source_flag, case_of
+from attnlab.case.shown import Shown, json_value
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attnlab.kernels.vllm.source import Source
+    from attnlab.lab.lab import Lab
 
 BAD_INPUT = "2 bad input"
 
@@ -50,3 +66,124 @@ class Command:
             help="print one JSON document on standard output instead of text",
         )
         parser.set_defaults(command=self.run)
+
+
+# What commands print: a document or a sheet on standard output, everything else on standard error.
+
+
+def errors() -> "Console":
+    """Return the console of standard error."""
+    return _console(stderr=True, soft_wrap=True)
+
+
+def _console(**options: Any) -> "Console":
+    """Return a console that raises if its pipe is closed; rich would end the process with exit code 1.
+
+    rich is imported here, because a wrong argument and --help need none of it.
+    """
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return Output(highlight=False, **options)
+
+
+def print_json(document: Any) -> None:
+    """Print one strict JSON document on standard output."""
+    print(json.dumps(json_value(document), indent=2, allow_nan=False))
+
+
+def show(noun: Shown) -> None:
+    """Print a noun's sheet on standard output, complete; 110 columns wide unless a terminal says."""
+    from attnlab.show.sheets import WIDTH, text
+
+    fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = _console(width=WIDTH if fixed else None)
+    console.print(text(noun, complete=True), crop=False)
+
+
+def notice(text: str) -> None:
+    """Print one line on standard error."""
+    print(f"attnlab: {text}", file=sys.stderr)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Callable[..., None]]:
+    """Show the current step on standard error if that is a terminal.
+
+    Yields a function of (step, done, total); with ``done`` and ``total`` it draws a bar.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = errors()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(text, total=None)
+
+        def update(
+            step: str | None = None, done: int | None = None, total: int | None = None
+        ) -> None:
+            bar.update(task, description=step or text, completed=done, total=total)
+
+        yield update
+
+
+# The Case, the source and the Lab that several commands take from their flags.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a Case, and those of the source of its kernels."""
+    group: Any = parser.add_argument_group("the vLLM whose kernels run")
+    add_source_flag(group)
+    add_case_flags(parser)
+
+
+def case_of_flags(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
+    from_scratch = not (args.test_id or args.case or args.field_op)
+    if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
+        if not ENTRY_POINT.fullmatch(args.field_backend):
+            check_plugin_file(args.field_backend)
+        from attnlab.kernels.plugin import PluginBackend
+
+        args.field_op = PluginBackend(spec=args.field_backend).op
+    return case_of(args)
+
+
+def case_with_source(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
+    case = case_of_flags(args)
+    if args.source is not None and case.backend not in ("vllm", "rocm", "cuda"):
+        raise InvalidCase(
+            f"source must not be given with backend {case.backend}; add --backend vllm, rocm or cuda",
+            field="source",
+        )
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
+    return case
+
+
+def notice_rules(source: "Source") -> None:
+    """Print one line if a release differs in a known way from the rules that are used for it."""
+    if text := difference(source.version):
+        notice(f"vLLM {source.version} is run with the rules of {source.rules}{text}")
+
+
+def lab_of(args: argparse.Namespace, on_step: Callable[..., None]) -> "Lab":
+    """Return a Lab with the source and the device of the flags.
+
+    Prints how the source's release differs from the rules that are used for it.
+    """
+    from attnlab.lab.lab import Lab
+
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        notice_rules(find_source(args.source))
+    return Lab(source=args.source, device=args.device, on_step=on_step, on_notice=notice)

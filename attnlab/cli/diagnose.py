@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import check_input_path
-from attnlab.cli import case_source
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
-from attnlab.lab.memory_check import check_memory
+from attnlab.cli import command
+from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
@@ -43,7 +42,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not look for the source lines of a fault, which takes up to half a minute",
     )
-    case_source.add_flags(parser)
+    command.add_flags(parser)
 
 
 def _given(args: argparse.Namespace) -> list[str]:
@@ -54,7 +53,8 @@ def _given(args: argparse.Namespace) -> list[str]:
 def _of_call(case: Case, args: argparse.Namespace) -> "Diagnosis":
     """Diagnose the call at a path; the flags that were given win over its origin."""
     from attnlab.diagnosis.captured import diagnose_captured
-    from attnlab.recorder.other_files import parse_names, read_call
+    from attnlab.recorder.dumps import parse_names
+    from attnlab.recorder.dumps import read_call_file as read_call
 
     names = None if args.map is None else parse_names(args.map)
     op = None if args.field_op is None else case.op
@@ -62,7 +62,7 @@ def _of_call(case: Case, args: argparse.Namespace) -> "Diagnosis":
 
 
 def _run(args: argparse.Namespace) -> int:
-    case = case_source.case_with_source(args)
+    case = command.case_with_source(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
     if args.map is not None and args.call is None:
@@ -74,10 +74,10 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_memory(case)
 
-    from attnlab.diagnosis.files import diagnose_file
+    from attnlab.diagnosis.captured import diagnose_file
 
     with progress("diagnosing") as on_step:
-        lab = case_source.lab_of(args, on_step)
+        lab = command.lab_of(args, on_step)
         if args.call is not None:
             diagnosis = _of_call(case, args)
         else:

@@ -8,8 +8,7 @@ from typing import Any
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, show
+from attnlab.cli.command import Command, print_json, progress, show
 
 _PACKAGES = ("torch", "triton", "numpy")
 
@@ -89,21 +88,65 @@ def _cache_folder() -> str:
     return str(folder) if os.access(folder, os.W_OK) else f"{folder} (not writable)"
 
 
-def _run(args: argparse.Namespace) -> int:
+def _env(args: argparse.Namespace) -> int:
     facts = environment()
     if args.json:
         print_json(facts)
         return 0
-    from attnlab.cli.catalogue_sheet import one_sheet
+    from attnlab.cli.catalogue import one_sheet
 
     show(one_sheet("environment", f"attnlab {__version__}", facts))
     return 0
 
 
-COMMAND = Command(
+ENV_COMMAND = Command(
     name="env",
     purpose="Print the versions and the machine, for an issue report.",
     examples=("attnlab env", "attnlab env --json"),
     exit_codes="0 always",
-    run=_run,
+    run=_env,
+)
+
+
+# The command ``attnlab fetch``.
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("release", metavar="VERSION", help="the release, for example 0.33.0")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--sdist",
+        action="store_true",
+        help="download the sdist (10 to 50 MB, with csrc/rocm) instead of the wheel (250 to 500 MB)",
+    )
+    what.add_argument(
+        "--ops",
+        action="store_true",
+        help="download only the Python files of the attention ops (1 MB), if the package index supports "
+        "range requests, and print their folder",
+    )
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from attnlab.kernels.vllm.source import fetch, fetch_ops, fetch_sdist, find_source
+
+    download = fetch_ops if args.ops else fetch_sdist if args.sdist else fetch
+    with progress(f"downloading vLLM {args.release}"):
+        path = download(args.release)
+        source = find_source(path)
+    if args.json:
+        print_json({"version": source.version, "path": str(path), "ops": str(source.root)})
+    else:
+        print(path)
+    return 0
+
+
+FETCH_COMMAND = Command(
+    name="fetch",
+    purpose="Download a release of vLLM with pip, for --source, and print its path.",
+    arguments="VERSION",
+    examples=("attnlab run --backend vllm --source $(attnlab fetch 0.33.0)",),
+    exit_codes="0 downloaded, now or earlier",
+    add_flags=_add_flags,
+    run=_fetch,
 )

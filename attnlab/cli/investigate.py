@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from attnlab.case.fields import Int, Number
 from attnlab.case.flags import notebook_parameters
-from attnlab.cli.command import Command
-from attnlab.cli.output import errors, print_json, show
+from attnlab.cli.command import Command, errors, print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.reports.notebook_result import Outcome, Results
@@ -203,7 +202,7 @@ class _Progress:
         self._bars.console.print(line, markup=False)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _investigate(args: argparse.Namespace) -> int:
     results = run_investigate(args)
     if args.json:
         print_json(json.loads((args.reports / "verdicts.json").read_text(encoding="utf-8")))
@@ -213,7 +212,7 @@ def _run(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-COMMAND = Command(
+INVESTIGATE_COMMAND = Command(
     name="investigate",
     purpose="Run the notebooks without a browser and write reports/.",
     arguments="[NAME …]",
@@ -223,6 +222,30 @@ COMMAND = Command(
     ),
     exit_codes="0 every notebook passed, or is unavailable here; 1 otherwise",
     add_flags=_add_flags,
-    run=_run,
+    run=_investigate,
     notes=_NOTES,
+)
+
+
+# The command ``attnlab claims``.
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from attnlab.study.claims import judge_claims
+
+    with progress("testing the claims") as on_step:
+        findings = judge_claims(on_step=on_step)
+    if args.json:
+        print_json([finding.to_dict() for finding in findings])
+    else:
+        show(findings)
+    return 0
+
+
+CLAIMS_COMMAND = Command(
+    name="claims",
+    purpose="Test each claim of the notes on vLLM #28490 with an experiment.",
+    examples=("attnlab claims", "attnlab claims --json"),
+    exit_codes="0 always, also if a claim fails or cannot be decided here",
+    run=_claims,
 )

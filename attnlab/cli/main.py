@@ -15,57 +15,48 @@ from collections.abc import Sequence
 import shtab
 
 from attnlab import __version__
-from attnlab.case.errors import AttnLabError
-from attnlab.case.extras import named_extra
+from attnlab.case.errors import AttnLabError, named_extra
 from attnlab.case.flags import Parser
 from attnlab.cli import (
     bench_command,
     capture,
+    catalogue,
     check,
-    claims,
-    decode_error,
-    defects,
     diagnose,
     env,
-    explain,
-    fetch,
     investigate,
     merge,
     mla,
-    platforms,
     power,
     releases,
     replay,
     run,
-    shrink,
-    stages,
-    writes,
     xray,
 )
 from attnlab.cli.command import Command
 
 COMMANDS: tuple[Command, ...] = (
-    run.COMMAND,
-    explain.COMMAND,
-    decode_error.COMMAND,
+    run.RUN_COMMAND,
+    run.EXPLAIN_COMMAND,
+    run.DECODE_ERROR_COMMAND,
     diagnose.COMMAND,
     xray.COMMAND,
-    mla.COMMAND,
-    writes.COMMAND,
-    replay.COMMAND,
-    shrink.COMMAND,
+    mla.MLA_COMMAND,
+    mla.WRITES_COMMAND,
+    replay.REPLAY_COMMAND,
+    replay.SHRINK_COMMAND,
     power.COMMAND,
     check.COMMAND,
     capture.COMMAND,
     releases.COMMAND,
     merge.COMMAND,
-    claims.COMMAND,
-    investigate.COMMAND,
-    fetch.COMMAND,
-    defects.COMMAND,
-    stages.COMMAND,
-    platforms.COMMAND,
-    env.COMMAND,
+    investigate.CLAIMS_COMMAND,
+    investigate.INVESTIGATE_COMMAND,
+    env.FETCH_COMMAND,
+    catalogue.DEFECTS_COMMAND,
+    catalogue.STAGES_COMMAND,
+    catalogue.PLATFORMS_COMMAND,
+    env.ENV_COMMAND,
     bench_command.COMMAND,
 )
 

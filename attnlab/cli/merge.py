@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.check_output import (
+from attnlab.cli.command import Command
+from attnlab.cli.releases import add_page, check_page, print_table
+from attnlab.cli.sharded import (
     CHECK_CODES,
     add_ci_files,
     add_known,
@@ -14,8 +16,6 @@ from attnlab.cli.check_output import (
     print_report,
     write_ci_files,
 )
-from attnlab.cli.command import Command
-from attnlab.cli.releases import add_page, check_page, print_table
 
 if TYPE_CHECKING:
     from attnlab.tasks.task import Outcome
@@ -39,7 +39,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from attnlab.tasks.merge import merged_stores
+    from attnlab.tasks.store import merged_stores
 
     check_ci_files(args)
     check_page(args)
@@ -56,8 +56,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
-    from attnlab.checker.known import read_known
-    from attnlab.checker.merge import merged_check
+    from attnlab.checker.finding import read_known
+    from attnlab.checker.library import merged_check
 
     known = [] if args.known is None else read_known(args.known)
     report = merged_check(header, outcomes, known)
@@ -67,7 +67,7 @@ def _check(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes)
 
 
 def _releases(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
-    from attnlab.checker.release_results import merged_releases
+    from attnlab.checker.releases import merged_releases
 
     table = merged_releases(header, outcomes)
     print_table(args, table)
@@ -78,8 +78,8 @@ def _power(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes)
     from attnlab.case.case import Case
     from attnlab.cli.power import print_power
     from attnlab.cli.sharded import print_shard
-    from attnlab.mutation.tasks import power_report, power_tasks
-    from attnlab.tasks.shard import ALL
+    from attnlab.mutation.power import power_report, power_tasks
+    from attnlab.tasks.store import ALL
     from attnlab.tasks.task import NOT_RUN, Outcome
 
     case = Case.from_dict(header["case"])

@@ -8,12 +8,11 @@ from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import refuse
 from attnlab.case.flags import add_field_flags, given_fields
 from attnlab.case.ops import RELEASES
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
+from attnlab.cli.command import Command, print_json, progress, show
 from attnlab.mla.mla_case import MLA_BACKENDS, MLA_FIELDS, MlaCase
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_mla_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default="model", help="model (default), or vllm: vLLM's Triton ops"
     )
@@ -27,7 +26,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_field_flags(parser, MLA_FIELDS)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _mla(args: argparse.Namespace) -> int:
     fields = given_fields(args, MLA_FIELDS)
     if args.backend not in MLA_BACKENDS:
         refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", args.backend)
@@ -50,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
         release = fields.get("release", RELEASES[-1])
         if release not in RELEASES:
             refuse("release", f"one of {', '.join(RELEASES)}", release)
-        from attnlab.mla.public import check_mla
+        from attnlab.mla.run import check_mla
 
         with progress("hostile cases of MLA") as on_step:
             report = check_mla(
@@ -62,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1 if report.findings else 3 if report.unavailable else 0
     case = MlaCase(**fields)
 
-    from attnlab.mla.public import run_mla
+    from attnlab.mla.run import run_mla
 
     result = run_mla(case, **where, fault=args.fault)
     print_json(result.to_dict()) if args.json else show(result)
@@ -73,13 +72,13 @@ def _list_faults(faults: dict[str, dict[str, Any]], as_json: bool) -> int:
     if as_json:
         print_json(faults)
         return 0
-    from attnlab.cli.catalogue_sheet import list_sheet
+    from attnlab.cli.catalogue import list_sheet
 
     show(list_sheet("fault", faults, ("text", "paths")))
     return 0
 
 
-COMMAND = Command(
+MLA_COMMAND = Command(
     name="mla",
     purpose="Run a path of MLA attention step by step, and name the fault that explains a wrong output.",
     examples=(
@@ -88,6 +87,56 @@ COMMAND = Command(
         "attnlab mla --hostile --backend vllm --source vllm-0.33.0.whl",
     ),
     exit_codes="0 every output is within its bound; 1 one is not; 3 none is wrong, but a case could not run",
-    add_flags=_add_flags,
-    run=_run,
+    add_flags=_add_mla_flags,
+    run=_mla,
+)
+
+
+# The command ``attnlab writes``.
+
+_BACKENDS = ("vllm", "model")
+
+
+def _add_writes_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", default="vllm", help="vllm (default): vLLM's own ops; or model"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="a wheel, an sdist or a checkout of vLLM; CUDA ops need an sdist or a checkout",
+    )
+
+
+def _writes(args: argparse.Namespace) -> int:
+    if args.backend not in _BACKENDS:
+        refuse("backend", f"one of {', '.join(_BACKENDS)}", args.backend)
+    if args.source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(args.source)
+
+    from attnlab.lab.writes.check_write import check_writes
+
+    report = check_writes(backend=args.backend, source=args.source)
+    if args.json:
+        print_json(report.to_dict())
+    else:
+        show(report)
+    return 1 if report.findings else 3 if report.unavailable else 0
+
+
+WRITES_COMMAND = Command(
+    name="writes",
+    purpose="Check the bytes that cache writes store in further formats, and that they change no others.",
+    examples=(
+        "attnlab writes --backend model",
+        "attnlab writes --source vllm-0.33.0.tar.gz --json",
+    ),
+    exit_codes="0 every write is right; 1 one is not; 3 none is wrong, but one could not run",
+    add_flags=_add_writes_flags,
+    run=_writes,
+    notes="Formats: a scale per token and head with int8, FP8 or INT4; diffkv; and those of CUDA ops, "
+    "whose csrc/cache_kernels.cu is compiled for an emulated device: mla, fp8_ds_mla, nhd, hnd, x-split.",
 )

@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 
 from attnlab.case.flags import add_case_flags
 from attnlab.case.ops import check_scored
-from attnlab.cli.case_source import case_of_flags
-from attnlab.cli.check_output import add_engine, add_shard
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
-from attnlab.tasks.engines import check_engine
+from attnlab.cli.command import Command, case_of_flags, print_json, progress, show
+from attnlab.cli.sharded import add_engine, add_shard
+from attnlab.tasks.run import check_engine
 
 if TYPE_CHECKING:
     from attnlab.case.case import Case
@@ -30,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
         check_engine(args.engine)
     if args.out is not None or args.shard != "1/1" or args.engine is not None:
         return _run_tasks(args, case)
-    from attnlab.mutation.power import power
+    from attnlab.mutation.power import measure_power as power
 
     with progress("planting defects") as on_step:
         report = power(case, on_step=on_step)
@@ -39,9 +37,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_tasks(args: argparse.Namespace, case: "Case") -> int:
     """Score the mutants one by one, with a store."""
-    from attnlab.checker.sources import versions
+    from attnlab.checker.case_run import versions
     from attnlab.cli.sharded import check_flags, print_shard, run_sharded
-    from attnlab.mutation.tasks import PowerJob, power_header, power_report, power_tasks
+    from attnlab.mutation.power import PowerJob, power_header, power_report, power_tasks
 
     shard = check_flags(args.shard, args.out)
     tasks, header = power_tasks(case), power_header(case, versions(), shard)

@@ -11,14 +11,13 @@ from attnlab.case.fields import refuse
 from attnlab.case.ops import TRITON_OPS
 from attnlab.case.output_file import HTML, check_output_file, write_text
 from attnlab.cli.check import add_conditions, check_run_flags, step_text
-from attnlab.cli.check_output import add_scaling
-from attnlab.cli.command import Command
-from attnlab.cli.output import notice, print_json, progress, show
+from attnlab.cli.command import Command, notice, print_json, progress, show
+from attnlab.cli.sharded import add_scaling
 from attnlab.tasks.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from attnlab.checker.release_table import ReleaseTable
-    from attnlab.tasks.engine import Engine, Stop
+    from attnlab.checker.releases import ReleaseTable
+    from attnlab.tasks.task import Engine, Stop
 
 CODES = (
     "0 all cases ran, without faults; 1 faults;\n  3 no faults, but cases did not run; 128 + n stopped by "
@@ -88,11 +87,10 @@ def _run(args: argparse.Namespace) -> int:
 
         check_can_store(args.out)
 
-    from attnlab.checker.public import release_plan
-    from attnlab.checker.release_plan import releases_of
-    from attnlab.checker.releases import check_releases
-    from attnlab.tasks.engines import find_engine
-    from attnlab.tasks.shard import Shard
+    from attnlab.checker.check import release_plan
+    from attnlab.checker.releases import check_releases, releases_of
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.store import Shard
 
     shard = Shard.parse(args.shard)
     plan = release_plan(
@@ -138,7 +136,7 @@ def _gpu(
         return nullcontext()
     import torch
 
-    from attnlab.tasks.engines import find_engine
+    from attnlab.tasks.run import find_engine
 
     if not torch.cuda.is_available():
         raise Unavailable("native needs a GPU that torch can use")
@@ -156,10 +154,10 @@ def check_page(args: argparse.Namespace) -> None:
 
 def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
     """Print the table, and write its page and JSON if --page is given."""
-    from attnlab.case.json import json_value
+    from attnlab.case.shown import json_value
 
     if args.page is not None:
-        from attnlab.reports.releases_page import write_releases
+        from attnlab.reports.check_pages import write_releases
 
         write_releases(args.page, table)
         document = json.dumps(json_value(table.to_dict()), indent=1, allow_nan=False)
@@ -177,7 +175,7 @@ def print_table(args: argparse.Namespace, table: "ReleaseTable") -> None:
 
 def _of_index(args: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of the releases of the package index."""
-    from attnlab.kernels.vllm.release_ops import fetch_ops, releases_between
+    from attnlab.kernels.vllm.source import fetch_ops, releases_between
 
     if args.releases is None:
         raise InvalidCase(
@@ -195,7 +193,7 @@ def _of_index(args: argparse.Namespace) -> dict[str, Path]:
 
 def _of_folder(args: argparse.Namespace) -> dict[str, Path]:
     """Return the vLLMs in the folder --sources, by version."""
-    from attnlab.kernels.vllm.release_ops import order
+    from attnlab.kernels.vllm.source import order
 
     if not args.sources.is_dir():
         refuse("sources", "a folder that exists", str(args.sources))
@@ -241,8 +239,7 @@ def _in_folder(folder: Path) -> dict[str, Path]:
 
 def _ends(text: str) -> tuple[str, str]:
     """Return the first and the last release of FIRST..LAST, or of one release."""
-    from attnlab.kernels.vllm.release_ops import order
-    from attnlab.kernels.vllm.source import check_release
+    from attnlab.kernels.vllm.source import check_release, order
 
     first, dots, last = text.partition("..")
     last = last if dots else first

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 from attnlab.case.case import Case
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.case.fields import refuse
+from attnlab.case.fields import Number, refuse
 from attnlab.case.ops import OPS
-from attnlab.case.output_file import check_input_path
-from attnlab.cli.command import Command
-from attnlab.cli.output import notice, print_json, progress, show
+from attnlab.case.output_file import check_input_path, check_output_file, write_text
+from attnlab.cli.command import Command, notice, print_json, progress, show
 
 if TYPE_CHECKING:
-    from attnlab.replay.targets import ReplayTarget
+    from attnlab.kernels.backend import Backend
+    from attnlab.replay.replay_call import ReplayTarget
+    from attnlab.replay.shrinking import Shrunk
     from attnlab.tensors.call import KernelCall
 
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -81,18 +82,19 @@ def read_given(args: argparse.Namespace) -> tuple["KernelCall", Case, tuple[str,
         refuse("op", f"one of {', '.join(OPS)}", args.op)
     check_input_path(args.call)
 
-    from attnlab.recorder.other_files import parse_names, read_call
+    from attnlab.recorder.dumps import parse_names
+    from attnlab.recorder.dumps import read_call_file as read_call
 
     names = None if args.map is None else parse_names(args.map)
     return read_call(args.call, names, op=args.op), case, given
 
 
-def _run(args: argparse.Namespace) -> int:
+def _replay(args: argparse.Namespace) -> int:
     """Replay; while git bisects, an error stops git."""
     try:
-        return _probe(args) if args.probe else _replay(args)
+        return _probe(args) if args.probe else _replay_replay(args)
     except Exception as error:
-        from attnlab.replay.targets import is_bisecting
+        from attnlab.replay.replay_call import is_bisecting
 
         if not is_bisecting(Path.cwd()):
             raise
@@ -102,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         return STOP_BISECT
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     add_call_flags(parser)
     group = parser.add_argument_group("what is asked")
     group.add_argument(
@@ -114,7 +116,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _targets(args: argparse.Namespace) -> "list[ReplayTarget]":
     """Return what runs the call; this imports no torch."""
-    from attnlab.replay.targets import replay_targets
+    from attnlab.replay.replay_call import replay_targets
 
     check_input_path(args.call)
     return replay_targets(args.source, args.backend, args.device)
@@ -143,7 +145,7 @@ def _probe(args: argparse.Namespace) -> int:
     return 1 if found.is_wrong else 0
 
 
-def _replay(args: argparse.Namespace) -> int:
+def _replay_replay(args: argparse.Namespace) -> int:
     targets = _targets(args)
     call, case, given = read_given(args)
 
@@ -165,7 +167,7 @@ def _replay(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-COMMAND = Command(
+REPLAY_COMMAND = Command(
     name="replay",
     purpose="Run a saved call on several backends and releases, and compare the verdicts.",
     arguments="CALL",
@@ -178,7 +180,105 @@ COMMAND = Command(
     exit_codes="0 every replay matches; 1 one mismatches, rejects the call or is not\n"
     "  deterministic; 3 none does, but one cannot run; 125 the only target cannot run the call;\n"
     "  129 stop git bisect",
-    add_flags=_add_flags,
-    run=_run,
+    add_flags=_add_replay_flags,
+    run=_replay,
     notes=_DOCUMENT,
+)
+
+
+# The command ``attnlab shrink``.
+
+
+def _add_shrink_flags(parser: argparse.ArgumentParser) -> None:
+    add_call_flags(parser, several=False)
+    group = parser.add_argument_group("the result")
+    group.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the file of the smaller call; its script, if there is one, has the same name with .py "
+        "(default: CALL-small.safetensors in the current folder)",
+    )
+    group.add_argument(
+        "--seconds", metavar="S", help="run no further call after this time (default: 120)"
+    )
+
+
+def _shrink(args: argparse.Namespace) -> int:
+    seconds = Number().check("seconds", Number().parse("seconds", args.seconds or "120"))
+    if not seconds > 0:
+        raise InvalidCase(f"seconds must be positive, got {seconds:g}", field="seconds")
+    out = args.out or Path(f"{args.call.stem}-small.safetensors")
+    if out.suffix == ".py":
+        refuse("out", "a file that does not end with .py, which is the script's name", str(out))
+    check_output_file(out, "out")
+    call, case, given = read_given(args)
+
+    from attnlab.replay.public import one_backend
+    from attnlab.replay.shrinking import Judge, shrink
+
+    backend = one_backend(args.source, args.backend, args.device)
+    judge = Judge(backend=backend, case=case, given=given)
+    with progress("shrinking") as on_step:
+        found = shrink(
+            call,
+            judge,
+            seconds=seconds,
+            on_try=lambda step, tries: on_step(f"shrinking, run {tries + 1}: {step}"),
+        )
+    files, why = _write(found, out, backend, judge.case) if found.is_failing else ([], "")
+    if args.json:
+        print_json({**found.to_dict(), "files": files, "no_script": why})
+    else:
+        show(found)
+        for line in (
+            *(f"written: {file}" for file in files),
+            *([f"no script: {why}"] if why else []),
+        ):
+            print(line)
+    return 0 if found.status == "match" else 1
+
+
+def _write(
+    found: "Shrunk", out: Path, backend: "Backend | None", case: Case
+) -> tuple[list[str], str]:
+    """Write the call and its script; return the files, and why there is no script, or ""."""
+    from attnlab.contracts.contract import Target
+    from attnlab.replay.replay_call import where_to_run
+    from attnlab.reports.upstream import call_script, why_no_script
+
+    found.call.save(out)
+    if backend is None or backend.name != "vllm":
+        return [str(out)], "a script calls the ops of a vLLM, and --source names none"
+    why = why_no_script(found.call)
+    if why:
+        return [str(out)], why
+    text = call_script(
+        found.call,
+        Target.of(where_to_run(found.call, backend, case, ())),
+        version=backend.version,
+        device=backend.device,
+        evidence=found.sentences()[0],
+    )
+    if not text:
+        return [str(out)], "the tensors of the call are too large"
+    script = out.with_suffix(".py")
+    write_text(script, text)
+    return [str(out), str(script)], ""
+
+
+SHRINK_COMMAND = Command(
+    name="shrink",
+    purpose="Find the smallest call that still fails, and write it.",
+    arguments="CALL",
+    examples=(
+        "attnlab shrink call.safetensors --source vllm-0.33.0.whl",
+        "attnlab shrink call.safetensors --backend mine.py:my_attention --seconds 30",
+    ),
+    exit_codes="0 the call does not fail; 1 it fails, and the smaller one is written, or equal runs of it\n"
+    "  differ",
+    notes="With --source, or --backend vllm, a script is written, too, that reproduces the fault with torch, "
+    "Triton and vLLM alone. Other backends have none, and some calls do not; the command states why.",
+    add_flags=_add_shrink_flags,
+    run=_shrink,
 )

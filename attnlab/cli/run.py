@@ -1,27 +1,185 @@
 """The command ``attnlab run``."""
 
 import argparse
+import dataclasses
+import pickle
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
-from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import Number
-from attnlab.case.flags import notebook_parameters
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.fields import Number, suggestion
+from attnlab.case.flags import add_case_flags, case_of, notebook_parameters, read_text
 from attnlab.case.output_file import check_output_file
-from attnlab.case.suggestion import suggestion
-from attnlab.cli import case_source
-from attnlab.cli.command import Command
-from attnlab.cli.limited_run import run_limited
-from attnlab.cli.output import print_json, progress, show
-from attnlab.lab.memory_check import check_memory
+from attnlab.case.platforms import machine_platform
+from attnlab.cli import command
+from attnlab.cli.command import Command, case_of_flags, notice, print_json, progress, show
+from attnlab.kernels.child_process import run_in_child, start_context
+from attnlab.lab.products import check_memory
+
+# Run a Case in a child process, with a limit for the time that its kernels take.
+
+_POLL_S = 0.1
+_KERNELS = "kernels"  # the step of a Lab that has the limit
+Work = Callable[[argparse.Namespace, Case, Callable[..., None]], int]
+
+
+def run_limited(work: Work, args: argparse.Namespace, case: Case, seconds: float) -> int:
+    """Return the exit code of ``work(args, case, on_step)``, which runs in a child process.
+
+    If the kernels take longer than ``seconds``, or end the process, the call counts as rejected: the
+    exit code is 1. Raises the AttnLabError and OSError that ``work`` raises.
+    """
+    context = start_context()
+    receiver, sender = context.Pipe(duplex=False)
+    job = pickle.dumps((_work, (work, args, case)))
+    process = context.Process(target=run_in_child, args=(job, sender))
+    process.start()
+    sender.close()
+    deadline = None
+    try:
+        while deadline is None or time.monotonic() < deadline:
+            if not receiver.poll(_POLL_S):
+                continue
+            message = receiver.recv()
+            if isinstance(message, int):
+                process.join()
+                return message
+            if isinstance(message, Exception):
+                raise message
+            deadline = time.monotonic() + seconds if message == _KERNELS else None
+        text = f"the kernel did not end within {seconds:g} s"
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        text = f"the kernel ended its process {how}"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    return _rejected(args, case, text)
+
+
+def _rejected(args: argparse.Namespace, case: Case, text: str) -> int:
+    """Print that the call was rejected."""
+    if args.json:
+        print_json({"status": "rejected", "error": text, "run": case.to_cli()})
+    else:
+        notice(f"rejected: {text}")
+    return 1
+
+
+def _work(sender: Any, work: Work, args: argparse.Namespace, case: Case) -> None:
+    """Run in the child: send each new step, then the exit code or the error."""
+    steps: list[str] = []
+
+    def on_step(step: str | None = None, done: int | None = None, total: int | None = None) -> None:
+        if step is not None and steps[-1:] != [step]:
+            steps.append(step)
+            sender.send(step)
+
+    try:
+        code = work(args, case, on_step)
+    except (AttnLabError, OSError) as error:
+        sender.send(error)
+    else:
+        sender.send(code)
+
+
+# The command ``attnlab explain``.
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from attnlab.contracts.dispatch import decide
+
+    decision = decide(case_of_flags(args))
+    if args.json:
+        print_json(decision.to_dict())
+    else:
+        show(decision)
+    return 0
+
+
+EXPLAIN_COMMAND = Command(
+    name="explain",
+    purpose="Print which kernels run for a Case, and each condition that decides it.",
+    examples=("attnlab explain --platform gfx1100 --num-queries-per-kv 4",),
+    exit_codes="0 always",
+    add_flags=add_case_flags,
+    run=_explain,
+)
+
+
+# The command ``attnlab decode-error``.
+
+
+def _add_decode_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        nargs="?",
+        default="-",
+        metavar="FILE",
+        help="a file with the message of the failed assertion; - is standard input (default)",
+    )
+    add_case_flags(parser)
+
+
+def _decode_error(args: argparse.Namespace) -> int:
+    from attnlab.lab.error_text import ErrorText
+
+    found = ErrorText.read(read_text(args.file))
+    if args.test_id is None and args.case is None:
+        args.test_id = found.test_id
+    else:  # the Case is given: an id in the text does not matter
+        found = dataclasses.replace(found, test_id=args.test_id, refusal="")
+    case, platform_by = _with_platform(args, case_of(args))
+
+    from attnlab.lab.decode_error import decode
+
+    decoded = decode(found, case, platform_by=platform_by)
+    if args.json:
+        print_json(decoded.to_dict())
+    else:
+        show(decoded)
+    return 0
+
+
+def _with_platform(args: argparse.Namespace, case: Case) -> tuple[Case, str]:
+    """Return the Case with the platform that was given, else of the machine's GPU, else the default; and
+    which of them it is."""
+    if args.field_platform is not None or args.case is not None:
+        return case, "case"
+    platform = machine_platform()
+    if platform is None:
+        return case, "assumed"
+    return case.replace(platform=platform), "machine"
+
+
+DECODE_ERROR_COMMAND = Command(
+    name="decode-error",
+    purpose="Print which sequence, token and kernel the message of a failed test is about.",
+    arguments="[FILE]",
+    examples=("pytest … | attnlab decode-error --test-id 'test_contexted_kv_attention[…]'",),
+    exit_codes="0 the text is decoded",
+    add_flags=_add_decode_flags,
+    run=_decode_error,
+    notes="The text may be the whole output of pytest. It is read for the lines of "
+    "torch.testing.assert_close in any order, a bare index, a dtype error, a failed torch.allclose, and a "
+    "pytest id of vLLM. That test is the initial case, unless --test-id or --case is given. "
+    "The kernel depends on the platform: it is that of --platform or --case, else of this machine's "
+    "GPU; without a GPU, one is assumed, which the first line says.",
+)
+
 
 _MOST_PLACES = 200  # in the JSON document
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to run")
     group.add_argument(
         "--stages",
@@ -53,11 +211,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="run the Case a second time with this change, and compare the bits of both outputs, for "
         "example empty_slots=garbage; repeatable",
     )
-    case_source.add_flags(parser)
+    command.add_flags(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
-    case = case_source.case_with_source(args)
+def _run_case(args: argparse.Namespace) -> int:
+    case = command.case_with_source(args)
     if args.stages and args.save_call is not None:
         raise InvalidCase("save-call must not be given with stages", field="save-call")
     if args.platforms is not None and not args.stages:
@@ -74,9 +232,9 @@ def _run(args: argparse.Namespace) -> int:
         check_output_file(args.save_call, "save-call")  # before minutes are spent
     if args.seconds is not None:
         seconds = Number().check("seconds", Number().parse("seconds", args.seconds))
-        return run_limited(_run_case, args, case, seconds)
+        return run_limited(_run_run_case, args, case, seconds)
     with progress("running") as on_step:
-        return _run_case(args, case, on_step)
+        return _run_run_case(args, case, on_step)
 
 
 def _changes(words: Sequence[str]) -> dict[str, Any]:
@@ -93,11 +251,11 @@ def _changes(words: Sequence[str]) -> dict[str, Any]:
     return notebook_parameters(words)
 
 
-def _run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]) -> int:
+def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., None]) -> int:
     """Run the Case and print its Result; return the exit code."""
-    from attnlab.diagnosis.other_run import run_again
+    from attnlab.diagnosis.distinction import run_again
 
-    lab = case_source.lab_of(args, on_step)
+    lab = command.lab_of(args, on_step)
     result = lab.run(case)
     if args.save_call is not None:
         result.call.save(args.save_call)
@@ -118,12 +276,12 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
     platforms = [] if args.platforms is None else args.platforms.split(",")
     for platform in platforms:
         field_type("platform").check("platforms", platform)
-    from attnlab.lab.stage_table import platforms_shown, stage_table, to_json
+    from attnlab.lab.run import platforms_shown, stage_table, to_json
 
     platforms = platforms or platforms_shown(case)
     with progress("running the stages") as on_step:
         cells = stage_table(
-            case_source.lab_of(args, on_step),
+            command.lab_of(args, on_step),
             case,
             platforms,
             on_cell=lambda done, total: on_step(done=done, total=total),
@@ -135,7 +293,7 @@ def _run_stages(args: argparse.Namespace, case: Case) -> int:
     return 0 if all(cell.status == "match" for cell in cells) else 1
 
 
-COMMAND = Command(
+RUN_COMMAND = Command(
     name="run",
     purpose="Run one Case and compare its output with the reference.",
     examples=(
@@ -146,6 +304,6 @@ COMMAND = Command(
     ),
     exit_codes="0 the output matches; 1 it does not, or the kernel rejects the call, or --against gives "
     "another output",
-    add_flags=_add_flags,
-    run=_run,
+    add_flags=_add_run_flags,
+    run=_run_case,
 )

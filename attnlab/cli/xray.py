@@ -10,13 +10,12 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, NotDeterministic
 from attnlab.case.ops import check_weighs_values
 from attnlab.case.output_file import HTML, check_input_path, check_output_file
-from attnlab.cli import case_source
-from attnlab.cli.command import Command
-from attnlab.cli.output import print_json, progress, show
-from attnlab.lab.memory_check import check_memory
+from attnlab.cli import command
+from attnlab.cli.command import Command, print_json, progress, show
+from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
-    from attnlab.diagnosis.kernel_location import KernelLocation
+    from attnlab.diagnosis.claims import KernelLocation
     from attnlab.weights.xray import XRay
 
 
@@ -55,7 +54,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with the pictures, in one file"
     )
-    case_source.add_flags(parser)
+    command.add_flags(parser)
 
 
 def _checked_case(args: argparse.Namespace) -> Case:
@@ -72,12 +71,12 @@ def _checked_case(args: argparse.Namespace) -> Case:
         check_output_file(args.html, "html", HTML)
     if args.call is not None:
         check_input_path(args.call)
-    case = case_source.case_with_source(args)
+    case = command.case_with_source(args)
     if args.call is None:
         check_weighs_values(case.spec)
         check_memory(case)
     if args.html is not None:
-        from attnlab.reports.xray_page import check_drawable
+        from attnlab.reports.check_pages import check_packages as check_drawable
 
         check_drawable()
     return case
@@ -90,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     except NotDeterministic as error:
         return _not_deterministic(str(error), args.json)
     if args.html is not None:
-        from attnlab.reports.xray_page import write_xray
+        from attnlab.reports.check_pages import write_xray
 
         write_xray(args.html, found, _command(args, case), location)
     if args.json:
@@ -123,11 +122,11 @@ def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
-    from attnlab.recorder.other_files import read_call
-    from attnlab.weights.public import NO_RUNNER, xray, xray_of_call
+    from attnlab.recorder.dumps import read_call_file as read_call
+    from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
     with progress("measuring the weights") as on_step:
-        lab = case_source.lab_of(args, on_step)
+        lab = command.lab_of(args, on_step)
         if args.call is not None:
             given = [
                 name
@@ -142,8 +141,8 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None
-        from attnlab.diagnosis.kernel_lines import locate_lines
-        from attnlab.diagnosis.repair_check import with_confirmation
+        from attnlab.diagnosis.location.lines import locate_lines
+        from attnlab.diagnosis.location.repair_check import with_confirmation
 
         on_step("trial edits of the source")
         return found, with_confirmation(lab, case, locate_lines(lab, case, found))

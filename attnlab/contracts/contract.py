@@ -1,8 +1,56 @@
 """Contract: what one kernel requires of a call and what it does with it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from attnlab.case.case import Case
+from attnlab.case.ops import (
+    CPU_ATTENTION,
+    DECODE_FWD,
+    ENCODER,
+    MERGE,
+    OPS,
+    PREFILL,
+    UNIFIED,
+    WRAPPER,
+    WRITE,
+)
+from attnlab.case.platforms import PLATFORMS, Platform
 from attnlab.case.shown import Shown
+
+# Target: the platform, release and settings that a call runs with; the names of vLLM's kernels.
+
+TRITON_DECODE = "kernel_paged_attention_2d"
+ROCM_DECODE = "paged_attention_rocm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Everything that decides how a call runs and that is not an argument of the op.
+
+    - ``platform``, ``release``: the GPU architecture and the vLLM release.
+    - ``wrapper_cast``: the op's Python wrapper converts int64 index tensors to int32.
+    - ``rocm_custom_paged_attn``, ``aiter_paged_attn``: vLLM's settings VLLM_ROCM_CUSTOM_PAGED_ATTN and
+      AITER paged attention.
+    """
+
+    platform: Platform = PLATFORMS["gfx942"]
+    release: str = "0.33.0"
+    wrapper_cast: bool = False
+    rocm_custom_paged_attn: bool = True
+    aiter_paged_attn: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> "Target":
+        """Return the Case's target."""
+        return cls(
+            platform=case.machine,
+            release=case.release,
+            wrapper_cast=case.staging.wrapper_cast,
+            rocm_custom_paged_attn=case.rocm_custom_paged_attn,
+            aiter_paged_attn=case.aiter_paged_attn,
+        )
+
 
 PARTITION_SIZE = 256  # tokens per partition of the ROCm kernel
 PREFILL_TILE = 128  # query rows per program of the prefill kernel, BLOCK_M
@@ -54,3 +102,205 @@ class Contract(Shown):
     dtypes: tuple[str, ...] = ()
     head_sizes: tuple[int, ...] = ()
     block_sizes: tuple[int, ...] = ()
+
+
+# The table of contracts: one function per kernel of vLLM.
+
+
+def contract(name: str, target: Target, op: str) -> Contract:
+    """Return the contract of a kernel, or of an op, as ``op`` calls it on ``target``."""
+    return {
+        WRAPPER: _wrapper,
+        PREFILL: _prefill,
+        ENCODER: _encoder,
+        TRITON_DECODE: _triton_decode,
+        ROCM_DECODE: _rocm_decode,
+        CPU_ATTENTION: _cpu_attention,
+        UNIFIED: _unified,
+        DECODE_FWD: _decode_fwd,
+        MERGE: _merge,
+        WRITE: _write,
+    }[name](target, op)
+
+
+def contracts_of(kernels: Iterable[str], target: Target, op: str) -> tuple[Contract, ...]:
+    """Return the contracts of the kernels that ``op`` runs on ``target``, in their order."""
+    return tuple(contract(name, target, op) for name in kernels)
+
+
+def _triton_formats(target: Target) -> tuple[str, ...]:
+    """Return the cache formats that Triton's kernels read: e4m3 needs compute capability 8.9 on CUDA."""
+    e4m3 = ("fp8", "fp8_e4m3") if target.platform.triton_e4m3 else ()
+    return ("auto", *e4m3, "fp8_e5m2")
+
+
+def _wrapper(target: Target, op: str) -> Contract:
+    """Return the contract of chunked_prefill_paged_decode, which calls a prefill and a decode kernel.
+
+    The two kernels together serve every row. The default scale comes from ``query.shape[1]``, the number
+    of heads, up to 0.11.2, and from ``query.shape[2]``, the head size, since then.
+    """
+    return Contract(
+        name=WRAPPER,
+        source=OPS[WRAPPER].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[WRAPPER].new_tokens_from,
+        default_scale="num_heads" if target.release == "0.11.2" else "head_size",
+        sinks="any",
+    )
+
+
+def _prefill(target: Target, op: str) -> Contract:
+    """Return the contract of context_attention_fwd, which reads the cache up to ctx_len only."""
+    return Contract(
+        default_scale="head_size",
+        name=PREFILL,
+        source=OPS[PREFILL].source(target.release),
+        serves="all" if op == PREFILL else "prefill",
+        new_tokens_from=OPS[PREFILL].new_tokens_from,
+        kv_cache_dtypes=_triton_formats(target),
+        sinks="without alibi",  # the op asserts it
+    )
+
+
+def _encoder(target: Target, op: str) -> Contract:
+    """Return the contract of triton_prefill_attention, which reads no cache."""
+    return Contract(
+        name=ENCODER,
+        source=OPS[ENCODER].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[ENCODER].new_tokens_from,
+        default_scale="head_size",
+        kv_cache_dtypes=OPS[ENCODER].kv_cache_dtypes,
+        sinks="any",
+    )
+
+
+def _triton_decode(target: Target, op: str) -> Contract:
+    """Return the contract of Triton's paged decode.
+
+    0.11.2 loads the whole last block and adds the mask to the scores (-inf + NaN is NaN), so NaN in
+    its tail reaches the output through K and V. 0.33.0 masks the loads, and converts the block table to
+    int32 before the launch.
+    """
+    old = target.release == "0.11.2"
+    return Contract(
+        name=TRITON_DECODE,
+        source=OPS[WRAPPER].source(target.release),
+        serves="decode",
+        new_tokens_from="cache",
+        on_int64={} if old else {"block_table": "convert"},
+        reads_tail="key and value" if old else "nothing",
+        kv_cache_dtypes=_triton_formats(target),
+        sinks="any",
+    )
+
+
+def _rocm_decode(target: Target, op: str) -> Contract:
+    """Return the contract of the ROCm custom kernel.
+
+    ``block_tables`` and ``seq_lens`` are read through ``data_ptr<int>()``, which checks the dtype;
+    ``query_start_loc`` through a ``reinterpret_cast``, which does not. With ``wrapper_cast`` the Python
+    wrapper converts all three first. 0.33.0 masks value slots after seq_len (vLLM PR #53856); 0.11.2
+    multiplies them by 0.
+    """
+    old = target.release == "0.11.2"
+    names = ("block_table", "seq_lens", "query_start_loc")
+    strict = {"block_table": "reject", "seq_lens": "reject", "query_start_loc": "reinterpret"}
+    file = "attention.cu" if old else "attention_kernels.cuh"
+    return Contract(
+        name=ROCM_DECODE,
+        source=f"csrc/rocm/{file}, vLLM {target.release}",
+        serves="decode",
+        new_tokens_from="cache",
+        on_int64=dict.fromkeys(names, "convert") if target.wrapper_cast else strict,
+        reads_tail="value" if old else "nothing",
+        key_x_bytes=16,
+        kv_cache_dtypes=("auto", "fp8", "fp8_e4m3"),
+        dtypes=("float16", "bfloat16"),
+        head_sizes=(64, 128),
+        block_sizes=(16, 32),
+    )
+
+
+def _cpu_attention(target: Target, op: str) -> Contract:
+    """Return the contract of vLLM's compiled CPU attention.
+
+    It has no arguments for new tokens: every key and value comes from the cache. ``data_ptr<int32_t>``
+    checks all three index tensors (csrc/cpu/cpu_attn.cpp). Value slots after seq_len, up to the next
+    multiple of 16 or 32 tokens, are multiplied by the weight 0: NaN there reaches the output.
+    """
+    names = ("block_table", "seq_lens", "query_start_loc")
+    return Contract(
+        name=CPU_ATTENTION,
+        source=OPS[CPU_ATTENTION].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[CPU_ATTENTION].new_tokens_from,
+        on_int64=dict.fromkeys(names, "convert" if target.wrapper_cast else "reject"),
+        reads_tail="value",
+        block_size_multiple=16,
+        sinks="any",
+        sink_dtypes=("bfloat16", "float32"),
+        softcap="overflows",
+        kv_cache_dtypes=OPS[CPU_ATTENTION].kv_cache_dtypes,
+        dtypes=("float16", "bfloat16", "float32"),
+        head_sizes=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    )
+
+
+def _unified(target: Target, op: str) -> Contract:
+    """Return the contract of unified_attention, which reads new tokens, like context tokens, from the cache.
+
+    Until vLLM PR #56579 it computed the soft cap from two exponentials, which overflow.
+    """
+    return Contract(
+        name=UNIFIED,
+        alibi_from="first new token",
+        sinks="any",
+        softcap="overflows" if target.release == "0.11.2" else "any",
+        source=OPS[UNIFIED].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[UNIFIED].new_tokens_from,
+        kv_cache_dtypes=_formats(target, UNIFIED),
+    )
+
+
+def _decode_fwd(target: Target, op: str) -> Contract:
+    """Return the contract of decode_attention_fwd: one row per sequence."""
+    return Contract(
+        name=DECODE_FWD,
+        softcap="any",
+        source=OPS[DECODE_FWD].source(target.release),
+        serves="decode",
+        new_tokens_from=OPS[DECODE_FWD].new_tokens_from,
+        kv_cache_dtypes=_formats(target, DECODE_FWD),
+    )
+
+
+def _merge(target: Target, op: str) -> Contract:
+    """Return the contract of merge_attn_states.
+
+    The lab computes one of its two inputs, attention over the context, from the cache.
+    """
+    return Contract(
+        name=MERGE,
+        source=OPS[MERGE].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[MERGE].new_tokens_from,
+    )
+
+
+def _write(target: Target, op: str) -> Contract:
+    """Return the contract of reshape_and_cache_flash, which writes the cache."""
+    return Contract(
+        name=WRITE,
+        source=OPS[WRITE].source(target.release),
+        serves="all",
+        new_tokens_from=OPS[WRITE].new_tokens_from,
+        kv_cache_dtypes=_formats(target, WRITE),
+    )
+
+
+def _formats(target: Target, op: str) -> tuple[str, ...]:
+    """Return the values of kv_cache_dtype that an op supports on the target's platform."""
+    return tuple(name for name in _triton_formats(target) if name in OPS[op].kv_cache_dtypes)

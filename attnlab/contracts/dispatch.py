@@ -4,12 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from attnlab.case.case import Case
+from attnlab.case.case import Case, as_case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.case.shown import Shown
-from attnlab.contracts.contract import Contract
-from attnlab.contracts.kernel_contracts import contracts_of
-from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Contract, Target, contracts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +142,14 @@ def _within(name: str, value: int, least: int, most: int) -> Term:
     return Term(
         name=name, value=str(value), allowed=f"{least} to {most}", holds=least <= value <= most
     )
+
+
+# The part of ``import attnlab`` that needs no tensors.
+
+
+def explain(case: Case | str, **changes: Any) -> Decision:
+    """Return which kernels run for a Case or a pytest id, and each term of the predicate that decides.
+
+    ``changes`` are fields of the Case, such as ``platform="gfx1100"``. No kernel is run.
+    """
+    return decide(as_case(case, **changes))

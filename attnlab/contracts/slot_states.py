@@ -3,6 +3,7 @@
 Contracts, traced reads, findings and plots all use this vocabulary.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,12 +11,97 @@ from typing import TypeAlias
 
 import torch
 
-from attnlab.case.ops import WRITE
-from attnlab.contracts.contract import Contract
-from attnlab.contracts.rows import cached_lens
+from attnlab.case.lengths import Lengths
+from attnlab.case.ops import ENCODER, PREFILL, WRITE, fill_read
+from attnlab.contracts.contract import ENCODER_TILE, PREFILL_TILE, Contract, Target, contract
 from attnlab.tensors.cache import NOBODY, Provenance
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.sequence_mask import mask_of
+from attnlab.tensors.case_visibility import mask_of
+
+# Which sequences a kernel serves, which output rows it writes, and how many positions it reads.
+
+
+def default_scale(call: KernelCall, target: Target) -> float:
+    """Return the scale that the op uses if sm_scale is not passed."""
+    _, num_heads, head_size = call.query.shape
+    by_heads = contract(call.op, target, call.op).default_scale == "num_heads"
+    return 1.0 / math.sqrt(num_heads if by_heads else head_size)
+
+
+def as_read(contract: Contract, call: KernelCall, name: str) -> torch.Tensor:
+    """Return an index tensor as the kernel reads it: int64, in the tensor's own shape.
+
+    If the kernel reinterprets int64 as int32, each number becomes two, low half first: 0, 880, 1290 is
+    read as 0, 0, 880, 0, 1290, 0. The kernel reads as many numbers as it expects: 0, 0, 880.
+    """
+    tensor: torch.Tensor = getattr(call, name)
+    if tensor.dtype == torch.int64 and contract.on_int64.get(name) == "reinterpret":
+        return tensor.contiguous().view(torch.int32).flatten()[: tensor.numel()].long()
+    return tensor.long()
+
+
+def served(contract: Contract, call: KernelCall) -> torch.Tensor:
+    """Return which sequences the kernel works on, [num_seqs] bool, by the lengths that it reads."""
+    query_lens = as_read(contract, call, "query_start_loc").diff()
+    if contract.serves == "all":
+        return query_lens > 0
+    return query_lens == 1 if contract.serves == "decode" else query_lens > 1
+
+
+def written_rows(contract: Contract, call: KernelCall) -> torch.Tensor:
+    """Return which output rows the kernel writes, [num_tokens] bool.
+
+    The grids of the prefill kernels cover max_query_len rows per sequence, in whole tiles.
+    """
+    rows = torch.zeros(call.query.shape[0] + 1, dtype=torch.int64)
+    starts = as_read(contract, call, "query_start_loc")
+    lens = starts.diff()
+    if contract.name in (PREFILL, ENCODER):
+        lens = lens.clamp(max=grid_rows(contract, call))
+    on = served(contract, call)
+    begins = starts[:-1][on].clamp(0, call.query.shape[0])
+    ends = (starts[:-1] + lens)[on].clamp(0, call.query.shape[0])
+    rows.index_add_(0, begins, torch.ones_like(begins))
+    rows.index_add_(0, ends, -torch.ones_like(ends))
+    return rows.cumsum(0)[:-1] > 0
+
+
+def grid_rows(contract: Contract, call: KernelCall) -> int:
+    """Return the rows of a sequence that the grid of a prefill kernel covers: max_query_len, in tiles."""
+    tile = PREFILL_TILE
+    if contract.name == ENCODER:
+        is_small = call.query.dtype == torch.float32 or call.query.shape[2] >= 512
+        tile = 64 if call.origin.platform == "cpu" else ENCODER_TILE
+        tile = 32 if is_small else tile
+    return -(-call.max_query_len // tile) * tile
+
+
+def runs_of(rows: torch.Tensor) -> list[slice]:
+    """Return the runs of consecutive rows in a mask [n] bool, in order."""
+    edges = torch.nonzero(torch.nn.functional.pad(rows.int(), (1, 1)).diff()).flatten().tolist()
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def unwritten_rows(contracts: Iterable[Contract], call: KernelCall) -> torch.Tensor:
+    """Return which output rows no kernel writes, [num_tokens] bool."""
+    written = torch.zeros(call.query.shape[0], dtype=torch.bool)
+    for each in contracts:
+        written |= written_rows(each, call)
+    return ~written
+
+
+def cached_lens(contract: Contract, call: KernelCall) -> torch.Tensor:
+    """Return the number of positions per sequence whose keys and values come from the cache, [num_seqs].
+
+    Positions before a sliding window count here; the kernel does not need them.
+    """
+    query_lens = as_read(contract, call, "query_start_loc").diff()
+    ctx_lens = as_read(contract, call, "seq_lens") - query_lens
+    lengths = Lengths(query_lens=tuple(query_lens.tolist()), ctx_lens=tuple(ctx_lens.tolist()))
+    cached = torch.tensor(
+        lengths.cached_lens(fill_read(contract.new_tokens_from)), device=query_lens.device
+    )
+    return torch.where(served(contract, call), cached, 0)
 
 
 class SlotState(StrEnum):
@@ -104,10 +190,10 @@ def contract_reads(
     is left out.
     """
     found = []
-    for contract in contracts:
-        if contract.name == WRITE:  # it reads no slot
+    for one in contracts:
+        if one.name == WRITE:  # it reads no slot
             continue
-        counts, reads = _reads(contract, call, provenance)
+        counts, reads = _reads(one, call, provenance)
         if all_own or reads.states.any():  # state 0 is OWN
             found += _by_sequence(reads, counts)
     return found
@@ -270,3 +356,107 @@ def readable_states(contracts: Iterable[Contract]) -> set[SlotState]:
     """Return the states of the slots that the kernels may load by their contracts."""
     tail = any(contract.reads_tail != "nothing" for contract in contracts)
     return {SlotState.OWN, SlotState.UNWRITTEN_TAIL} if tail else {SlotState.OWN}
+
+
+# SlotMap: for every slot of a cache, who wrote it, who reads it, and what it is to its reader.
+
+NOT_READ = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One slot of the cache.
+
+    ``owner``, ``writer`` and ``reader`` are (sequence, position), or None. The owner is the sequence whose
+    row of the block table, as it was meant, has the block. ``state`` is None for a slot that is not read.
+    """
+
+    block: int
+    slot: int
+    owner: tuple[int, int] | None
+    writer: tuple[int, int] | None
+    reader: tuple[int, int] | None
+    state: SlotState | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotMap:
+    """For every slot of a cache, who wrote it, who reads it, and what it is to its reader.
+
+    - ``states``: [num_blocks, block_size] int64, indices into STATES, or NOT_READ.
+    - ``reader_seq``, ``reader_pos``: [num_blocks, block_size] int64, the sequence that reads a slot and
+      the position that it takes the slot for, or NOBODY.
+    """
+
+    provenance: Provenance
+    states: torch.Tensor
+    reader_seq: torch.Tensor
+    reader_pos: torch.Tensor
+
+    @property
+    def is_read(self) -> torch.Tensor:
+        """Return which slots are read, [num_blocks, block_size] bool."""
+        return self.states != NOT_READ
+
+    def counts(self) -> dict[SlotState, int]:
+        """Return how many slots that are read have each state; states that do not occur are left out."""
+        numbers = {state: int((self.states == state.code).sum()) for state in STATES}
+        return {state: number for state, number in numbers.items() if number}
+
+    def order(self) -> torch.Tensor:
+        """Return every block once, [num_blocks] int64.
+
+        The blocks of sequence 0 come first, in the order of its positions, then those of sequence 1, and
+        so on. Blocks in no row of the block table come last.
+        """
+        num_blocks = self.states.shape[0]
+        in_table = torch.tensor(
+            list(dict.fromkeys(self.provenance.block_table.flatten().tolist())), dtype=torch.int64
+        )
+        spare = torch.ones(num_blocks, dtype=torch.bool)
+        spare[in_table] = False
+        return torch.cat([in_table, torch.nonzero(spare).flatten()])
+
+    def at(self, block: int, slot: int) -> Slot:
+        """Return what is known of one slot."""
+        block_size = self.states.shape[1]
+        rows = torch.nonzero(self.provenance.block_table == block)
+        owner = (int(rows[0, 0]), int(rows[0, 1]) * block_size + slot) if len(rows) else None
+        code = int(self.states[block, slot])
+        return Slot(
+            block=block,
+            slot=slot,
+            owner=owner,
+            writer=_pair(self.provenance.seq[block, slot], self.provenance.pos[block, slot]),
+            reader=_pair(self.reader_seq[block, slot], self.reader_pos[block, slot]),
+            state=None if code == NOT_READ else STATES[code],
+        )
+
+
+def slot_map(call: KernelCall, contracts: Iterable[Contract], provenance: Provenance) -> SlotMap:
+    """Return the slots that the kernels read by their contracts.
+
+    A slot that several sequences read has the reader to which its state is least permissive. So all
+    states are OWN exactly if the call violates no contract by a slot.
+    """
+    shape, block_size = provenance.seq.shape, provenance.seq.shape[1]
+    states = torch.full((provenance.seq.numel(),), NOT_READ)
+    reader_seq = torch.full_like(states, NOBODY)
+    reader_pos = torch.full_like(states, NOBODY)
+    for read in contract_reads(contracts, call, provenance):
+        flat = read.blocks * block_size + read.slots
+        worse = read.states > states[flat]
+        states.scatter_reduce_(0, flat, read.states, "amax")
+        kept = flat[worse]
+        reader_seq[kept] = read.seq
+        reader_pos[kept] = read.positions[worse]
+    return SlotMap(
+        provenance=provenance,
+        states=states.view(shape),
+        reader_seq=reader_seq.view(shape),
+        reader_pos=reader_pos.view(shape),
+    )
+
+
+def _pair(seq: torch.Tensor, pos: torch.Tensor) -> tuple[int, int] | None:
+    return None if int(seq) == NOBODY else (int(seq), int(pos))

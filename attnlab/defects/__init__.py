@@ -8,20 +8,12 @@ the reference reproduces them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from attnlab.defects.bidirectional import BIDIRECTIONAL
-from attnlab.defects.branches import BRANCHES
-from attnlab.defects.decoding import DECODING
-from attnlab.defects.defect import Defect
-from attnlab.defects.heads import HEADS
-from attnlab.defects.masks import MASKS
-from attnlab.defects.partitions import PARTITIONS
-from attnlab.defects.reads import READS
-from attnlab.defects.rows import ROWS
-from attnlab.defects.scores import SCORES
-from attnlab.defects.sinks import SINKS
-from attnlab.defects.softcap import SOFTCAP
-from attnlab.defects.softmax import SOFTMAX
-from attnlab.defects.tokens import TOKENS
+from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES, MASKS
+from attnlab.defects.problem import Defect
+from attnlab.defects.reads import DECODING, HEADS, READS
+from attnlab.defects.rows import ROWS, TOKENS
+from attnlab.defects.scores import SCORES, SINKS, SOFTCAP
+from attnlab.defects.softmax import PARTITIONS, SOFTMAX
 
 _FAMILIES = (
     MASKS,

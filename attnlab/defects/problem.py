@@ -6,7 +6,7 @@ attention (AttentionInputs).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +14,284 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.ops import ENCODER, PREFILL
+from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.target import Target
-from attnlab.defects.attention_inputs import (
-    AttentionInputs,
-    Predicted,
-    attention,
-    concatenate,
-)
-from attnlab.defects.cache_read import CacheRead
-from attnlab.defects.row_slice import RowSlice
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import make_cache
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_call, make_output
+from attnlab.tensors.case_visibility import mask_of
 from attnlab.tensors.formats import ElementFormat, read_format, store, written_format
 from attnlab.tensors.quantised import Formats, in_numbers
-from attnlab.tensors.sequence_mask import mask_of
+
+# RowSlice: some rows and heads of one sequence.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSlice:
+    """Some rows and query heads of one sequence.
+
+    ``tokens``: [n] int64, indices among the sequence's new tokens; ``heads``: [m] int64.
+    """
+
+    seq: int
+    tokens: torch.Tensor
+    heads: torch.Tensor
+
+
+# CacheRead: how one sequence's keys and values are read from a paged cache, correctly or not.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheRead:
+    """How one sequence's tokens are read from the cache.
+
+    - ``key_row``, ``value_row``: rows of the block table.
+    - ``block``, ``offset``: functions applied to block numbers and to offsets within a block.
+    - ``format``, ``k_scale``, ``v_scale``: how the stored bytes are decoded; scales are as
+      in :class:`attnlab.tensors.call.KernelCall`.
+    - ``key_x``: the innermost size of the key cache that the kernel assumes, or None for the true one.
+    - ``column_size``: tokens per column of the block table that the kernel assumes, or None for the block
+      size.
+    - ``transposed``: "key" or "value" (or both) whose inner block dimensions are read in exchanged order.
+    """
+
+    key_row: int
+    value_row: int
+    format: ElementFormat
+    k_scale: float | torch.Tensor
+    v_scale: float | torch.Tensor
+    block: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks
+    offset: Callable[[torch.Tensor], torch.Tensor] = lambda offsets: offsets
+    key_x: int | None = None
+    column_size: int | None = None
+    transposed: tuple[str, ...] = ()
+
+    def keys(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Read the keys at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
+        blocks, offsets = self._slots(call, self.key_row, positions)
+        cache = call.key_cache
+        if self.key_x is not None:
+            chunks = cache.shape[2] * cache.shape[4] // self.key_x
+            cache = cache.reshape(*cache.shape[:2], chunks, cache.shape[3], self.key_x)
+        if "key" in self.transposed:  # [chunks, block_size, x] read as [block_size, chunks, x]
+            shape = (*cache.shape[:2], cache.shape[3], cache.shape[2], cache.shape[4])
+            stored = cache.reshape(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
+        else:
+            stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
+        scale = self._scale(self.k_scale, self.key_row, blocks, offsets, kv)
+        return self._decoded(stored.flatten(2), scale)
+
+    def values(self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Read the values at ``positions`` of the KV heads ``kv``, [n, len(kv), head_size] float64."""
+        blocks, offsets = self._slots(call, self.value_row, positions)
+        cache = call.value_cache
+        if "value" in self.transposed:  # [head_size, block_size] read as [block_size, head_size]
+            shape = (*cache.shape[:2], cache.shape[3], cache.shape[2])
+            stored = cache.reshape(shape)[blocks[:, None], kv[None, :], offsets[:, None]]
+        else:
+            stored = cache[blocks[:, None], kv[None, :], :, offsets[:, None]]
+        return self._decoded(stored, self._scale(self.v_scale, self.value_row, blocks, offsets, kv))
+
+    def _slots(
+        self, call: KernelCall, row: int, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size, num_blocks = call.block_size, call.key_cache.shape[0]
+        columns = (positions // (self.column_size or size)).clamp(max=call.block_table.shape[1] - 1)
+        blocks = self.block(call.block_table[row, columns].long())
+        return blocks.remainder(num_blocks), self.offset(positions % size).remainder(size)
+
+    def scales(
+        self, call: KernelCall, positions: torch.Tensor, kv: torch.Tensor
+    ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        """Return k_scale and v_scale at ``positions`` for the KV heads ``kv``: each a number, or a tensor
+        that broadcasts against [n, len(kv), head_size]."""
+        found = [
+            self._scale(scale, row, *self._slots(call, row, positions), kv)
+            for scale, row in ((self.k_scale, self.key_row), (self.v_scale, self.value_row))
+        ]
+        return found[0], found[1]
+
+    @staticmethod
+    def _scale(
+        scale: float | torch.Tensor,
+        row: int,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> float | torch.Tensor:
+        """Return the scale of some slots and KV heads: a number, or [n or 1, len(kv), 1] float64."""
+        if not isinstance(scale, torch.Tensor):
+            return scale
+        found = scale[row][None, kv] if scale.dim() == 2 else scale[blocks, offsets][:, kv]
+        return found.double()[:, :, None]
+
+    def _decoded(self, stored: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        if not self.format.is_fp8:
+            return stored.double()
+        return self.format.decode(stored).double() * scale
+
+
+# AttentionInputs: what some rows of one sequence attend to, and the attention computed from it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionInputs:
+    """The inputs of attention for some rows of one sequence.
+
+    - ``query``: [rows, heads, head_size]; ``position``: [rows] int64, positions in the sequence.
+    - ``key``, ``value``: [keys, heads, head_size], expanded to one per query head; key j has position j.
+    - ``visible``: [rows, keys] bool.
+    - ``sm_scale``: the factor of the scores.
+    - ``alibi_slopes``: [heads] or None; the bias is the slope times
+      (key position + ``alibi_shift`` - row position). ``alibi_shift`` is an int or
+      broadcasts to [rows, keys].
+    - ``apply_softcap``: the function applied to the scaled scores before ALiBi, or None; ``softcap``:
+      the cap itself, 0 for none.
+    - ``sinks``: [heads], one more logit of each row's softmax without a value, or None.
+    - ``first_bias``: [heads], added to the score of the key at position 0, or None.
+    - ``key_bias``: [keys], added to the score of each key, or None. ``mask_bias``: [rows, n], added to the
+      scores of the first n keys, or None (qq_bias).
+    - ``weigh``: replaces the softmax of the scores [heads, rows, keys], or None.
+    - ``leak``: [rows, keys] bool or None: keys with weight 0 whose values are multiplied by it, so that
+      a NaN reaches the output.
+    - ``rounding``: what the kernel that computes these rows rounds.
+    """
+
+    query: torch.Tensor
+    position: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    visible: torch.Tensor
+    sm_scale: float
+    alibi_slopes: torch.Tensor | None
+    rounding: Rounding
+    alibi_shift: torch.Tensor | int = 0
+    apply_softcap: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    first_bias: torch.Tensor | None = None
+    leak: torch.Tensor | None = None
+    key_bias: torch.Tensor | None = None
+    mask_bias: torch.Tensor | None = None
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Predicted:
+    """The predicted ``output`` of some rows, and ``bound``, the largest rounding error of a kernel that
+    computes it; both [rows, heads, head_size] float64.
+
+    ``sees_nothing``: [rows] bool or None: rows that see no key. Their output is 0, as most kernels return;
+    others return NaN, the quotient of 0 and 0.
+    """
+
+    output: torch.Tensor
+    bound: torch.Tensor
+    sees_nothing: torch.Tensor | None = None
+
+
+def concatenate(parts: Sequence[Predicted]) -> Predicted:
+    """Concatenate the rows of all parts."""
+    return Predicted(
+        output=torch.cat([part.output for part in parts]),
+        bound=torch.cat([part.bound for part in parts]),
+        sees_nothing=_concatenated(parts),
+    )
+
+
+def _concatenated(parts: Sequence[Predicted]) -> torch.Tensor:
+    """Return which rows of all parts see no key."""
+    none = [torch.zeros(len(part.output), dtype=torch.bool) for part in parts]
+    return torch.cat(
+        [
+            n if part.sees_nothing is None else part.sees_nothing
+            for part, n in zip(parts, none, strict=True)
+        ]
+    )
+
+
+def scores_of(inputs: AttentionInputs) -> torch.Tensor:
+    """Return the scores, [heads, rows, keys], -inf where a row does not see a key."""
+    scores = inputs.query.transpose(0, 1) @ inputs.key.permute(1, 2, 0) * inputs.sm_scale
+    if inputs.apply_softcap is not None:
+        scores = inputs.apply_softcap(scores)
+    if inputs.alibi_slopes is not None:
+        key_position = torch.arange(inputs.key.shape[0]) + inputs.alibi_shift
+        distance = key_position - inputs.position[:, None]
+        scores += inputs.alibi_slopes[:, None, None] * distance.to(scores.dtype)
+    if inputs.first_bias is not None:
+        scores[..., 0] += inputs.first_bias[:, None].to(scores.dtype)
+    if inputs.key_bias is not None:
+        scores += inputs.key_bias.to(scores.dtype)
+    if inputs.mask_bias is not None:
+        scores[..., : inputs.mask_bias.shape[1]] += inputs.mask_bias.to(scores.dtype)
+    return scores.masked_fill_(~inputs.visible, -torch.inf)
+
+
+def attention(inputs: AttentionInputs, dtype: torch.dtype | None = None) -> Predicted:
+    """Compute the attention of some rows; a row that sees no key gives 0.
+
+    With ``dtype``, round as a kernel does: scores and sums in float32, weights and output in ``dtype``.
+    """
+    scores = scores_of(inputs)
+    sees_nothing = ~inputs.visible.any(1)
+    exact = weights_of(inputs, scores).masked_fill(sees_nothing[None, :, None], 0.0)
+    finite = inputs.value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
+    output = exact @ finite
+    bound = inputs.rounding.bound(
+        exact.nan_to_num(0.0).abs(), finite, output.nan_to_num(0.0), score_error(inputs)
+    )
+    if dtype is not None:
+        weights = weights_of(inputs, scores.float()).to(dtype).float()
+        weights = weights.masked_fill(sees_nothing[None, :, None], 0.0)
+        output = (weights @ finite.float()).to(dtype).double()
+    if not bool(inputs.value.isfinite().all()):
+        output = output.masked_fill(_reached_by_nonfinite(inputs), torch.nan)
+    return Predicted(
+        output=output.double().transpose(0, 1),
+        bound=bound.double().transpose(0, 1),
+        sees_nothing=sees_nothing if bool(sees_nothing.any()) else None,
+    )
+
+
+def weights_of(inputs: AttentionInputs, scores: torch.Tensor) -> torch.Tensor:
+    """Return the weights of the keys, [heads, rows, keys], from their scores."""
+    if inputs.weigh is not None:
+        return inputs.weigh(scores)
+    return softmax(scores, inputs.sinks)
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the weights, [heads, rows, keys]; ``sinks`` [heads] add to each row's sum of exponentials."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink_scores = sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])
+    return torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
+
+
+def _reached_by_nonfinite(inputs: AttentionInputs) -> torch.Tensor:
+    """Return which elements depend on a value that is not finite, [heads, rows, head_size] bool: in rows
+    that see the key, or to which it leaks."""
+    reach = inputs.visible if inputs.leak is None else inputs.visible | inputs.leak
+    nonfinite = (~inputs.value.isfinite()).transpose(0, 1).to(inputs.value.dtype)
+    return reach.to(nonfinite.dtype) @ nonfinite > 0
+
+
+def score_error(inputs: AttentionInputs) -> float:
+    """Return the largest rounding error of a score."""
+    query = float(inputs.query.norm(dim=2).max()) if inputs.query.numel() else 0.0
+    finite = inputs.key.nan_to_num(0.0, 0.0, 0.0)
+    key = float(finite.norm(dim=2).max()) if finite.numel() else 0.0
+    bias = 0.0
+    if inputs.alibi_slopes is not None:
+        bias = float(inputs.alibi_slopes.abs().max()) * inputs.key.shape[0]
+    if inputs.mask_bias is not None:
+        bias += float(inputs.mask_bias.abs().max())
+    return inputs.rounding.score_error(
+        query, key, inputs.query.shape[2], inputs.sm_scale, bias, inputs.softcap
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -298,3 +557,116 @@ def make_problem(case: Case, batch: Batch | None = None) -> Problem:
     output = make_output(case)
     call = make_call(case, batch, make_cache(case, batch), output)
     return Problem.of_case(case, batch, call, output)
+
+
+# Selections of a problem's rows: all of them, or a small sample of each sequence.
+
+
+def all_rows(problem: Problem, kind: str = "all") -> Iterator[RowSlice]:
+    """Yield one RowSlice per sequence, with all its rows and heads; ``kind`` is "all", "decode" or
+    "prefill"."""
+    heads = torch.arange(problem.num_heads)
+    for seq in range(problem.num_seqs):
+        if kind == "all" or problem.is_decode(seq) == (kind == "decode"):
+            yield RowSlice(seq=seq, tokens=torch.arange(problem.query_len(seq)), heads=heads)
+
+
+def sample_rows(
+    problem: Problem, tokens: int = 6, heads: int = 6, max_seqs: int | None = None
+) -> list[RowSlice]:
+    """Return a few rows of each sequence that ran, with a few heads.
+
+    The first and last rows of a sequence, and the first two heads and the last, are always included. Of
+    more than ``max_seqs`` sequences, those with the shortest and the longest queries are taken.
+    """
+    sampled_heads = torch.linspace(0, problem.num_heads - 1, min(heads, problem.num_heads)).long()
+    if problem.num_heads > 1:
+        sampled_heads = torch.cat([sampled_heads, torch.tensor([1])]).unique()
+    seqs = sorted(problem.computed_seqs(), key=problem.query_len)
+    if max_seqs is not None and len(seqs) > max_seqs:
+        seqs = sorted({*seqs[: -(-max_seqs // 2)], *seqs[-(max_seqs // 2) :]})
+    row_slices = []
+    for seq in seqs:
+        length = problem.query_len(seq)
+        if length:
+            rows = torch.linspace(0, length - 1, min(tokens, length)).long().unique()
+            row_slices.append(RowSlice(seq=seq, tokens=rows, heads=sampled_heads))
+    return row_slices
+
+
+# Defect: one way for a kernel, or for the code that calls it, to be wrong.
+
+Compute = Callable[[Problem, RowSlice], Predicted]
+Applies = Callable[[Problem], bool]
+IsShown = Callable[[Problem, Sequence[int]], bool]
+ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
+ChangeCacheRead = Callable[[Problem, int, CacheRead], CacheRead]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Defect:
+    """One way for a kernel, or for the code that calls it, to be wrong.
+
+    - ``name``: unique; ``family``: the module that defines it.
+    - ``text``: what happens, in one sentence without a full stop.
+    - ``seen_in``: public issues and pull requests that report it, as "repository #number".
+    - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
+      "decode" or "unwritten" (rows that the kernel never writes).
+    - ``links``: kinds of Violation that would cause it.
+    - ``compute``: returns the output of some rows under the defect; rows that it does not touch come out
+      correct.
+    - ``applies``: answers whether a call has the feature that the defect is about, such as a window.
+    - ``harmless``: the defect changes only the rounding.
+    - ``variants``: the same defect with other sizes, such as tiles, each as text and ``compute``. The
+      diagnosis tries all of them; elsewhere ``compute`` stands for them.
+    - ``is_possible``: answers whether the tensors at hand allow the defect; the diagnosis excludes others.
+    - ``is_shown``: answers whether wrong rows of some sequences can show what the text says. Elsewhere the
+      same rows follow from less: a lost sum of earlier tiles needs two tiles.
+    """
+
+    name: str
+    family: str
+    text: str
+    seen_in: tuple[str, ...]
+    touches: str
+    compute: Compute
+    applies: Applies
+    links: tuple[str, ...] = ()
+    harmless: bool = False
+    variants: tuple[tuple[str, Compute], ...] = ()
+    is_possible: Applies = lambda problem: True
+    is_shown: IsShown = lambda problem, seqs: True
+
+    def expand(self) -> "tuple[Defect, ...]":
+        """Return one Defect for each variant, with its text; the defect itself if it has none."""
+        if not self.variants:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, text=f"{self.text} ({text})", compute=compute, variants=())
+            for text, compute in self.variants
+        )
+
+
+def changing_inputs(change: ChangeInputs) -> Compute:
+    """Return the ``compute`` of a defect that changes the inputs of attention."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        inputs = problem.attention_inputs(row_slice)
+        return problem.predict(change(problem, row_slice, inputs))
+
+    return compute
+
+
+def changing_cache_read(change: ChangeCacheRead) -> Compute:
+    """Return the ``compute`` of a defect that changes how a sequence is read from the cache."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        cache_read = change(problem, row_slice.seq, problem.cache_read(row_slice.seq))
+        return problem.predict(problem.inputs_read_by(row_slice, cache_read))
+
+    return compute
+
+
+def always(problem: Problem) -> bool:
+    """Answer True: the defect applies to every call."""
+    return True

@@ -2,16 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.cache_read import CacheRead
-from attnlab.defects.defect import ChangeCacheRead, Defect, changing_cache_read, changing_inputs
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.problem import (
+    AttentionInputs,
+    CacheRead,
+    ChangeCacheRead,
+    Defect,
+    Predicted,
+    Problem,
+    RowSlice,
+    changing_cache_read,
+    changing_inputs,
+)
 from attnlab.defects.softmax import TILES
+from attnlab.tensors.formats import FORMATS
 
 
 def _read(
@@ -257,5 +265,189 @@ READS = (
         ("vllm #6373",),
         lambda problem, seq, cache_read: dataclasses.replace(cache_read, transposed=("value",)),
         lambda problem: problem.call.block_size > 1 and problem.call.query.shape[2] > 1,
+    ),
+)
+
+
+# Defects in decoding the cache's FP8 bytes: their format and scales.
+
+
+def _decoding(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    change: ChangeCacheRead,
+    applies: Callable[[Problem], bool],
+) -> Defect:
+    return Defect(
+        name=name,
+        family="decoding",
+        text=text,
+        seen_in=seen_in,
+        touches="cached",
+        compute=changing_cache_read(change),
+        applies=lambda problem: (
+            any(problem.cached_len(seq) > 0 for seq in range(problem.num_seqs)) and applies(problem)
+        ),
+    )
+
+
+def _same_scales(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Answer whether scales are equal, numbers or tensors."""
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+def _scales(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    scales: Callable[[Any, Any], tuple[Any, Any]],
+) -> Defect:
+    """Return the defect of wrong scales; ``scales`` maps (k_scale, v_scale) to the wrong ones."""
+
+    def change(problem: Problem, seq: int, cache_read: CacheRead) -> CacheRead:
+        k_scale, v_scale = scales(cache_read.k_scale, cache_read.v_scale)
+        return dataclasses.replace(cache_read, k_scale=k_scale, v_scale=v_scale)
+
+    def applies(problem: Problem) -> bool:
+        correct = (problem.call.k_scale, problem.call.v_scale)
+        return problem.written.is_fp8 and not _same_scales(scales(*correct), correct)
+
+    return _decoding(name, text, seen_in, change, applies)
+
+
+def _format(name: str, seen_in: tuple[str, ...]) -> Defect:
+    """Return the defect of bytes decoded as FP8 format ``name``."""
+    return _decoding(
+        f"read_as_{name}",
+        f"the cache's bytes are decoded as {name}, but were written in another format",
+        seen_in,
+        lambda problem, seq, cache_read: dataclasses.replace(cache_read, format=FORMATS[name]),
+        lambda problem: problem.written.is_fp8 and problem.written.name != name,
+    )
+
+
+DECODING = (
+    _scales(
+        "k_scale_ignored",
+        "k_scale is not applied",
+        ("flashinfer #1023", "sglang #20705"),
+        lambda k, v: (1.0, v),
+    ),
+    _scales(
+        "v_scale_ignored",
+        "v_scale is not applied",
+        ("flashinfer #1023", "flashinfer #4979"),
+        lambda k, v: (k, 1.0),
+    ),
+    _scales(
+        "scales_swapped",
+        "k_scale and v_scale are exchanged",
+        ("vllm #41343",),
+        lambda k, v: (v, k),
+    ),
+    _scales(
+        "k_scale_squared", "k_scale is applied twice", ("vllm #41343",), lambda k, v: (k * k, v)
+    ),
+    _scales(
+        "v_scale_squared", "v_scale is applied twice", ("vllm #41343",), lambda k, v: (k, v * v)
+    ),
+    _scales(
+        "k_scale_is_v_scale",
+        "keys are multiplied by v_scale",
+        ("sglang #26852",),
+        lambda k, v: (v, v),
+    ),
+    _scales(
+        "v_scale_is_k_scale",
+        "values are multiplied by k_scale",
+        ("sglang #26852",),
+        lambda k, v: (k, k),
+    ),
+    _format("fp8_e4m3fn", ("vllm #45562", "vllm #45720")),
+    _format("fp8_e4m3fnuz", ("vllm #45562",)),
+    _format("fp8_e5m2", ("vllm #45720",)),
+)
+
+
+# Defects in the mapping of query heads to KV heads and of outputs to heads.
+
+
+def _kv_head(
+    name: str,
+    text: str,
+    seen_in: tuple[str, ...],
+    kv_heads: Callable[[Problem, torch.Tensor], torch.Tensor],
+) -> Defect:
+    """Return the defect of wrong KV heads; ``kv_heads`` maps query heads [n] to KV heads [n]."""
+
+    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
+        wrong = kv_heads(problem, row_slice.heads)
+        return problem.predict(problem.attention_inputs(row_slice, wrong))
+
+    def applies(problem: Problem) -> bool:
+        heads = torch.arange(problem.num_heads)
+        return not kv_heads(problem, heads).equal(problem.kv_heads_of(heads))
+
+    return Defect(
+        name=name,
+        family="heads",
+        text=text,
+        seen_in=seen_in,
+        touches="all",
+        compute=compute,
+        applies=applies,
+    )
+
+
+def _by_tile(problem: Problem, heads: torch.Tensor) -> torch.Tensor:
+    """Return the KV heads if each tile of 16 query heads uses the KV head of its first query head.
+
+    With 20 query heads per KV head, a KV head gets two tiles, so query heads 20 to 31 use KV head 0.
+    """
+    group = problem.call.num_queries_per_kv
+    return heads // min(16, group) // -(-group // 16)
+
+
+def _next_head(problem: Problem, row_slice: RowSlice) -> Predicted:
+    heads = (row_slice.heads + 1) % problem.num_heads
+    return problem.correct(dataclasses.replace(row_slice, heads=heads))
+
+
+HEADS = (
+    _kv_head(
+        "kv_head_modulo",
+        "query head h reads KV head h % num_kv_heads instead of h // num_queries_per_kv",
+        ("HipKittens #22", "fla #1029"),
+        lambda problem, heads: heads % problem.call.key.shape[1],
+    ),
+    _kv_head(
+        "kv_head_first",
+        "every query head reads KV head 0",
+        ("aiter #3062",),
+        lambda problem, heads: torch.zeros_like(heads),
+    ),
+    _kv_head(
+        "kv_head_next",
+        "every query head reads the KV head that follows its own",
+        ("fla #1029",),
+        lambda problem, heads: (problem.kv_heads_of(heads) + 1) % problem.call.key.shape[1],
+    ),
+    _kv_head(
+        "kv_head_by_tile",
+        "query heads are processed in tiles of 16; with more than 16 query heads per KV head, the last "
+        "tile also computes query heads of the next KV head",
+        ("vllm #40792",),
+        _by_tile,
+    ),
+    Defect(
+        name="output_of_next_head",
+        family="heads",
+        text="each head's output is the output of the next head",
+        seen_in=("HipKittens #22",),
+        touches="all",
+        compute=_next_head,
+        applies=lambda problem: problem.num_heads > 1,
     ),
 )

@@ -1,28 +1,67 @@
 """Compare what the kernels of a Case read and write with what they must, here and in further cases."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
+from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contracts_of
 from attnlab.contracts.slot_states import SlotState, contract_reads
-from attnlab.contracts.target import Target
-from attnlab.diagnosis.access_claim import AccessClaim, AccessFacts
+from attnlab.diagnosis.claims import UNWRITTEN, AccessClaim, AccessFacts, store_facts
+from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import find_unwritten
-from attnlab.diagnosis.second_case import few_sequences, further_cases
-from attnlab.diagnosis.store_facts import UNWRITTEN, store_facts
+from attnlab.diagnosis.pattern import PLACES, Pattern
+from attnlab.diagnosis.reruns import few_sequences, find_unwritten, further_cases
+from attnlab.diagnosis.rules.addresses import FAMILY
+from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import rows_agree
-from attnlab.kernels.vllm.scratch import scratch_full_of
+from attnlab.kernels.triton.run_log import other_outside
+from attnlab.kernels.vllm.op_calls import scratch_full_of
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
+
+# Source lines whose bad access or overflow recurs wherever the output of a further case is wrong.
+
+
+def with_bad_lines(
+    lab: Lab, case: Case, diagnosis: Diagnosis, run: Callable[[Case], Result]
+) -> Diagnosis:
+    """Return the diagnosis with the lines of ``wraps`` and ``outside`` that further cases confirm.
+
+    An access that does not recur where an output is wrong is no description of the fault. ``lab`` has its
+    tensors on the CPU; ``run`` runs the kernels. If nothing else explains the output, the status is
+    "described".
+    """
+    is_known = (
+        diagnosis.explanations or diagnosis.rule is not None or diagnosis.accesses is not None
+    )
+    if is_known or diagnosis.bad_lines or not diagnosis.wrong_rows:
+        return diagnosis
+    left, cases = lines_of((*diagnosis.outside, *diagnosis.wraps)), 0
+    for other in further_cases(case) if left else ():
+        try:
+            ran = run(other)
+            if ran.status == "rejected":
+                continue
+            found = examine(lab, other, ran.output.cpu(), (), Pattern())
+        except AttnLabError:
+            continue
+        if len(found.evidence.locations.wrong_rows):
+            left, cases = left & lines_of((*ran.outside, *ran.wraps)), cases + 1
+    if not left or not cases:
+        return diagnosis
+    status = "described" if diagnosis.status == "unexplained" else diagnosis.status
+    return dataclasses.replace(diagnosis, status=status, bad_lines=tuple(sorted(left)))
+
+
+def lines_of(texts: Iterable[str]) -> set[str]:
+    """Return the lines, "file:line", of texts of bad accesses."""
+    return {text.split()[0] for text in texts}
+
 
 Run = Callable[[Case], Result]
 _EVERYWHERE = torch.tensor([[True]])
@@ -183,3 +222,74 @@ def _scratch(case: Case, ran: Result, run: Run) -> Iterator[_Found]:
     is_other = ~rows_agree(again.output.cpu(), ran.output.cpu())
     if bool(is_other.any()):
         yield "scratch memory that no kernel has written is read", is_other[:, None]
+
+
+# Outputs that depend on memory outside of a kernel's tensors: the access is the finding.
+#
+# Under the interpreter such loads return 0, on a GPU anything. Statements about the values of the output
+# then describe the interpreter, not the kernel.
+
+_OTHER = 56  # 1.0 as a byte in float8_e4m3fn
+
+
+def with_outside_reads(
+    lab: Lab, case: Case, diagnosis: Diagnosis, ran: Result, run: Run
+) -> Diagnosis:
+    """Return the diagnosis with the rows that depend on memory outside of the tensors.
+
+    If the lines of these accesses recur wherever a further output is wrong, the status is "described", and
+    nothing is stated about values. A rule about addresses is: it is why an access is out of bounds.
+    :func:`without_unfounded_rule` judges it. ``lab`` has its tensors on the CPU; ``run`` runs the kernels.
+    """
+    rows = outside_rows(case, ran, run) if diagnosis.wrong_rows and ran.outside else ()
+    if not rows:
+        return diagnosis
+    diagnosis = dataclasses.replace(
+        diagnosis, outside_rows=rows, outside=ran.outside, wraps=ran.wraps
+    )
+    places = tuple(fact for fact in diagnosis.pattern.facts if fact.kind in PLACES)
+    bare = dataclasses.replace(
+        diagnosis,
+        status="unexplained",
+        cause=None,
+        explanations=[],
+        pattern=dataclasses.replace(diagnosis.pattern, facts=places),
+    )
+    found = with_bad_lines(lab, case, bare, run)
+    if not found.bad_lines:
+        return diagnosis
+    rule = find_rule(lab, case, lambda one: run(one).output.cpu())
+    is_address = rule is not None and rule.candidate.defect.family == FAMILY
+    return dataclasses.replace(found, rule=rule if is_address else None)
+
+
+def without_unfounded_rule(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis without a rule about addresses if every wrong row depends on memory outside.
+
+    The interpreter loads zeros there from every address, so that other factors give the same output.
+    """
+    rule = diagnosis.rule
+    if rule is None or rule.candidate.defect.family != FAMILY:
+        return diagnosis
+    if len(diagnosis.outside_rows) < diagnosis.wrong_rows:
+        return diagnosis
+    status = diagnosis.status if diagnosis.bad_lines else "unexplained"
+    return dataclasses.replace(diagnosis, rule=None, status=status)
+
+
+def outside_rows(case: Case, ran: Result, run: Run) -> tuple[int, ...]:
+    """Return the rows that change with what loads outside of all tensors return.
+
+    Only the interpreter knows them.
+    """
+    if case.backend == "rocm":
+        return ()
+    try:
+        with other_outside(_OTHER):
+            again = run(case)
+    except AttnLabError:
+        return ()
+    if again.status == "rejected":
+        return ()
+    is_equal = rows_agree(again.output.cpu(), ran.output.cpu())
+    return tuple(torch.nonzero(~is_equal).flatten().tolist())

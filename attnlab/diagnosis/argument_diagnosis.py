@@ -15,25 +15,24 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
-from attnlab.diagnosis.argument_lab import coarse_lab
 from attnlab.diagnosis.argument_pattern import (
     KIND,
     argument_cells,
     argument_pattern,
+    coarse_lab,
     sizes_of_case,
 )
 from attnlab.diagnosis.cells import Cells
-from attnlab.diagnosis.described_weights import DescribedWeights
+from attnlab.diagnosis.claims import DescribedWeights, PatternClaim, claim_of
+from attnlab.diagnosis.decision import check_output
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
-from attnlab.diagnosis.examination import check_output
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
 from attnlab.diagnosis.refinement import can_xray
-from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.reruns import further_cases
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
 
 _XRAY_S = 6.0  # time for the search for a description
 # Further cases, whose references are slow. The third has its sequences without context at other places.

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.attention_inputs import Predicted
-from attnlab.defects.defect import Defect
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slice import RowSlice
-from attnlab.diagnosis.cells import MOST_LEFT, limit_of
-from attnlab.diagnosis.error_location import ErrorLocations
-from attnlab.diagnosis.row_sample import RowSample
+from attnlab.defects.problem import Defect, Predicted, Problem, RowSlice
+from attnlab.diagnosis.cells import MOST_LEFT, ErrorLocations, RowSample, limit_of
 
 MAX_CHANCE = (
     1e-9  # below this probability, a better fit of another candidate is not due to rounding

@@ -9,16 +9,12 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slices import sample_rows
+from attnlab.defects.problem import Problem, sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
-from attnlab.diagnosis.decision import NEVER_WRITTEN, select_cause, status_of
+from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine, with_explanations, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import Rerun
-from attnlab.diagnosis.second_case import further_cases, with_other_numbers
-from attnlab.diagnosis.withdrawal import SLOTS_OF, withdraw
+from attnlab.diagnosis.reruns import Rerun, further_cases, with_other_numbers
 from attnlab.lab.lab import Lab
 
 # Reruns with another output buffer show the first directly; further cases have no freed blocks.
@@ -76,14 +72,7 @@ def _with_cases(diagnosis: Diagnosis, cases: Counter[str]) -> Diagnosis:
             return dataclasses.replace(one, shown=max(1, one.shown))
         return dataclasses.replace(one, cases=cases[one.name])
 
-    explanations = [counted(one) for one in diagnosis.explanations]
-    cause = select_cause(explanations)
-    return dataclasses.replace(
-        diagnosis,
-        status=status_of(cause, explanations, diagnosis.pattern),
-        cause=cause,
-        explanations=explanations,
-    )
+    return with_explanations(diagnosis, [counted(one) for one in diagnosis.explanations])
 
 
 SHOWN, ALLOWED, REFUTED = "shown", "allowed", "refuted"

@@ -1,20 +1,19 @@
 """The decision: which candidates explain an output, and whether one of them is the cause."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attnlab.contracts.kernel_contracts import contracts_of
-from attnlab.contracts.rows import unwritten_rows
-from attnlab.contracts.violation import Violation, Violations
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCall
+from attnlab.contracts.contract import contracts_of
+from attnlab.contracts.slot_states import unwritten_rows
+from attnlab.contracts.violations import Violation, Violations, find_violations
 from attnlab.defects import Defect
-from attnlab.defects.attention_inputs import AttentionInputs
-from attnlab.defects.defect import changing_inputs
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.problem import AttentionInputs, Problem, RowSlice, changing_inputs
 from attnlab.diagnosis.candidates import (
     Candidate,
     Confirmation,
@@ -23,15 +22,14 @@ from attnlab.diagnosis.candidates import (
     is_by_chance,
     screen,
 )
+from attnlab.diagnosis.cells import ErrorLocations, RowSample, locate, sample_output, wrong_parts
 from attnlab.diagnosis.describe import describe
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
-from attnlab.diagnosis.error_location import ErrorLocations
-from attnlab.diagnosis.parts import wrong_parts
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_scale import fitted_scale
-from attnlab.diagnosis.row_sample import RowSample, sample_output
-from attnlab.diagnosis.rule_defect import rule_defect
+from attnlab.diagnosis.pattern_values import fitted_scale
+from attnlab.diagnosis.rules.rule import rule_defect
 from attnlab.kernels.control import rows_equal
+from attnlab.lab.lab import Lab
 
 _VERDICTS = (
     "explains",
@@ -224,6 +222,17 @@ def select_cause(explanations: Sequence[Candidate]) -> Candidate | None:
     return selected[0] if len(selected) == 1 else None
 
 
+def with_explanations(diagnosis: Diagnosis, explanations: list[Candidate]) -> Diagnosis:
+    """Return the diagnosis with other explanations, and the cause and the status that follow from them."""
+    cause = select_cause(explanations)
+    return dataclasses.replace(
+        diagnosis,
+        status=status_of(cause, explanations, diagnosis.pattern),
+        cause=cause,
+        explanations=explanations,
+    )
+
+
 def _degree(candidate: Candidate) -> int:
     return 0 if candidate.scope is None else candidate.scope.degree
 
@@ -364,3 +373,110 @@ def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in ordered:
         best.setdefault(candidate.name, candidate)
     return list(best.values())
+
+
+# Withdrawal: explanations that evidence other than the output contradicts.
+#
+# An output may agree with a defect by its numbers although the run shows another fault: an overflowing
+# product, a dependence on slots that the defect does not read, or a second case that the defect does not
+# explain.
+
+# The kind of empty slots whose contents reach the output under a defect.
+SLOTS_OF = {"tail_leaked": "tail", "tail_attended": "tail", "freed_leaked": "freed"}
+
+
+def withdraw(
+    diagnosis: Diagnosis, is_refuted: Callable[[Candidate], bool], verdict: str, reason: str
+) -> Diagnosis:
+    """Return the diagnosis without the explanations that are refuted; ``verdict`` is what they become.
+
+    ``reason``: a sentence with "{names}" for the names of the withdrawn explanations.
+    """
+    refuted = [one.name for one in diagnosis.explanations if is_refuted(one)]
+    if not refuted:
+        return diagnosis
+    explanations = [one for one in diagnosis.explanations if one.name not in refuted]
+    candidates = [
+        dataclasses.replace(one, verdict=verdict) if one.name in refuted else one
+        for one in diagnosis.candidates
+    ]
+    return dataclasses.replace(
+        with_explanations(diagnosis, explanations),
+        candidates=candidates,
+        withdrawn=(*diagnosis.withdrawn, reason.format(names=", ".join(refuted))),
+    )
+
+
+def with_run_faults(
+    diagnosis: Diagnosis, wraps: Collection[str], outside: Collection[str]
+) -> Diagnosis:
+    """Return the diagnosis with the faults that the run reported.
+
+    Lines with int32 overflow or out-of-bounds access explain why other slots were read, so no defect that
+    reads other slots is named besides.
+    """
+    diagnosis = dataclasses.replace(diagnosis, wraps=tuple(wraps), outside=tuple(outside))
+    if not diagnosis.is_wrong or not (wraps or outside):
+        return diagnosis
+    what = "the product overflows" if wraps else "an access is out of bounds"
+    return withdraw(
+        diagnosis,
+        lambda one: one.defect.family == "reads",
+        "excluded by run",
+        f"{{names}} would give the same output, but in the run {what}",
+    )
+
+
+def with_slot_kinds(diagnosis: Diagnosis, kinds: dict[str, list[int]]) -> Diagnosis:
+    """Return the diagnosis without leaks of slots whose contents change no row; ``kinds`` maps kinds of
+    slots to the rows that depend on them."""
+    diagnosis = dataclasses.replace(diagnosis, slot_kinds=kinds)
+    return withdraw(
+        diagnosis,
+        lambda one: one.name in SLOTS_OF and SLOTS_OF[one.name] not in kinds,
+        "excluded by run",
+        "{names} is withdrawn: no row depends on the slots that it reads",
+    )
+
+
+# Examine one output of a Case without running anything.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Examination:
+    """A diagnosis and the evidence that it rests on."""
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+
+    @property
+    def problem(self) -> Problem:
+        """Return the problem that was diagnosed."""
+        return self.evidence.problem
+
+
+def examine(
+    lab: Lab,
+    case: Case,
+    output: torch.Tensor,
+    defects: Iterable[Defect],
+    pattern: Pattern | None = None,
+) -> Examination:
+    """Diagnose one output of a Case without running anything; ``pattern`` is its pattern, if known."""
+    call = lab.call(case)
+    check_output(output, call.buffer)
+    problem = Problem.of_case(case, lab.batch(case), call, call.output)
+    violations = find_violations(call, problem.target, problem.kernels, lab.cache(case).provenance)
+    locations = locate(problem, output, case.query_heads, lab.reference(case))
+    evidence = collect_evidence(problem, output, locations, violations, case.query_heads)
+    return Examination(evidence=evidence, diagnosis=conclude(evidence, defects, pattern))
+
+
+def check_output(output: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise InvalidCall if an output has another shape or dtype than the call's."""
+    if output.shape != expected.shape:
+        raise InvalidCall(
+            f"output must have shape {tuple(expected.shape)}, got {tuple(output.shape)}"
+        )
+    if output.dtype != expected.dtype:
+        raise InvalidCall(f"output must have dtype {expected.dtype}, got {output.dtype}")

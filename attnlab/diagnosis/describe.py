@@ -1,20 +1,383 @@
 """describe: the pattern of an error, from its places to the change of the weights that fits it."""
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.cells import CLEAR, cells_of
-from attnlab.diagnosis.error_location import ErrorLocations
-from attnlab.diagnosis.parts import wrong_parts
-from attnlab.diagnosis.pattern import Fact, Pattern
-from attnlab.diagnosis.pattern_keys import keys_fact, sum_fact
-from attnlab.diagnosis.pattern_moves import move_facts
-from attnlab.diagnosis.pattern_places import Sizes, element_facts, place_facts
-from attnlab.diagnosis.pattern_scale import scale_fact
-from attnlab.diagnosis.pattern_values import size_fact, value_facts
-from attnlab.diagnosis.row_sample import RowSample, sample_output
+from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.defects.problem import Problem, score_error, scores_of
+from attnlab.diagnosis.cells import (
+    CLEAR,
+    ErrorLocations,
+    Part,
+    RowSample,
+    cells_of,
+    fits,
+    is_over_determined,
+    num_cells,
+    sample_output,
+    wrong_parts,
+)
+from attnlab.diagnosis.pattern import (
+    TILES,
+    Fact,
+    Pattern,
+    Sizes,
+    element_facts,
+    move_facts,
+    place_facts,
+)
+from attnlab.diagnosis.pattern_values import scale_fact, size_fact, value_facts
+
+# KeyRule: a set of keys of each row, stated as a rule, such as "the keys of the last block".
+
+_MOST_BLOCKS = 64  # blocks of a sequence that are tried one by one
+_MOST_POSITIONS = 256  # positions that are tried one by one
+Members = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRule:
+    """Some keys of each row.
+
+    - ``text``: the rule in words, as the subject of a sentence in the plural.
+    - ``members``: returns the keys of a sequence, [1 or rows, keys] bool, for its index and the positions
+      of its rows, [rows, 1] int64.
+    - ``hidden``: the rule is about keys that the rows must not see.
+    """
+
+    text: str
+    members: Members
+    hidden: bool = False
+
+
+def key_rules(problem: Problem) -> Iterator[KeyRule]:
+    """Yield the rules, the simplest first."""
+    yield from _ends(problem)
+    yield from _hidden(problem)
+    size, of_cached = problem.call.block_size, _of_cached(problem)
+    units = {size: "block", PARTITION_SIZE: "partition"}
+    units |= {tile: "tile" for tile in TILES if tile != size}
+    for unit, name in units.items():
+        yield KeyRule(
+            text=f"the keys of the last {name} of {unit}{of_cached}",
+            members=_last_of(problem, unit),
+        )
+    for unit, name in units.items():
+        yield from _single(problem, unit, name)
+    for unit, name in units.items():
+        first = KeyRule(text="", members=_between(problem, 0, unit))
+        last = _last_of(problem, unit)
+        yield KeyRule(text=f"all keys but the first {unit}", members=_not(first.members))
+        yield KeyRule(
+            text=f"all keys but those of the last {name} of {unit}{of_cached}", members=_not(last)
+        )
+    yield from _periodic(problem)
+    longest = max(map(problem.seq_len, problem.computed_seqs()))
+    for at in range(min(_MOST_POSITIONS, longest)):
+        yield KeyRule(text=f"the keys at position {at}", members=_between(problem, at, at + 1))
+
+
+def _periodic(problem: Problem) -> Iterator[KeyRule]:
+    """Yield rules about every second key, and about one slot of every block."""
+
+    def rule(text: str, size: int, rest: int) -> KeyRule:
+        return KeyRule(
+            text=text, members=lambda seq, position: (_keys(problem, seq) % size == rest)[None]
+        )
+
+    size = problem.call.block_size
+    yield rule("the keys at odd positions", 2, 1)
+    yield rule("the keys at even positions", 2, 0)
+    for rest in (size - 1, *range(size - 1)) if size > 2 else ():
+        yield rule(f"the keys in slot {rest} of every block of {size}", size, rest)
+
+
+def _ends(problem: Problem) -> Iterator[KeyRule]:
+    """Yield rules about the ends of a sequence, and about context and new tokens."""
+    size = problem.call.block_size
+
+    def after_last_full(seq: int, position: torch.Tensor) -> torch.Tensor:
+        keys, cached = _keys(problem, seq), problem.cached_len(seq)
+        return ((keys >= cached // size * size) & (keys < cached))[None]
+
+    yield KeyRule(
+        text="the newest keys of the sequences",
+        members=lambda seq, position: (_keys(problem, seq) == problem.seq_len(seq) - 1)[None],
+    )
+    yield KeyRule(
+        text="the keys of the rows' own tokens",
+        members=lambda seq, position: _keys(problem, seq) == position,
+    )
+    yield KeyRule(text="the first keys of the sequences", members=_between(problem, 0, 1))
+    yield KeyRule(
+        text="the keys of the context",
+        members=lambda seq, position: (_keys(problem, seq) < _ctx_len(problem, seq))[None],
+    )
+    yield KeyRule(
+        text="the keys of the new tokens",
+        members=lambda seq, position: (_keys(problem, seq) >= _ctx_len(problem, seq))[None],
+    )
+    yield KeyRule(
+        text="the last keys of the context",
+        members=lambda seq, position: (_keys(problem, seq) == _ctx_len(problem, seq) - 1)[None],
+    )
+    yield KeyRule(
+        text=f"the cached keys after the last full block of {size}", members=after_last_full
+    )
+    window = problem.call.sliding_window
+    if window:
+        yield KeyRule(
+            text="the oldest keys of the window",
+            members=lambda seq, position: _keys(problem, seq) == position - window + 1,
+        )
+
+
+def _hidden(problem: Problem) -> Iterator[KeyRule]:
+    """Yield rules about keys after a row's own, and before its window."""
+
+    def rule(text: str, members: Members) -> KeyRule:
+        return KeyRule(text=text, members=members, hidden=True)
+
+    window = problem.call.sliding_window
+    yield rule(
+        "the keys right after the rows' own tokens",
+        lambda seq, position: _keys(problem, seq) == position + 1,
+    )
+    yield rule("all later keys", lambda seq, position: _keys(problem, seq) > position)
+    if window:
+        yield rule(
+            "the keys right before the window",
+            lambda seq, position: _keys(problem, seq) == position - window,
+        )
+        yield rule(
+            "all keys before the window",
+            lambda seq, position: _keys(problem, seq) <= position - window,
+        )
+        yield rule(
+            "the keys of the context before the window",
+            lambda seq, position: (
+                (_keys(problem, seq) <= position - window)
+                & (_keys(problem, seq) < _ctx_len(problem, seq))
+            ),
+        )
+        yield rule(
+            "the new keys before the window",
+            lambda seq, position: (
+                (_keys(problem, seq) <= position - window)
+                & (_keys(problem, seq) >= _ctx_len(problem, seq))
+            ),
+        )
+
+
+def _single(problem: Problem, unit: int, name: str) -> Iterator[KeyRule]:
+    """Yield one rule for each block, tile or partition of the longest sequence."""
+    longest = max(map(problem.seq_len, problem.computed_seqs()))
+    for i in range(min(_MOST_BLOCKS, -(-longest // unit))):
+        yield KeyRule(
+            text=f"the keys at positions {i * unit}–{(i + 1) * unit - 1} ({name} {i} of {unit})",
+            members=_between(problem, i * unit, (i + 1) * unit),
+        )
+
+
+def _keys(problem: Problem, seq: int) -> torch.Tensor:
+    """Return the positions of a sequence's keys."""
+    return torch.arange(problem.seq_len(seq))
+
+
+def _ctx_len(problem: Problem, seq: int) -> int:
+    return problem.seq_len(seq) - problem.query_len(seq)
+
+
+def _between(problem: Problem, start: int, stop: int) -> Members:
+    def members(seq: int, position: torch.Tensor) -> torch.Tensor:
+        keys = _keys(problem, seq)
+        return ((keys >= start) & (keys < stop))[None]
+
+    return members
+
+
+def _last_of(problem: Problem, unit: int) -> Members:
+    """Return the members of the last block, tile or partition of the cached keys."""
+
+    def members(seq: int, position: torch.Tensor) -> torch.Tensor:
+        keys, cached = _keys(problem, seq), problem.cached_len(seq)
+        return ((keys >= (cached - 1) // unit * unit) & (keys < cached))[None]
+
+    return members
+
+
+def _of_cached(problem: Problem) -> str:
+    """Return whose keys the last tile of the cached keys holds, in words: "" if all keys are cached."""
+    seqs = problem.computed_seqs()
+    if all(problem.cached_len(seq) == problem.seq_len(seq) for seq in seqs):
+        return ""
+    if all(problem.cached_len(seq) == _ctx_len(problem, seq) for seq in seqs):
+        return " of the context"
+    return " of the cached keys"
+
+
+def _not(members: Members) -> Members:
+    return lambda seq, position: ~members(seq, position)
+
+
+# Keys that are missing, extra or weighted wrongly, and terms that the sum of the softmax has too much.
+#
+# If the weights of some keys are multiplied by m, the output O becomes (O + (m - 1) p) / (1 + (m - 1) w),
+# with w the sum of their weights and p their part of O. This is linear in m, so each wrong cell gives its
+# own m by least squares, and the residual decides whether the rule of keys fits. For keys that a row must
+# not see, w is exp(score - log-sum-exp), and m - 1 is replaced by m.
+
+
+def keys_fact(problem: Problem, worst: Sequence[Part], many: Sequence[Part]) -> Fact | None:
+    """Find the simplest rule of keys that fits every wrong cell.
+
+    ``worst``: a few parts, for the search; ``many``: those on which the fit is confirmed.
+    """
+    if not is_over_determined(many, fitted=1):
+        return None
+    weights = [_weights(part) for part in worst]
+    all_weights: list[torch.Tensor] = []
+    for rule in key_rules(problem):
+        if _changes(worst, weights, rule) is None:
+            continue
+        all_weights = all_weights or [_weights(part) for part in many]
+        changes = _changes(many, all_weights, rule)
+        if changes is not None:
+            return _fact(rule, changes, num_cells(many))
+    return None
+
+
+def _weights(part: Part) -> torch.Tensor:
+    """Return exp(score - log-sum-exp) of all keys, also of those that a row must not see,
+    [heads, rows, keys]; the sum over visible keys is 1, less the sink's weight."""
+    every = torch.ones_like(part.inputs.visible)
+    scores = scores_of(dataclasses.replace(part.inputs, visible=every))
+    return (scores - _log_sum(part, scores)[..., None]).exp()
+
+
+def _log_sum(part: Part, scores: torch.Tensor) -> torch.Tensor:
+    """Return the correct log-sum-exp of each head and row, with the sink if any."""
+    seen = scores.masked_fill(~part.inputs.visible, -torch.inf)
+    log_sum = seen.logsumexp(-1)
+    if part.inputs.sinks is None:
+        return log_sum
+    return torch.logaddexp(log_sum, part.inputs.sinks.to(log_sum.dtype)[:, None])
+
+
+def _changes(
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], rule: KeyRule
+) -> torch.Tensor | None:
+    """Return by how much the multiplier of the keys changes in each clearly wrong cell, [n], or None if
+    there is none or the rule does not fit a wrong cell."""
+    found = []
+    for part, weight in zip(parts, weights, strict=True):
+        seen = part.inputs.visible
+        chosen = rule.members(part.seq, part.inputs.position[:, None]) & (
+            ~seen if rule.hidden else seen
+        )
+        some = weight * chosen
+        total = some.sum(-1).transpose(0, 1)[..., None]  # [rows, heads, 1]
+        partial = (some @ part.inputs.value.transpose(0, 1)).transpose(0, 1)
+        direction, difference = total * part.output - partial, part.correct - part.output
+        change = (direction * difference).sum(2) / direction.square().sum(2).clamp(min=1e-300)
+        normaliser = 1 + change[..., None] * total
+        residual = difference - change[..., None] * direction
+        is_possible = (normaliser[..., 0] > 1e-9) & (change > (-0.1 if rule.hidden else -1.1))
+        if not bool(is_possible[part.is_wrong].all()):
+            return None
+        residual = residual / normaliser.clamp(min=1e-9)
+        if not fits(part, residual, _bound(part, weight, some, change)):
+            return None
+        found.append(change[part.is_clear])
+    changes = torch.cat(found)
+    return changes if len(changes) else None
+
+
+def _bound(
+    part: Part, weight: torch.Tensor, some: torch.Tensor, change: torch.Tensor
+) -> torch.Tensor:
+    """Return the rounding bound of the changed output, [rows, heads, head_size]; at least the correct
+    one's. ``some``: the weights of the chosen keys."""
+    changed = weight * part.inputs.visible + change.transpose(0, 1)[..., None] * some
+    changed = changed.clamp(min=0.0)
+    changed /= changed.sum(-1, keepdim=True).clamp(min=1e-300)
+    value = part.inputs.value.transpose(0, 1)
+    output = changed @ value
+    bound = part.inputs.rounding.bound(changed, value, output, score_error(part.inputs))
+    return torch.maximum(bound.transpose(0, 1), part.bound)
+
+
+def _fact(rule: KeyRule, changes: torch.Tensor, count: int) -> Fact:
+    multipliers = changes if rule.hidden else 1 + changes
+    middle = float(multipliers.median())
+    low, high = (float(multipliers.quantile(at)) for at in (0.02, 0.98))
+    values = {"keys": rule.text, "multiplier": middle, "low": low, "high": high}
+    return Fact(
+        kind="keys",
+        where="every wrong row and head",
+        what=_text(rule, multipliers, low, middle, high),
+        values=values,
+        accounts_for=count,
+    )
+
+
+def _text(rule: KeyRule, multipliers: torch.Tensor, low: float, middle: float, high: float) -> str:
+    """Return what happens to the keys of a rule, in words."""
+
+    def is_near(value: float) -> bool:
+        return bool(((multipliers - value).abs() < 0.1).double().mean() > 0.9)
+
+    if rule.hidden:
+        if is_near(1.0):
+            return f"{rule.text} are attended to, although they must not be"
+        return f"{rule.text} are attended to, with {low:.3g} to {high:.3g} times the weight of a visible key"
+    if is_near(0.0):
+        return f"{rule.text} are missing"
+    if is_near(2.0):
+        return f"{rule.text} count twice"
+    if high - low < 0.1 * abs(middle):
+        return f"the weights of {rule.text} are multiplied by {middle:.3g}"
+    return (
+        f"the weights of {rule.text} are multiplied by factors from {low:.3g} to {high:.3g} that differ "
+        "between rows or heads"
+    )
+
+
+def sum_fact(many: Sequence[Part]) -> Fact | None:
+    """Find the constant that the sum of the softmax has too much, if every wrong cell is a multiple of the
+    correct output. The sum counts exp(score), so one more key with score 0 and value 0 adds 1."""
+    terms = []
+    for part in many:
+        squares = part.correct.square().sum(2).clamp(min=1e-300)
+        factor = (part.output * part.correct).sum(2) / squares
+        limit = part.bound * factor.abs().clamp(min=1.0)[..., None]
+        is_multiple = fits(part, part.output - factor[..., None] * part.correct, limit)
+        if not is_multiple or bool((factor[part.is_wrong] <= 0).any()):
+            return None
+        log_sum = _log_sum(part, scores_of(part.inputs)).transpose(0, 1)
+        weight = (factor * part.bound.norm(dim=2) / squares.sqrt()).reciprocal()
+        added = (1 / factor - 1) * log_sum.exp()
+        terms.append(torch.stack([added, weight / log_sum.exp()])[:, part.is_wrong])
+    added, weight = torch.cat(terms, 1)
+    constant = float((added * weight.square()).sum() / weight.square().sum())
+    if abs(constant) < 1e-6 or not bool(((added - constant).abs() * weight <= 3).all()):
+        return None
+    what = f"the sum of the softmax is {'larger' if constant > 0 else 'smaller'} by {abs(constant):.3g}"
+    if constant > 0 and abs(constant - round(constant)) < 0.02 * constant:
+        count = round(constant)
+        keys = "one more key" if count == 1 else f"{count} more keys"
+        what += f", as {keys} with score 0 and value 0 would make it"
+    return Fact(
+        kind="sum",
+        where="every wrong row and head",
+        what=what,
+        values={"added": constant},
+        accounts_for=num_cells(many),
+    )
+
 
 _SINGULAR = ("nonfinite", "zeros")  # kinds of facts next to which a change of the weights is tried
 

@@ -11,31 +11,38 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.fields import refuse
 from attnlab.case.op_arguments import NONE
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.contracts.violation import Violations
-from attnlab.contracts.violations import find_violations
+from attnlab.contracts.violations import Violations, find_violations
 from attnlab.defects import DEFECTS, Defect
 from attnlab.defects.problem import Problem
-from attnlab.diagnosis.access_check import with_accesses
+from attnlab.diagnosis.access_check import (
+    with_accesses,
+    with_bad_lines,
+    with_outside_reads,
+    without_unfounded_rule,
+)
 from attnlab.diagnosis.argument_diagnosis import diagnose_argument
-from attnlab.diagnosis.argument_lab import argument_lab
-from attnlab.diagnosis.bad_lines import with_bad_lines
+from attnlab.diagnosis.argument_pattern import argument_lab
 from attnlab.diagnosis.candidates import Candidate
-from attnlab.diagnosis.decision import collect_evidence, conclude, without_guess
+from attnlab.diagnosis.cells import ErrorLocations, locate
+from attnlab.diagnosis.claims import KernelLocation
+from attnlab.diagnosis.decision import (
+    check_output,
+    collect_evidence,
+    conclude,
+    examine,
+    with_run_faults,
+    without_guess,
+)
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.distinction import Distinction, find_distinction
-from attnlab.diagnosis.error_location import ErrorLocations, locate
-from attnlab.diagnosis.examination import check_output, examine
-from attnlab.diagnosis.kernel_lines import locate_lines
-from attnlab.diagnosis.kernel_location import KernelLocation
-from attnlab.diagnosis.kernel_trials import FULL, Limit
-from attnlab.diagnosis.outside_check import with_outside_reads, without_unfounded_rule
+from attnlab.diagnosis.location.lines import locate_lines
+from attnlab.diagnosis.location.repair_check import with_repair
+from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
-from attnlab.diagnosis.repair_check import with_repair
 from attnlab.diagnosis.reruns import Rerun
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
-from attnlab.diagnosis.withdrawal import with_run_faults
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result

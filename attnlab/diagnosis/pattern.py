@@ -1,13 +1,15 @@
 """Pattern: what an error looks like, stated before any hypothesis about its cause."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from attnlab.case.json import json_value
-from attnlab.diagnosis.cells import Cells
+from attnlab.case.shown import json_value
+from attnlab.contracts.contract import PARTITION_SIZE
+from attnlab.diagnosis.cells import Cells, ratio_of
 
 PLACES = ("sequences", "rows", "heads")
 
@@ -108,3 +110,388 @@ def region_text(cells: Cells, mask: torch.Tensor) -> str:
         return list_text("row", rows.tolist())
     head_text = list_text("head", heads.tolist())
     return head_text if has_all_rows else f"{list_text('row', rows.tolist())}, {head_text}"
+
+
+# Where an error is: the wrong sequences, rows, heads and elements, and rules that may separate them.
+
+TILES = (16, 32, 64, 128)  # tile sizes of the kernels that the lab knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The lengths of the sequences and the sizes in which kernels work.
+
+    - ``seqs``: the sequences that ran; ``query_lens``, ``ctx_lens``: of all sequences.
+    - ``row_starts``: the prefix sums of ``query_lens``, length num_seqs + 1.
+    - ``block_size``: slots per block; ``num_queries_per_kv``: query heads per KV head.
+    """
+
+    seqs: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    ctx_lens: tuple[int, ...]
+    row_starts: tuple[int, ...]
+    block_size: int
+    num_queries_per_kv: int
+
+    def seq_len(self, seq: int) -> int:
+        """Return the number of tokens of a sequence, context and new."""
+        return self.query_lens[seq] + self.ctx_lens[seq]
+
+
+def place_facts(is_wrong: torch.Tensor, ran_heads: Sequence[int], sizes: Sizes) -> list[Fact]:
+    """Return which sequences, rows and heads are wrong.
+
+    ``is_wrong``: [num_tokens, num_heads] bool; ``ran_heads``: the heads that ran, ascending.
+    """
+    rows, heads = is_wrong.any(1), is_wrong.any(0)
+    if not bool(rows.any()):
+        return []
+    facts = [_sequences(rows, sizes), _rows(rows, sizes), _heads(heads, ran_heads)]
+    return [fact for fact in facts if fact is not None]
+
+
+def _sequences(rows: torch.Tensor, sizes: Sizes) -> Fact:
+    """Return which sequences have wrong rows.
+
+    What they have in common may be a coincidence of this call: PatternClaim states it if further cases
+    confirm it.
+    """
+    wrong = {seq for seq in sizes.seqs if bool(rows[slice(*sizes.row_starts[seq : seq + 2])].any())}
+    nonempty = {seq for seq in sizes.seqs if sizes.query_lens[seq]}
+    names = list_text("sequence", sorted(wrong))
+    if wrong == nonempty:
+        what = "the only sequence is wrong" if len(wrong) == 1 else "every sequence has wrong rows"
+    elif len(wrong) == 1:
+        seq = min(wrong)
+        what = (
+            f"only sequence {seq} is wrong (query_len {sizes.query_lens[seq]}, "
+            f"ctx_len {sizes.ctx_lens[seq]})"
+        )
+    else:
+        what = f"{len(wrong)} of {len(nonempty)} sequences have wrong rows: {names}"
+    values = {"sequences": sorted(wrong), "total": len(nonempty)}
+    return Fact(kind="sequences", where="", what=what, values=values)
+
+
+def sequence_rules(sizes: Sizes) -> Iterable[tuple[str, set[int]]]:
+    """Yield rules that sequences may have in common, the simplest first, each with its members."""
+
+    def members(rule: Callable[[int], bool]) -> set[int]:
+        return {seq for seq in sizes.seqs if sizes.query_lens[seq] and rule(seq)}
+
+    query, ctx, size = sizes.query_lens, sizes.ctx_lens, sizes.block_size
+    yield "with one new token", members(lambda seq: query[seq] == 1)
+    yield "with several new tokens", members(lambda seq: query[seq] > 1)
+    yield "with a context", members(lambda seq: ctx[seq] > 0)
+    yield "without context", members(lambda seq: ctx[seq] == 0)
+    yield "with more than one key", members(lambda seq: sizes.seq_len(seq) > 1)
+    for what, lens in (
+        ("seq_len", [sizes.seq_len(seq) for seq in range(len(query))]),
+        ("ctx_len", ctx),
+    ):
+        yield (
+            f"whose {what} is not a multiple of the block size",
+            members(lambda seq, lens=lens: lens[seq] % size != 0),  # type: ignore[misc]
+        )
+        yield (
+            f"whose {what} is a multiple of the block size",
+            members(lambda seq, lens=lens: lens[seq] % size == 0),  # type: ignore[misc]
+        )
+        for limit in (PARTITION_SIZE, size, *TILES):
+            yield (
+                f"with {what} above {limit}",
+                members(lambda seq, lens=lens, limit=limit: lens[seq] > limit),  # type: ignore[misc]
+            )
+    for limit in dict.fromkeys((*TILES, PARTITION_SIZE)):
+        yield (
+            f"with seq_len up to {limit}",
+            members(lambda seq, limit=limit: sizes.seq_len(seq) <= limit),  # type: ignore[misc]
+        )
+    yield "after the first", members(lambda seq: seq > sizes.seqs[0])
+    yield "before the last", members(lambda seq: seq < sizes.seqs[-1])
+
+
+def _rows(rows: torch.Tensor, sizes: Sizes) -> Fact:
+    """Return which rows are wrong."""
+    wrong = torch.nonzero(rows).flatten().tolist()
+    ran = [row for seq in sizes.seqs for row in range(*sizes.row_starts[seq : seq + 2])]
+    if len(wrong) == len(ran):
+        what = f"all {len(ran)} rows are wrong"
+    else:
+        what = f"the wrong rows are {list_text('row', wrong).removeprefix('row ').removeprefix('rows ')}"
+        if len(wrong) == 1:
+            what = f"the only wrong row is {wrong[0]}"
+    values = {"rows": wrong[:1000], "count": len(wrong), "total": len(ran)}
+    return Fact(kind="rows", where="", what=what, values=values)
+
+
+def row_rules(
+    tokens: dict[int, list[int]], sizes: Sizes
+) -> Iterable[tuple[str, Callable[[int, int], bool]]]:
+    """Yield rules of rows, the simplest first, each as text and predicate of (sequence, token)."""
+    query, ctx = sizes.query_lens, sizes.ctx_lens
+    yield "the first row of each", lambda seq, token: token == 0
+    yield "the last row of each", lambda seq, token: token == query[seq] - 1
+    yield "all but the first row of each", lambda seq, token: token > 0
+    yield "all but the last row of each", lambda seq, token: token < query[seq] - 1
+    first = min(found[0] for found in tokens.values())
+    last = max(found[-1] for found in tokens.values())
+    yield f"from new token {first} on", lambda seq, token: token >= first
+    yield f"up to new token {last}", lambda seq, token: token <= last
+    from_position = min(ctx[seq] + found[0] for seq, found in tokens.items())
+    to_position = max(ctx[seq] + found[-1] for seq, found in tokens.items())
+    yield (
+        f"from position {from_position} of the sequence on",
+        lambda seq, token: ctx[seq] + token >= from_position,
+    )
+    yield (
+        f"up to position {to_position} of the sequence",
+        lambda seq, token: ctx[seq] + token <= to_position,
+    )
+    for size in dict.fromkeys((sizes.block_size, *TILES, 2)):
+        position = {(ctx[seq] + t) % size for seq, found in tokens.items() for t in found}
+        token_rest = {t % size for found in tokens.values() for t in found}
+        if len(position) == 1:
+            rest = min(position)
+            yield (
+                f"positions p with p % {size} = {rest}",
+                lambda seq, token, size=size, rest=rest: (ctx[seq] + token) % size == rest,  # type: ignore[misc]
+            )
+        if len(token_rest) == 1:
+            rest = min(token_rest)
+            yield (
+                f"new tokens t with t % {size} = {rest}",
+                lambda seq, token, size=size, rest=rest: token % size == rest,  # type: ignore[misc]
+            )
+
+
+def _heads(heads: torch.Tensor, ran: Sequence[int]) -> Fact:
+    """Return which heads are wrong."""
+    wrong = torch.nonzero(heads).flatten().tolist()
+    if len(wrong) == len(ran):
+        what = f"the error is in {f'all {len(ran)} heads' if len(ran) > 1 else 'the only head'}"
+    else:
+        is_or_are = "is" if len(wrong) == 1 else "are"
+        what = f"only {list_text('head', wrong)} of {len(ran)} {is_or_are} wrong"
+    return Fact(kind="heads", where="", what=what, values={"heads": wrong, "total": len(ran)})
+
+
+def element_facts(cells: Cells) -> list[Fact]:
+    """Return the fact that only some elements of the heads are wrong, if so."""
+    wrong = cells.select(cells.is_wrong)
+    error = (wrong.output - wrong.correct).abs().nan_to_num(torch.inf, torch.inf)
+    elements = torch.nonzero((error > wrong.bound).any(0)).flatten().tolist()
+    head_size = cells.output.shape[1]
+    if (
+        not elements
+        or len(elements) == head_size
+        or (len(wrong) < 3 and len(elements) > head_size // 2)
+    ):
+        return []
+    what = f"only {list_text('element', elements)} of {head_size} in each head are wrong"
+    return [Fact(kind="elements", where="", what=what, values={"elements": elements})]
+
+
+# Equalities: wrong cells that hold the correct result of another row or head.
+
+_MOST_COMPARED = 768  # wrong cells that are compared with all others
+_CLEAR = 4.0  # a cell is compared if its size exceeds this many rounding bounds
+_SHOWN = 6
+
+
+def move_facts(cells: Cells, row_starts: list[int], left: torch.Tensor) -> list[Fact]:
+    """Return which of the cells ``left`` [n] bool hold the correct result of another cell.
+
+    Heads of the same row are tried first, then rows of the same head, then any cell. The transposed
+    order of heads and elements is tried for whole rows.
+    """
+    transposed = _transposed(cells, left)
+    if transposed is not None:
+        return [transposed]
+    size = cells.output.abs().amax(1)
+    clear = left & cells.output.isfinite().all(1) & (size > _CLEAR * cells.bound.amax(1))
+    indices = torch.nonzero(clear).flatten()
+    if not len(indices) or len(indices) < int(left.sum()) / 2:
+        return []
+    if len(indices) > _MOST_COMPARED:
+        indices = indices[torch.linspace(0, len(indices) - 1, _MOST_COMPARED).long()]
+    for find in (_heads_moved, _rows_moved):
+        fact = find(cells, indices, row_starts)
+        if fact is not None:
+            return [fact]
+    return []
+
+
+def _nearest(cells: Cells, indices: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return, for each cell of ``indices``, the allowed cell whose correct result is nearest, or -1 if it
+    differs by more than rounding. ``allowed``: [len(indices), n] bool."""
+    distance = torch.cdist(cells.output[indices], cells.correct)
+    nearest = distance.masked_fill(~allowed, torch.inf).argmin(1)
+    return torch.where(_fits(cells, indices, nearest), nearest, -1)
+
+
+def _fits(cells: Cells, wrong: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return which wrong cells equal the correct result of the source cells, up to rounding."""
+    difference = cells.output[wrong] - cells.correct[source]
+    return ratio_of(difference, torch.maximum(cells.bound[source], cells.bound[wrong])) <= 1
+
+
+def _heads_moved(cells: Cells, indices: torch.Tensor, row_starts: list[int]) -> Fact | None:
+    """Find one map of heads that holds in all rows."""
+    allowed = cells.row[indices][:, None] == cells.row
+    allowed &= cells.head[indices][:, None] != cells.head
+    nearest = _nearest(cells, indices, allowed)
+    heads = _votes(cells.head[indices], cells.head, nearest)
+    if not heads:
+        return None
+    at = {
+        (r, h): i
+        for i, (r, h) in enumerate(zip(cells.row.tolist(), cells.head.tolist(), strict=True))
+    }
+    source = [
+        at.get((r, heads.get(h, -1)), -1)
+        for r, h in zip(cells.row[indices].tolist(), cells.head[indices].tolist(), strict=True)
+    ]
+    held = _held(cells, indices, torch.tensor(source))
+    if held is None:
+        return None
+    return Fact(
+        kind="heads_moved",
+        where=region_text(cells, held),
+        what=_head_map_text(heads),
+        values={"from": {str(h): source for h, source in sorted(heads.items())}},
+        accounts_for=int(held.sum()),
+    )
+
+
+def _votes(own: torch.Tensor, names: torch.Tensor, nearest: torch.Tensor) -> dict[int, int]:
+    """Return, for each own name, the name of the source that most of its cells have."""
+    votes: dict[int, Counter[int]] = {}
+    for name, source in zip(own.tolist(), nearest.tolist(), strict=True):
+        if source >= 0:
+            votes.setdefault(name, Counter())[int(names[source])] += 1
+    return {name: counter.most_common(1)[0][0] for name, counter in votes.items()}
+
+
+def _held(cells: Cells, indices: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask [n] of the cells that equal their source, or None if one has none or differs.
+
+    Cells that were not compared, because there are too many, count as the compared ones.
+    """
+    if bool((source < 0).any()) or not bool(_fits(cells, indices, source).all()):
+        return None
+    mask = torch.zeros(len(cells), dtype=torch.bool)
+    mask[indices] = True
+    return cells.is_wrong if len(indices) == _MOST_COMPARED else mask
+
+
+def _head_map_text(heads: dict[int, int]) -> str:
+    """Return a map of heads in words."""
+    shifts = {source - head for head, source in heads.items()}
+    pairs = {tuple(sorted(item)) for item in heads.items() if heads.get(item[1]) == item[0]}
+    if pairs and 2 * len(pairs) == len(heads):
+        shown = "; ".join(f"heads {a} and {b}" for a, b in sorted(pairs)[:_SHOWN])
+        return f"{shown} {'are' if len(pairs) == 1 else 'are each'} exchanged"
+    if len(shifts) == 1 and len(heads) > 1:
+        shift = shifts.pop()
+        return f"head h holds the correct result of head h {'+' if shift > 0 else '-'} {abs(shift)}"
+    if len(set(heads.values())) == 1 and len(heads) > 1:
+        return f"every one of these heads holds the correct result of head {next(iter(heads.values()))}"
+    shown = ", ".join(f"{h} from {source}" for h, source in sorted(heads.items())[:_SHOWN])
+    more = ", …" if len(heads) > _SHOWN else ""
+    return f"heads hold the correct results of other heads ({shown}{more})"
+
+
+def _rows_moved(cells: Cells, indices: torch.Tensor, row_starts: list[int]) -> Fact | None:
+    """Find rows that hold the results of other rows, with the same head."""
+    allowed = cells.head[indices][:, None] == cells.head
+    allowed &= cells.row[indices][:, None] != cells.row
+    rows = _votes(cells.row[indices], cells.row, _nearest(cells, indices, allowed))
+    if not rows:
+        return None
+    at = {
+        (r, h): i
+        for i, (r, h) in enumerate(zip(cells.row.tolist(), cells.head.tolist(), strict=True))
+    }
+    wrong = list(zip(cells.row[indices].tolist(), cells.head[indices].tolist(), strict=True))
+    shift = Counter(source - row for row, source in rows.items()).most_common(1)[0][0]
+    count = row_starts[-1]
+    maps = [
+        {row: (row + shift) % count for row, _ in wrong},
+        _same_token_map(cells, rows, row_starts),
+        rows,
+    ]
+    for mapped in maps:
+        source = torch.tensor([at.get((mapped.get(row, -1), head), -1) for row, head in wrong])
+        held = _held(cells, indices, source)
+        if held is not None:
+            return Fact(
+                kind="rows_moved",
+                where=region_text(cells, held),
+                what=_row_map_text({row: mapped[row] for row, _ in wrong}, row_starts),
+                values={"from": {str(row): mapped[row] for row, _ in wrong}},
+                accounts_for=int(held.sum()),
+            )
+    return None
+
+
+def _same_token_map(cells: Cells, rows: dict[int, int], row_starts: list[int]) -> dict[int, int]:
+    """Return the map of rows to the same new token of another sequence, as most rows of each have it."""
+    seq_of = dict(zip(cells.row.tolist(), cells.seq.tolist(), strict=True))
+    votes: dict[int, Counter[int]] = {}
+    for row, source in rows.items():
+        votes.setdefault(seq_of[row], Counter())[seq_of[source]] += 1
+    return {
+        row: row_starts[votes[seq_of[row]].most_common(1)[0][0]] + row - row_starts[seq_of[row]]
+        for row in rows
+    }
+
+
+def _row_map_text(rows: dict[int, int], row_starts: list[int]) -> str:
+    """Return a map of rows in words."""
+    if len(rows) == 1:
+        ((row, source),) = rows.items()
+        return f"row {row} holds the correct result of row {source}"
+    count = row_starts[-1]
+    shifts = {(source - row) % count for row, source in rows.items()}
+    if len(shifts) == 1:
+        shift = shifts.pop()
+        shift = shift - count if shift > count // 2 else shift
+        return f"row r holds the correct result of row r {'+' if shift > 0 else '-'} {abs(shift)}"
+    if len(set(rows.values())) == 1:
+        return f"all of these rows hold the correct result of row {next(iter(rows.values()))}"
+    if all(rows.get(source) == row for row, source in rows.items()):
+        pairs = sorted({tuple(sorted(item)) for item in rows.items()})
+        shown = "; ".join(f"rows {a} and {b}" for a, b in pairs[:_SHOWN])
+        return f"{shown}{'; …' if len(pairs) > _SHOWN else ''} are exchanged"
+    shown = ", ".join(f"{row} from {source}" for row, source in sorted(rows.items())[:_SHOWN])
+    return f"rows hold the correct results of other rows ({shown}{', …' if len(rows) > _SHOWN else ''})"
+
+
+def _transposed(cells: Cells, left: torch.Tensor) -> Fact | None:
+    """Find rows whose heads and elements are exchanged: [heads, head_size] stored as [head_size, heads]."""
+    heads, head_size = len(cells.head.unique()), cells.output.shape[1]
+    if heads < 2 or len(cells) % heads or not bool(left.any()):
+        return None
+    grid = cells.row.view(-1, heads)
+    if not bool((grid == grid[:, :1]).all()):
+        return None
+    rows = left.view(-1, heads).any(1)
+    correct, output = (t.view(-1, heads, head_size)[rows] for t in (cells.correct, cells.output))
+    bound = cells.bound.view(-1, heads, head_size)[rows]
+    moved = correct.transpose(1, 2).reshape(correct.shape)
+    limit = bound.transpose(1, 2).reshape(bound.shape)
+    if not bool((ratio_of(output - moved, limit) <= 1).all()):
+        back = correct.view(-1, head_size, heads).transpose(1, 2)
+        limit = bound.view(-1, head_size, heads).transpose(1, 2)
+        if not bool((ratio_of(output - back, limit) <= 1).all()):
+            return None
+    names = cells.row.view(-1, heads)[rows, 0].unique().tolist()
+    return Fact(
+        kind="transposed",
+        where=list_text("row", names),
+        what="heads and elements are exchanged: [num_heads, head_size] was stored as [head_size, "
+        "num_heads]",
+        values={"rows": names[:1000]},
+        accounts_for=int(left.sum()),
+    )

@@ -4,17 +4,15 @@ from typing import Any
 
 import torch
 
-from attnlab.case.case import Case
-from attnlab.case.public import as_case
+from attnlab.case.case import Case, as_case
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.contracts.violation import Violations
-from attnlab.contracts.violations import find_violations
+from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis import diagnose as diagnosing
 from attnlab.diagnosis.captured import diagnose_captured, violations_of_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
-from attnlab.lab.public import default_lab
+from attnlab.lab.run import default_lab
 from attnlab.tensors.call import KernelCall
 
 

@@ -1,8 +1,9 @@
 """Refine a diagnosis by running the kernel again: other buffers, other empty slots, and a second case."""
 
 import dataclasses
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,29 +11,306 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.defects import Defect
-from attnlab.diagnosis.argument_lab import ArgumentLab
+from attnlab.defects.problem import (
+    AttentionInputs,
+    Predicted,
+    Problem,
+    RowSlice,
+    scores_of,
+    weights_of,
+)
+from attnlab.diagnosis.argument_pattern import ArgumentLab
+from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.cells import limit_of, ratio_of
+from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
 from attnlab.diagnosis.confirmation import is_hidden, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
+    Examination,
+    examine,
     if_all_unwritten,
     select_cause,
     status_of,
+    with_slot_kinds,
+    withdraw,
 )
+from attnlab.diagnosis.describe import sizes_of
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import Examination, examine
-from attnlab.diagnosis.leak_check import confirmed_leak
-from attnlab.diagnosis.pattern_check import confirmed_claim
-from attnlab.diagnosis.reruns import CacheRun, Rerun, find_dependence, find_slot_kinds
-from attnlab.diagnosis.rule_search import find_rule
-from attnlab.diagnosis.weights_check import confirmed_weights
-from attnlab.diagnosis.withdrawal import with_slot_kinds
-from attnlab.diagnosis.xray_evidence import needs_xray, with_xray
+from attnlab.diagnosis.pattern import Pattern
+from attnlab.diagnosis.reruns import (
+    CacheRun,
+    Rerun,
+    edge_case,
+    find_dependence,
+    find_slot_kinds,
+    further_cases,
+    with_known_contents,
+)
+from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels.control import Control
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import PagedCache
-from attnlab.weights.cost import most_runs
-from attnlab.weights.public import xray
-from attnlab.weights.xray import XRay
+from attnlab.weights.conclude import most_runs, xray
+from attnlab.weights.evidence import compare
+from attnlab.weights.rule import Description
+from attnlab.weights.setup import AttentionSetup
+from attnlab.weights.xray import XRay, predict_case
+
+# Compare the weights that an X-ray describes with the outputs of further cases.
+
+_SLACK = 3.0  # a wrong description is off by hundreds of rounding bounds
+_MOST = 4  # descriptions of an X-ray that are tried
+
+
+def confirmed_weights(
+    lab: Lab, case: Case, descriptions: Sequence[Description], rerun: Rerun
+) -> DescribedWeights | None:
+    """Return the first description from which every wrong output of the further cases follows, or None.
+
+    Of a batch of decodes, only decodes must follow.
+    """
+    outputs = _further_outputs(lab, case, rerun)
+    for description in descriptions[:_MOST]:
+        cases, is_right = 0, True
+        only_decodes = max(case.lengths.query_lens) == 1
+        has_prefill, right_decodes = not only_decodes, False
+        for other, output, found in outputs:
+            is_wrong = bool(len(found.evidence.locations.wrong_rows))
+            if follows_from(description, lab, other, output, found):
+                cases += is_wrong
+                only_decodes &= not (is_wrong and max(other.lengths.query_lens) > 1)
+            elif has_prefill and not is_wrong and max(other.lengths.query_lens) == 1:
+                right_decodes = True
+            elif not only_decodes or max(other.lengths.query_lens) == 1:
+                is_right = False
+                break
+        if is_right and cases:
+            return DescribedWeights(
+                description=description,
+                cases=cases,
+                only_decodes=only_decodes,
+                right_decodes=right_decodes,
+            )
+    return None
+
+
+def _further_outputs(
+    lab: Lab, case: Case, rerun: Rerun
+) -> list[tuple[Case, torch.Tensor, Examination]]:
+    """Return further cases that run, with finite numbers in empty slots, and their outputs."""
+    found = []
+    for other in further_cases(case):
+        known = with_known_contents(other)
+        try:
+            output = rerun(known)
+            found.append((known, output, examine(lab, known, output, (), Pattern())))
+        except AttnLabError:
+            continue
+    return found
+
+
+def follows_from(
+    description: Description, lab: Lab, case: Case, output: torch.Tensor, found: Examination
+) -> bool:
+    """Answer whether a description gives an output of a Case; ``found``: the examination of that output."""
+    predicted = predict_case(description, case, lab)
+    rows, heads = torch.arange(len(output)), torch.arange(output.shape[1])
+    right = found.problem.correct_rows(rows, heads)
+    size = predicted.abs().amax(-1) / lab.reference(case).abs().double().amax(-1)
+    bound = _SLACK * right.bound * size.clamp(min=1)[..., None]
+    limit = limit_of(bound, output.double(), right.output, _SLACK * right.bound)
+    error = ratio_of(output.double() - predicted, limit.amax(-1, keepdim=True))
+    return not bool((error > 1).any())
+
+
+# What an X-ray says about the explanations of an output: names that contradict it are withdrawn.
+
+# Families whose defects change how much each key counts, not which slot is read as that key.
+_WEIGHTS = ("masks", "softmax", "scores", "sinks", "softcap")
+_OVERFLOW = (
+    "softcap_overflows"  # it depends on the size of the scores, which an X-ray may draw anew
+)
+_AGREES = 0.5  # share of the rows and heads that a name must predict
+
+
+def needs_xray(diagnosis: Diagnosis) -> bool:
+    """Answer whether an X-ray may change a diagnosis: nothing is named, or a name says how keys count."""
+    explanations = diagnosis.explanations
+    return not explanations or any(one.defect.family in _WEIGHTS for one in explanations)
+
+
+def with_xray(diagnosis: Diagnosis, found: XRay) -> Diagnosis:
+    """Return the diagnosis with an X-ray of the same kernel and call.
+
+    A name that says how keys count is withdrawn if it does not predict the measured weights. If no name is
+    left and the X-ray has a description, the status is "described".
+    """
+    diagnosis = dataclasses.replace(diagnosis, xray=found)
+    if found.status in ("right", "precision", "described"):
+        diagnosis = withdraw(
+            diagnosis,
+            lambda one: _contradicts(one, found),
+            "excluded by run",
+            "{names} is withdrawn: the measured attention weights are not those that it predicts",
+        )
+    if diagnosis.status == "unexplained" and found.status == "described":
+        return dataclasses.replace(diagnosis, status="described")
+    return diagnosis
+
+
+def _contradicts(candidate: Candidate, found: XRay) -> bool:
+    """Answer whether a name predicts other weights than were measured."""
+    if candidate.defect.family not in _WEIGHTS or candidate.name == _OVERFLOW:
+        return False
+    predicted = _predicted(candidate, found.setup)
+    if predicted is None:
+        return False
+    readable = found.weights.isfinite().all(-1)
+    explained = compare(found.setup, found.weights, predicted).explained
+    return float(explained[readable].double().mean()) < _AGREES if bool(readable.any()) else False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _WeightProblem(Problem):
+    """A problem that predicts the weights of the keys, [rows, heads, keys], in place of outputs."""
+
+    def predict(self, inputs: AttentionInputs) -> Predicted:
+        weights = weights_of(inputs, scores_of(inputs)).nan_to_num(0.0).transpose(0, 1)
+        return Predicted(output=weights, bound=torch.zeros_like(weights))
+
+
+def _predicted(candidate: Candidate, setup: AttentionSetup) -> torch.Tensor | None:
+    """Return the weights of all slots under a defect in its scope, [R, H, N], or None if they do not belong
+    to the positions of the sequence."""
+    of_call = Problem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
+    values = {field.name: getattr(of_call, field.name) for field in dataclasses.fields(Problem)}
+    problem = _WeightProblem(**values)
+    weights = torch.zeros(len(setup.rows), len(setup.heads), setup.num_slots, dtype=torch.float64)
+    starts = problem.row_starts()
+    for seq in setup.seq.unique().tolist():
+        rows = torch.nonzero(setup.seq == seq).flatten()
+        row_slice = RowSlice(seq=seq, tokens=setup.rows[rows] - starts[seq], heads=setup.heads)
+        inside = candidate.scope is None or seq in candidate.scope.sequences
+        compute = candidate.defect.compute if inside else Problem.correct
+        output = compute(problem, row_slice).output
+        if output.shape[2] != problem.seq_len(seq):
+            return None
+        slots = _slots(problem, setup, seq)
+        weights[rows] = weights[rows].index_add(2, slots, output)
+    return weights
+
+
+def _slots(problem: Problem, setup: AttentionSetup, seq: int) -> torch.Tensor:
+    """Return the slot of each position of a sequence, as the X-ray numbers them, [seq_len] int64."""
+    call, size = setup.call, setup.call.block_size
+    positions, ctx_len = (
+        torch.arange(problem.seq_len(seq)),
+        problem.seq_len(seq) - problem.query_len(seq),
+    )
+    blocks = (
+        call.block_table[seq]
+        .long()
+        .cpu()[(positions // size).clamp(max=call.block_table.shape[1] - 1)]
+    )
+    new = setup.cache_slots + problem.row_starts()[seq] + positions - ctx_len
+    return torch.where(positions < problem.cached_len(seq), blocks * size + positions % size, new)
+
+
+# Compare a pattern with further cases: only what holds there, too, is stated as a rule.
+
+
+def confirmed_claim(lab: Lab, case: Case, first: Examination, rerun: Rerun) -> PatternClaim | None:
+    """Return what the pattern of an output says and further cases confirm, or None.
+
+    A claim from decodes alone is confirmed on decodes, and says so.
+    """
+    claim, cases = claim_of_examination(first, case), 0
+    for other in further_cases(case):
+        if claim is None or not claim.is_rule:
+            return None
+        if claim.only_decodes and max(other.lengths.query_lens) > 1:
+            continue
+        try:
+            output = rerun(_as(other, case))
+        except AttnLabError:
+            continue
+        claim, is_decisive = compared(lab, _as(other, case), output, claim)
+        cases += is_decisive
+    claim = _confirmed_at_edges(lab, case, claim, rerun)
+    return claim if claim is not None and claim.is_rule and cases else None
+
+
+def _confirmed_at_edges(
+    lab: Lab, case: Case, claim: PatternClaim | None, rerun: Rerun
+) -> PatternClaim | None:
+    """Return the claim without limits of lengths that sequences just at the limit contradict."""
+    while claim is not None and claim.sequences and (limit := _limit_of(claim.sequences[0])):
+        other, left = edge_case(case, limit), None
+        if other is not None:
+            try:
+                left, _ = compared(lab, _as(other, case), rerun(_as(other, case)), claim)
+            except AttnLabError:
+                left = None
+        if left is not None and left.sequences[:1] == claim.sequences[:1]:
+            return left
+        claim = dataclasses.replace(claim, sequences=claim.sequences[1:])
+    return claim
+
+
+def _limit_of(rule: str) -> int | None:
+    """Return the limit that a rule of sequences states, such as "with seq_len above 256"."""
+    found = re.search(r" (?:above|up to) (\d+)$", rule)
+    return None if found is None else int(found[1])
+
+
+def _as(other: Case, case: Case) -> Case:
+    return other.replace(empty_slots=case.empty_slots, output_init=case.output_init)
+
+
+def compared(
+    lab: Lab, case: Case, output: torch.Tensor, claim: PatternClaim
+) -> tuple[PatternClaim | None, bool]:
+    """Return what is left of a claim after another output, None if nothing, and whether that was wrong."""
+    found = examine(lab, case, output, ())
+    again = claim_of_examination(found, case)
+    if again is None:
+        return (claim if claim.predicts_none(sizes_of(found.problem)) else None), False
+    return claim.common(again), True
+
+
+def claim_of_examination(found: Examination, case: Case) -> PatternClaim | None:
+    """Return what the errors of an examined output claim."""
+    problem, pattern = found.problem, found.diagnosis.pattern
+    ran = list(case.query_heads or range(problem.num_heads))
+    return claim_of(found.evidence.locations.is_wrong, ran, sizes_of(problem), pattern)
+
+
+# Compare a Case and further ones with finite numbers and with NaN in their unwritten slots.
+
+
+def confirmed_leak(lab: Lab, case: Case, rerun: Rerun) -> LeakClaim | None:
+    """Return the claim if it holds for the Case and for all further cases, else None."""
+    if leak_of(lab, case, rerun) is not True:
+        return None
+    found = [leak_of(lab, other, rerun) for other in further_cases(case)]
+    if False in found or True not in found:
+        return None
+    return LeakClaim(cases=found.count(True))
+
+
+def leak_of(lab: Lab, case: Case, rerun: Rerun) -> bool | None:
+    """Answer whether NaN in unwritten slots, and it alone, makes the output of a Case wrong.
+
+    None if the output is right with NaN, too, or if the kernel rejects the Case.
+    """
+    finite, nan = (case.replace(empty_slots=fill) for fill in ("garbage", "nan"))
+    try:
+        if examine(lab, finite, rerun(finite), (), Pattern()).diagnosis.is_wrong:
+            return False
+        return True if examine(lab, nan, rerun(nan), (), Pattern()).diagnosis.is_wrong else None
+    except AttnLabError:
+        return None
+
 
 _XRAY_S = 6.0  # time for the search for a description
 _RERUNS = 6  # of the kernel, before an X-ray

@@ -5,15 +5,191 @@ with unwritten cache slots reads them.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
+from attnlab.case.masks import DATA_OF_LENGTHS
+from attnlab.contracts.dispatch import decide
 from attnlab.kernels.control import rows_agree, rows_equal
 from attnlab.tensors.cache import NOBODY, PagedCache, freed_blocks, interleaved
 from attnlab.tensors.case_call import make_output
+from attnlab.weights.conclude import other_case
+
+# A second case with other lengths and odd scales, in which an explanation must hold again.
+#
+# Degenerate numbers let a wrong defect explain an output: k_scale 0.5 squared is v_scale 0.25, 1 / sqrt(4
+# heads) is half, and lengths may be multiples of every block and tile.
+
+SECOND_SCALES = {"k_scale": 0.7, "v_scale": 0.3}  # neither is a power or a product of the other
+_SCALE = 0.73  # the second scale of the scores, in units of the first
+_MORE_NEW, _MORE_CONTEXT = 3, 5  # tokens added to a sequence
+_LARGE_TOKENS = 2048  # a longer batch is replaced by a short one
+_SHORT = ((1, 300), (19, 261), (43, 0), (1, 37), (7, 22))  # (query_len, ctx_len)
+_DECODES = ((1, 37), (1, 21), (1, 90), (1, 300), (1, 7))
+_FURTHER = (
+    ((1, 0), (3, 0), (1, 33), (12, 100), (1, 15)),
+    ((2, 5), (35, 16), (1, 0), (1, 280)),
+    ((1, 44), (2, 18)),
+    ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
+    ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
+)
+_SEED_OF_HEADS, _MOST_HEADS = 15, 32  # the case with more heads; of a Case that gets them
+# Few sequences: a statement about some of several sequences must also be true of one.
+_FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
+_WHOLE_TILES = ((2, 62), (1, 127), (1, 255))  # a quarter is a whole tile of 16, of 32, or of 64
+_MIXED = ((1, 37), (5, 21), (1, 90), (70, 64), (2, 7))  # several tiles, and other lengths
+
+
+def second_cases(case: Case) -> Iterator[Case]:
+    """Yield cases in which an explanation must hold again: the second case, then one without short sequences
+    that has decodes and prefills if the same kernels serve both. If only decodes ran, a further batch of
+    decodes follows, because an op may compute those in another way."""
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    mixed = _longer_case(case, _MIXED, 7)
+    found = [second_case(case), mixed or other_case(case)]
+    if only_decodes and mixed is not None:
+        found.append(_longer_case(case, _DECODES, 11))
+    yield from (other for other in found if other is not None)
+
+
+def further_cases(case: Case) -> Iterator[Case]:
+    """Yield the cases in which a description must hold again: those of an explanation, and more.
+
+    A description says less than an explanation, so more lengths can refute it.
+    """
+    yield from second_cases(case)
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    for seed, pairs in enumerate(_FURTHER, 13):
+        chosen = [(1, ctx) for _, ctx in pairs] if only_decodes else pairs
+        other = _longer_case(case, chosen, seed)
+        if other is not None:
+            yield _with_more_heads(other) if seed == _SEED_OF_HEADS else other
+
+
+def _with_more_heads(case: Case) -> Case:
+    """Return a Case with three KV heads more: a rule may hold with two of them alone."""
+    if case.kv_head_range is not None or case.num_heads > _MOST_HEADS:
+        return case
+    try:
+        return case.replace(num_heads=case.num_heads + 3 * case.num_queries_per_kv)
+    except InvalidCase:
+        return case
+
+
+def few_sequences(case: Case) -> Iterator[Case]:
+    """Yield cases with one or two sequences, decodes alone among them, for statements about accesses.
+
+    They may need fewer kernels.
+    """
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    for seed, pairs in enumerate(_FEW, 31):
+        chosen = [(1, ctx + query - 1) for query, ctx in pairs] if only_decodes else pairs
+        other = _longer_case(case, chosen, seed, fewer_kernels=True)
+        if other is not None:
+            yield other
+
+
+def whole_tiles_case(case: Case) -> Case | None:
+    """Return a batch whose sequences and their quarters end with whole tiles of several sizes, or None."""
+    only_decodes = max(case.lengths.query_lens, default=0) == 1
+    pairs = [(1, ctx + query - 1) if only_decodes else (query, ctx) for query, ctx in _WHOLE_TILES]
+    return _longer_case(case, pairs, 29)
+
+
+def edge_case(case: Case, limit: int) -> Case | None:
+    """Return a batch of decodes whose lengths are around a limit that a rule states, or None."""
+    return _longer_case(case, [(1, limit + more) for more in (-2, -1, 0, 1)] + [(1, 3)], 17)
+
+
+def with_known_contents(case: Case) -> Case:
+    """Return a Case with finite garbage in empty slots, and with an output buffer that can be recognised."""
+    return case.replace(empty_slots="garbage", output_init="recycled")
+
+
+def _longer_case(
+    case: Case, pairs: Sequence[tuple[int, int]], seed: int, *, fewer_kernels: bool = False
+) -> Case | None:
+    """Return a case whose sequences have contexts and different lengths, or None if other kernels run it.
+
+    ``fewer_kernels``: one that needs fewer of the kernels is returned, too.
+    """
+    if case.block_table is not None or case.seq_range is not None or case.first_block:
+        return None
+    if not case.spec.context:
+        pairs = [(query + ctx, 0) for query, ctx in pairs]
+    changes = {**_lengths(case, pairs), **_other_scales(case)}
+    try:
+        changed = case.replace(seed=case.seed + seed, freed="kept", **changes)
+    except InvalidCase:
+        return None
+    own, others = set(decide(case).kernels), set(decide(changed).kernels)
+    return changed if others == own or (fewer_kernels and others < own) else None
+
+
+def with_other_numbers(case: Case) -> Case | None:
+    """Return a case with the same lengths, normal numbers from another seed and odd scales, or None."""
+    try:
+        return case.replace(seed=case.seed + 41, **_other_scales(case))
+    except InvalidCase:
+        return None
+
+
+def second_case(case: Case) -> Case | None:
+    """Return a case with other lengths and scales for the same kernels, or None if there is none."""
+    lens = _other_lens(case)
+    for changes in ({**lens, **_other_scales(case)}, _other_scales(case), lens):
+        try:
+            changed = case.replace(**changes)
+        except InvalidCase:
+            continue  # the Case does not allow this change
+        if changed != case and set(decide(changed).kernels) == set(decide(case).kernels):
+            return changed
+    return None
+
+
+def _other_lens(case: Case) -> dict[str, Any]:
+    """Return other lengths: each sequence stays a decode or a prefill, with or without context."""
+    if case.block_table is not None or case.seq_range is not None:
+        return {}
+    pairs = list(zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True))
+    if sum(query + ctx for query, ctx in pairs) > _LARGE_TOKENS:
+        kinds = {query == 1 for query, _ in pairs}
+        pairs = [pair for pair in _SHORT if (pair[0] == 1) in kinds]
+    else:
+        pairs = [
+            (query if query == 1 else query + _MORE_NEW, ctx + _MORE_CONTEXT * (ctx > 0))
+            for query, ctx in pairs
+        ]
+    return _lengths(case, pairs)
+
+
+def _lengths(case: Case, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the fields of a batch of pairs (query_len, ctx_len); sizes that were given follow from it."""
+    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", *DATA_OF_LENGTHS)
+    return {
+        "query_lens": tuple(query for query, _ in pairs),
+        "ctx_lens": tuple(ctx for _, ctx in pairs),
+        **{name: None for name in sizes if getattr(case, name) is not None},
+    }
+
+
+def _other_scales(case: Case) -> dict[str, Any]:
+    """Return an odd scale of the scores, unless the default is at issue, and of an FP8 cache that has
+    scales. Numbers of ±1e-3 become normal ones: else all scores, and the maxima of all parts, are about 0."""
+    changes: dict[str, Any] = {}
+    if case.distribution == "uniform_1e-3":
+        changes["distribution"] = "normal"
+    if case.sm_scale is not None or case.release != "0.11.2":
+        changes["sm_scale"] = round(_SCALE * (case.sm_scale or case.head_size**-0.5), 5)
+    if case.is_fp8 and (case.k_scale, case.v_scale) != (1.0, 1.0):
+        changes |= SECOND_SCALES
+    return changes
+
 
 Rerun = Callable[[Case], torch.Tensor]
 CacheRun = Callable[[Case, PagedCache], torch.Tensor]  # runs a Case with another cache

@@ -1,6 +1,5 @@
 """SideClaim: what is wrong with the log-sum-exp and with rows of padding, as far as further cases confirm."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -8,17 +7,14 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.case.ops import MERGE
 from attnlab.defects.problem import Problem
+from attnlab.diagnosis.claims import PatternClaim, claim_of
 from attnlab.diagnosis.describe import sizes_of
-from attnlab.diagnosis.lse_addresses import is_address, wrong_addresses
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.pattern_claim import PatternClaim, claim_of
-from attnlab.diagnosis.second_case import further_cases
-from attnlab.kernels.model.merge import partials
+from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.rules.outputs import highest_of_parts, is_address, wrong_addresses
 from attnlab.lab.lab import Lab
-from attnlab.lab.result import Result
-from attnlab.lab.side_outputs import LSE
+from attnlab.lab.result import LSE, Result
 
 _FACTORS = {
     "ln(2)": 0.6931471805599453,
@@ -34,7 +30,7 @@ _CLOSE = 1e-3
 class SideClaim:
     """One wrong side output.
 
-    - ``subject``, ``quantity``: as in :class:`attnlab.lab.side_outputs.SideError`.
+    - ``subject``, ``quantity``: as in :class:`attnlab.lab.result.SideError`.
     - ``laws``: what all wrong places hold, such as "NaN" or "the right one + ln(2)", in all ways that fit;
       the first says most.
     - ``places``: where a log-sum-exp is wrong; None for rows of padding.
@@ -153,16 +149,8 @@ def _lse(lab: Lab, case: Case, lse: torch.Tensor) -> tuple[tuple[str, ...], Patt
     problem = Problem.of_case(case, lab.batch(case), lab.call(case))
     ran_heads = list(heads or range(problem.num_heads))
     places = claim_of(wrong, ran_heads, sizes_of(problem), Pattern())
-    laws = _laws(values[wrong], expected[wrong], _highest(problem)[wrong])
+    laws = _laws(values[wrong], expected[wrong], highest_of_parts(problem)[wrong])
     return (*wrong_addresses(problem, values, expected, bound), *laws), places
-
-
-def _highest(problem: Problem) -> torch.Tensor:
-    """Return the highest log-sum-exp of the parts of a merge, [rows, heads]; NaN for other ops."""
-    if problem.call.op != MERGE:
-        return torch.full(problem.call.query.shape[:2], math.nan, dtype=torch.float64)
-    parts = partials(problem.call, problem.target)
-    return torch.maximum(parts.prefix_lse, parts.suffix_lse).T.double()
 
 
 def _slice(span: range | None) -> slice:

@@ -20,7 +20,7 @@ def find_backend(
     ignore both. Raises InvalidCase for a user's function that cannot be loaded.
     """
     if name == "model":
-        from attnlab.kernels.model.backend import ModelBackend
+        from attnlab.kernels.model import ModelBackend
 
         return ModelBackend()
     if name == "vllm":

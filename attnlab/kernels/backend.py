@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,12 +18,30 @@ from attnlab.case.fields import refuse
 from attnlab.case.masks import CAUSAL
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import KV_CACHE_DTYPES, OPS, RELEASES
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.steps import OnStep, ignore_step
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
+
+# The steps of a run, and the protocol of a function that displays them.
+
+STEPS = ("batch", "cache", "kernels", "reference", "compare")  # in the order of a run
+
+
+class OnStep(Protocol):
+    """A function that is called before each step of a run."""
+
+    def __call__(self, step: str, done: int | None = None, total: int | None = None) -> None:
+        """Display ``step``: one of STEPS, or a text about a part of one.
+
+        ``done`` of ``total`` programs of the step have run, if the step counts them. The function may
+        raise to end the run.
+        """
+
+
+def ignore_step(step: str, done: int | None = None, total: int | None = None) -> None:
+    """Display nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

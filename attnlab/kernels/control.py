@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 
 from attnlab.case.errors import NotDeterministic
-from attnlab.case.json import json_number
-from attnlab.contracts.target import Target
+from attnlab.case.shown import json_number
+from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
 

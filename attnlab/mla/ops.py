@@ -15,8 +15,7 @@ from attnlab.case.errors import AttnLabError, Unsupported
 from attnlab.case.ops import DECODE_FWD, MERGE
 from attnlab.case.platforms import Platform
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.vllm.backend import load
-from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.backend import explained, load
 from attnlab.kernels.vllm.source import Source, find_source
 
 _COMBINE_MODULES = ("dcp", "common")  # of correct_attn_out: 0.33.0, older releases

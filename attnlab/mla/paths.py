@@ -5,14 +5,21 @@ from dataclasses import dataclass
 
 import torch
 
-from attnlab.mla.arithmetic import Arithmetic, Last
-from attnlab.mla.chunks import Span, chunks_of
-from attnlab.mla.fault import SOUND, Fault
-from attnlab.mla.inputs import Inputs, Sequence, gathered, numbers, projected, row_starts
-from attnlab.mla.merging import copied
+from attnlab.mla.arithmetic import Arithmetic, Last, copied
+from attnlab.mla.faults import SOUND, Fault, Span, chunks_of
 from attnlab.mla.mla_case import DECODE, PACKED, PREFILL, SHARDS, MlaCase
 from attnlab.mla.ops import DecodeCall, in_pages
-from attnlab.mla.partial import Partial, Seen, empty_partial
+from attnlab.mla.partial import (
+    Inputs,
+    Partial,
+    Seen,
+    Sequence,
+    empty_partial,
+    gathered,
+    numbers,
+    projected,
+    row_starts,
+)
 from attnlab.tensors.formats import FORMATS
 
 

@@ -1,19 +1,221 @@
 """Run an MlaCase: by ops and exactly, compare each step, and name the fault that explains a wrong output."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from attnlab.case.errors import KernelRejected, Unavailable, Unsupported
 from attnlab.case.fields import refuse
+from attnlab.case.shown import Shown, json_number
 from attnlab.mla.arithmetic import Exact, Observed
-from attnlab.mla.fault import SOUND, Fault
-from attnlab.mla.faults import MLA_FAULTS, faults_of
-from attnlab.mla.inputs import Inputs, make_inputs
-from attnlab.mla.mla_case import DECODE, MlaCase
-from attnlab.mla.mla_result import MlaResult, StepResult, compared
-from attnlab.mla.ops import MlaOps, ModelOps
-from attnlab.mla.partial import Partial
+from attnlab.mla.faults import MLA_FAULTS, SOUND, Fault, faults_of
+from attnlab.mla.mla_case import DECODE, MLA_BACKENDS, MlaCase, variants_of
+from attnlab.mla.ops import MlaOps, ModelOps, VllmOps
+from attnlab.mla.partial import Inputs, Partial, make_inputs
 from attnlab.mla.paths import walk
+
+# MlaResult: a path that ran, compared with the exact path step by step.
+
+MATCH, MISMATCH = "match", "mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """A step of a path, and its exact result.
+
+    - ``name``, ``kind``: see :class:`attnlab.mla.paths.Step`.
+    - ``ratio``: [num_tokens, num_heads], the largest error of an output element or the LSE as a multiple of
+      its bound; infinite where a result is not finite, 0 for rows that see no key. Of the last merge, only
+      the output counts: vLLM does not use its LSE.
+    """
+
+    name: str
+    kind: str
+    result: Partial
+    exact: Partial
+    ratio: torch.Tensor
+
+    @property
+    def is_right(self) -> bool:
+        """Answer whether every error is within its bound."""
+        return float(self.ratio.amax()) <= 1.0 if self.ratio.numel() else True
+
+    @property
+    def wrong_rows(self) -> list[int]:
+        """Return the rows with an error beyond its bound."""
+        return torch.nonzero((self.ratio > 1).any(1)).flatten().tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class MlaResult(Shown):
+    """What an MLA path computed, and which fault explains it.
+
+    - ``ops``: whose ops ran. ``planted``: the fault that was planted, or None.
+    - ``steps``: in their order; the last one's result is the output.
+    - ``candidates``: names of the faults whose predicted output agrees, the narrowest prediction first; empty
+      if nothing is wrong.
+    """
+
+    case: MlaCase
+    ops: str
+    planted: str | None
+    steps: tuple[StepResult, ...]
+    candidates: tuple[str, ...]
+    seconds: float
+
+    @property
+    def status(self) -> str:
+        """Return "match" if the output and its LSE are within their bounds, else "mismatch"."""
+        return MATCH if self.last.is_right else MISMATCH
+
+    @property
+    def last(self) -> StepResult:
+        """Return the step that returns the output."""
+        return self.steps[-1]
+
+    @property
+    def output(self) -> torch.Tensor:
+        """Return the output, [num_tokens, num_heads, value_size]."""
+        return self.last.result.output
+
+    @property
+    def error(self) -> float:
+        """Return the largest error of the output; infinite if it is not finite where it must be."""
+        return float(_output_error(self.last.result, self.last.exact).amax())
+
+    @property
+    def worst(self) -> float:
+        """Return the largest error of output or LSE as a multiple of its bound."""
+        return float(self.last.ratio.amax())
+
+    @property
+    def first_wrong(self) -> str | None:
+        """Return the name of the first step that is not right, or None."""
+        return next((one.name for one in self.steps if not one.is_right), None)
+
+    @property
+    def cause(self) -> str | None:
+        """Return the fault that explains the output, or None if nothing is wrong or no fault does."""
+        return self.candidates[0] if self.candidates else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as values of strict JSON."""
+        steps = [
+            {"name": one.name, "kind": one.kind, "worst": json_number(float(one.ratio.amax()))}
+            for one in self.steps
+        ]
+        return {
+            "case": self.case.to_dict(),
+            "ops": self.ops,
+            "planted": self.planted,
+            "status": self.status,
+            "error": json_number(self.error),
+            "worst": json_number(self.worst),
+            "first_wrong": self.first_wrong,
+            "wrong_rows": self.last.wrong_rows,
+            "cause": self.cause,
+            "candidates": list(self.candidates),
+            "steps": steps,
+            "seconds": self.seconds,
+        }
+
+
+def compared(result: Partial, exact: Partial, with_lse: bool = True) -> torch.Tensor:
+    """Return the largest error of each row and head as a multiple of its bound, [num_tokens, num_heads].
+
+    ``with_lse``: the LSE is compared, too. Where both are NaN, the error is 0. A row that sees no key must
+    have an infinite LSE.
+    """
+    bound, lse_bound = exact.errors
+    by_element = _ratio(_difference(result.output, exact.output), bound)
+    by_lse = _ratio(_difference(result.lse, exact.lse), lse_bound)
+    is_empty = exact.lse == -torch.inf
+    empty_error = torch.where(result.lse.isinf(), 0.0, torch.inf if with_lse else 0.0)
+    ratio = by_element.amax(2)
+    if with_lse:
+        ratio = torch.maximum(ratio, by_lse)
+    return torch.where(is_empty, empty_error, ratio)
+
+
+def _ratio(error: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Return errors as multiples of their bounds; a bound is NaN where both results are."""
+    ratio = error / bound.clamp(min=torch.finfo(torch.float64).tiny)
+    return ratio.masked_fill(error == 0, 0.0).nan_to_num(torch.inf, torch.inf)
+
+
+def _output_error(result: Partial, exact: Partial) -> torch.Tensor:
+    """Return the largest error of each row and head; 0 for rows that see no key."""
+    error = _difference(result.output, exact.output).amax(2)
+    return error.masked_fill(exact.lse == -torch.inf, 0.0)
+
+
+def _difference(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    both_nan = found.isnan() & exact.isnan()
+    error = (found.double() - exact).abs().nan_to_num(torch.inf, torch.inf)
+    return error.masked_fill(both_nan | (found.double() == exact), 0.0)
+
+
+# MlaReport: the hostile cases of MLA that ran, and what they found.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VariantResult:
+    """A hostile case, why it is one, and its result, or the error for which it could not run."""
+
+    reason: str
+    case: MlaCase
+    result: MlaResult | None = None
+    error: str | None = None
+
+    @property
+    def status(self) -> str:
+        """Return "match", "mismatch" or "unavailable"."""
+        return "unavailable" if self.result is None else self.result.status
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of strict JSON."""
+        result = None if self.result is None else self.result.to_dict()
+        return {
+            "reason": self.reason,
+            "status": self.status,
+            "error": self.error,
+            "case": self.case.to_dict(),
+            "result": result,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class MlaReport(Shown):
+    """What the hostile cases of MLA found in the ops of a release."""
+
+    release: str
+    backend: str
+    results: tuple[VariantResult, ...]
+
+    @property
+    def findings(self) -> tuple[VariantResult, ...]:
+        """Return the cases with a wrong output."""
+        return tuple(one for one in self.results if one.result and one.result.status != MATCH)
+
+    @property
+    def unavailable(self) -> tuple[VariantResult, ...]:
+        """Return the cases that could not run."""
+        return tuple(one for one in self.results if one.result is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        return {
+            "release": self.release,
+            "backend": self.backend,
+            "cases": len(self.results),
+            "findings": len(self.findings),
+            "unavailable": len(self.unavailable),
+            "results": [one.to_dict() for one in self.results],
+        }
 
 
 def run_path(
@@ -84,3 +286,54 @@ def explanations(case: MlaCase, inputs: Inputs, output: Partial) -> tuple[str, .
             width = torch.nan_to_num(predicted.errors[0]).sum()
             found.append((fault.is_blur == (case.lse_dtype == "float32"), float(width), fault.name))
     return tuple(name for *_, name in sorted(found))
+
+
+# The part of ``import attnlab`` that runs MLA paths.
+
+
+def run_mla(
+    case: MlaCase,
+    *,
+    backend: str = "model",
+    source: Path | str | None = None,
+    device: str | None = None,
+    fault: str | None = None,
+) -> MlaResult:
+    """Run a path of MLA attention and compare each step with exact attention.
+
+    ``backend``: "model", or "vllm" for vLLM's Triton ops of ``source``, None for the installed vLLM.
+    ``fault``: the name of a fault to plant, see ``attnlab.MLA_FAULTS``. Raises InvalidCase for values that
+    are not allowed, and Unavailable if the ops cannot run here.
+    """
+    return run_path(case, ops_of(case, backend, source, device), fault)
+
+
+def check_mla(
+    release: str,
+    *,
+    backend: str = "model",
+    source: Path | str | None = None,
+    device: str | None = None,
+    on_case: Callable[[int, int], None] = lambda done, total: None,
+) -> MlaReport:
+    """Run the hostile cases of MLA for a release, and return what was found."""
+    variants, found = variants_of(release), []
+    for i, one in enumerate(variants):
+        on_case(i, len(variants))
+        try:
+            result = run_path(one.case, ops_of(one.case, backend, source, device))
+            found.append(VariantResult(reason=one.reason, case=one.case, result=result))
+        except (Unavailable, Unsupported, KernelRejected) as error:
+            found.append(VariantResult(reason=one.reason, case=one.case, error=str(error)))
+    return MlaReport(release=release, backend=backend, results=tuple(found))
+
+
+def ops_of(
+    case: MlaCase, backend: str, source: Path | str | None = None, device: str | None = None
+) -> MlaOps:
+    """Return the ops of a backend; raise InvalidCase for one that does not exist."""
+    if backend not in MLA_BACKENDS:
+        refuse("backend", f"one of {', '.join(MLA_BACKENDS)}", backend)
+    if backend == "model":
+        return ModelOps()
+    return VllmOps.of(source, case.machine, device)

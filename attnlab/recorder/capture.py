@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -16,15 +17,71 @@ import torch
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import platform_of
 from attnlab.kernels.triton.interpreter import noting_bfloat16
-from attnlab.recorder.cache_writes import copy_write, copy_written
-from attnlab.recorder.catalogue import recorded_ops, signature_of
+from attnlab.recorder.arguments import Bind, Reading, RecordedOp, binder, call_of_reading
+from attnlab.recorder.failing_side import Comparison
+from attnlab.recorder.ops import (
+    copy_write,
+    copy_written,
+    recorded_ops,
+    signature_of,
+    write_of_reading,
+)
 from attnlab.recorder.patches import Function, Patches
-from attnlab.recorder.recorded import Recorded
-from attnlab.recorder.recorded_op import Bind, RecordedOp, binder
-from attnlab.recorder.snapshot import copied, copy_fields
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.origin import STOCK_BFLOAT16, Origin
-from attnlab.tensors.storage import moved
+from attnlab.recorder.snapshot import copied, copy_fields, each_block_once
+from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall, Origin
+from attnlab.tensors.call_file import moved
+
+# Recorded: one call as it was recorded, before it is converted to a KernelCall.
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Recorded:
+    """A recorded call.
+
+    - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
+    - ``is_write``: whether it is a cache write.
+    - ``writes``: during the call, the caller's tensors that it writes.
+    - ``rejection``: the error that the op raised, or "".
+    """
+
+    reading: Reading
+    op: str | None
+    layout: str | None
+    origin: Origin
+    writes: dict[str, Any] = field(default_factory=dict)
+    rejection: str = ""
+    is_write: bool = False
+    _call: KernelCall | None = None
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """Return the copies of what the call wrote: its output, or both caches."""
+        names = ("key_after", "value_after") if self.is_write else ("output",)
+        found = [self.reading.fields.get(name) for name in names]
+        return [one for one in found if one is not None]
+
+    def shaped(self, comparison: Comparison) -> Iterator[Comparison]:
+        """Yield a comparison as it is, and as one in the output's shape if the op returned another shape."""
+        yield comparison
+        result, sizes = self.reading.result, [one.numel() for one in self.outputs]
+        if result is None or comparison.actual.numel() not in sizes:
+            return
+        actual, expected = (result(one)[0] for one in (comparison.actual, comparison.expected))
+        if actual is not None and expected is not None:
+            yield dataclasses.replace(comparison, actual=actual, expected=expected)
+
+    @property
+    def call(self) -> KernelCall:
+        """Return the KernelCall; raise InvalidCall if the arguments contradict each other."""
+        if self._call is None:
+            self.reading.fields = each_block_once(self.reading.fields)
+            if self.is_write:
+                call = write_of_reading(self.reading, self.origin)
+            else:
+                call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
+            self._call = dataclasses.replace(call, rejection=self.rejection)
+        return self._call
+
 
 _log = logging.getLogger("attnlab.recorder")
 _KEPT = 16  # calls by default
@@ -76,7 +133,7 @@ class Capture:
     """Records the calls of known ops, from :meth:`start` to :meth:`stop`.
 
     - ``keep``: how many of the last calls are kept; ``ops``: further ops, see
-      :func:`attnlab.recorder.catalogue.recorded_ops`.
+      :func:`attnlab.recorder.ops.recorded_ops`.
     - ``origin``: what the caller knows about the calls' origin; it may change between calls.
     - ``host``: copy to CPU memory. Each call then waits for the GPU, and its copies survive a kernel that
       breaks the GPU's context.

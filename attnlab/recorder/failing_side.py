@@ -5,23 +5,415 @@ that the rounding bound of the kernel covers is no error. If a recorded call mad
 call is compared with its own reference.
 """
 
+import contextlib
+import functools
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.contracts.call_dispatch import kernels_of
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured, where_it_ran
+from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.error_location import locate
-from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.matches import Match, match_of
-from attnlab.recorder.written_side import errors_of_write
+from attnlab.lab.cache_write import ExpectedWrite, expected_write
+from attnlab.recorder.patches import Function, Patches
+from attnlab.recorder.snapshot import copied
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.quantised import in_numbers
+from attnlab.tensors.quantised import FP8_DTYPES, has_scaled_output, in_numbers, output_numbers
+
+# Comparisons: what a test passed to a comparison of torch or numpy.
+#
+# They are observed like ops: wrapped where they are defined and under every name in other modules.
+
+# Actual and expected tensor, atol and rtol; None if a comparison is not one of tensors.
+Compared = tuple[torch.Tensor, torch.Tensor, float, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """One comparison: both tensors, the tolerances, and whether it passed.
+
+    An element passes if its difference is at most atol + rtol × |expected|. ``reason``: the first line of the
+    error, if it raised one.
+    """
+
+    actual: torch.Tensor
+    expected: torch.Tensor
+    atol: float
+    rtol: float
+    passed: bool
+    reason: str = ""
+
+    @property
+    def is_close(self) -> bool:
+        """Answer whether the values pass, whatever the dtypes and devices."""
+        actual, expected = (one.cpu().double() for one in (self.actual, self.expected))
+        return bool(torch.isclose(actual, expected, rtol=self.rtol, atol=self.atol).all())
+
+
+class Comparisons:
+    """Records the last comparisons of tensors, from :meth:`start` to :meth:`stop`.
+
+    Only tensors with as many elements as a recorded output are copied, and smaller ones if the comparison
+    failed: ``sizes()`` returns these numbers. ``host``: copy them to CPU memory. An error while recording
+    goes to ``on_error``, and the comparison takes place as without attnlab.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: int,
+        sizes: Callable[[], Collection[int]],
+        on_error: Callable[[str, Exception], None],
+        host: bool = False,
+    ) -> None:
+        self.last: deque[Comparison] = deque(maxlen=keep)
+        self._sizes = sizes
+        self._on_error = on_error
+        self._host = host
+        self._is_paused = False
+        self._patches = Patches(_READERS, self._wrapper)
+
+    def start(self) -> None:
+        """Wrap the functions."""
+        self._patches.install()
+
+    def stop(self) -> None:
+        """Put the functions back."""
+        self._patches.remove()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the context, where attnlab itself compares tensors."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _wrapper(self, module: str, function: str, original: Function) -> Function:
+        read = _READERS[module][function]
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            try:
+                result = original(*args, **kwargs)
+            except (AssertionError, RuntimeError) as error:
+                self._add(read, args, kwargs, False, error)
+                raise
+            self._add(read, args, kwargs, result is None or bool(result))
+            return result
+
+        return observed
+
+    def _add(
+        self,
+        read: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        passed: bool,
+        error: Exception | None = None,
+    ) -> None:
+        if self._is_paused:
+            return
+        try:
+            found = read(*args, **kwargs)
+            if found is None or not self._is_of_interest(found[0].numel(), passed):
+                return
+            *tensors, atol, rtol = found
+            if isinstance(error, RuntimeError) and tensors[0].dtype == tensors[1].dtype:
+                return  # not about the values
+            actual, expected = (copied(t).cpu() if self._host else copied(t) for t in tensors)
+            one = Comparison(
+                actual=actual,
+                expected=expected,
+                atol=atol,
+                rtol=rtol,
+                passed=passed,
+                reason=next(iter(str(error or "").splitlines()), ""),
+            )
+            self.last.append(one)
+        except Exception as problem:
+            self._on_error("a comparison", problem)
+
+    def _is_of_interest(self, size: int, passed: bool) -> bool:
+        """Answer whether tensors of a size may be a recorded output, or a part of it that failed."""
+        sizes = self._sizes()
+        return size in sizes or (not passed and 0 < size < max(sizes, default=0))
+
+
+def _assert_close(
+    actual: Any,
+    expected: Any,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **_: Any,
+) -> Compared:
+    """Return what torch.testing.assert_close compares; the default tolerances are those of the dtypes."""
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return None
+    if actual.shape != expected.shape:
+        return None
+    if rtol is None or atol is None:
+        rtol, atol = torch.testing._comparison.default_tolerances(actual, expected)
+    return actual, expected, float(atol), float(rtol)
+
+
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> Compared:
+    """Return what torch.allclose compares."""
+    return _assert_close(input, other, rtol=rtol, atol=atol)
+
+
+def _equal(input: Any, other: Any) -> Compared:
+    """Return what torch.equal compares."""
+    return _assert_close(input, other, rtol=0.0, atol=0.0)
+
+
+def _numpy_allclose(
+    actual: Any, desired: Any, rtol: float = 1e-07, atol: float = 0, *_: Any, **__: Any
+) -> Compared:
+    """Return what numpy.testing.assert_allclose compares."""
+    return _assert_close(torch.as_tensor(actual), torch.as_tensor(desired), rtol=rtol, atol=atol)
+
+
+_READERS: dict[str, dict[str, Callable[..., Compared]]] = {
+    "torch.testing": {"assert_close": _assert_close},
+    "torch.testing._comparison": {"assert_close": _assert_close},
+    "torch": {"allclose": _allclose, "equal": _equal},
+    "numpy.testing": {"assert_allclose": _numpy_allclose},
+    "numpy.testing._private.utils": {"assert_allclose": _numpy_allclose},
+}
+
+
+# A test's comparison of a written cache: which half it is, and where its expected value is wrong.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Half:
+    """The keys or the values of a written cache, as a test's tensor has them.
+
+    - ``columns``: of the call's output. ``factor``: what the stored numbers were multiplied by in the tensor.
+    - ``index``: [elements of the tensor] int64, the place of each in [num_slots, num_kv_heads, width].
+    """
+
+    columns: slice
+    factor: float
+    index: torch.Tensor
+
+    def by_slot(self, tensor: torch.Tensor, call: KernelCall) -> torch.Tensor:
+        """Return a tensor of the test as [num_slots, num_kv_heads, width] float64."""
+        shape = call.buffer[..., self.columns].shape
+        found = torch.empty(shape, dtype=torch.float64)
+        found.view(-1)[self.index] = tensor.cpu().double().flatten()
+        return found
+
+
+def half_of(call: KernelCall, tensor: torch.Tensor) -> Half | None:
+    """Return which half of the written cache a tensor is, None if it is neither.
+
+    The tensor may hold the stored elements, their bytes, or their numbers with or without the scale.
+    """
+    size = call.query.shape[2]
+    for name, columns in (("k_scale", slice(0, size)), ("v_scale", slice(size, None))):
+        stored = call.buffer.cpu()[..., columns]
+        if tensor.numel() != stored.numel():
+            continue
+        index = _in_layout(call, torch.arange(stored.numel()).view(stored.shape), name == "k_scale")
+        scale = getattr(call, name)
+        factors = {1.0, scale} if isinstance(scale, float) else {1.0}
+        for factor in factors:
+            half = Half(columns=columns, factor=factor, index=index)
+            given = tensor.view(stored.dtype) if _holds_bytes(tensor, stored) else tensor
+            numbers = (stored.double() * factor).to(_plain(given.dtype)).double()
+            if torch.equal(half.by_slot(given, call).nan_to_num(1e9), numbers.nan_to_num(1e9)):
+                return half
+    return None
+
+
+def _holds_bytes(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and stored.dtype in FP8_DTYPES
+
+
+def _plain(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in FP8_DTYPES else dtype
+
+
+def _in_layout(call: KernelCall, index: torch.Tensor, is_key: bool) -> torch.Tensor:
+    """Return [num_slots, num_kv_heads, width] in the order of the caller's cache, flat."""
+    paged = index.unflatten(0, (-1, call.block_size))
+    if call.layout == "x-split":
+        by_head = paged.permute(0, 2, 3, 1)
+        x = call.key_cache.shape[4]
+        paged = by_head.unflatten(2, (-1, x)).transpose(3, 4) if is_key else by_head
+    elif call.layout == "HND":
+        paged = paged.transpose(1, 2)
+    flat: torch.Tensor = paged.flatten()
+    return flat
+
+
+def errors_of_write(
+    call: KernelCall, target: Target, comparison: Comparison
+) -> tuple[float, int, bool]:
+    """Return the expected value's largest error, its wrong slots, and whether the tolerance is exceeded."""
+    half = half_of(call, comparison.actual)
+    if half is None:
+        return 0.0, 0, False
+    call = call.cpu()
+    right: ExpectedWrite = expected_write(call, target)
+    given = comparison.expected
+    if _holds_bytes(given, call.buffer):
+        given = given.view(call.buffer.dtype)
+    expected = half.by_slot(given, call)
+    correct = right.numbers[..., half.columns] * half.factor
+    bound = right.bound[..., half.columns] * half.factor
+    same = (expected == correct) | (expected.isnan() & correct.isnan())
+    error = (expected - correct).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+    wrong = error > bound
+    allowed = comparison.atol + comparison.rtol * expected.abs().nan_to_num(0.0)
+    return (
+        float(error.max()),
+        int(wrong.flatten(1).any(1).sum()),
+        bool((wrong & (error > allowed)).any()),
+    )
+
+
+# Which elements of a call's output a tensor of a test has.
+#
+# A test may compare the output itself, or what it made of it: another dtype or device, another shape or
+# order of dimensions, some rows, heads or elements. The tensor is recognised by its values.
+
+_NAN = 1e9  # stands for NaN where values are compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Match:
+    """The elements of an output that a tensor has.
+
+    - ``index``: [elements of the tensor] int64, the place of each in the flat output.
+    - ``factor``: what the tensor must be multiplied by to be the numbers of the output.
+    - ``is_whole``: it has every element.
+    """
+
+    index: torch.Tensor
+    factor: float = 1.0
+    is_whole: bool = True
+
+    def spread(self, tensor: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """Return ``rest``, of the output's shape, in float64 with the elements of a tensor of the test."""
+        found = rest.double().clone(memory_format=torch.contiguous_format)
+        found.view(-1)[self.index] = tensor.cpu().double().flatten() * self.factor
+        return found
+
+    def is_plain(self, call: KernelCall, tensor: torch.Tensor) -> bool:
+        """Answer whether the test's tensor is at least as precise as the output."""
+        kinds = (tensor.dtype, call.buffer.dtype)
+        precise, own = (torch.finfo(kind).eps for kind in kinds)
+        return bool(precise <= own)
+
+    def cells(self, shape: torch.Size) -> torch.Tensor:
+        """Return how many elements of each row and head the tensor has, [num_tokens, num_heads] int64."""
+        places = torch.bincount(self.index // shape[2], minlength=shape[0] * shape[1])
+        return places.view(shape[0], shape[1])
+
+
+def output_matches(call: KernelCall, tensor: torch.Tensor) -> bool:
+    """Answer whether a tensor has the numbers of the whole output, in any shape and dtype; NaN equals NaN."""
+    if call.output is None:
+        return False
+    if call.spec.writes_cache:
+        return half_of(call, tensor) is not None
+    found = match_of(call, tensor)
+    return found is not None and found.is_whole
+
+
+def factor_of(call: KernelCall, tensor: torch.Tensor) -> float | None:
+    """Return what a tensor is multiplied by to be the numbers of a call's output; None if it is another."""
+    found = match_of(call, tensor)
+    return None if found is None else found.factor
+
+
+def match_of(call: KernelCall, tensor: torch.Tensor) -> Match | None:
+    """Return which elements of a call's output a tensor has; None if it is another.
+
+    A scaled output may have been multiplied by its scale already.
+    """
+    if call.output is None or not tensor.numel() or not tensor.is_floating_point():
+        return None
+    output, tensor = call.output.cpu(), tensor.cpu()
+    if tensor.numel() > output.numel():
+        return None
+    whole = _whole(call, output, tensor) if tensor.numel() == output.numel() else None
+    if whole is not None or has_scaled_output(call):
+        return whole
+    return _part(_comparable(output, tensor.dtype), _comparable(tensor, tensor.dtype))
+
+
+def _whole(call: KernelCall, output: torch.Tensor, tensor: torch.Tensor) -> Match | None:
+    """Return the match of a tensor with as many elements as the output, its dimensions in any order."""
+    scale = 1.0 if call.output_scale is None else call.output_scale
+    pairs = [(scale, output.double()), (1.0, output_numbers(call, output))]
+    given = _comparable(tensor, tensor.dtype).flatten()
+    for factor, numbers in pairs if has_scaled_output(call) else pairs[1:]:
+        values = _comparable(numbers, tensor.dtype)
+        for order in itertools.permutations(range(3)):
+            if torch.equal(values.permute(order).flatten(), given):
+                places = torch.arange(output.numel()).view(output.shape)
+                return Match(index=places.permute(order).flatten(), factor=factor)
+    return None
+
+
+def _part(output: torch.Tensor, tensor: torch.Tensor) -> Match | None:
+    """Return the match of a tensor with some rows, heads or elements of an output.
+
+    Rows of equal numbers alone are no match: padding and other outputs have them, too.
+    """
+    size, width = output.shape[2], tensor.shape[-1] if tensor.dim() else 1
+    width = size if width % size == 0 else width
+    vectors = tensor.reshape(-1, width)
+    if width > size or bool((vectors == vectors[:, :1]).all()):
+        return None
+    for first in dict.fromkeys((0, size - width, *range(0, size - width + 1, width))):
+        index = _cells_of(output[..., first : first + width].reshape(-1, width), vectors)
+        if index is not None:
+            columns = torch.arange(first, first + width)
+            places = (index[:, None] * size + columns).flatten()
+            return Match(index=places, is_whole=len(places.unique()) == output.numel())
+    return None
+
+
+def _cells_of(cells: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor | None:
+    """Return the cell of each vector, [n] int64; equal cells are taken in turn. None if one has no cell."""
+    places: dict[bytes, deque[int]] = defaultdict(deque)
+    wanted = [one.numpy().tobytes() for one in vectors.contiguous()]
+    known = set(wanted)
+    for at, one in enumerate(cells.contiguous()):
+        if (data := one.numpy().tobytes()) in known:
+            places[data].append(at)
+    found = []
+    for data in wanted:
+        if not places[data]:
+            return None
+        found.append(places[data][0])
+        places[data].rotate(-1)
+    return torch.tensor(found)
+
+
+def _comparable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a tensor as a test has them in ``dtype``, in float64; no NaN, one zero."""
+    return tensor.to(dtype).double().nan_to_num(_NAN, torch.inf, -torch.inf) + 0.0
+
 
 SIDES = (
     "the kernel",

@@ -16,10 +16,8 @@ from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.output_file import write_text
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
-from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import Judgement, judge
-from attnlab.recorder.matches import match_of, output_matches
-from attnlab.recorder.recorded import Recorded
+from attnlab.recorder.capture import Recorded
+from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
 from attnlab.show import sheets
 from attnlab.tensors.call import KernelCall
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from attnlab.tensors.named_blocks import NamedBlocks, copy_blocks, named_by
-from attnlab.tensors.storage import extent
+from attnlab.tensors.call_file import NamedBlocks, copy_blocks, extent, named_by
 
 _LARGE_CACHE = 1 << 24  # bytes; a smaller cache is copied whole
 _MOST_REPEATED = 1 << 29  # bytes of blocks that are copied without a search for repeats

@@ -10,8 +10,53 @@ from typing import Any
 
 import torch
 
-from attnlab.replay.masks import cut_bias, cut_masks
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_visibility import cut_prefixes, cut_ranges
+
+# The data of a mask for a part of a call: cut to the rows and keys that are kept.
+#
+# Positions of keys are counted from the begin of a sequence. If its first tokens are dropped, ranges and
+# prefixes move to the front by as many positions. Chunks keep their size; their edges move, unless whole
+# chunks are dropped.
+
+
+def cut_masks(
+    call: KernelCall, seqs: Sequence[int], dropped: Sequence[int], seq_lens: Sequence[int]
+) -> dict[str, Any]:
+    """Return the changed fields of a call that keeps some sequences, or parts of them.
+
+    - ``seqs``: the kept sequences. ``dropped``: of each, the number of tokens before its first kept key.
+    - ``seq_lens``: of each, the length that it keeps.
+    """
+    changes: dict[str, Any] = {}
+    if isinstance(call.causal, torch.Tensor):
+        changes["causal"] = call.causal[list(seqs)]
+    if call.mm_prefix_range is not None:
+        kept = call.mm_prefix_range[list(seqs)]
+        changes["mm_prefix_range"] = cut_ranges(kept, dropped, seq_lens)
+    if call.rswa_prefix_lens is not None:
+        kept = call.rswa_prefix_lens[list(seqs)]
+        changes["rswa_prefix_lens"] = cut_prefixes(kept, dropped, seq_lens)
+    return changes
+
+
+def cut_bias(call: KernelCall, firsts: Sequence[int], lens: Sequence[int]) -> dict[str, Any]:
+    """Return the bias of a tree for the rows that remain: of each sequence ``lens`` rows, from ``firsts`` on.
+
+    All sequences share one bias, so it is cut in front by the first row that every sequence drops. Rows that
+    one sequence alone drops would need a bias of their own: then the bias is not cut in front.
+    """
+    if call.qq_bias is None:
+        return {}
+    first = firsts[0] if len(set(firsts)) == 1 else 0
+    rows = slice(first, first + max(lens))
+    return {"qq_bias": call.qq_bias[rows, rows].clone()}
+
+
+def can_drop_first_rows(call: KernelCall) -> bool:
+    """Answer whether a single sequence of a call can lose its first rows: a tree has one bias for all."""
+    return call.qq_bias is None or len(call.seq_lens) == 1
+
 
 _BY_TOKEN = ("query", "key", "value", "output", "before", "lse", "slot_mapping")
 _BY_HEAD = (
@@ -50,7 +95,7 @@ def with_sequences(call: KernelCall, kept: Sequence[KeptSequence]) -> KernelCall
     """Return a call with some sequences, or parts of them.
 
     The maxima become the true ones, unless the call's are smaller. Tokens before ``first`` become context:
-    the cache must hold them. The data of a mask are cut to what is kept (:mod:`attnlab.replay.masks`).
+    the cache must hold them. The data of a mask are cut to what is kept (:mod:`attnlab.replay.parts`).
     """
     starts, query_lens = call.query_start_loc.tolist(), call.query_lens.tolist()
     rows = [torch.arange(starts[one.seq] + one.first, starts[one.seq] + one.last) for one in kept]

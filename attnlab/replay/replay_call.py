@@ -1,7 +1,12 @@
 """Replay a call on several targets, and compare each output with the correct and with the recorded one."""
 
+import dataclasses
+import re
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,27 +18,422 @@ from attnlab.case.errors import (
     KernelRejected,
     NotDeterministic,
     Unavailable,
+    Unsupported,
 )
+from attnlab.case.fields import refuse
+from attnlab.case.masks import MASKS
+from attnlab.case.shown import Shown, json_number
 from attnlab.contracts.call_dispatch import kernels_of
-from attnlab.contracts.target import Target
-from attnlab.defects.problem import Problem
-from attnlab.diagnosis.captured import where_it_ran
-from attnlab.kernels.backend import Backend
-from attnlab.kernels.control import controlled
-from attnlab.replay.expected import Expected, distance, other_bits
-from attnlab.replay.replays import (
-    CANNOT_RUN,
-    MATCH,
-    MISMATCH,
-    REJECTED,
-    UNSTABLE,
-    Difference,
-    Replay,
-    Replays,
-)
-from attnlab.replay.run_call import check_replayable, run_call, where_to_run
-from attnlab.replay.targets import ReplayTarget
+from attnlab.contracts.contract import Target
+from attnlab.defects.problem import Problem, RowSlice
+from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
+from attnlab.diagnosis.cells import correct_and_bound
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
+from attnlab.kernels.control import controlled, run_backend
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.source import fetched_wheel, find_source
+from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call_file import moved
+from attnlab.tensors.quantised import Formats, has_fp8_query, has_scaled_output
+
+# Targets: the backends on which a call is replayed, from names and paths.
+
+_OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTarget:
+    """A backend by name, the vLLM whose kernels it runs (None: the installed one) and its device.
+
+    ``given``: the source as the user named it.
+    """
+
+    backend: str
+    source: Path | None = None
+    device: str | None = None
+    given: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the target as text: its source, or its backend."""
+        if self.backend not in _OF_SOURCE:
+            return self.backend
+        source = "installed vLLM" if self.source is None else self.given
+        return source if self.backend == "vllm" else f"{source} ({self.backend})"
+
+    def find(self) -> "Backend":
+        """Return the backend. Raises InvalidCase or Unavailable if it cannot be loaded."""
+        return find_backend(self.backend, self.source, self.device)
+
+
+def replay_targets(
+    sources: Sequence[str], backends: Sequence[str], device: str | None = None
+) -> list[ReplayTarget]:
+    """Return one target per source, and one per backend that needs no source; without any, the models.
+
+    - ``sources``: paths of wheels, sdists and checkouts, or versions that ``attnlab fetch`` downloaded.
+      Backend "rocm" runs each of them if it is named, otherwise backend "vllm" does.
+    - ``backends``: names as in ``Case.backend``. "vllm" without a source is the installed vLLM.
+
+    Raises InvalidCase for a source or a file of a backend that does not exist, and for a source that is no
+    vLLM. A folder in git may be none: another of its commits may have the attention ops.
+    """
+    if not sources and not backends:
+        return [ReplayTarget(backend="model")]
+    paths = [_source_path(text) for text in sources]
+    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
+    for path in paths:
+        if not is_in_git(path):
+            find_source(path)
+    names = list(dict.fromkeys(backends))
+    if paths and not any(name in _OF_SOURCE for name in names):
+        names.insert(0, "vllm")
+    targets = []
+    for name in names:
+        if name not in _OF_SOURCE:
+            _check_backend(name)
+            targets.append(ReplayTarget(backend=name))
+            continue
+        on = device if name == "vllm" else None
+        targets += [
+            ReplayTarget(backend=name, source=path, device=on, given=text)
+            for path, text in named or [(None, "")]
+        ]
+    return targets
+
+
+def _source_path(text: str) -> Path:
+    """Return the path of a source that exists: itself, or the wheel of a version that was downloaded."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    if re.fullmatch(r"\d+\.\d+[\w.]*", text):
+        wheel = fetched_wheel(text)
+        if wheel is None:
+            raise InvalidCase(
+                f"source must be a release that was downloaded, got {text}; run attnlab fetch {text}",
+                field="source",
+            )
+        return wheel
+    refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
+
+
+def _check_backend(name: str) -> None:
+    """Raise InvalidCase for a backend that does not exist; a file that cannot be loaded does."""
+    file = name.rpartition(":")[0]
+    if file.endswith(".py") and Path(file).expanduser().is_file():
+        return
+    find_backend(name)
+
+
+def is_in_git(path: Path) -> bool:
+    """Answer whether a folder is inside a git repository."""
+    return path.is_dir() and bool(_git("rev-parse", "--git-dir", folder=path))
+
+
+def is_bisecting(folder: Path) -> bool:
+    """Answer whether git bisects the repository of a folder."""
+    log = _git("rev-parse", "--git-path", "BISECT_LOG", folder=folder)
+    return bool(log) and (folder / log).is_file()
+
+
+def _git(*words: str, folder: Path) -> str:
+    """Return what git prints, or "" if there is no git or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# Expected: the correct output of a call and its rounding bound, and how an output differs from it.
+
+_SHARP_WORK = 1 << 26  # products of a weight and a value, up to which every row has the sharp bound
+_EXACT_ELEMENTS = 1 << 22  # up to this size of an output, the correct one is computed in float64
+_ROWS_AT_ONCE = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Expected:
+    """The correct output of a call; ``output`` and ``bound`` are [num_tokens, num_heads, value_size].
+
+    - ``bound``: how far rounding may move each element.
+    - ``rows``: [num_tokens] bool, the rows of sequences; padding rows are not compared.
+    - ``formats``: how the call stores its output, or None if plainly.
+    """
+
+    output: torch.Tensor
+    bound: torch.Tensor
+    rows: torch.Tensor
+    formats: Formats | None = None
+
+    @classmethod
+    def of_write(cls, call: KernelCall, target: Target) -> "Expected":
+        """Return what a cache must hold after a write; its rows are slots."""
+        right = expected_write(call.cpu(), target)
+        rows = torch.ones(len(right.numbers), dtype=torch.bool)
+        return cls(output=right.numbers, bound=right.bound, rows=rows)
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Expected":
+        """Compute the correct output of a problem's call, whose tensors are on the CPU."""
+        call = problem.call
+        shape = call.buffer.shape
+        dtype = torch.float64 if call.buffer.numel() <= _EXACT_ELEMENTS else torch.float32
+        output, bound = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        rows = torch.zeros(shape[0], dtype=torch.bool)
+        starts = problem.row_starts()
+        for seq in range(problem.num_seqs):
+            own = slice(starts[seq], starts[seq + 1])
+            if own.start == own.stop:
+                continue
+            rows[own] = True
+            work = problem.query_len(seq) * problem.seq_len(seq) * shape[1] * shape[2]
+            if work <= _SHARP_WORK:
+                output[own], bound[own] = _sharp(problem, seq)
+            else:
+                output[own], bound[own] = correct_and_bound(problem, seq, slice(None), dtype, None)
+        return cls(output=output, bound=bound, rows=rows, formats=problem.formats)
+
+    def ratio(self, output: torch.Tensor) -> torch.Tensor:
+        """Return each element's error in units of its bound; above 1 it is wrong.
+
+        Infinite where the output is not finite, 0 in padding rows.
+        """
+        return self.in_bounds(self.error(output))
+
+    def numbers(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of an output that the op stored, in the dtype of the correct output."""
+        scale = 1.0 if self.formats is None else self.formats.output_scale
+        wide = output.to(self.output.dtype)
+        return wide if scale == 1.0 else wide * scale
+
+    def error(self, output: torch.Tensor) -> torch.Tensor:
+        """Return each element's absolute error; infinite where only one of both is finite."""
+        return distance(self.numbers(output), self.output)
+
+    def in_bounds(self, difference: torch.Tensor) -> torch.Tensor:
+        """Return an absolute difference per element in units of the bound; 0 in padding rows."""
+        ratio = torch.where(difference == 0, 0.0, difference / self.bound)
+        return ratio.masked_fill(~self.rows[:, None, None], 0.0)
+
+
+def _sharp(problem: Problem, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the correct output of a sequence and the sharp bound, some rows at a time."""
+    heads = torch.arange(problem.num_heads)
+    parts = [
+        problem.correct(RowSlice(seq=seq, tokens=tokens, heads=heads))
+        for tokens in torch.arange(problem.query_len(seq)).split(_ROWS_AT_ONCE)
+    ]
+    return torch.cat([one.output for one in parts]), torch.cat([one.bound for one in parts])
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the absolute difference of two tensors; 0 where both are NaN, infinite where one is."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+
+
+def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two tensors of one dtype have other bytes; NaN equals any NaN."""
+    kind = _BITS[one.element_size()]
+    differs = one.contiguous().view(kind) != other.contiguous().view(kind)
+    return differs & ~(one.double().isnan() & other.double().isnan())
+
+
+# Run a KernelCall on a backend, in the memory layout in which it was saved.
+
+_UNREAD = ("lse", "block_ids")  # tensors that no op reads
+
+
+def check_replayable(call: KernelCall) -> None:
+    """Raise InvalidCall for a call without a reference."""
+    check_diagnosable(call, writes=True)
+
+
+def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[str, ...]) -> Case:
+    """Return the Case with the platform of the call and the release whose rules the backend follows.
+
+    ``case`` and ``given``: what the user stated, as for :func:`where_it_ran`.
+    """
+    ran = where_it_ran(call, case, given).case
+    return ran if "release" in given else ran.replace(release=backend.release)
+
+
+def run_call(
+    call: KernelCall, backend: Backend, ran: Case, on_step: OnStep = ignore_step
+) -> torch.Tensor:
+    """Run a call and return its output, on the CPU. The call itself is not changed.
+
+    The output buffer starts as the call's ``before``, or as NaN if that is unknown. ``ran`` has the platform
+    and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
+    that the backend does not have.
+    """
+    _check_runs(call, backend)
+    call = call.with_buffer()
+    fresh = call.buffer.new_full(call.buffer.shape, float("nan"))
+    output = fresh if call.before is None else call.before.clone()
+    slots = call.slot_mapping if call.spec.writes_cache else None
+    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
+    there = on_device(given, backend.device)
+    options = RunOptions(on_step=on_step)
+    run_backend(backend, there, Target.of(ran), kernels_of(ran, call), options)
+    return there.buffer.cpu()
+
+
+def _check_runs(call: KernelCall, backend: Backend) -> None:
+    """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
+    if call.op not in backend.ops:
+        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
+    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
+        allowed = " or ".join(backend.kv_cache_dtypes)
+        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
+    if isinstance(backend, PluginBackend):
+        return
+    for name in call.visibility.masks:
+        if name not in backend.masks or not MASKS[name].is_in(call.op, backend.release):
+            where = f"{call.op} and backend {backend.name} of vLLM {backend.release}"
+            raise Unsupported(f"mask must be causal with {where}, got {name}")
+    if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
+        raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
+    for name in ("k_scale", "v_scale"):
+        call.number(name)
+
+
+def on_device(call: KernelCall, device: str) -> KernelCall:
+    """Return the call with its tensors on a device, "cpu" or "cuda".
+
+    Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
+    still do. The output is a tensor of its own.
+    """
+    read = {name: one for name, one in call.tensors().items() if name not in _UNREAD}
+    changes: dict[str, Any] = {**moved(read, device)}
+    return dataclasses.replace(call, **changes)
+
+
+# Replay: what one backend made of a call. Replays: those of several backends, as one table.
+
+MATCH, MISMATCH, REJECTED, CANNOT_RUN = "match", "mismatch", "rejected", "cannot run"
+UNSTABLE = "not deterministic"
+STATUSES = (MATCH, MISMATCH, REJECTED, CANNOT_RUN, UNSTABLE)
+SKIP = 125  # the exit code with which git bisect skips a commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How an output differs from the correct one, or from the recorded one.
+
+    - ``elements`` of ``total``: beyond the rounding bound. ``rows`` of ``num_rows`` have such an element.
+    - ``largest``: the largest absolute difference; ``in_bounds``: the largest in units of the bound.
+    - ``first``: (row, head, element) of the first element beyond the bound, or None.
+    - ``other_bits``: elements whose bytes differ.
+    """
+
+    elements: int
+    total: int
+    rows: int
+    num_rows: int
+    largest: float
+    in_bounds: float
+    first: tuple[int, int, int] | None
+    other_bits: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of strict JSON."""
+        numbers = {name: json_number(getattr(self, name)) for name in ("largest", "in_bounds")}
+        return {name: getattr(self, name) for name in self.__slots__} | numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What one backend made of a call.
+
+    - ``target``: the source or the backend, as the user named it; ``backend``: the kernels and their version.
+    - ``status``: "match", "mismatch", "rejected" (the kernel raises), "cannot run" (the source does not
+      have the op, or this machine cannot run it) or "not deterministic" (equal runs differ). ``reason``:
+      why, for the last three.
+    - ``failed``: a rejection that the op does not state itself: it crashed or does not compile.
+    - ``error``: the difference from the correct output; ``from_recorded``: that from the recorded output.
+      None if the call did not run, or if no output was recorded.
+    """
+
+    target: str
+    backend: str
+    status: str
+    reason: str = ""
+    failed: bool = False
+    error: Difference | None = None
+    from_recorded: Difference | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values of strict JSON."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("error", "from_recorded"):
+            found[name] = None if found[name] is None else found[name].to_dict()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Replays(Shown):
+    """The replays of a call.
+
+    - ``call``: the call as text; ``op``: its op; ``origin``: where it ran.
+    - ``recorded``: what the recorded output is: "match", "mismatch", "rejected", or "unknown" without one.
+      ``recorded_error``: its difference from the correct output.
+    - ``assumed``: what neither the call nor the user stated.
+    """
+
+    call: str
+    op: str
+    origin: str
+    recorded: str
+    recorded_error: Difference | None
+    replays: Sequence[Replay]
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of ``attnlab replay``.
+
+        0 every replay matches; 1 one mismatches, rejects the call, or is not deterministic; 3 none does, but
+        one cannot run. With one target, git bisect must skip a commit that says nothing about the fault:
+        125 if it cannot run the call, or if the op states itself that it does not accept it, unless a
+        rejection was recorded.
+        """
+        if len(self.replays) == 1:
+            (one,) = self.replays
+            limit = one.status == REJECTED and not one.failed and self.recorded != REJECTED
+            if one.status == CANNOT_RUN or limit:
+                return SKIP
+        statuses = {one.status for one in self.replays}
+        if statuses & {MISMATCH, REJECTED, UNSTABLE}:
+            return 1
+        return 3 if CANNOT_RUN in statuses else 0
+
+    def sentence(self) -> str:
+        """Return the verdicts in one sentence."""
+        if len({one.status for one in self.replays}) == 1 and len(self.replays) > 1:
+            return f"all {len(self.replays)} {self.replays[0].status}"
+        return ", ".join(f"{one.target}: {one.status}" for one in self.replays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as values of strict JSON."""
+        error = self.recorded_error
+        return {
+            "call": self.call,
+            "op": self.op,
+            "origin": self.origin,
+            "recorded": self.recorded,
+            "recorded_error": None if error is None else error.to_dict(),
+            "replays": [one.to_dict() for one in self.replays],
+            "assumed": list(self.assumed),
+        }
+
 
 OnTarget = Callable[[str, int, int], None]
 
@@ -53,7 +453,7 @@ class Ran:
 
     @property
     def status(self) -> str:
-        """Return the verdict, one of :data:`attnlab.replay.replays.STATUSES`."""
+        """Return the verdict, one of :data:`attnlab.replay.replay_call.STATUSES`."""
         if self.output is not None:
             return MISMATCH if bool((self.expected.ratio(self.output) > 1).any()) else MATCH
         if isinstance(self.failure, NotDeterministic):

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from attnlab.replay.replays import CANNOT_RUN, MATCH, MISMATCH, REJECTED, UNSTABLE
+from attnlab.replay.replay_call import CANNOT_RUN, MATCH, MISMATCH, REJECTED, UNSTABLE
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Words
 
 if TYPE_CHECKING:
     from attnlab.replay.probe import Probe, Variation
-    from attnlab.replay.replays import Difference, Replay, Replays
+    from attnlab.replay.replay_call import Difference, Replay, Replays
     from attnlab.replay.shrinking import Shrunk
 
 _TONES: dict[str, Tone] = {

@@ -15,22 +15,22 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
+from attnlab.case.flags import share_out
 from attnlab.case.output_file import check_output_file
-from attnlab.case.parameters import share_out
-from attnlab.lab.product_files import sharing_between_processes
-from attnlab.reports.baseline import Change, Kept, compare, read_baseline
-from attnlab.reports.executed import read_title
-from attnlab.reports.forked_kernels import start_fork_server
+from attnlab.lab.products import sharing_between_processes
 from attnlab.reports.notebook_result import (
+    Change,
+    Kept,
     Outcome,
     Results,
+    compare,
     plain_dict,
+    read_baseline,
     write_junit,
     write_verdicts,
 )
-from attnlab.reports.pages import write_index
-from attnlab.reports.runner import OnProgress, Run
-from attnlab.reports.schema_import import import_jsonschema
+from attnlab.reports.pages import read_title, write_index
+from attnlab.reports.runner import OnProgress, Run, import_jsonschema, start_fork_server
 
 __all__ = ["OnEnd", "OnProgress", "Outcome", "default_jobs", "find_notebooks", "investigate"]
 

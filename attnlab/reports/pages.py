@@ -1,25 +1,306 @@
 """Write the pages of an investigation: self-contained HTML files."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import re
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.output_file import write_text
-from attnlab.reports.body import TEMPLATES, render_body
-from attnlab.reports.executed import (
-    read_error,
-    read_post_mortem,
-    read_provenance,
-    read_title,
-    read_verdicts,
+from attnlab.reports.notebook_result import POST_MORTEM_MIME, PostMortem, Results, Status, one_line
+from attnlab.show.notebook import (
+    PROVENANCE_MIME,
+    VERDICT_MIME,
+    VERDICTS_MIME,
+    Verdict,
+    as_text,
+    versions,
 )
-from attnlab.reports.notebook_result import Results, Status
-from attnlab.reports.standalone import headings, lift_picture, self_contained
-from attnlab.show.notebook import as_text, versions
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
+
+# Make a piece of HTML self-contained: nothing is loaded, no script runs, no link is dead.
+
+_LOADERS = ["script", "link", "iframe", "frame", "object", "embed", "base", "meta"]
+_LOADING = [
+    "src",
+    "srcset",
+    "poster",
+    "data",
+    "background",
+    "xlink:href",
+    "action",
+    "formaction",
+    "ping",
+]
+_CSS_LOAD = re.compile(r"@import[^;]*;?|url\(\s*['\"]?(?!['\"]?(?:data:|#))[^)]*\)", re.I)
+_NOTEBOOK_LINK = re.compile(r"(?:\./)?(\d\d-[\w.-]+)\.ipynb(#.*)?$")
+_PAGE_LINK = re.compile(r"(https?:|mailto:|#)", re.I)
+_NO_ALT = "No description has been provided for this image"
+
+
+def self_contained(body: str, pages: Collection[str] = ()) -> "BeautifulSoup":
+    """Return parsed HTML without loaders, scripts and dead links; every picture has an alternative text.
+
+    A link to a notebook of ``pages`` becomes a link to its page. Links to the web and within the page
+    stay. Every other link becomes plain text.
+    """
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(body, "html.parser")
+    for tag in soup.find_all(_LOADERS):
+        tag.decompose()
+    for tag in soup.find_all(True):
+        for name in [name for name in tag.attrs if _is_loading(tag.name, name, str(tag[name]))]:
+            del tag[name]
+        if tag.name == "img":
+            _clean_picture(tag)
+        elif tag.name in ("a", "area") and tag.has_attr("href"):
+            _clean_link(tag, pages)
+        elif "style" in tag.attrs:
+            tag["style"] = _CSS_LOAD.sub("none", str(tag["style"]))
+        elif tag.name == "style":
+            tag.string = _CSS_LOAD.sub("", tag.get_text())
+    return soup
+
+
+def headings(body: "BeautifulSoup") -> list[tuple[str, str]]:
+    """Return the H2 headings of a body as (id, text)."""
+    found = []
+    for heading in body.find_all("h2"):
+        if heading.get("id"):
+            found.append((str(heading["id"]), heading.get_text().rstrip("¶ ")))
+    return found
+
+
+def lift_picture(body: "BeautifulSoup") -> str:
+    """Remove the first picture from ``body`` and return it; "" if no picture precedes the first H2.
+
+    A link to "#picture" takes its place. Changes ``body``.
+    """
+    found = body.find(["h2", "img"])
+    if found is None or found.name != "img":
+        return ""
+    link = body.new_tag("a", href="#picture")
+    link.string = "picture: at the top of the page"
+    found.replace_with(link)
+    return str(found)
+
+
+def _clean_picture(picture: Any) -> None:
+    """Replace a picture that is not embedded by its text; without a text it gets that of its heading."""
+    alt = str(picture.get("alt") or "")
+    if not picture.has_attr("src"):
+        picture.replace_with(f"({alt or 'picture'}: not embedded)")
+    elif not alt or alt == _NO_ALT:
+        heading = picture.find_previous(["h1", "h2", "h3"])
+        title = heading.get_text().rstrip("¶ ") if heading else ""
+        picture["alt"] = f"Figure: {title}" if title else "Figure"
+
+
+def _clean_link(link: Any, pages: Collection[str]) -> None:
+    """Point a link to the page of a notebook, keep it, or remove its address."""
+    address = str(link["href"]).strip()
+    if found := _NOTEBOOK_LINK.match(address):
+        if found[1] in pages:
+            link["href"] = f"{found[1]}.html{found[2] or ''}"
+        else:
+            del link["href"]
+    elif not _PAGE_LINK.match(address):
+        del link["href"]
+
+
+def _is_loading(tag: str, attribute: str, value: str) -> bool:
+    """Answer whether an attribute fetches something or runs a script; a plain link does neither."""
+    value = value.strip().lower()
+    if attribute.startswith("on") or value.startswith("javascript:"):
+        return True
+    if attribute in _LOADING or (attribute == "href" and tag not in ("a", "area")):
+        return not value.startswith(("data:", "#"))
+    return False
+
+
+# Read an executed notebook: its title, its summary, its verdicts and its post-mortem.
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+def read_title(notebook: Any) -> str:
+    """Return the text of the notebook's first H1, or an empty string."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"(?m)^# +(.+)$", cell.source)):
+            return re.sub(r"[`*]", "", found[1]).strip()
+    return ""
+
+
+def read_summary(notebook: Any) -> str:
+    """Return the paragraph that begins with "**Verdict.**" as plain text, or an empty string."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (
+            found := re.search(r"\*\*Verdict\.\*\* (.+?)(?:\n\s*\n|$)", cell.source, re.DOTALL)
+        ):
+            return " ".join(re.sub(r"[`*]", "", found[1]).split())
+    return ""
+
+
+def read_verdicts(notebook: Any) -> list[Verdict]:
+    """Return the verdicts in the outputs of an executed notebook, each name once."""
+    verdicts = [Verdict.from_json(data) for data in _read_mime(notebook, VERDICT_MIME)]
+    return list({verdict.name: verdict for verdict in verdicts}.values())
+
+
+def read_post_mortem(notebook: Any) -> PostMortem | None:
+    """Return the last post-mortem in the outputs of an executed notebook, or None.
+
+    Raises AttnLabError if its data has another form.
+    """
+    found = _read_mime(notebook, POST_MORTEM_MIME)
+    return PostMortem.from_json(found[-1]) if found else None
+
+
+def read_provenance(notebook: Any) -> list[Any]:
+    """Return the last provenance record as a list of one, or an empty list."""
+    return _read_mime(notebook, PROVENANCE_MIME)[-1:]
+
+
+def read_error(notebook: Any) -> str:
+    """Return the exception that ended the notebook as one line, or an empty string."""
+    errors = [output for output in outputs(notebook) if output.output_type == "error"]
+    return f"{errors[-1].ename}: {one_line(errors[-1].evalue)}" if errors else ""
+
+
+def drop_widgets(notebook: Any) -> None:
+    """Remove what needs a running kernel: the widgets' state, and views that have a static output too.
+
+    Changes ``notebook``.
+    """
+    notebook.metadata.pop("widgets", None)
+    for data in (output.data for output in outputs(notebook) if "data" in output):
+        if "text/html" in data:
+            data.pop(WIDGET_MIME, None)
+
+
+def outputs(notebook: Any) -> list[Any]:
+    """Return the outputs of all cells."""
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def _read_mime(notebook: Any, mime: str) -> list[Any]:
+    datas = (output.get("data", {}) for output in outputs(notebook))
+    return [data[mime] for data in datas if mime in data]
+
+
+# Render the cells of an executed notebook as HTML, without what a page shows elsewhere.
+
+TEMPLATES = Path(__file__).parent / "templates"
+_ELSEWHERE = {
+    PROVENANCE_MIME,
+    POST_MORTEM_MIME,
+    VERDICTS_MIME,
+}  # the page has these in its own places
+_EXPORTING = threading.Lock()  # an exporter keeps the folder of the notebook that it exports
+# Richest first. Types that need JavaScript are missing, so a page leaves them out.
+_SHOWN = [
+    "text/html",
+    "image/svg+xml",
+    "image/png",
+    "image/jpeg",
+    "text/markdown",
+    "text/latex",
+    "text/plain",
+]
+
+
+def render_body(notebook: Any, folder: Path, status: Status) -> str:
+    """Return the cells as HTML; pictures that markdown names are looked up in ``folder``."""
+    with _EXPORTING:
+        body, _ = _exporter().from_notebook_node(
+            _prepared(notebook, status), {"metadata": {"path": str(folder)}}
+        )
+    return str(body)
+
+
+@cache
+def _exporter() -> Any:
+    """Return nbconvert's exporter with this package's template; it compiles its templates once."""
+    from nbconvert import HTMLExporter
+    from traitlets.config import Config
+
+    return HTMLExporter(
+        template_name="classic",
+        template_file="notebook.html.j2",
+        extra_template_paths=[str(TEMPLATES)],
+        embed_images=True,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        filters={"hint": _hint},
+        config=Config({"NbConvertBase": {"display_data_priority": _SHOWN}}),
+        log=logging.Logger("nbconvert", logging.CRITICAL),
+    )
+
+
+def _prepared(notebook: Any, status: Status) -> Any:
+    """Return a copy of the notebook with what its page shows.
+
+    Removed are papermill's error markers, the first H1 (the page has its own) and the outputs that the
+    page shows in its header or footer. A widget is replaced by the static part of its output. If the
+    notebook did not run to its end, each code cell is marked with how far it got.
+    """
+    marker = "papermill-error-cell-tag"
+    shown = deepcopy(notebook)
+    shown.metadata.pop("widgets", None)
+    shown.cells = [cell for cell in shown.cells if marker not in cell.metadata.get("tags", [])]
+    _drop_title(shown.cells)
+    for cell in shown.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if _is_shown(output)]
+    for data in (output.data for output in outputs(shown) if "data" in output):
+        if data.pop(WIDGET_MIME, None) and not set(data) & set(_SHOWN) - {"text/plain"}:
+            data["text/html"] = '<p class="note">(interactive in JupyterLab)</p>'
+    if status != "passed":
+        _mark_progress(shown.cells, status)
+    return shown
+
+
+def _drop_title(cells: Sequence[Any]) -> None:
+    for cell in cells:
+        if cell.cell_type == "markdown" and re.search(r"(?m)^# +.+$", cell.source):
+            cell.source = re.sub(r"(?m)^# +.+\n?", "", cell.source, count=1)
+            return
+
+
+def _mark_progress(cells: Sequence[Any], status: Status) -> None:
+    """Mark each code cell as "stopped here" or "not run" in its metadata.
+
+    papermill records a start time for each cell that it reaches, and for no other.
+    """
+    recorded = [cell for cell in cells if cell.cell_type == "code" and "papermill" in cell.metadata]
+    begun = [cell for cell in recorded if cell.metadata.papermill.get("start_time")]
+    for cell in recorded:
+        if cell not in begun:
+            cell.metadata["attnlab"] = "not run"
+    raised = [cell for cell in begun if cell.metadata.papermill.get("exception")]
+    for cell in begun[-1:] if status in ("died", "timeout", "interrupted") else raised:
+        cell.metadata["attnlab"] = "stopped here"
+
+
+def _is_shown(output: Any) -> bool:
+    """Answer whether the body shows an output."""
+    if "data" not in output:
+        return True
+    return not _ELSEWHERE & set(output.data) and bool({*_SHOWN, WIDGET_MIME} & set(output.data))
+
+
+def _hint(source: str) -> str:
+    """Return the first non-empty line of a cell: the summary of the folded cell."""
+    return next((line for line in source.splitlines() if line.strip()), "")
 
 
 def write_post_mortem(
@@ -90,7 +371,7 @@ def write_findings(path: Path, report: Any, pictures: Sequence[Any], command: st
     """Write the findings of ``attnlab check`` as one page, with a picture for each finding.
 
     ``report`` is the Report of the check, ``pictures`` are
-    :class:`attnlab.reports.findings_page.Picture`.
+    :class:`attnlab.reports.check_pages.Picture`.
     """
     page = _render(
         "findings.html.j2",

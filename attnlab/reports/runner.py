@@ -3,25 +3,272 @@
 import asyncio
 import json
 import math
+import multiprocessing
+import os
 import shlex
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from attnlab.reports.executed import (
+from attnlab.kernels.child_process import end_with_parent, ending_with_parent
+from attnlab.reports.notebook_result import Outcome, Status, one_line
+from attnlab.reports.pages import (
     drop_widgets,
     read_post_mortem,
     read_summary,
     read_title,
     read_verdicts,
+    write_post_mortem,
 )
-from attnlab.reports.kernel_manager import Ended, kernel_class
-from attnlab.reports.notebook_result import Outcome, Status, one_line
-from attnlab.reports.pages import write_post_mortem
+
+# Notebook kernels as forks of one process that has imported torch, matplotlib and attnlab.
+#
+# Each kernel would otherwise import them again, which takes 2.7 s of processor time.
+
+# None of them uses a GPU or starts a thread when it is imported.
+_IMPORTED = (
+    "torch",
+    "matplotlib.pyplot",
+    "matplotlib_inline.backend_inline",
+    "ipykernel.kernelapp",
+    "ipykernel.ipkernel",
+    "attnlab.lab.lab",
+    "attnlab.lab.run",
+    "attnlab.show.notebook",
+    "attnlab.study.claims",
+    "attnlab.study.html_table",
+    "attnlab.study.incident",
+    "attnlab.study.predictions",
+    "attnlab.study.set_up",
+)
+_LAUNCH = ("-m", "ipykernel_launcher", "-f")
+
+
+class ForkedKernel:
+    """The process of a kernel, with what jupyter_client uses of :class:`subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+        """Keep a process that has started."""
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        """Return how the process ended, as Popen does; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        """Wait until the process has ended; return how."""
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start_fork_server(environment: Mapping[str, str]) -> bool:
+    """Start the process that kernels are forked from; return False if there can be none here.
+
+    Only the main thread starts it, because it ends with its thread, and it stays until this process ends.
+    ``environment``: variables of the process, unless this process has others. Some, such as those of
+    malloc, count only when a process starts.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if sys.platform != "linux" or not is_main:
+        return False
+    added = {name: text for name, text in environment.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        forkserver.set_forkserver_preload(list(_IMPORTED))
+        forkserver.ensure_running()
+    finally:
+        for name in added:
+            del os.environ[name]
+    return True
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Return whether a command starts ipykernel with this Python, without an option of Python."""
+    return tuple(command[:4]) == (sys.executable, *_LAUNCH)
+
+
+def fork_kernel(
+    command: Sequence[str], environment: Mapping[str, str], folder: str | None, words: IO[bytes]
+) -> ForkedKernel:
+    """Start the kernel of a command that can fork, in ``folder``.
+
+    What it writes to its own stdout and stderr goes to ``words``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    kernel = _Kernel(list(command[3:]), dict(environment), folder, words.fileno())
+    process = context.Process(target=kernel)
+    process.start()
+    return ForkedKernel(process)
+
+
+class _Kernel:
+    """What a forked process runs; the file descriptor is duplicated when it is sent there."""
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], folder: str | None, words: int
+    ) -> None:
+        self._given = (arguments, environment, folder)
+        self._words: Any = words
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return self._given, DupFd(self._words)
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self._given, self._words = state[0], state[1].detach()
+
+    def __call__(self) -> None:
+        arguments, environment, folder = self._given
+        # The fork server ends with the process that started it, unless a child keeps its pipe open.
+        os.close(vars(forkserver)["_forkserver"]._forkserver_alive_fd)
+        end_with_parent(os.getppid())
+        tracker: Any = vars(resource_tracker)["_resource_tracker"]
+        tracker._fd = tracker._pid = None  # its semaphores are tracked by a process of its own
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(self._words, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        if folder:
+            os.chdir(folder)
+        _run_kernel(arguments)
+
+
+def _run_kernel(arguments: list[str]) -> None:
+    """Run ipykernel in this process, as ``python -m ipykernel_launcher`` does."""
+    import torch
+    from ipykernel.kernelapp import launch_new_instance
+
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():  # torch has read the fork server's variable
+        torch.set_num_threads(int(threads))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
+    # ipykernel read its default, an environment variable, in the fork server.
+    parent = f"--IPKernelApp.parent_handle={os.getppid()}"
+    sys.argv = ["ipykernel_launcher", *arguments, parent]
+    cast(Any, launch_new_instance)()
+
+
+# The import of jsonschema, which nbformat needs, without a parser that takes most of its time.
+
+_PARSER = "rfc3987_syntax"
+
+
+def import_jsonschema() -> None:
+    """Import jsonschema without its checks of IRIs, unless it is imported already.
+
+    The parser of IRIs builds 38 grammars when it is imported, which takes 1.4 s. The schema of notebooks
+    has none, and jsonschema works without the parser.
+    """
+    if {"jsonschema", _PARSER} & set(sys.modules):
+        return
+    sys.modules[_PARSER] = None  # type: ignore[assignment]  # its import raises ImportError
+    try:
+        with suppress(ImportError):  # nbformat reports what is missing
+            import_module("jsonschema")
+    finally:
+        del sys.modules[_PARSER]
+
+
+# The kernel manager of a notebook that runs headless, and how its kernel ended.
+
+SIGNALS = {
+    "SIGKILL": "killed from outside, possibly for lack of memory",
+    "SIGSEGV": "segmentation fault",
+    "SIGABRT": "aborted",
+}
+
+
+@dataclass(slots=True)
+class Ended:
+    """Hold how the process of a kernel ended: ``code`` is its exit code, or minus the signal's number."""
+
+    code: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the code or signal in brackets, or "" if it is unknown."""
+        if self.code is None:
+            return ""
+        if self.code >= 0:
+            return f" (exit code {self.code})"
+        name = signal.Signals(-self.code).name
+        return f" ({name}: {SIGNALS[name]})" if name in SIGNALS else f" ({name})"
+
+
+def kernel_class(
+    stop: threading.Event,
+    words: IO[bytes],
+    ended: Ended,
+    environment: Mapping[str, str],
+    fork: bool,
+) -> type[Any]:
+    """Return a kernel manager whose kernel ends soon after ``stop`` and writes to ``words`` only.
+
+    Its processes get the variables ``environment``, unless this process has others. How it ends is stored
+    in ``ended``. It ends with this process, even if that is killed. With ``fork`` it is forked, see
+    :mod:`attnlab.reports.runner`, if its command allows it.
+    """
+    from jupyter_client.manager import AsyncKernelManager
+
+    class Kernel(AsyncKernelManager):
+        async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+            options["env"] = {**environment, **options.get("env", os.environ)}
+            await super().start_kernel(stdout=words, stderr=words, **options)
+
+        def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
+            command = super().format_kernel_cmd(extra_arguments)
+            return command if fork and can_fork(command) else ending_with_parent(command)
+
+        async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
+            if not can_fork(kernel_cmd):
+                await super()._async_launch_kernel(kernel_cmd, **options)
+                return
+            provisioner: Any = self.provisioner
+            provisioner.process = fork_kernel(kernel_cmd, options["env"], options.get("cwd"), words)
+            provisioner.pid = provisioner.pgid = provisioner.process.pid
+            self._reconcile_connection_info(provisioner.connection_info)
+
+        _launch_kernel = _async_launch_kernel
+
+        async def _async_is_alive(self) -> bool:
+            # nbclient calls this every second, even before the kernel is ready
+            if stop.is_set() and self.provisioner is not None:
+                await self.provisioner.kill()
+            alive = await super()._async_is_alive()
+            if not alive and self.provisioner is not None:
+                ended.code = await self.provisioner.poll()
+            return alive
+
+        is_alive = _async_is_alive
+
+    return Kernel
+
 
 OnProgress = Callable[[str, int, int], None]
 

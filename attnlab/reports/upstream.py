@@ -4,8 +4,11 @@ The script draws the same bits as the lab, fills a cache, calls the op of the in
 with float64. It imports only torch, Triton and vLLM.
 """
 
+import base64
 import math
 import platform
+import textwrap
+import zlib
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -14,26 +17,131 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.masks import CAUSAL, MASK_DATA
-from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import ENCODER, OPS, TRITON_OPS
+from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
+from attnlab.case.ops import ENCODER, MERGE, OPS, TRITON_OPS, UNIFIED, WRAPPER
 from attnlab.case.output_file import make_output_folder, write_text
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import cached_lens
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target, contract
+from attnlab.contracts.slot_states import cached_lens
+from attnlab.kernels import model as paged
+from attnlab.kernels.vllm.op_arguments import USED_STRIDES
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.lab.lab import Lab
-from attnlab.reports.argument_script import (
-    SCRIPTED,
-    argument_facts,
-    has_merge_script,
-    merge_facts,
-)
-from attnlab.reports.ignored_script import has_ignored_script, ignored_facts
-from attnlab.reports.mask_script import MASK_TENSORS, mask_facts
 from attnlab.tensors.cache import freed_blocks
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call_file import stored_tensors
 from attnlab.tensors.formats import written_format
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
+
+# The mask of a call in a script: its data as plain tensors, and what its rule depends on.
+
+MASK_TENSORS = ("causal", "mm_prefix_range", "rswa_prefix_lens", "qq_bias")
+
+
+def mask_facts(call: KernelCall) -> dict[str, Any]:
+    """Return what the templates need for a mask: ``mask``, its rule; ``mask_data``, its tensors as text.
+
+    ``mask`` is None for a call whose rows see the keys up to their own. Its ``causal`` is None if a tensor
+    says which sequences are causal.
+    """
+    rules = call.visibility
+    if rules.is_plain:
+        return {"mask": None, "mask_data": {}}
+    by_seq = isinstance(rules.causal, torch.Tensor)
+    return {
+        "mask": {
+            "name": " and ".join(one.replace("_", " ") for one in rules.masks),
+            "causal": None if by_seq else bool(rules.causal),
+            "chunk": _chunk(call) if rules.has_chunks else 0,
+            "lookback": rules.chunk_lookback,
+            "right": rules.window_right if rules.causal is not True else None,
+            "prefix": rules.rswa_prefix_lens is not None,
+            "ranges": rules.mm_prefix_range is not None,
+            "clamp": rules.mm_prefix_clamp_sliding_window and rules.sliding_window > 0,
+            "bias": rules.qq_bias is not None,
+        },
+        "mask_data": {
+            name: tensor_text(one)
+            for name in MASK_TENSORS
+            if isinstance(one := getattr(call, name), torch.Tensor)
+        },
+    }
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Return a tensor as an expression, with its dtype."""
+    numbers = repr(tensor.tolist()).replace("inf", 'float("inf")')
+    return f"torch.tensor({numbers}, dtype={tensor.dtype})"
+
+
+def _chunk(call: KernelCall) -> int:
+    """Return the tokens of a chunk."""
+    return max(1, call.sliding_window // (call.chunk_lookback + 1))
+
+
+# The script of a mask that an op takes with an INT4 cache and ignores: its output is the same without it.
+
+# By mask: the argument that carries it, and its value in a call without it.
+_CARRIED = {
+    "ranges_in_window": ("mm_prefix_clamp_sliding_window", False),
+    "prefix_and_window": ("rswa_prefix_lens", None),
+    "chunks": ("chunk_lookback", -1),
+}
+
+
+def has_ignored_script(case: Case) -> bool:
+    """Answer whether a script can show that the op ignores the mask of a Case."""
+    return case.op == UNIFIED and case.argument.is_packed and case.mask in _CARRIED
+
+
+def ignored_facts(case: Case) -> dict[str, Any]:
+    """Return what the templates need: the argument, "" without such a script, its other value, the mode."""
+    if not has_ignored_script(case):
+        return {"ignored": ""}
+    name, neutral = _CARRIED[case.mask]
+    cache = case.argument.cache
+    assert cache is not None
+    return {"ignored": name, "neutral": repr(neutral), "mode": cache.mode}
+
+
+# The op argument of a Case in a script, and the script of a merge.
+
+_BLOCK_POINTERS = "block_pointers"
+# The dimension of each tensor whose last index is beyond 2^31 elements.
+_FAR = {name: one.far_dim for name, one in OP_ARGUMENTS.items() if one.far_dim is not None}
+SCRIPTED = (NONE, "tensor_descriptors", _BLOCK_POINTERS, *_FAR)
+_MERGED = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
+
+
+def has_merge_script(case: Case) -> bool:
+    """Answer whether a script can reproduce a Case of merge_attn_states: a merge of two parts alone."""
+    plain = case.kv_cache_dtype == "auto" and not case.pad_batch
+    return case.op == MERGE and case.op_argument in (NONE, *_FAR) and plain
+
+
+def argument_facts(case: Case) -> dict[str, Any]:
+    """Return what the templates need for an op argument.
+
+    Its name, "" for none; the names of its tensors; the dimension that is far apart.
+    """
+    if case.op_argument == NONE:
+        return {"op_argument": "", "names": (), "far_dim": 0}
+    names: tuple[str, ...] = ()
+    dim = _FAR.get(case.op_argument, 0)
+    if case.op_argument in _FAR:
+        names = tuple(name for name, used in USED_STRIDES[case.op].items() if dim < used)
+    if case.op_argument == _BLOCK_POINTERS:
+        names = ("key_cache", "block_table") if case.op == WRAPPER else ("k_cache", "b_loc")
+    return {"op_argument": case.op_argument, "names": names, "far_dim": dim}
+
+
+def merge_facts(case: Case) -> dict[str, Any]:
+    """Return the parts of a merge as text."""
+    plain = case.replace(backend="model", op_argument=NONE, trace_reads=False)
+    arguments = OP_CALLS[MERGE].arguments(Lab().call(plain), Target.of(plain))
+    parts: dict[str, torch.Tensor] = {name: arguments[name] for name in _MERGED}
+    return {"tensors": {name: tensor_text(one) for name, one in parts.items()}}
+
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _KNOWN = (  # fields that the script implements or that do not affect it
@@ -271,3 +379,147 @@ def render(template: str, facts: dict[str, Any]) -> str:
         autoescape=False,  # plain text, without foreign input
     )
     return texts.get_template(template).render(**facts)
+
+
+# A script that reproduces a wrong call without the lab: it holds the tensors of the call.
+
+_MOST_BYTES = 4 << 20  # of the tensors of a call, compressed
+
+
+def why_no_script(call: KernelCall) -> str:
+    """Return why a script cannot reproduce a call, or "" if it can."""
+    if call.op not in TRITON_OPS or not call.spec.attends_to_cache:
+        return f"a script calls vLLM's Triton ops on a cache, and {call.op} is none"
+    if call.interleave_v or call.padding or call.strides != "contiguous":
+        return "a script has no interleaved values, padding or strides of the lab"
+    if has_fp8_query(call) or has_scaled_output(call):
+        return "the reference of a script has no FP8 query and no scaled output"
+    if call.query.shape[2] != call.value_cache.shape[2]:
+        return "the reference of a script has keys and values of one width"
+    if not all(isinstance(scale, float | int) for scale in (call.k_scale, call.v_scale)):
+        return "the reference of a script has one scale per cache"
+    return ""
+
+
+def call_script(
+    call: KernelCall, target: Target, *, version: str, device: str, evidence: str
+) -> str:
+    """Return the text of a script that calls the op of the installed vLLM and compares with float64.
+
+    - ``version``: a description of the vLLM that ran; ``device``: "cuda", or "cpu" for Triton's interpreter.
+    - ``evidence``: what is wrong, in one sentence.
+
+    The call must have a script (:func:`why_no_script`), and be on the CPU. Returns "" if its tensors are too
+    large for one.
+    """
+    arguments = OP_CALLS[call.op].arguments(call, target)
+    texts = {name: expression(name, value, call) for name, value in arguments.items()}
+    caches = {
+        text: arguments[name]
+        for name, text in texts.items()
+        if text in ("key_cache", "value_cache")
+    }
+    facts = {**_sizes(call), **_tensors(call, target, caches)}
+    if sum(map(len, facts["storages"].values())) > _MOST_BYTES:
+        return ""
+    return render(
+        "call_repro.py.j2",
+        {
+            **facts,
+            "title": f"{call.op}: output is wrong",
+            "evidence": evidence.rstrip("."),
+            "version": version,
+            "how": "natively" if device == "cuda" else "under Triton's interpreter on a CPU",
+            "arguments": texts,
+            "output": next(name for name, text in texts.items() if text == "output"),
+        },
+    )
+
+
+def _sizes(call: KernelCall) -> dict[str, Any]:
+    """Return the numbers of a call by the template's names."""
+    sinks = call.sinks
+    return {
+        "op": call.op,
+        "function": OPS[call.op].function,
+        "module": OPS[call.op].module,
+        "first_block": 0,
+        "query_lens": call.query_lens.tolist(),
+        "seq_lens": call.seq_lens.tolist(),
+        "starts": call.query_start_loc.tolist(),
+        "num_heads": call.query.shape[1],
+        "num_kv_heads": call.key.shape[1],
+        "head_size": call.query.shape[2],
+        "block_size": call.block_size,
+        "dtype": _name(call.query.dtype),
+        "scale": repr(call.query.shape[2] ** -0.5 if call.sm_scale is None else call.sm_scale),
+        "block_table": call.block_table.tolist(),
+        "block_table_dtype": _name(call.block_table.dtype),
+        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes.tolist(),
+        "sinks": None if sinks is None else sinks.tolist(),
+        "sinks_dtype": None if sinks is None else _name(sinks.dtype),
+        "softcap": call.softcap,
+        "sliding_window": call.sliding_window,
+        "k_scale": call.k_scale,
+        "v_scale": call.v_scale,
+        "setting": _call_setting(call),
+        **mask_facts(call),
+        "op_argument": "",
+    }
+
+
+def _call_setting(call: KernelCall) -> str:
+    """Return the features of a call as a phrase."""
+    words = [
+        f"{call.query.shape[1]} query heads on {call.key.shape[1]} KV heads of {call.query.shape[2]}",
+        f"blocks of {call.block_size}",
+        _name(call.query.dtype),
+    ]
+    words += [] if call.kv_cache_dtype == "auto" else [f"kv_cache_dtype {call.kv_cache_dtype}"]
+    words += [f"a sliding window of {call.sliding_window}"] if call.sliding_window else []
+    words += [f"mask {name}" for name in call.visibility.masks]
+    words += [] if call.alibi_slopes is None else ["ALiBi"]
+    words += [] if call.sinks is None else ["sinks"]
+    words += [] if call.softcap is None else [f"a soft cap of {call.softcap:g}"]
+    return ", ".join(words)
+
+
+def _tensors(call: KernelCall, target: Target, caches: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the tensors as text: storages, and the place of each tensor in them.
+
+    ``caches``: key_cache and value_cache as the op gets them.
+    """
+    cached = cached_lens(contract(call.op, target, call.op), call).tolist()
+    contexts = (call.seq_lens.long() - call.query_lens).tolist()
+    held = contexts if call.new_tokens == "given" else cached
+    read = paged.format_of(call, target)
+    tensors = {"query": call.query, **caches}
+    if call.new_tokens == "given":
+        tensors |= {"new_keys": call.key, "new_values": call.value}
+    if call.before is not None:
+        tensors["output"] = call.before
+    storages, stored = stored_tensors({name: _small(one) for name, one in tensors.items()})
+    return {
+        "tensors": stored,
+        "storages": {name: _text(one.numpy().tobytes()) for name, one in storages.items()},
+        "cached": cached,
+        "held": held,
+        "has_new": "new_keys" in tensors,
+        "flash": call.spec.cache_layout == "flash",
+        "fp8": _name(read.dtype) if read.is_fp8 else "",
+    }
+
+
+def _small(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the rest of its storage, if that is mostly of other tensors."""
+    used = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() <= 4 * used else tensor.clone()
+
+
+def _text(data: bytes) -> str:
+    """Return bytes as lines of text."""
+    return "\n".join(textwrap.wrap(base64.b64encode(zlib.compress(data, 9)).decode(), 110))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -5,6 +5,16 @@ variable, nothing is imported and nothing happens.
 """
 
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from attnlab.case.errors import InvalidCase
+from attnlab.case.output_file import make_output_folder, write_text
+from attnlab.serving.settings import CaptureSettings
 
 VARIABLE = "ATTNLAB_CAPTURE"
 NAME = "attnlab"  # of the entry point; VLLM_PLUGINS must have it if that is set
@@ -25,3 +35,71 @@ def activate() -> None:
         text = " ".join(str(error).split())
         log = logging.getLogger("attnlab.serving")
         log.warning("attnlab captures nothing: %s: %s", type(error).__name__, text)
+
+
+# Run a command with the capture activated in its environment, and pass signals on.
+
+SETTINGS = "settings.json"
+_PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+def run_command(command: Sequence[str], settings: CaptureSettings, *, to_stderr: bool) -> int:
+    """Run a command, and return its exit code: 128 + n if signal n ended it.
+
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on, except a SIGINT that the terminal sends to
+    the command, too. An end by a signal that was passed on counts as 0. ``to_stderr``: write the command's
+    standard output to standard error. Raises InvalidCase if the command or the folder cannot be used.
+    """
+    folder = Path(settings.out)
+    make_output_folder(folder, "out")
+    if any(folder.glob("*.jsonl")):
+        raise InvalidCase(f"out must be a folder without records, got {folder}", field="out")
+    file = folder.resolve() / SETTINGS
+    write_text(file, settings.to_json() + "\n")
+    environment = {**os.environ, VARIABLE: str(file)}
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and NAME not in plugins.split(","):
+        environment["VLLM_PLUGINS"] = f"{plugins},{NAME}".lstrip(",")
+    try:
+        child = subprocess.Popen(
+            list(command), env=environment, stdout=sys.stderr.fileno() if to_stderr else None
+        )
+    except OSError as error:
+        raise InvalidCase(f"{command[0]} must be a command: {error.strerror}") from error
+    return _waited(child)
+
+
+def _waited(child: "subprocess.Popen[bytes]") -> int:
+    """Wait for a child; pass signals on."""
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        if number != signal.SIGINT or not _has_terminal():
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code < 0:
+        code = 0 if -code in passed else 128 - code
+    elif code > 128 and code - 128 in passed:
+        code = 0
+    return code
+
+
+def _has_terminal() -> bool:
+    """Answer whether the terminal sends its signals to this process and to the command."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,15 +1,21 @@
 """CaptureReport: what a capture found, read from the records of its processes."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.errors import InvalidCase
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
+from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
-from attnlab.serving.observation import KINDS, Observation
-from attnlab.serving.record_file import read_records
+from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.serving.record import KINDS, Observation, read_records
+from attnlab.show.sheets import html
+from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
+from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,3 +225,142 @@ def _merged(records: Any) -> tuple[Found, ...]:
     ]
     order = list(KINDS)
     return tuple(sorted(found, key=lambda one: (order.index(one.first.kind), one.first.step)))
+
+
+# Diagnose the calls that a capture kept because they were wrong.
+
+_MOST = 3  # calls
+
+
+def with_diagnoses(
+    report: CaptureReport, on_step: Callable[[str], None] = lambda step: None
+) -> CaptureReport:
+    """Return the report with a diagnosis of its first three wrong calls."""
+    known: dict[str, str] = {}
+    found = []
+    for one in report.found:
+        if one.call and (one.call in known or len(known) < _MOST):
+            if one.call not in known:
+                on_step(f"diagnosing {one.call}")
+                known[one.call] = _diagnosis(Path(report.folder) / one.call)
+            one = dataclasses.replace(one, diagnosis=known[one.call])
+        found.append(one)
+    return dataclasses.replace(report, found=tuple[Found, ...](found))
+
+
+def _diagnosis(path: Path) -> str:
+    """Return the status of a saved call's diagnosis, and its cause, as text."""
+    try:
+        diagnosis = diagnose_captured(KernelCall.load(path), Case())
+    except AttnLabError as error:
+        return f"not possible: {error}"
+    if diagnosis.cause is not None:
+        return f"{diagnosis.status}: {diagnosis.cause.name}, {diagnosis.cause.text}"
+    names = ", ".join(one.name for one in diagnosis.explanations)
+    return f"{diagnosis.status}: {names}" if names else diagnosis.status
+
+
+# The page of a capture: one self-contained HTML file.
+
+
+def check_page() -> None:
+    """Raise Unavailable if a package of the page is missing."""
+    try:
+        import jinja2  # noqa: F401
+        import pygments  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(
+            f"html needs the lab extra: pip install 'attnlab[lab]' ({error})"
+        ) from error
+
+
+def write_page(path: Path, one: CaptureReport, command: str) -> None:
+    """Write the page of a report; ``command`` is the command line that was captured.
+
+    Raises Unavailable if a package of the page is missing, InvalidCase if the file cannot be written.
+    """
+    check_page()
+    from attnlab.reports.pages import render_page
+
+    title = "Attention in a running vLLM"
+    write_text(path, render_page("capture.html.j2", title=title, sheet=html(one), command=command))
+
+
+# Sheet of a CaptureReport.
+
+
+def capture_report(one: CaptureReport) -> Sheet:
+    """Return what was found, what was checked, and what was not."""
+    summary, tone = _summary(one)
+    parts: list[Part] = []
+    if one.found:
+        rows = [_row(found) for found in one.found]
+        parts.append(Grid(["what", "where", "evidence"], rows, most=len(rows)))
+    parts.append(Facts([("folder", one.folder), *_checked(one)]))
+    parts += [Facts([("process", _sheet_process(process))]) for process in one.processes[:8]]
+    not_checked = [f"{what}: {times} times" for what, times in one.unchecked.items()]
+    if not_checked:
+        parts.append(Lines([Words("not checked", "warn"), *not_checked]))
+    if one.notes or one.errors:
+        parts.append(Lines([*one.notes, *(Words(text, "odd") for text in one.errors)]))
+    return Sheet(
+        kind="Capture",
+        line=f"<CaptureReport: {summary}>",
+        head=Words(summary, tone),
+        parts=parts,
+    )
+
+
+def _summary(one: CaptureReport) -> tuple[str, Tone]:
+    if one.found:
+        count = "1 fault" if len(one.found) == 1 else f"{len(one.found)} faults"
+        return f"{count} in {one.total('steps')} steps", "bad"
+    if not one.has_checked:
+        return "nothing was checked", "odd"
+    return f"nothing wrong in {one.total('steps')} steps", "good"
+
+
+def _row(found: Found) -> Row:
+    one = found.first
+    layers = ", ".join(found.layers[:4])
+    if len(found.layers) > 4:
+        layers += f" and {len(found.layers) - 4} more"
+    where: list[Value] = [f"step {one.step}", layers]
+    if one.request is not None:
+        where.append(f"request {one.request}")
+    evidence: list[Value] = [one.text]
+    if found.times > len(found.layers):
+        evidence.append(f"seen {found.times} times, last in step {found.last_step}")
+    if found.call:
+        evidence.append(f"attnlab diagnose --call {found.call}")
+    if found.diagnosis:
+        evidence.append(f"diagnosis: {found.diagnosis}")
+    what = [Words(one.kind, "bad"), KINDS[one.kind]]
+    return [what, where, evidence]  # type: ignore[list-item]
+
+
+def _checked(one: CaptureReport) -> list[tuple[str, Value]]:
+    rows: list[tuple[str, Value]] = [
+        ("steps", f"{one.total('steps')}, with {one.total('tokens')} new tokens"),
+        ("calls", f"{one.total('ops')}: lengths, slots and arguments of each"),
+        (
+            "values",
+            f"{one.total('checked')} calls, {one.total('rows')} rows; largest error "
+            f"{one.worst:.2g} of what rounding explains",
+        ),
+    ]
+    if one.saved:
+        wrong = sum(line.get("why") == "wrong" for line in one.saved)
+        rows.append(("saved", f"{len(one.saved)} calls, {wrong} of them wrong"))
+    if one.exit_code is not None:
+        rows.append(("command", f"exit code {one.exit_code}"))
+    return rows
+
+
+def _sheet_process(one: ProcessRecord) -> str:
+    started = one.started
+    return (
+        f"{one.name}: rank {started.get('rank')}, vLLM {started.get('release')}, "
+        f"{started.get('layers')} layers, {', '.join(started.get('implementations', ()))}, "
+        f"CUDA graphs {started.get('cudagraph_mode')}"
+    )

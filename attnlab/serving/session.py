@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.recorder.recorded_op import RecordedOp
-from attnlab.serving.batch import Step
+from attnlab.recorder.arguments import RecordedOp
+from attnlab.serving.batch import (
+    LayerCall,
+    Layers,
+    Step,
+    hook_builder,
+    hook_impl,
+    layers_of,
+    unchecked_slots,
+)
 from attnlab.serving.begun_op import BegunOp, OpCheck
-from attnlab.serving.followed_slots import FollowedSlots
-from attnlab.serving.kept_calls import KeptCalls
-from attnlab.serving.layer_call import LayerCall, hook_builder, hook_impl
-from attnlab.serving.layers import Layers, layers_of, unchecked_slots
-from attnlab.serving.record_file import RecordFile
+from attnlab.serving.record import CaptureState, KeptCalls, RecordFile
 from attnlab.serving.settings import CaptureSettings
-from attnlab.serving.state import CaptureState
+from attnlab.serving.slots import FollowedSlots
 
 _LATE = "scale, soft cap, sinks and ALiBi slopes of layers built before the capture began"
 Arguments = Callable[[], Mapping[str, Any]]

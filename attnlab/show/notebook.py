@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from attnlab import __version__
 from attnlab.case.errors import AttnLabError, VerdictFailed
-from attnlab.case.parameters import check_injected
+from attnlab.case.flags import check_injected
 from attnlab.case.shown import Shown, renderer
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

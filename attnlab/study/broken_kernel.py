@@ -19,10 +19,8 @@ from attnlab.case.ops import RELEASES
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.lab import Lab
-from attnlab.weights.columns import key_columns, law_points
-from attnlab.weights.predict import predict_case, slot_values
-from attnlab.weights.public import xray
-from attnlab.weights.xray import XRay
+from attnlab.weights.conclude import xray
+from attnlab.weights.xray import XRay, key_columns, law_points, predict_case, slot_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The incident that the notebooks study, vLLM #28490: its public history and what a page says of it."""
 
-from attnlab.reports.post_mortem import Event, PostMortem
+from attnlab.reports.notebook_result import Event, PostMortem
 
 TITLE = "vLLM #28490"
 _REPOSITORY = "https://github.com/vllm-project/vllm"

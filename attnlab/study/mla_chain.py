@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from attnlab.case.errors import Unavailable, Unsupported
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.mla.mla_case import MlaCase
-from attnlab.mla.mla_result import MlaResult
 from attnlab.mla.ops import VllmOps
-from attnlab.mla.run import run_path
+from attnlab.mla.run import MlaResult, run_path
 from attnlab.study.broken_kernel import PlantedFault, editable_source, plant_fault
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from attnlab.case.case import Case
 from attnlab.case.pytest_id import tolerance_of_test
-from attnlab.mutation.mutants import MUTANTS, NINE
-from attnlab.mutation.power import Mutant, MutationReport, power
+from attnlab.mutation.power import Mutant, MutationReport
+from attnlab.mutation.power import measure_power as power
+from attnlab.mutation.report import MUTANTS, NINE
 
 
 def mutant(case: Case, name: str) -> tuple[float, str]:

@@ -15,14 +15,13 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.shown import Shown
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import as_read, served
-from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.contracts.contract import ROCM_DECODE, Target, contract
+from attnlab.contracts.slot_states import as_read, served
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
-from attnlab.mutation.power import power
-from attnlab.reports.executed import read_title
+from attnlab.mutation.power import measure_power as power
 from attnlab.reports.investigate import find_notebooks
+from attnlab.reports.pages import read_title
 from attnlab.study.broken_kernel import rule_of
 from attnlab.study.claims import Finding
 from attnlab.study.claims.cases import decode_at_seed_size, like_the_test

@@ -9,11 +9,9 @@ import torch
 from attnlab.case.case import Case
 from attnlab.case.ops import PREFILL
 from attnlab.case.pytest_id import tolerance_of_test
-from attnlab.contracts.contract import Contract
+from attnlab.contracts.contract import ROCM_DECODE, Contract, Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import as_read, served
-from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.contracts.slot_states import as_read, served
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result

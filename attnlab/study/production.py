@@ -19,7 +19,7 @@ from pathlib import Path
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.case.fields import Int, Lens, OneOf, refuse
 from attnlab.kernels.child_process import ending_with_parent
-from attnlab.lab.product_files import from_file, product_file, shared_folder
+from attnlab.lab.products import from_file, product_file, shared_folder
 from attnlab.study.timeline import Timeline
 
 VERSION = "0.32.0"

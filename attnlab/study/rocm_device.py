@@ -9,13 +9,12 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend
-from attnlab.kernels.rocm.adapt import times_adapted
+from attnlab.kernels.rocm.build import times_adapted
+from attnlab.kernels.rocm.device import DeviceOptions
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.rocm.op import DeviceOptions
-from attnlab.kernels.vllm.sdist import fetch_sdist
-from attnlab.kernels.vllm.source import Source, find_source
+from attnlab.kernels.vllm.source import Source, fetch_sdist, find_source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
 from attnlab.study.html_table import Table, table

@@ -13,7 +13,7 @@ from attnlab.case.pytest_id import nearest_id
 from attnlab.case.stages import STAGES
 from attnlab.lab.result import Result
 from attnlab.show.notebook import Verdicts, provenance
-from attnlab.show.panels.case_text import case_texts, read_case
+from attnlab.show.panels.boxes import case_texts, read_case
 from attnlab.study.claims.cases import with_tolerance
 from attnlab.study.claims.ledger import FAILS, HOLDS, UNDECIDED
 

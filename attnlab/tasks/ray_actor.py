@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.memory import available_bytes
+from attnlab.tasks.local import LocalEngine, available_bytes
 from attnlab.tasks.task import Job, Outcome, Task
 
 Answer = tuple[Outcome | Exception, int]

@@ -15,15 +15,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.case.extras import check_installed
+from attnlab.case.errors import AttnLabError, Unavailable, check_installed
 from attnlab.kernels.child_process import run_in_child
 from attnlab.tasks import ray_driver as driver
-from attnlab.tasks.engine import Stop, never
-from attnlab.tasks.pool import Pool, Slot
-from attnlab.tasks.process_tree import end_tree
+from attnlab.tasks.interrupts import end_tree
+from attnlab.tasks.local import Pool, Slot
 from attnlab.tasks.ray_actor import PickledJob
-from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Task
+from attnlab.tasks.task import NOT_RUN, OUT_OF_MEMORY, Job, Outcome, Stop, Task, never
 
 _POLL_S = 0.1
 _REACH_LIMIT_S = 10.0

@@ -8,15 +8,58 @@ lock             held while a process writes to the folder
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from attnlab.case.errors import InvalidCase, Unavailable
+from attnlab.case.fields import refuse
 from attnlab.case.output_file import make_output_folder, write_text
-from attnlab.tasks.task import NOT_RUN, STATUSES, Outcome
+from attnlab.tasks.task import NOT_RUN, STATUSES, Outcome, Task
+
+# Shard: one of several parts of a list of tasks, for machines that do not talk to each other.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Part ``index`` of ``count``, counted from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Return the shard of a text such as "2/3"; raise InvalidCase for another text."""
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            refuse("shard", "i/n with 1 ≤ i ≤ n, for example 1/3", text)
+        return cls(index=int(match[1]), count=int(match[2]))
+
+    def of(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks of this shard, in their order.
+
+        The division depends only on the tasks and their costs. Starting with the most expensive, each
+        task goes to the shard with the least cost so far, so the shards take about the same time.
+        """
+        if self.count == 1:
+            return [*tasks]
+        loads, owner = [0.0] * self.count, dict[str, int]()
+        for task in sorted(tasks, key=lambda task: (-task.cost_s, task.key)):
+            least = min(range(self.count), key=lambda i: (loads[i], i))
+            loads[least] += task.cost_s
+            owner[task.key] = least
+        return [task for task in tasks if owner[task.key] == self.index - 1]
+
+
+ALL = Shard()
+
 
 FORMAT = 1
 _HEADER, _OUTCOMES, _LOCK = "header.json", "outcomes.jsonl", "lock"
@@ -184,3 +227,49 @@ def _read_outcomes(folder: Path) -> tuple[dict[str, Outcome], int]:
 
 def _unwritable(folder: Path, error: OSError) -> Unavailable:
     return Unavailable(f"{folder} cannot be written: {error.strerror or error}")
+
+
+# Merge the stores of shards.
+
+
+def merged_stores(folders: Sequence[Path]) -> tuple[Header, dict[str, Outcome]]:
+    """Return the header that all stores share, with shard "1/1", and the outcomes of all.
+
+    Raises InvalidCase, naming the folder or the shard, if a folder is no store, if two stores are of
+    different commands, sources, versions or cases, and for a shard that is given twice or missing.
+    """
+    stores = {folder: read_store(folder) for folder in folders}
+    if len(stores) < len(folders):
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        raise InvalidCase(f"{twice} must be given once", field="dir")
+    first, (header, _) = next(iter(stores.items()))
+    outcomes: dict[str, Outcome] = {}
+    owners: dict[str, Path] = {}
+    for folder, (other, found) in stores.items():
+        difference = difference_of({**other, "shard": None}, {**header, "shard": None})
+        if difference:
+            text = f"{folder} must be a shard of the same check as {first}: its {difference}"
+            raise InvalidCase(text, field="dir")
+        if other["shard"] in owners:
+            text = (
+                f"shard {other['shard']} must be given once: {owners[other['shard']]} and {folder}"
+            )
+            raise InvalidCase(text, field="dir")
+        owners[other["shard"]] = folder
+        outcomes |= found
+    _check_complete(list(owners))
+    return {**header, "shard": "1/1"}, outcomes
+
+
+def _check_complete(given: Sequence[str]) -> None:
+    """Raise InvalidCase if shards are missing or belong to different divisions."""
+    shards = [Shard.parse(text) for text in given]
+    counts = {shard.count for shard in shards}
+    if len(counts) > 1:
+        text = f"the shards must be parts of one division, got {', '.join(given)}"
+        raise InvalidCase(text, field="dir")
+    count = counts.pop()
+    missing = sorted(set(range(1, count + 1)) - {shard.index for shard in shards})
+    if missing:
+        names = ", ".join(f"{index}/{count}" for index in missing)
+        raise InvalidCase(f"every shard must be given, missing {names}", field="dir")

@@ -1,6 +1,7 @@
 """KernelCall: the exact arguments that an attention op receives."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,14 +10,424 @@ from typing import Any
 import torch
 
 from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import OPS, Op
+from attnlab.case.ops import KV_CACHE_DTYPES, OPS, UNIFIED, WRAPPER, Op
 from attnlab.case.shown import Shown
 from attnlab.tensors import call_file
-from attnlab.tensors.call_checks import check_call, is_fp8
-from attnlab.tensors.from_tensors import PlainCall
-from attnlab.tensors.named_blocks import copy_blocks, named_by
-from attnlab.tensors.origin import Origin
+from attnlab.tensors.cache import LAYOUTS, find_layout, to_x_split
+from attnlab.tensors.call_file import copy_blocks, named_by
 from attnlab.tensors.visibility import Visibility
+
+# Origin: which program made a call, where, and in which layer and step.
+
+STOCK_BFLOAT16 = "bfloat16 under Triton's interpreter"  # which takes their bits for integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a call comes from. Each field may be unknown: None.
+
+    - ``op``: the function that was called, "module.function". The arguments of a function that attnlab has
+      no record of (:data:`attnlab.case.ops.OPS`) are described by the record of a similar op.
+    - ``program``, ``release``: the program that called, for example "vllm", and its release.
+    - ``platform``: the GPU architecture, a name of :data:`attnlab.case.platforms.PLATFORMS`, or "cpu".
+    - ``backend``: the program's attention backend; STOCK_BFLOAT16 for kernels in which Triton's own
+      interpreter computed with bfloat16. ``layer``, ``step``, ``rank``: as the program counts.
+    - ``test_id``: the pytest node id.
+    """
+
+    op: str | None = None
+    program: str | None = None
+    release: str | None = None
+    platform: str | None = None
+    backend: str | None = None
+    layer: str | None = None
+    step: int | None = None
+    rank: int | None = None
+    test_id: str | None = None
+
+    @classmethod
+    def of_dict(cls, values: object) -> "Origin":
+        """Return the origin of a dict of its fields. Raises InvalidCall for another name or type."""
+        if not isinstance(values, Mapping):
+            raise InvalidCall(f"origin must be an object, got {values!r:.60}", field="origin")
+        for name, value in values.items():
+            expected = _TYPES.get(name)
+            if expected is None:
+                text = f"origin must have the fields {', '.join(_TYPES)}, got {name!r}"
+                raise InvalidCall(text, field="origin")
+            if value is not None and type(value) is not expected:
+                text = f"origin.{name} must be {expected.__name__}, got {value!r:.60}"
+                raise InvalidCall(text, field="origin")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are known."""
+        values = {name: getattr(self, name) for name in _TYPES}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        """Return the known fields as text."""
+        known = ", ".join(f"{name} {value}" for name, value in self.to_dict().items())
+        return known or "unknown"
+
+
+_TYPES: dict[str, type] = {
+    field.name: int if field.name in ("step", "rank") else str for field in fields(Origin)
+}
+
+
+# Checks of tensors: each raises InvalidCall with one line that names the tensor.
+
+INDEX_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+def check_dims(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
+    """Return the shape of ``tensor``; raise InvalidCall unless it has ``dims`` dimensions."""
+    if tensor.dim() != dims:
+        text = f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}"
+        raise InvalidCall(text, field=name)
+    return tuple(tensor.shape)
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise InvalidCall unless ``tensor`` has the shape ``shape``."""
+    if tuple(tensor.shape) != shape:
+        raise InvalidCall(f"{name} must have shape {shape}, got {tuple(tensor.shape)}", field=name)
+
+
+def check_index(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidCall unless ``tensor`` is int32 or int64."""
+    if tensor.dtype not in INDEX_DTYPES.values():
+        raise InvalidCall(f"{name} must be int32 or int64, got {tensor.dtype}", field=name)
+
+
+def check_tensor(name: str, value: object, device: torch.device | None = None) -> None:
+    """Raise InvalidCall unless ``value`` is a tensor, on ``device`` if that is given."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidCall(f"{name} must be a tensor, got {type(value).__name__}", field=name)
+    if device is not None and value.device != device:
+        raise InvalidCall(f"{name} must be on {device} like query, got {value.device}", field=name)
+
+
+# Checks of the fields of a KernelCall that say which keys a row sees; each raises InvalidCall.
+
+
+def check_visibility(given: Mapping[str, Any], num_seqs: int) -> None:
+    """Raise InvalidCall unless the fields fit the call. ``given``: each field of a call by its name."""
+    causal, ranges = given["causal"], given["mm_prefix_range"]
+    if isinstance(causal, torch.Tensor):
+        check_shape("causal", causal, (num_seqs,))
+    elif not isinstance(causal, bool):
+        raise InvalidCall(
+            f"causal must be true, false or a tensor, got {causal!r:.40}", field="causal"
+        )
+    if ranges is not None:
+        check_shape(
+            "mm_prefix_range", ranges, (num_seqs, check_dims("mm_prefix_range", ranges, 3)[1], 2)
+        )
+    if given["rswa_prefix_lens"] is not None:
+        check_shape("rswa_prefix_lens", given["rswa_prefix_lens"], (num_seqs,))
+    if given["qq_bias"] is not None:
+        _check_bias(given["qq_bias"], given["query_start_loc"])
+
+
+def _check_bias(bias: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+    """Check that a bias is square and has a row for each new token of the longest sequence."""
+    rows, keys = check_dims("qq_bias", bias, 2)
+    longest = int(query_start_loc.long().diff().max()) if len(query_start_loc) > 1 else 0
+    if rows != keys or rows < longest:
+        text = f"qq_bias must be [n, n] with n at least {longest}, the longest query"
+        raise InvalidCall(f"{text}, got {tuple(bias.shape)}", field="qq_bias")
+
+
+# Arguments of a KernelCall from plain tensors: checks, defaults and conversion of the cache.
+#
+# :meth:`attnlab.tensors.call.KernelCall.from_tensors` is the public entry.
+
+_FP8 = {
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlainCall:
+    """The tensors that a caller gave, and what else is needed to interpret them.
+
+    See :meth:`attnlab.tensors.call.KernelCall.from_tensors` for shapes.
+    """
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    output: torch.Tensor | None
+    op: str | None
+    layout: str | None
+    kv_cache_dtype: str | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a KernelCall; raise InvalidCall for what does not fit."""
+        self._check_tensors()
+        starts = self._starts()
+        query_lens = starts.long().diff()
+        self._check_lens(starts, query_lens)
+        layout = self._layout()
+        op = OPS[self.op or (WRAPPER if layout == "x-split" else UNIFIED)]
+        key_cache, value_cache = to_x_split(self.key_cache, self.value_cache, layout)
+        _check_paged(self.query, key_cache, value_cache)
+        self._check_blocks(key_cache.shape[0], value_cache.shape[3])
+        kv_cache_dtype = self._kv_cache_dtype()
+        if kv_cache_dtype != "auto":
+            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        key, value = self._new_tokens(op, value_cache, query_lens)
+        return {
+            "op": op.name,
+            "query": self.query,
+            "key": key,
+            "value": value,
+            "output": self.output,
+            "kv_cache_dtype": kv_cache_dtype,
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "block_table": self.block_table,
+            "query_start_loc": starts,
+            "seq_lens": self.seq_lens,
+            "layout": layout,
+            "new_tokens": "in the cache" if self.key is None else "given",
+        }
+
+    def _check_tensors(self) -> None:
+        """Check types, devices and the shapes that do not depend on the layout."""
+        check_tensor("query", self.query)
+        for name in ("key_cache", "value_cache", "block_table", "seq_lens"):
+            check_tensor(name, getattr(self, name))
+        for name in ("key_cache", "value_cache", "key", "value", "output"):
+            if getattr(self, name) is not None:
+                check_tensor(name, getattr(self, name), self.query.device)
+        check_dims("query", self.query, 3)
+        num_seqs, _ = check_dims("block_table", self.block_table, 2)
+        check_shape("seq_lens", self.seq_lens, (num_seqs,))
+        for name in ("block_table", "seq_lens"):
+            check_index(name, getattr(self, name))
+        if self.op is not None and self.op not in OPS:
+            raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {self.op!r}", field="op")
+        if (self.key is None) != (self.value is None):
+            missing = "key" if self.key is None else "value"
+            other = "value" if self.key is None else "key"
+            raise InvalidCall(f"{missing} must be given with {other}, got None", field=missing)
+        if self.key is not None:
+            check_dims("key", self.key, 3)
+
+    def _starts(self) -> torch.Tensor:
+        """Return query_start_loc: given, or that of one new token per sequence."""
+        tokens, num_seqs = self.query.shape[0], self.seq_lens.shape[0]
+        if self.query_start_loc is not None:
+            check_tensor("query_start_loc", self.query_start_loc)
+            check_shape("query_start_loc", self.query_start_loc, (num_seqs + 1,))
+            check_index("query_start_loc", self.query_start_loc)
+            return self.query_start_loc
+        if tokens != num_seqs:
+            text = f"query_start_loc must be given for {tokens} new tokens of {num_seqs} sequences"
+            raise InvalidCall(f"{text}, got None", field="query_start_loc")
+        return torch.arange(num_seqs + 1, dtype=torch.int32, device=self.seq_lens.device)
+
+    def _check_lens(self, starts: torch.Tensor, query_lens: torch.Tensor) -> None:
+        tokens = self.query.shape[0]
+        ends = int(starts[-1])
+        if int(starts[0]) != 0 or bool((query_lens < 0).any()) or ends > tokens:
+            text = f"query_start_loc must rise from 0 to at most {tokens}, the rows of query"
+            raise InvalidCall(f"{text}, got {starts.tolist()}", field="query_start_loc")
+        short = torch.nonzero(self.seq_lens.long() < query_lens.to(self.seq_lens.device)).flatten()
+        if len(short):
+            seq = int(short[0])
+            text = f"seq_lens[{seq}] must be at least its query_len {int(query_lens[seq])}"
+            raise InvalidCall(f"{text}, got {int(self.seq_lens[seq])}", field="seq_lens")
+
+    def _layout(self) -> str:
+        if self.layout is not None:
+            if self.layout not in LAYOUTS:
+                text = f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}"
+                raise InvalidCall(text, field="layout")
+            return self.layout
+        columns = self.block_table.shape[1]
+        longest = int(self.seq_lens.max()) if self.seq_lens.numel() else 0
+        return find_layout(
+            self.query,
+            self.key_cache,
+            num_kv_heads=None if self.key is None else self.key.shape[1],
+            min_block_size=-(-longest // max(1, columns)),
+        )
+
+    def _check_blocks(self, num_blocks: int, block_size: int) -> None:
+        """Check that every sequence has blocks for its tokens, and that these blocks exist."""
+        columns = self.block_table.shape[1]
+        for seq, seq_len in enumerate(self.seq_lens.tolist()):
+            needed = -(-seq_len // block_size)
+            if needed > columns:
+                text = f"block_table must have at least {needed} columns, for sequence {seq}"
+                raise InvalidCall(f"{text}, got {columns}", field="block_table")
+            for column, block in enumerate(self.block_table[seq, :needed].tolist()):
+                if not 0 <= block < num_blocks:
+                    text = f"block_table[{seq}][{column}] must be from 0 to {num_blocks - 1}"
+                    raise InvalidCall(f"{text}, got {block}", field="block_table")
+
+    def _kv_cache_dtype(self) -> str:
+        """Return kv_cache_dtype, given or by the dtype of the cache."""
+        cache, model = self.key_cache.dtype, self.query.dtype
+        if self.value_cache.dtype != cache:
+            text = f"value_cache must be {cache} like key_cache, got {self.value_cache.dtype}"
+            raise InvalidCall(text, field="value_cache")
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}"
+            raise InvalidCall(f"{text}, got {self.kv_cache_dtype!r}", field="kv_cache_dtype")
+        found = _FP8.get(cache, "auto" if cache == model else None)
+        if cache == torch.uint8 and self.kv_cache_dtype in (None, "auto"):
+            text = (
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
+            )
+            raise InvalidCall(f"{text}, got {self.kv_cache_dtype}", field="kv_cache_dtype")
+        if cache != torch.uint8 and found is None:
+            text = f"key_cache must be {model} like query, uint8 or FP8, got {cache}"
+            raise InvalidCall(text, field="key_cache")
+        given = self.kv_cache_dtype or found
+        assert given is not None  # of a uint8 cache it is given
+        if found is not None and (given == "auto") != (found == "auto"):
+            text = f"kv_cache_dtype must be {found} for a cache of {cache}, got {given}"
+            raise InvalidCall(text, field="kv_cache_dtype")
+        return given
+
+    def _new_tokens(
+        self, op: Op, value_cache: torch.Tensor, query_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return key and value: given, or placeholders for an op that reads all new tokens from the cache."""
+        if self.key is not None and self.value is not None:
+            return self.key, self.value
+        from_cache = op.new_tokens_from == "cache"
+        if op.new_tokens_from == "by query_len":
+            from_cache = bool((query_lens <= 1).all())
+        if not from_cache:
+            text = f"key and value must be given with {op.name}, which reads new tokens from them"
+            raise InvalidCall(f"{text}, got None", field="key")
+        tokens, _, head_size = self.query.shape
+        _, kv_heads, value_size, _ = value_cache.shape
+        zero = self.query.new_zeros(())
+        return zero.expand(tokens, kv_heads, head_size), zero.expand(tokens, kv_heads, value_size)
+
+
+def _check_paged(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Check a cache in the layout x-split against the query."""
+    head_size = query.shape[2]
+    blocks, kv_heads, chunks, block_size, x = check_dims("key_cache", key_cache, 5)
+    if chunks * x != head_size:
+        text = f"key_cache must hold heads of {head_size} elements like query, got {chunks} × {x}"
+        raise InvalidCall(text, field="key_cache")
+    values = check_dims("value_cache", value_cache, 4)
+    fits = (values[0], values[1], values[3]) == (blocks, kv_heads, block_size)
+    shape = (blocks, kv_heads, values[2] if fits else head_size, block_size)
+    check_shape("value_cache", value_cache, shape)
+    if kv_heads == 0 or query.shape[1] % kv_heads:
+        text = f"query must have a multiple of {kv_heads} heads, as key_cache has {kv_heads}"
+        raise InvalidCall(f"{text}, got {query.shape[1]}", field="query")
+
+
+# Checks of a KernelCall's fields: each raises InvalidCall with one line that names the field.
+
+NEW_TOKENS = ("given", "in the cache")
+_INDEX = ("block_table", "seq_lens", "query_start_loc")
+
+
+def check_call(given: Mapping[str, Any]) -> None:
+    """Raise InvalidCall unless the fields of a call fit together. ``given``: each field by its name."""
+    if given["op"] not in OPS:
+        text = f"op must be one of {', '.join(OPS)}, got {given['op']!r}"
+        raise InvalidCall(text, field="op")
+    _check_attention(given)
+    num_seqs, _ = check_dims("block_table", given["block_table"], 2)
+    check_shape("seq_lens", given["seq_lens"], (num_seqs,))
+    check_shape("query_start_loc", given["query_start_loc"], (num_seqs + 1,))
+    for name in _INDEX:
+        check_index(name, given[name])
+    _check_optional(given, num_seqs)
+    check_visibility(given, num_seqs)
+    if given["new_tokens"] not in NEW_TOKENS:
+        text = f"new_tokens must be one of {', '.join(NEW_TOKENS)}, got {given['new_tokens']!r}"
+        raise InvalidCall(text, field="new_tokens")
+
+
+def _check_attention(given: Mapping[str, Any]) -> None:
+    """Check query, key, value, both caches and the output."""
+    tokens, heads, head_size = check_dims("query", given["query"], 3)
+    _, kv_heads, _ = check_dims("key", given["key"], 3)
+    check_shape("key", given["key"], (tokens, kv_heads, head_size))
+    blocks, _, chunks, block_size, x = check_dims("key_cache", given["key_cache"], 5)
+    check_shape("key_cache", given["key_cache"], (blocks, kv_heads, chunks, block_size, x))
+    if chunks * x != head_size:
+        text = f"key_cache must hold heads of {head_size}, got {chunks} × {x}"
+        raise InvalidCall(text, field="key_cache")
+    _, _, value_size, _ = check_dims("value_cache", given["value_cache"], 4)
+    check_shape("value_cache", given["value_cache"], (blocks, kv_heads, value_size, block_size))
+    check_shape("value", given["value"], (tokens, kv_heads, value_size))
+    output = (tokens, heads, value_size)
+    if OPS[given["op"]].writes_cache:
+        output = (blocks * block_size, kv_heads, head_size + value_size)
+    for name in ("output", "before"):
+        if given[name] is not None:
+            check_shape(name, given[name], output)
+    if kv_heads == 0 or heads % kv_heads:
+        text = f"query must have a multiple of {kv_heads} heads, got {heads}"
+        raise InvalidCall(text, field="query")
+
+
+def _check_optional(given: Mapping[str, Any], num_seqs: int) -> None:
+    """Check sinks, log-sum-exp, slot mapping, block numbers and scales."""
+    tokens, heads, _ = given["query"].shape
+    blocks, kv_heads, _, block_size = given["value_cache"].shape
+    shapes = {"sinks": (heads,), "lse": (tokens, heads), "block_ids": (blocks,)}
+    for name, shape in shapes.items():
+        if given[name] is not None:
+            check_shape(name, given[name], shape)
+    if given["sinks"] is not None and not given["sinks"].is_floating_point():
+        text = f"sinks must be of a floating dtype, got {given['sinks'].dtype}"
+        raise InvalidCall(text, field="sinks")
+    if given["slot_mapping"] is not None:
+        check_dims("slot_mapping", given["slot_mapping"], 1)
+        check_index("slot_mapping", given["slot_mapping"])
+    _check_formats(given, num_seqs)
+    for name in ("k_scale", "v_scale"):
+        scale = given[name]
+        allowed = [(num_seqs, kv_heads), (blocks, block_size, kv_heads)]
+        if isinstance(scale, torch.Tensor) and tuple(scale.shape) not in allowed:
+            shown = " or ".join(map(str, allowed))
+            text = f"{name} must be a number or have shape {shown}, got {tuple(scale.shape)}"
+            raise InvalidCall(text, field=name)
+
+
+def is_fp8(value: object) -> bool:
+    """Answer whether ``value`` is a tensor in an FP8 format."""
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() == 1
+    )
+
+
+def _check_formats(given: Mapping[str, Any], num_seqs: int) -> None:
+    """Check the formats of query and output: an FP8 query needs an FP8 cache, and scales must fit."""
+    kv_heads = given["value_cache"].shape[1]
+    if is_fp8(given["query"]) and given["kv_cache_dtype"] == "auto":
+        text = "kv_cache_dtype must be FP8 for a query in FP8, got auto"
+        raise InvalidCall(text, field="kv_cache_dtype")
+    if isinstance(given["q_scale"], torch.Tensor):
+        check_shape("q_scale", given["q_scale"], (num_seqs, kv_heads))
+    scale = given["output_scale"]
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        text = f"output_scale must be a positive number, got {scale!r:.60}"
+        raise InvalidCall(text, field="output_scale")
+
 
 _LARGE_CACHE = (
     1 << 24
@@ -36,7 +447,7 @@ class KernelCall(Shown):
       ``new_tokens`` is "in the cache", the op did not get them and these two are placeholders.
     - ``key_cache``: [num_blocks, num_kv_heads, head_size / x, block_size, x]; ``value_cache``:
       [num_blocks, num_kv_heads, value_size, block_size]; uint8 if kv_cache_dtype is FP8. They may be views
-      of a cache in another layout; ``layout`` names it (:mod:`attnlab.tensors.cache_layout`).
+      of a cache in another layout; ``layout`` names it (:mod:`attnlab.tensors.cache`).
       ``block_ids``: [num_blocks] int64, the number that each block had in a larger cache, or None.
     - ``block_table`` [num_seqs, max_blocks_per_seq], ``query_start_loc`` [num_seqs + 1], ``seq_lens``
       [num_seqs]: int32 or int64, as the caller chose; kernels expect int32. ``slot_mapping``: the slot of
@@ -52,7 +463,8 @@ class KernelCall(Shown):
       values of a block are in packs (:func:`attnlab.tensors.cache.interleaved`).
     - ``causal`` and the fields around it, and ``sliding_window``: which keys a row sees, see
       :class:`attnlab.tensors.visibility.Visibility`.
-    - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.layout`) where the
+    - ``strides``, ``padding``: the memory layout that the op gets (:mod:`attnlab.tensors.case_call`) where
+      the
       lab runs it.
     - ``origin``: which program made the call, and where. ``unmodelled``: the arguments that change the
       result and that attnlab has no reference for; such a call is kept, but not diagnosed.

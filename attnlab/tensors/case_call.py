@@ -1,5 +1,6 @@
 """The call of a Case: its output buffer, its index tensors, and its KernelCall."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -7,14 +8,104 @@ from typing import Any
 import torch
 
 from attnlab.case.case import Case
-from attnlab.tensors.batch import Batch
-from attnlab.tensors.cache import PagedCache, garbage
-from attnlab.tensors.call import KernelCall
+from attnlab.tensors.batch import Batch, alibi_slopes, sink_logits
+from attnlab.tensors.cache import PagedCache, garbage, make_block_table
+from attnlab.tensors.call import INDEX_DTYPES, KernelCall, Origin
 from attnlab.tensors.case_visibility import visibility_of
-from attnlab.tensors.formats import FORMATS, read_format
-from attnlab.tensors.origin import Origin
-from attnlab.tensors.shapes import INDEX_DTYPES
+from attnlab.tensors.formats import FORMATS, read_format, written_format
 from attnlab.tensors.visibility import Visibility
+
+# Memory layout of a call's tensors: vLLM's strides and padding, with unchanged numbers.
+#
+# - "fused": query, key and value are slices of one tensor, as a fused projection returns them. A block of
+#   the cache holds its keys, then its values (kv_cache.unbind(1) in vLLM's Triton backend, since 0.11).
+# - "HND": as "fused", and in the cache of unified attention and of the cache write, the heads of a block
+#   come before its slots (VLLM_KV_CACHE_LAYOUT=HND).
+# - padding: tokens and empty sequences after those of the batch, as for a CUDA graph that was captured for
+#   a larger batch. Padding rows of the output are checked only for merge_attn_states.
+
+
+def presented(call: KernelCall) -> KernelCall:
+    """Return the call with its strides and padding applied; the call itself if it has neither."""
+    return _padded(strided(call))
+
+
+def strided(call: KernelCall) -> KernelCall:
+    """Return the call with the strides ``call.strides`` of query, key, value and cache; copies."""
+    if call.strides == "contiguous":
+        return call
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    joined = torch.cat([call.query, call.key, call.value], 1)
+    query, key, value = joined.split([heads, kv_heads, kv_heads], 1)
+    caches = (call.key_cache, call.value_cache)
+    blocks = torch.stack([cache.flatten(1) for cache in caches], 1)
+    key_cache, value_cache = (
+        half.unflatten(1, cache.shape[1:])
+        for half, cache in zip(blocks.unbind(1), caches, strict=True)
+    )
+    return dataclasses.replace(
+        call, query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache
+    )
+
+
+def flash(
+    key: torch.Tensor, value: torch.Tensor, strides: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache with the strides of that name.
+
+    ``key``, ``value``: [num_blocks, block_size, num_kv_heads, head_size], as is the result.
+    """
+    if strides == "contiguous":
+        return key, value
+    if strides == "HND":
+        both = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)
+        first, second = both.unbind(1)
+        return first.transpose(1, 2), second.transpose(1, 2)
+    first, second = torch.stack([key, value], 1).unbind(1)
+    return first, second
+
+
+def _padded(call: KernelCall) -> KernelCall:
+    """Return the call with ``call.padding`` more empty sequences and tokens.
+
+    Padding tokens are NaN; for a cache write they are 3, a number that is visible in every cache format.
+    """
+    if not call.padding:
+        return call
+    fill = 3.0 if call.spec.writes_cache else float("nan")
+    names = ("query", "key", "value", "output")[: 3 if call.spec.writes_cache else 4]
+    tokens: dict[str, Any] = {
+        name: _longer(given, call.padding, fill)
+        for name in names
+        if (given := getattr(call, name)) is not None
+    }
+    last = call.query_start_loc[-1:].expand(call.padding)
+    empty = call.seq_lens.new_zeros(call.padding)
+    rows = call.block_table.new_zeros(call.padding, call.block_table.shape[1])
+    masks: dict[str, Any] = {
+        name: torch.cat([mask, mask.new_zeros(call.padding, *mask.shape[1:])])
+        for name in ("causal", "mm_prefix_range", "rswa_prefix_lens")
+        if isinstance(mask := getattr(call, name), torch.Tensor)
+    }
+    return dataclasses.replace(
+        call,
+        **tokens,
+        **masks,
+        query_start_loc=torch.cat([call.query_start_loc, last]),
+        seq_lens=torch.cat([call.seq_lens, empty]),
+        block_table=torch.cat([call.block_table, rows]),
+    )
+
+
+def _longer(tensor: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
+    """Return a copy with ``rows`` more rows of the number ``fill``. The strides are kept, but for a tensor
+    that is one number expanded."""
+    shape = (tensor.shape[0] + rows, *tensor.shape[1:])
+    is_expanded = 0 in tensor.stride()
+    strides = torch.empty(shape, device="meta").stride() if is_expanded else tensor.stride()
+    longer = tensor.new_empty_strided(shape, strides).fill_(fill)
+    longer[: len(tensor)] = tensor
+    return longer
 
 
 def make_query_start_loc(query_lens: Sequence[int], how: str) -> torch.Tensor:
@@ -102,4 +193,35 @@ def call_of(case: Case, block_table: torch.Tensor, **tensors: Any) -> KernelCall
         strides=case.kv_layout,
         padding=case.pad_batch,
         origin=Origin(release=case.release, platform=case.platform, backend=case.backend),
+    )
+
+
+# A Case's call without its numbers, for questions that only shapes and index tensors answer.
+
+
+def hollow_call(case: Case) -> KernelCall:
+    """Return a call with the shapes, dtypes and index tensors of the Case's call, without its numbers.
+
+    The other tensors are memory that is never written, so the call takes no time and next to no memory.
+    """
+    tokens, heads, head_size = case.lengths.num_tokens, case.num_kv_heads, case.head_size
+    dtype, stored = FORMATS[case.dtype].dtype, written_format(case).storage
+    key_cache = (case.total_blocks, heads, head_size // case.key_x, case.block_size, case.key_x)
+    output = torch.empty(tokens, case.num_heads, head_size, dtype=dtype)
+    if case.spec.writes_cache:
+        output = torch.empty(
+            (case.total_blocks * case.block_size, heads, 2 * head_size),
+            dtype=read_format(case.kv_cache_dtype, dtype, case.machine.fp8_e4m3).dtype,
+        )
+    return call_of(
+        case,
+        make_block_table(case),
+        query=torch.empty(tokens, case.num_heads, head_size, dtype=dtype),
+        key=torch.empty(tokens, heads, head_size, dtype=dtype),
+        value=torch.empty(tokens, heads, head_size, dtype=dtype),
+        output=output,
+        key_cache=torch.empty(key_cache, dtype=stored),
+        value_cache=torch.empty((*key_cache[:2], head_size, case.block_size), dtype=stored),
+        alibi_slopes=alibi_slopes(case.num_heads) if case.alibi else None,
+        sinks=sink_logits(case.num_heads, case.seed) if case.sinks else None,
     )

@@ -1,6 +1,7 @@
 """Element formats of a KV cache: encoding and decoding of numbers."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -88,3 +89,90 @@ def store(case: Case, tokens: torch.Tensor, scale: float) -> torch.Tensor:
     if case.cache_write == "numeric":
         return tokens.to(torch.uint8)
     return written_format(case).encode(tokens, scale)
+
+
+# INT4 caches of vLLM: rotated tokens as pairs of nibbles, with a scale and a zero point per token and head.
+#
+# Source: vllm/v1/attention/ops/int4_per_token_head.py, vLLM 0.33.0. The rotation R is a Hadamard matrix of
+# size b times a diagonal of signs, for each b elements of a head; b is the largest power of two that
+# divides its size. R times its transpose is b times the identity. Element 2·i is the low nibble of byte i,
+# element 2·i + 1 the high one. The zero point is in the lowest four bits of the scale.
+
+_SIGN_SEED = 0x9E3779B9
+LEAST_SCALE = 1e-6
+_ZERO_BITS = 0xF
+_MIDDLE = 8  # a zero point: -8 to 7 can be stored
+
+
+def rotation_size(head_size: int) -> int:
+    """Return b, the size of the rotation: the largest power of two that divides ``head_size``."""
+    return head_size & -head_size
+
+
+def rotate(tokens: torch.Tensor) -> torch.Tensor:
+    """Return R times each head of tokens [..., head_size], in float64."""
+    size = rotation_size(tokens.shape[-1])
+    parts = tokens.double().unflatten(-1, (-1, size))
+    rotated: torch.Tensor = parts * _signs(size) @ _hadamard(size)
+    return rotated.flatten(-2)
+
+
+def rotate_back(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of :func:`rotate`."""
+    size = rotation_size(tokens.shape[-1])
+    parts = tokens.double().unflatten(-1, (-1, size))
+    back: torch.Tensor = parts @ _hadamard(size) * _signs(size)
+    return back.flatten(-2) / size
+
+
+def pack_int4(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [..., head_size], rotated, as bytes [..., head_size / 2], and their scales [...] float32.
+
+    Rotated tokens are rounded to the tokens' dtype, as vLLM does. A head with NaN has arbitrary bytes and the
+    scale NaN.
+    """
+    rotated = rotate(tokens).to(tokens.dtype).double()
+    least, most = rotated.amin(-1), rotated.amax(-1)
+    scale = ((most - least) / 15).clamp(min=LEAST_SCALE)
+    zero = (-least / scale).round().clamp(0, 15)
+    numbers = (rotated / scale[..., None]).round() + zero[..., None]
+    pairs = numbers.nan_to_num(0.0).clamp(0, 15).to(torch.uint8).unflatten(-1, (-1, 2))
+    bits = scale.float().view(torch.int32) & ~_ZERO_BITS
+    bits |= zero.nan_to_num(0.0).to(torch.int32)
+    return pairs[..., 0] | (pairs[..., 1] << 4), bits.view(torch.float32)
+
+
+def pack_with_scale(tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what :func:`pack_int4` does, for given scales [...] and the zero point 8."""
+    numbers = (rotate(tokens) / scale.double()[..., None]).round() + _MIDDLE
+    pairs = numbers.clamp(0, 15).to(torch.uint8).unflatten(-1, (-1, 2))
+    bits = (scale.float().view(torch.int32) & ~_ZERO_BITS) | _MIDDLE
+    return pairs[..., 0] | (pairs[..., 1] << 4), bits.view(torch.float32)
+
+
+def unpack_int4(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the rotated tokens that are stored, [..., head_size] float64."""
+    numbers = torch.stack([stored & 0xF, stored >> 4], -1).flatten(-2).double()
+    zero = (scales.view(torch.int32) & _ZERO_BITS).double()
+    return (numbers - zero[..., None]) * int4_scale(scales)[..., None]
+
+
+def int4_scale(scales: torch.Tensor) -> torch.Tensor:
+    """Return the scales without their zero points, [...] float64."""
+    return (scales.view(torch.int32) & ~_ZERO_BITS).view(torch.float32).double()
+
+
+@lru_cache(maxsize=8)
+def _hadamard(size: int) -> torch.Tensor:
+    """Return the Hadamard matrix of a power of two, [size, size] float64."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found
+
+
+@lru_cache(maxsize=8)
+def _signs(size: int) -> torch.Tensor:
+    """Return the signs of a rotation, [size] float64."""
+    generator = torch.Generator().manual_seed(_SIGN_SEED)
+    return 2.0 * torch.bernoulli(torch.full((size,), 0.5), generator=generator).double() - 1.0

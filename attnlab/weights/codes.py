@@ -1,6 +1,6 @@
 """Codes: values that turn an output into weights.
 
-The slots of lane j (:mod:`attnlab.weights.lanes`) have the value 1 in element j mod head_size during run
+The slots of lane j (:mod:`attnlab.weights.codes`) have the value 1 in element j mod head_size during run
 j // head_size, and 0 otherwise. 0 and 1 are exact in float16, bfloat16 and FP8. Another run has random signed
 powers of two in every element: its output follows from the weights if every value comes from its own slot,
 head and element, and if the output is linear in V.
@@ -8,15 +8,16 @@ head and element, and if the output is linear in V.
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from attnlab.contracts.target import Target
-from attnlab.kernels.model.cache_reads import format_of
+from attnlab.contracts.contract import Target
+from attnlab.kernels.model import format_of
 from attnlab.tensors.cache import interleaved
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.setup import cache_slots, has_new_slots
+from attnlab.weights.setup import AttentionSetup, cache_slots, has_new_slots
 
 
 def num_slots(call: KernelCall) -> int:
@@ -126,3 +127,147 @@ def with_drawn_keys(call: KernelCall, target: Target, seed: int = 5) -> KernelCa
         for old in (call.query, call.key)
     )
     return dataclasses.replace(call, query=query, key=key, key_cache=_like(call.key_cache, stored))
+
+
+# SlotOwners: which sequence and position each slot of an X-ray belongs to.
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotOwners:
+    """The owner of each slot, by the block table and the lengths of the call.
+
+    - ``seq``, ``position``: [N] int64, NONE for a block in no row of the table. A block that several
+      sequences share belongs to the first.
+    - ``is_tail``: [N] bool, at or after the end of its sequence. ``is_new``: [N] bool, from the arguments.
+    """
+
+    seq: torch.Tensor
+    position: torch.Tensor
+    is_tail: torch.Tensor
+    is_new: torch.Tensor
+
+    def take(self, slots: torch.Tensor) -> "SlotOwners":
+        """Return the owners of some slots."""
+        parts = (self.seq, self.position, self.is_tail, self.is_new)
+        seq, position, is_tail, is_new = (one[slots] for one in parts)
+        return SlotOwners(seq=seq, position=position, is_tail=is_tail, is_new=is_new)
+
+    def kind(self, slot: int, seq: int, position: int) -> str:
+        """Return what a slot is to a row of a sequence at a position, in words."""
+        owner, at = int(self.seq[slot]), int(self.position[slot])
+        source = "new token, " if bool(self.is_new[slot]) else ""
+        if owner == NONE:
+            return "in no sequence's blocks"
+        if owner != seq:
+            return f"of sequence {owner}"
+        if bool(self.is_tail[slot]):
+            return "after the end of its sequence"
+        return f"{source}{'after' if at > position else 'at or before'} the row's own position"
+
+
+def slot_owners(call: KernelCall) -> SlotOwners:
+    """Return the owners of the slots of a call."""
+    table, size = call.block_table.long().cpu(), call.block_size
+    starts, seq_lens = call.query_start_loc.long().cpu(), call.seq_lens.long().cpu()
+    old, tokens = cache_slots(call), call.query.shape[0] if has_new_slots(call) else 0
+    seq = torch.full((old + tokens,), NONE)
+    position = torch.full_like(seq, NONE)
+    at = torch.arange(table.shape[1] * size)
+    for one in reversed(range(len(table))):
+        blocks = table[one, at // size]
+        inside = (blocks >= 0) & (blocks < call.value_cache.shape[0])
+        slots = (blocks * size + at % size)[inside]
+        used = (at < seq_lens[one])[inside]
+        for take in (~used, used):  # a slot that holds a token wins over a tail
+            free = take if bool(take.all()) else take & ((seq[slots] == NONE) | used)
+            seq[slots[free]], position[slots[free]] = one, at[inside][free]
+    for one in range(len(table) if tokens else 0):
+        rows = torch.arange(int(starts[one]), int(starts[one + 1]))
+        seq[old + rows] = one
+        position[old + rows] = int(seq_lens[one]) - len(rows) + torch.arange(len(rows))
+    lengths = torch.cat([seq_lens, seq_lens.new_zeros(1)])[seq]
+    return SlotOwners(
+        seq=seq,
+        position=position,
+        is_tail=(seq != NONE) & (position >= lengths),
+        is_new=torch.arange(old + tokens) >= old,
+    )
+
+
+def holds_token(call: KernelCall, owners: SlotOwners) -> torch.Tensor:
+    """Return which slots of the cache are for a token of a sequence, [cache slots] bool."""
+    old = cache_slots(call)
+    return (owners.seq[:old] != NONE) & ~owners.is_tail[:old]
+
+
+# Lanes: slots that share an element of a run, so that few runs measure the weights of many slots.
+#
+# A row should read the slots of its own sequence only. Slots at one position of different sequences
+# therefore share a lane, and the number of runs follows from the longest sequence, not from the size of the
+# cache. A weight in a slot of another sequence is added to the lane's own weight: it shows as a deviation,
+# and the slots are then measured one by one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lanes:
+    """The lane of each slot.
+
+    - ``of``: [N] int64, first those of the cache, then those of new tokens. ``cached``: the number of lanes
+      of the cache, ``count``: of all.
+    """
+
+    of: torch.Tensor
+    cached: int
+    count: int
+
+    def fold(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sums of weights [R, H, N] over the slots of each lane, [R, H, count]."""
+        folded = weights.new_zeros(*weights.shape[:2], self.count)
+        return folded.index_add_(2, self.of, weights)
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """Answer whether every lane has at most one slot."""
+        return len(self.of) == self.count
+
+
+def single_lanes(call: KernelCall, slots: int, device: torch.device | str = "cpu") -> Lanes:
+    """Return one lane for every slot."""
+    return Lanes(of=torch.arange(slots, device=device), cached=cache_slots(call), count=slots)
+
+
+def shared_lanes(call: KernelCall, owners: SlotOwners) -> Lanes:
+    """Return one lane for every position in the cache, and one for every new token of a sequence.
+
+    Slots in no sequence's blocks, and those far after the end of one, are spread over the lanes.
+    """
+    old, slots = cache_slots(call), len(owners.seq)
+    size, starts = call.block_size, call.query_start_loc.long().cpu()
+    longest = int(call.seq_lens.max()) if len(call.seq_lens) else 0
+    cached = min(max(1, -(-longest // size)) * size, old)
+    at = owners.position[:old]
+    is_own = (owners.seq[:old] != NONE) & (at < cached)
+    lanes = torch.where(is_own, at, torch.arange(old) % cached)
+    rows = torch.arange(slots - old)
+    if not len(rows):
+        return Lanes(of=lanes, cached=cached, count=cached)
+    seq = (torch.searchsorted(starts, rows, right=True) - 1).clamp(0, len(starts) - 1)
+    index = (rows - starts[seq]).clamp(min=0)
+    new = cached + index
+    return Lanes(of=torch.cat([lanes, new]), cached=cached, count=cached + int(index.max()) + 1)
+
+
+def own_slots(setup: AttentionSetup, lanes: Lanes) -> torch.Tensor:
+    """Return the slot of each lane that belongs to the row's sequence, [R, lanes]; -1 for none."""
+    own = torch.full((len(setup.rows), lanes.count + 1), -1, device=setup.device)
+    held = setup.entry_position < setup.seq_len[:, None]
+    for kept in (
+        ~held & ~setup.is_new,
+        held,
+    ):  # a slot that holds a token wins over one after the end
+        kept = kept & (setup.entry_slot >= 0)
+        lane = torch.where(kept, lanes.of[setup.entry_slot.clamp(min=0)], lanes.count)
+        own.scatter_(1, lane, setup.entry_slot)
+    return own[:, :-1]

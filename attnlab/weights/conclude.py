@@ -2,27 +2,320 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from attnlab.case.errors import NotDeterministic
+from attnlab.case.case import Case, as_case
+from attnlab.case.errors import AttnLabError, InvalidCall, InvalidCase, NotDeterministic
+from attnlab.case.masks import DATA_OF_LENGTHS
+from attnlab.case.ops import check_weighs_values
+from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.contract import Target
+from attnlab.contracts.dispatch import decide
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import controlled, is_controlled
-from attnlab.weights.confirmation import Other, SecondCase
-from attnlab.weights.description import Description, numbers
-from attnlab.weights.evidence import compare, explained, too_coarse
-from attnlab.weights.examine import COARSE_VALUES, Examined, Subject, examine, is_coarse
-from attnlab.weights.head_rules import HeadGain, HeadScore
-from attnlab.weights.measurement import runner
-from attnlab.weights.pattern import pattern
-from attnlab.weights.rule import Constant, Rule
-from attnlab.weights.score_rules import Gain, Power, ScoreFactor
+from attnlab.lab.lab import Lab
+from attnlab.lab.products import check_memory
+from attnlab.lab.run import default_lab
+from attnlab.tensors.cache import NOBODY
+from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import SlotOwners, num_slots
+from attnlab.weights.evidence import compare, explained, some_rows, too_coarse
+from attnlab.weights.fit import Law, Magnitudes, fit_law, fit_magnitudes, pattern
+from attnlab.weights.key_rules import TileTimes
+from attnlab.weights.measurement import (
+    COARSE_VALUES,
+    MOST_RUNS,
+    NUMBERS,
+    Examined,
+    Subject,
+    check_numbers,
+    examine,
+    is_coarse,
+    runner,
+)
+from attnlab.weights.plan import right_plan
+from attnlab.weights.rule import Constant, Description, Rule, numbers
+from attnlab.weights.score_rules import Gain, HeadGain, HeadScore, Power, ScoreFactor
 from attnlab.weights.search import MAX_RULES, Found, describe
-from attnlab.weights.setup import AttentionSetup
-from attnlab.weights.tile_rules import TileTimes
-from attnlab.weights.usable import UsableRows, usable_rows, with_elements
-from attnlab.weights.values import ValueFaults, value_faults
+from attnlab.weights.setup import (
+    AttentionSetup,
+    check_readable,
+    device_for,
+    moved,
+    near_slots,
+    with_value_scales,
+)
+from attnlab.weights.values import ValueFaults, predicts_values, value_faults
 from attnlab.weights.xray import XRay
+
+# Another Case for a description: odd scales, other lengths and other numbers, on the same kernels.
+_OTHER_SCALE = 1.17  # of the scores, in units of the first: no constant of a rule
+
+
+def other_case(case: Case) -> Case | None:
+    """Return a small Case that runs the same kernels as ``case``; None if none is found.
+
+    It has context lengths at and around multiples of blocks and tiles, and scales that are no powers of two.
+    """
+    lengths = case.lengths
+    decodes, prefills = (any(test(n) for n in lengths.query_lens) for test in (_is_one, _is_more))
+    size, window = case.block_size, case.sliding_window
+    far = min(max(lengths.seq_lens), 600) + 3
+    pairs: list[tuple[int, int]] = []
+    if decodes:
+        pairs += [(1, 2 * size - 1), (1, 37), (1, 64), (1, far)]
+    if prefills or not decodes:
+        wide = min(window + 5, 40) if window else 18
+        pairs += [(3, size), (wide, 2 * size + 5), (5, 64), (4, 96), (2, 47 + window)]
+        pairs += [(21, 0)] if 0 in lengths.ctx_lens else []
+    changes = {
+        "query_lens": tuple(query for query, _ in pairs),
+        "ctx_lens": tuple(ctx for _, ctx in pairs),
+        "seed": case.seed + 11,
+        "distribution": "normal",
+        "stage": "sound",
+        **dict.fromkeys(("block_table", "num_blocks", "seq_range")),
+        "max_blocks_per_seq": _columns(case, pairs),
+        **dict.fromkeys(("max_query_len", "max_seq_len", "fill", *DATA_OF_LENGTHS)),
+        "first_block": 0,
+        "freed": "kept",
+        "cache_write": "scaled",
+        "cache_format": None,
+    }
+    if case.sm_scale is not None:  # else a factor 1/sm_scale is sqrt(head_size) in both cases
+        changes["sm_scale"] = round(case.sm_scale * _OTHER_SCALE, 6)
+    if case.is_fp8:
+        changes |= {"k_scale": case.k_scale * 1.3, "v_scale": case.v_scale * 0.7}
+    try:
+        other = case.replace(**changes)
+    except InvalidCase:
+        return None
+    return other if decide(other).kernels == decide(case).kernels else None
+
+
+def _columns(case: Case, pairs: list[tuple[int, int]]) -> int | None:
+    """Return the number of columns of the block table: at least the Case's, if that gives one."""
+    if case.max_blocks_per_seq is None:
+        return None
+    longest = max(query + ctx for query, ctx in pairs)
+    return max(case.max_blocks_per_seq, -(-longest // case.block_size))
+
+
+def _is_one(length: int) -> bool:
+    return length == 1
+
+
+def _is_more(length: int) -> bool:
+    return length > 1
+
+
+# UsableRows: the finite rows of a measurement, and what belongs to them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UsableRows:
+    """Rows of a measurement.
+
+    - ``rows``: [n] indices into those of the measurement; ``setup``, ``measured``, ``expected``: of them.
+    - ``law``, ``magnitudes``: fits of the weights, of some rows of a large call; None if there are too few.
+    - ``is_all``: whether they are all rows of the measurement.
+    """
+
+    rows: torch.Tensor
+    setup: AttentionSetup
+    measured: torch.Tensor
+    expected: torch.Tensor
+    owners: SlotOwners
+    law: Law | None
+    magnitudes: Magnitudes | None
+    is_all: bool
+
+    @property
+    def zero(self) -> torch.Tensor:
+        """Return which rows are 0 although they have keys, [n] bool."""
+        has_keys = (self.expected.sum(-1) > 0).any(1)
+        is_zero: torch.Tensor = (self.measured == 0).all(-1).all(-1) & has_keys
+        return is_zero
+
+    def take(self, keep: torch.Tensor) -> "UsableRows":
+        """Return some of the rows; ``keep``: [n] bool."""
+        return _usable(
+            self.rows[keep],
+            self.setup.take(torch.nonzero(keep).flatten(), _every_head(self.setup)),
+            self.measured[keep],
+            self.expected[keep],
+            self.owners,
+            is_all=self.is_all and bool(keep.all()),
+        )
+
+
+_MANY = 4096  # slots, beyond which those that no row reads or may read are left out
+
+
+def usable_rows(found: Examined, *, every_slot: bool = True) -> UsableRows:
+    """Return the rows whose query and output are finite.
+
+    Without ``every_slot``, slots of a large cache are left out that have no weight and are far from the
+    blocks of all sequences.
+    """
+    finite = found.measurement.finite & found.setup.query.isfinite().flatten(1).all(1)
+    rows = torch.nonzero(finite).flatten()
+    setup, measured, expected = found.setup, found.measurement.weights, found.expected
+    owners = found.owners
+    if not bool(finite.all()):
+        setup = setup.take(rows, _every_head(setup))
+        measured, expected = measured[rows], expected[rows]
+    if every_slot or setup.num_slots <= _MANY or not len(rows):
+        return _usable(rows, setup, measured, expected, owners, is_all=bool(finite.all()))
+    kept = near_slots(setup, (measured != 0).any(0).any(0))
+    setup, measured, expected = setup.with_slots(kept), measured[..., kept], expected[..., kept]
+    return _usable(rows, setup, measured, expected, owners.take(kept), is_all=bool(finite.all()))
+
+
+def _usable(
+    rows: torch.Tensor,
+    setup: AttentionSetup,
+    measured: torch.Tensor,
+    expected: torch.Tensor,
+    owners: SlotOwners,
+    *,
+    is_all: bool,
+) -> UsableRows:
+    law, magnitudes = None, None
+    if len(rows):
+        some = some_rows(setup)
+        is_small = len(some) == len(rows)
+        part = setup if is_small else setup.take(some, _every_head(setup))
+        plan, fitted = right_plan(part), measured if is_small else measured[some]
+        law = fit_law(plan, fitted, with_distance=plan.slopes is not None)
+        fit = fit_magnitudes(plan, fitted)
+        magnitudes = None if fit is None else moved(fit, "cpu")
+    return UsableRows(
+        rows=rows,
+        setup=setup,
+        measured=measured,
+        expected=expected,
+        owners=owners,
+        law=law,
+        magnitudes=magnitudes,
+        is_all=is_all,
+    )
+
+
+def _every_head(setup: AttentionSetup) -> torch.Tensor:
+    return torch.arange(len(setup.heads), device=setup.device)
+
+
+def with_elements(found: Examined, elements: torch.Tensor | None) -> Examined:
+    """Return a measurement whose outputs are read in the order ``elements``, [head_size], or as they are."""
+    if elements is None:
+        return found
+    return dataclasses.replace(
+        found, measurement=found.measurement.reordered(found.setup, elements)
+    )
+
+
+# How often an X-ray runs the kernel.
+
+_FURTHER = (
+    5  # with random values, and where a row may be unwritten or a value come from another head
+)
+
+
+def most_runs(case: Case) -> int:
+    """Return the number of runs that an X-ray of a wrong kernel makes, with a second Case.
+
+    A right kernel needs those for shared lanes only.
+    """
+    other = other_case(case)
+    slots = case.total_blocks * case.block_size
+    resolving = _runs(case, slots)
+    if resolving > MOST_RUNS:
+        resolving = _runs(case, NUMBERS)
+    of_other = 0 if other is None else _runs(other, _lanes(other))
+    return _runs(case, _lanes(case)) + resolving + of_other + _FURTHER
+
+
+def _runs(case: Case, numbers: int) -> int:
+    return -(-numbers // case.head_size)
+
+
+def _lanes(case: Case) -> int:
+    """Return the number of lanes that sequences share: positions in the cache, and new tokens."""
+    longest = max(case.lengths.seq_lens, default=0)
+    cached = -(-longest // case.block_size) * case.block_size
+    new = 0 if case.spec.new_tokens_from == "cache" else max(case.lengths.query_lens, default=0)
+    return cached + new
+
+
+# SecondCase: another case on the same backend, which descriptions must predict before they are stated.
+
+Other = Callable[[tuple[int, ...] | None, bool], Subject | None]
+
+
+class SecondCase:
+    """Measures another case when it is needed, once for the same heads.
+
+    ``other`` returns another subject on the same backend, or None. Its arguments: the query heads that a
+    description concerns (None for all), and whether every head is needed.
+    """
+
+    def __init__(self, other: Other | None) -> None:
+        self._other = other
+        self._known: dict[tuple[tuple[int, ...] | None, bool], Examined | None] = {}
+
+    def examined(self, heads: tuple[int, ...] | None, *, every_head: bool) -> Examined | None:
+        """Return the sums of the lanes of another case; None without one."""
+        for key in ((None, True), (heads, every_head)):
+            if key in self._known:
+                return self._known[key]
+        subject = None if self._other is None else self._other(heads, every_head)
+        found = None
+        if subject is not None:
+            try:
+                found = examine(subject, resolve=False, values=every_head)
+            except AttnLabError:
+                found = None
+        self._known[heads, every_head] = found
+        return found
+
+    def confirmed(self, search: Found, faults: ValueFaults) -> tuple[Found, bool | None]:
+        """Return the descriptions that predict the other case's weights, and whether there was one."""
+        first = search.descriptions[0]
+        every_head = any(_is_by_head(one) for one in search.descriptions) or faults.is_rule
+        found = self.examined(first.scope.heads, every_head=every_head)
+        if found is None:
+            return search, None
+        found = with_elements(found, faults.elements)
+        usable, lanes = usable_rows(found), found.measurement.lanes
+        if not len(usable.rows):
+            return search, None
+        folded = found.measurement.folded[usable.rows]
+        kept = [
+            one
+            for one in search.descriptions
+            if compare(usable.setup, folded, lanes.fold(one.weights(usable.setup))).complete
+        ]
+        return dataclasses.replace(search, descriptions=tuple(kept)), bool(kept)
+
+    def confirms_values(self, faults: ValueFaults) -> bool | None:
+        """Answer whether the faults predict the output of another case; None without one."""
+        found = self.examined(None, every_head=True)
+        if found is None or not bool(found.measurement.finite.any()):
+            return None
+        found = with_elements(found, faults.elements)
+        rows: torch.Tensor = predicts_values(found.setup, found.measurement, faults)
+        return bool(rows[found.measurement.finite].all())
+
+
+def _is_by_head(one: Description) -> bool:
+    return any(isinstance(rule, HeadScore | HeadGain) for rule in one.rules)
+
 
 _NOTHING = Found(descriptions=(), tried=0)
 _ZERO_S = 2.0  # time for the search for a rule of rows of zeros
@@ -35,7 +328,7 @@ _NEARLY_ONE = 0.01  # a factor that differs from 1 by less is rounding of a cons
 def xray_of(subject: Subject, other: Other | None = None, limit_s: float = 10.0) -> XRay:
     """Measure a subject and conclude.
 
-    ``other``: as in :class:`attnlab.weights.confirmation.SecondCase`.
+    ``other``: as in :class:`attnlab.weights.conclude.SecondCase`.
     ``limit_s`` bounds the search for a description. Wrong weights of a kernel that may not be
     deterministic are measured again, each run twice. Raises what the backend raises,
     NotDeterministic, InvalidCase for an op without values, InvalidCall for a call that is too large.
@@ -302,3 +595,132 @@ def _limits(found: Examined) -> list[str]:
             "query and keys were drawn from N(0, 1): the scores of the case differ too little"
         )
     return lines
+
+
+# The part of ``import attnlab`` that reads weights out of a kernel.
+
+NO_RUNNER = (
+    "backend must be given to X-ray a saved call, which holds no kernel: --kernel mine.py:my_attention, "
+    "--source VLLM, or --backend (model measures attnlab's own model)"
+)
+
+
+def xray(
+    case: Case | KernelCall | str,
+    *,
+    backend: str | Backend | None = None,
+    confirm: bool = True,
+    limit_s: float = 10.0,
+    lab: Lab | None = None,
+    **changes: Any,
+) -> XRay:
+    """Measure the effective attention weights of a kernel, and describe how they differ from the right ones.
+
+    The unmodified kernel runs with coded values; keys of empty slots are replaced by finite ones.
+
+    - ``case``: a Case, a pytest id, or a KernelCall such as a captured one.
+    - ``backend``: whose kernel runs: a name as in ``Case.backend``, such as "mine.py:fn", or a Backend.
+      Default: the Case's. A KernelCall holds no kernel, so it needs a backend.
+    - ``confirm``: a description must also predict another Case, which is measured if one is found. A
+      KernelCall has no other Case.
+    - ``limit_s``: time for the search for a description, in seconds.
+    - ``changes``: fields of the Case; of a KernelCall, where it ran, for example ``platform="sm_90"``.
+
+    Raises InvalidCase for an op without values (a cache write) and for a KernelCall without a backend, and
+    InvalidCall for a call that is too large, and NotDeterministic if equal runs of the kernel differ.
+    """
+    lab = lab or default_lab()
+    if isinstance(case, KernelCall):
+        if call_platform := case.origin.platform:
+            changes.setdefault("platform", call_platform)
+        chosen = backend if backend is not None else changes.pop("backend", None)
+        if chosen is None:
+            raise InvalidCase(NO_RUNNER, field="backend")
+        if isinstance(chosen, str):
+            return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
+        subject = _of_call(case, Case(**changes), chosen)
+        return xray_of(_on_fastest(subject, lab.device), limit_s=limit_s)
+    if isinstance(backend, str):
+        changes["backend"] = backend
+    case = as_case(case, **changes)
+    found = backend if isinstance(backend, Backend) else lab.backend(case)
+
+    def other(heads: tuple[int, ...] | None, every_head: bool) -> Subject | None:
+        second = other_case(case)
+        if second is None:
+            return None
+        part = second if every_head else _of_one_head(second, found, heads)
+        return _of_case(part, lab, found)
+
+    subject = _on_fastest(_of_case(case, lab, found), lab.device)
+    return xray_of(subject, other if confirm else None, limit_s)
+
+
+def _of_one_head(case: Case, backend: Backend, heads: tuple[int, ...] | None) -> Case:
+    """Return the Case with the KV head of one of the query heads to run, if the backend can run a part."""
+    kv_head = (case.num_heads - 1 if heads is None else heads[-1]) // case.num_queries_per_kv
+    try:
+        part = case.replace(kv_head_range=(kv_head, kv_head + 1))
+        backend.check(part)
+    except AttnLabError:
+        return case
+    return part
+
+
+def xray_of_call(
+    call: KernelCall, ran: Case, backend: str | None = None, *, lab: Lab, limit_s: float
+) -> XRay:
+    """Return the X-ray of a call; ``ran`` has the platform, the release and, by default, the backend."""
+    found = find_backend(backend or ran.backend, lab.source, lab.device)
+    return xray_of(_on_fastest(_of_call(call, ran, found), lab.device), limit_s=limit_s)
+
+
+def _on_fastest(subject: Subject, requested: str | None) -> Subject:
+    """Return the subject with the device that computes its weights fastest."""
+    weights = len(subject.rows) * len(subject.heads) * num_slots(subject.call)
+    return dataclasses.replace(subject, device=device_for(weights, requested))
+
+
+def _of_case(case: Case, lab: Lab, backend: Backend) -> Subject:
+    """Return what is measured of a Case: the rows and heads that it runs."""
+    check_weighs_values(case.spec)
+    check_readable(case)
+    check_memory(case, backend.cache_copies)
+    backend.check(case)
+    rows = case.query_rows or range(case.lengths.num_tokens)
+    heads = case.query_heads or range(case.num_heads)
+    slots = case.total_blocks * case.block_size
+    check_numbers(len(rows), len(heads), slots)
+    call, provenance = lab.call(case), lab.cache(case).provenance
+    options = with_value_scales(RunOptions.of(case), case, call)
+    if lab.on_step is not None:
+        options = dataclasses.replace(options, on_step=lab.on_step)
+    return Subject(
+        call=call,
+        target=Target.of(case),
+        kernels=decide(case).kernels,
+        backend=backend,
+        options=options,
+        rows=torch.arange(rows.start, rows.stop),
+        heads=torch.arange(heads.start, heads.stop),
+        written=(provenance.seq != NOBODY).flatten(),
+        case=case,
+    )
+
+
+def _of_call(call: KernelCall, ran: Case, backend: Backend) -> Subject:
+    """Return what is measured of a call: every row of its sequences, and every head."""
+    if call.op not in backend.ops:
+        allowed = " or ".join(backend.ops)
+        raise InvalidCall(
+            f"op must be {allowed} with backend {backend.name}, got {call.op}", field="op"
+        )
+    return Subject(
+        call=call,
+        target=Target.of(ran),
+        kernels=kernels_of(ran, call),
+        backend=backend,
+        options=RunOptions(),
+        rows=torch.arange(int(call.query_start_loc[0]), int(call.query_start_loc[-1])),
+        heads=torch.arange(call.query.shape[1]),
+    )

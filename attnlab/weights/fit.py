@@ -1,10 +1,17 @@
 """Fits of measured weights: how log weights depend on scores and distances, and sums."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from attnlab.weights.codes import SlotOwners
 from attnlab.weights.plan import Plan
+from attnlab.weights.rule import Constant, Rule, constants_near, numbers
+from attnlab.weights.score_rules import Gain, HeadGain, HeadScore, ScoreFactor
+from attnlab.weights.setup import AttentionSetup
 
 _LEAST = 200.0  # a weight is used if it is so many times the absolute precision
 
@@ -89,3 +96,255 @@ def _centred(values: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     values = torch.where(used, values, 0.0)
     count = used.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(used, values - values.sum(-1, keepdim=True) / count, 0.0)
+
+
+# Magnitudes: the scales of keys, values and output, fitted to measured weights by head, and as rules.
+
+_SAME = 4e-3  # numbers that differ by less are one
+_MOST_NAMES = 2
+_FEW = 12  # weights that a slope needs
+_SPREAD = 0.02  # of the logarithm of a factor within a head, if it is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Magnitudes:
+    """Factors that a kernel applies in addition to the right ones, of each head, [H]; NaN if not known.
+
+    - ``key``, ``new_key``: of the scores of keys from the cache and of new keys.
+    - ``value``, ``new_value``: of what values from the cache and new values add to the output.
+    - ``has_new``: whether new keys come from the arguments.
+    - ``is_constant``: whether these factors give all measured weights, up to the spread of a fit.
+    """
+
+    heads: torch.Tensor
+    key: torch.Tensor
+    new_key: torch.Tensor
+    value: torch.Tensor
+    new_value: torch.Tensor
+    has_new: bool
+    is_constant: bool
+
+    @property
+    def text(self) -> str:
+        """Return the factors of keys, values and output in words; "" if they say nothing."""
+        if not self.is_constant or self._is_right():
+            return ""
+        parts = [("cached keys", self.key), ("cached values", self.value)]
+        if self.has_new:
+            parts += [("new keys", self.new_key), ("new values", self.new_value)]
+        words = "; ".join(f"{name} × {self._text(found)}" for name, found in parts if _known(found))
+        return f"scales: {words}; {self._of_output()}"
+
+    def _is_right(self) -> bool:
+        every = torch.cat([self.key, self.new_key, self.value, self.new_value])
+        return bool(((every - 1).abs() < _SAME)[every.isfinite()].all())
+
+    def _of_output(self) -> str:
+        """Return what is known of the output's own factor."""
+        if not self.has_new:
+            return "a factor of the output is the same as one of the values"
+        ratio = self.value / self.new_value
+        if bool(((ratio - 1).abs() < _SAME).all()):
+            return f"output × {self._text(self.value)} (the same factor for cached and new values)"
+        return "output × 1, or a common factor of both values"
+
+    def _text(self, found: torch.Tensor) -> str:
+        known = found[found.isfinite()]
+        if _is_one(known):
+            return f"{float(known.median()):.4g}"
+        return f"{float(known.min()):.4g} to {float(known.max()):.4g} by head"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the factors by head."""
+        return {
+            "heads": self.heads.tolist(),
+            "key": self.key.tolist(),
+            "value": self.value.tolist(),
+            "new_key": self.new_key.tolist() if self.has_new else None,
+            "new_value": self.new_value.tolist() if self.has_new else None,
+            "explains_all_weights": self.is_constant,
+        }
+
+
+def fit_magnitudes(plan: Plan, weights: torch.Tensor) -> Magnitudes | None:
+    """Fit the factors of measured weights [R, H, N] under a plan; None if there are too few weights."""
+    setup = plan.setup
+    measured, used = usable(plan, weights)
+    is_new = setup.is_new.expand_as(used)
+    slopes = [_slopes(plan, measured, used & part) for part in (~is_new, is_new)]
+    if all(bool(one.isnan().all()) for one in slopes):
+        return None
+    scaled = plan.change(
+        factor=(1.0, 1.0),
+        head_factor=None,
+        entry_factor=torch.where(setup.is_new, slopes[1][:, None], slopes[0][:, None]).nan_to_num(
+            1.0
+        ),
+    )
+    ratio = torch.where(used, (measured / scaled.entry_weights()).log(), torch.nan)
+    gains, spreads = [], []
+    for part in (~is_new, is_new):
+        logs = torch.where(part, ratio, torch.nan).transpose(0, 1).flatten(1)
+        gains.append(logs.nanmedian(1).values.exp())
+        spreads.append((logs - logs.nanmedian(1, keepdim=True).values).abs().nan_to_num(0.0).max())
+    return Magnitudes(
+        heads=setup.heads,
+        key=slopes[0],
+        new_key=slopes[1],
+        value=gains[0],
+        new_value=gains[1],
+        has_new=bool((used & is_new).any()),
+        is_constant=bool(max(spreads) < _SPREAD),
+    )
+
+
+def rules_of(found: Magnitudes, plan: Plan) -> Iterator[tuple[Rule, ...]]:
+    """Yield combinations of rules with the fitted factors, the named ones first."""
+    if not found.is_constant:
+        return
+    setup = plan.setup
+    gain_is_common = not found.has_new or bool(
+        ((found.value / found.new_value - 1).abs() < _SAME).all()
+    )
+    score_is_common = not _known(found.key) or not _known(found.new_key)
+    score_is_common |= bool(((found.key - found.new_key).abs() < _SAME).all())
+    choices: list[list[Rule]] = []
+    for common, whole, new, of, of_head in (
+        (score_is_common, found.key, found.new_key, ScoreFactor, HeadScore),
+        (gain_is_common, found.value, found.new_value, Gain, HeadGain),
+    ):
+        pairs = (
+            [("all", whole if _known(whole) else new)]
+            if common
+            else [("cache", whole), ("new", new)]
+        )
+        for part, factors in pairs:
+            if not _known(factors) or bool(((factors - 1).abs() < _SAME).all()):
+                continue
+            if _is_one(factors):
+                names = constants_near(float(factors.median()), setup, _SAME)
+                short = [*names[:-1][:_MOST_NAMES], names[-1]]
+                choices.append([of(one, part) for one in short])
+            elif _is_one(factors[(factors - 1).abs() >= _SAME]):
+                return  # a rule of these heads says the same
+            elif part == "all":
+                choices.append([of_head(_of_heads(setup.heads, factors))])
+            else:
+                return
+    if choices:
+        yield from itertools.product(*choices)
+
+
+def _of_heads(heads: torch.Tensor, factors: torch.Tensor) -> tuple[tuple[int, Constant], ...]:
+    pairs = zip(heads.tolist(), factors.tolist(), strict=True)
+    return tuple((head, Constant("", one)) for head, one in pairs if abs(one - 1) >= _SAME)
+
+
+def _known(factors: torch.Tensor) -> bool:
+    return not bool(factors.isnan().any())
+
+
+def _is_one(factors: torch.Tensor) -> bool:
+    return float(factors.max() - factors.min()) < _SAME * float(factors.abs().max())
+
+
+def _slopes(plan: Plan, measured: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """Return the slope of the log weight against the score, of each head, [H]; NaN for too few weights."""
+    used = used & (used.sum(-1, keepdim=True) > 1)
+    scores = plan.scores()
+    target = measured.clamp(min=1e-300).log() - (plan.logits() - scores * plan.power)
+    count = used.sum(-1, keepdim=True).clamp(min=1)
+    x, y = (
+        torch.where(used, one - torch.where(used, one, 0.0).sum(-1, keepdim=True) / count, 0.0)
+        for one in (scores, target)
+    )
+    slope = (x * y).sum((0, 2)) / x.square().sum((0, 2))
+    return torch.where(used.sum((0, 2)) >= _FEW, slope, torch.nan)
+
+
+# Pattern: what anyone can see in measured weights, in plain sentences, without an explanation.
+
+
+def pattern(
+    setup: AttentionSetup,
+    measured: torch.Tensor,
+    expected: torch.Tensor,
+    owners: SlotOwners,
+    law: Law | None,
+) -> list[str]:
+    """Return sentences about the weights that differ, [R, H, N]; rows must be finite."""
+    bound = expected * setup.relative[:, None, None] + setup.fixed[:, None, None]
+    off = (measured - expected).abs() > bound
+    wrong = off.any(-1)
+    if not bool(wrong.any()):
+        return []
+    sentences = [_where(setup, wrong), _sums(measured, wrong)]
+    floor = 4 * setup.fixed[:, None, None]
+    extra = off & (expected <= floor) & (measured.abs() > floor)
+    missing = off & (measured.abs() <= floor)
+    for mask, words in (
+        (extra, " that must not count {have} a weight"),
+        (missing, " {have} no weight"),
+    ):
+        if bool(mask.any()):
+            sentences.append(
+                _keys(setup, mask, measured if mask is extra else expected, owners, words)
+            )
+    if law is not None and abs(law.score - 1) > max(5 * law.score_error, 0.01):
+        sentences.append(
+            f"the log weight rises with the score by {law.score:.4g} ± {law.score_error:.1g}; 1 is right"
+        )
+    return sentences
+
+
+def _where(setup: AttentionSetup, wrong: torch.Tensor) -> str:
+    rows, heads = setup.rows[wrong.any(1)].tolist(), setup.heads[wrong.any(0)].tolist()
+    words = f"wrong weights in {len(rows)} of {len(setup.rows)} rows ({numbers(rows)})"
+    seqs = sorted(set(setup.seq[wrong.any(1)].tolist()))
+    if len(seqs) < len(setup.seq.unique()):
+        words += (
+            f", of sequence {numbers(seqs)}"
+            if len(seqs) == 1
+            else f", of sequences {numbers(seqs)}"
+        )
+    if len(heads) < len(setup.heads):
+        words += f", in {len(heads)} of {len(setup.heads)} heads ({numbers(heads)})"
+    else:
+        words += ", in every head" if len(heads) > 1 else ""
+    return words
+
+
+def _sums(measured: torch.Tensor, wrong: torch.Tensor) -> str:
+    sums = measured.sum(-1)[wrong]
+    least, most = float(sums.min()), float(sums.max())
+    if most - least < 1e-3:
+        return f"the weights of these rows sum to {least:.4g}"
+    return f"the weights of these rows sum to {least:.4g} to {most:.4g}"
+
+
+def _keys(
+    setup: AttentionSetup,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    owners: SlotOwners,
+    words: str,
+) -> str:
+    """Return how many keys a mask [R, H, N] has per row, and the heaviest of them."""
+    counts = mask.any(1).sum(1)
+    counts = counts[counts > 0]
+    least, most = int(counts.min()), int(counts.max())
+    # not torch.unravel_index, which imports sympy: seconds
+    first, slot = divmod(int(torch.where(mask, weights, -1.0).argmax()), mask.shape[2])
+    row, head = divmod(first, mask.shape[1])
+    weight = float(weights[row, head, slot])
+    seq, position = int(setup.seq[row]), int(setup.position[row])
+    kind = owners.kind(slot, seq, position)
+    at = int(owners.position[slot])
+    in_memory = slot if setup.kept is None else int(setup.kept[slot])
+    where = f"position {at}, {kind}" if at >= 0 else f"slot {in_memory}, {kind}"
+    number = f"{least}" if least == most else f"{least} to {most}"
+    what = ("key" if most == 1 else "keys") + words.format(have="has" if most == 1 else "have")
+    return (
+        f"in {len(counts)} rows, {number} {what}; the largest, {weight:.3g}, is row {int(setup.rows[row])}, "
+        f"head {int(setup.heads[head])}, key at {where}"
+    )

@@ -3,23 +3,223 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.target import Target
+from attnlab.case.ops import check_weighs_values
+from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions
 from attnlab.kernels.control import run_backend
+from attnlab.lab.products import available_bytes
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.codes import num_slots, one_hot, random_codes, with_values
-from attnlab.weights.device import moved
-from attnlab.weights.evidence import explained
-from attnlab.weights.head_groups import head_groups
-from attnlab.weights.lanes import Lanes, own_slots, single_lanes
-from attnlab.weights.setup import AttentionSetup, cache_slots, near_slots, one_number
-from attnlab.weights.sketch import signed_codes, sketch_runs, solve_near
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
+from attnlab.weights.codes import (
+    Lanes,
+    SlotOwners,
+    holds_token,
+    num_slots,
+    one_hot,
+    own_slots,
+    random_codes,
+    shared_lanes,
+    single_lanes,
+    slot_owners,
+    with_drawn_keys,
+    with_finite_keys,
+    with_values,
+)
+from attnlab.weights.evidence import explained, head_groups, right_weights, some_rows
+from attnlab.weights.plan import right_plan
+from attnlab.weights.setup import (
+    BYTES,
+    AttentionSetup,
+    cache_slots,
+    make_setup,
+    moved,
+    near_slots,
+    one_number,
+    places,
+    with_argument,
+    with_stored,
+)
 
+# Sketch: find which slots of a large cache have a weight, with few runs of random signed codes.
+#
+# A lane measures the sum of its slots. Where it deviates, slots outside the row's sequence have a weight.
+# Each slot then gets ±1 in every element of every run; 1 and -1 are exact in float16, bfloat16 and FP8.
+# With M numbers per row, the weights of up to M / 2 such slots follow from them: those that correlate with
+# what the lanes do not explain.
+
+NUMBERS = 1024  # M, about
+_ROUNDS = 24  # of slots that are added
+_AT_ONCE = 32  # slots that a round adds at most
+_LEAST_EXPLAINED = 16  # rows and heads in which a round looks for slots
+_ERRORS = 10.0
 _SMALL = (
+    0.25  # an error of a weight, in units of its relative precision, that leaves nothing to explain
+)
+_CHANCE = 5.0  # a correlation of so many standard deviations is none of chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sketch:
+    """Runs with signed codes.
+
+    - ``codes``: [N, M] float32, the stored codes times the scale of the values.
+    - ``outputs``: [R, H, M] float32, what the runs gave.
+    """
+
+    codes: torch.Tensor
+    outputs: torch.Tensor
+
+
+def sketch_runs(call: KernelCall) -> int:
+    """Return the number of runs with signed codes."""
+    return -(-NUMBERS // call.query.shape[2])
+
+
+def signed_codes(call: KernelCall, run: int) -> torch.Tensor:
+    """Return ±1 for every slot and element, the same for all KV heads, [N, num_kv_heads, head_size] int8."""
+    generator = torch.Generator().manual_seed(100 + run)
+    slots, head_size = num_slots(call), call.query.shape[2]
+    signs = torch.randint(0, 2, (slots, 1, head_size), generator=generator, dtype=torch.int8)
+    return (2 * signs - 1).expand(-1, call.key.shape[1], -1).contiguous()
+
+
+def solve_near(
+    setup: AttentionSetup,
+    outputs: torch.Tensor,
+    codes_of: Callable[[torch.Tensor], torch.Tensor],
+    folded: torch.Tensor,
+    lanes: Lanes,
+    own: torch.Tensor,
+    near: torch.Tensor,
+) -> tuple[torch.Tensor, float]:
+    """Return weights [R, H, N] as :func:`solve` does, from few slots if these explain the outputs.
+
+    - ``outputs``: [R, H, M], what the runs gave. ``codes_of``: returns the codes of some slots, [n, M].
+    - ``near``: the slots to try first, [n] ascending, with all of ``own``; then all slots are tried.
+    """
+    every = torch.arange(len(lanes.of))
+    for kept in (near, every):
+        part = dataclasses.replace(lanes, of=lanes.of[kept])
+        sketch = Sketch(codes=codes_of(kept), outputs=outputs)
+        weights, error = solve(sketch, folded, part, places(kept, own), setup.seq)
+        if error <= _SMALL * float(setup.relative.max()):
+            break
+    found = weights.new_zeros(*weights.shape[:2], len(every))
+    found[..., kept] = weights
+    found[weights.isnan().flatten(1).all(1)] = torch.nan
+    return found, error
+
+
+def solve(
+    sketch: Sketch, folded: torch.Tensor, lanes: Lanes, own: torch.Tensor, seq: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Return weights [R, H, N] that explain lanes and sketch, and the largest error of a weight.
+
+    - ``folded``: [R, H, lanes], the measured sums. ``own``: [R, lanes], the slot of each lane that the row's
+      sequence has, -1 for none. ``seq``: [R].
+
+    The error is ten standard deviations of what the weights leave unexplained: it holds for the largest of
+    many weights, whose errors are not independent. Rows that are not finite stay NaN.
+    """
+    weights = folded.new_full((*folded.shape[:2], len(lanes.of)), torch.nan)
+    folded = folded.float()
+    error = 0.0
+    readable = (folded.isfinite().all(-1) & sketch.outputs.isfinite().all(-1)).all(-1)
+    for one in seq[readable].unique().tolist():
+        rows = torch.nonzero((seq == one) & readable).flatten()
+        part, deviation = _solve(
+            sketch.codes,
+            sketch.outputs[rows].flatten(0, 1),
+            folded[rows].flatten(0, 1),
+            lanes,
+            own[rows[0]],
+        )
+        weights[rows] = part.view(len(rows), -1, part.shape[1]).double()
+        error = max(error, _ERRORS * deviation)
+    return weights, error
+
+
+def _solve(
+    codes: torch.Tensor,
+    outputs: torch.Tensor,
+    folded: torch.Tensor,
+    lanes: Lanes,
+    own: torch.Tensor,
+) -> tuple[torch.Tensor, float]:
+    """Return the weights [n, N] of n rows and heads of a sequence, and the standard deviation of one."""
+    with_dummy = torch.cat([codes, codes.new_zeros(1, codes.shape[1])])
+    # a weight of another slot is missing in the lane's own slot
+    moved = codes - with_dummy[own][lanes.of]
+    target = outputs - folded @ with_dummy[own]
+    is_own = torch.zeros(len(codes) + 1, dtype=torch.bool).index_fill(0, own, True)[:-1]
+    size, used = moved.square().sum(1).sqrt().clamp(min=1e-12), torch.zeros_like(is_own)
+    foreign, rest = _fit(moved, target, used)
+    for _ in range(_ROUNDS):
+        spread = rest.square().mean(1).sqrt().clamp(min=1e-12)
+        least = spread.topk(min(_LEAST_EXPLAINED, len(rest))).indices
+        scores = ((rest / spread[:, None])[least] @ moved.T / size).abs().amax(0)
+        new = (scores > _CHANCE) & ~used & ~is_own
+        # slots of one lane correlate with each other: the best come first
+        best = scores.masked_fill(~new, 0.0).topk(min(_AT_ONCE, int(new.sum())))
+        if not len(best.indices) or int(used.sum()) + len(best.indices) > codes.shape[1] // 2:
+            break
+        used[best.indices[best.values >= best.values[0] / 2]] = True
+        foreign, rest = _fit(moved, target, used)
+    # what was added by chance has the weight 0 up to the error
+    error = float(rest.square().mean(1).sqrt().max() / size.median())
+    foreign, rest = _fit(moved, target, used & (foreign.abs().amax(0) > _CHANCE * error))
+    weights = torch.cat([foreign, foreign.new_zeros(len(foreign), 1)], 1)
+    lane_own = folded.new_zeros(folded.shape).index_add(1, lanes.of, foreign)
+    weights[:, own] += folded - lane_own
+    deviation = float(rest.square().mean(1).sqrt().max() / size.median())
+    return weights[:, :-1], deviation
+
+
+def _fit(
+    codes: torch.Tensor, target: torch.Tensor, used: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights [n, N] of the used slots that fit the target [n, M] best, and what is left."""
+    slots = torch.nonzero(used).flatten()
+    weights = target.new_zeros(len(target), len(codes))
+    if not len(slots):
+        return weights, target
+    solution = torch.linalg.lstsq(codes[slots].T, target.T).solution.T
+    return weights.index_copy(1, slots, solution), target - solution @ codes[slots]
+
+
+# How large an X-ray may be.
+
+MOST_WEIGHTS = 1 << 26  # of a measurement, on any machine
+
+
+def check_size(call: KernelCall, rows: int, heads: int) -> None:
+    """Raise InvalidCall if the X-ray of so many rows and heads would be too large."""
+    check_numbers(rows, heads, num_slots(call))
+
+
+def most_weights() -> int:
+    """Return how many weights a measurement may have: more than MOST_WEIGHTS if memory is available."""
+    return max(MOST_WEIGHTS, available_bytes() // BYTES)
+
+
+def check_numbers(rows: int, heads: int, slots: int) -> None:
+    """Raise InvalidCall if an X-ray would hold too many numbers."""
+    if rows * heads * slots > (most := most_weights()):
+        raise InvalidCall(
+            f"rows × heads × slots must be at most {most}, got {rows} × {heads} × {slots}; "
+            "choose a part with --seq-range and --kv-head-range, or fewer blocks",
+            field="num_blocks",
+        )
+
+
+_MEASUREMENT_SMALL = (
     1.0  # an error of a weight, in units of the relative precision, that leaves nothing to explain
 )
 _KEPT = 0.375  # in the output buffer; a row that keeps it and, in an equal run, NaN is not written
@@ -299,3 +499,154 @@ def weigh(
         outputs.append(by_head @ value[group])
         magnitudes.append(by_head.abs() @ value[group].abs())
     return torch.cat(outputs).transpose(0, 1), torch.cat(magnitudes).transpose(0, 1)
+
+
+# examine: measure a call on a backend, and conclude.
+
+COARSE = 2.0**-8  # rounding of bfloat16: weights that differ by no more than rounding of this size
+COARSE_VALUES = 0.05  # relative rounding of the output where the weights are right
+_COARSE_MOST, _COARSE_SUM = 0.5, 0.1  # the largest relative errors that are called rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """What is measured: a call, where it runs, and which rows and heads.
+
+    - ``rows`` [R], ``heads`` [H]: output rows and query heads; ``written``: [cache slots] bool, slots that
+      hold a token, or None if that is unknown.
+    - ``device``: where the weights are computed.
+    """
+
+    call: KernelCall
+    target: Target
+    kernels: tuple[str, ...]
+    backend: Backend
+    options: RunOptions
+    rows: torch.Tensor
+    heads: torch.Tensor
+    written: torch.Tensor | None = None
+    case: Case | None = None
+    device: torch.device | str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examined:
+    """A measurement with what is expected of it, on the device of the subject."""
+
+    setup: AttentionSetup
+    measurement: Measurement
+    expected: torch.Tensor
+    owners: SlotOwners
+    drawn: bool
+
+    @cached_property
+    def on_cpu(self) -> "Examined":
+        """Return this with all tensors on the CPU."""
+        return self if self.setup.device.type == "cpu" else moved(self, "cpu")
+
+    @cached_property
+    def is_right(self) -> bool:
+        """Answer whether every row is finite, with the right weights and values."""
+        found, setup = self.measurement, self.setup
+        return (
+            bool(found.finite.all())
+            and bool(explained(setup, found.weights, self.expected, 1.0).all())
+            and bool(values_are_right(setup, found, COARSE_VALUES).all())
+        )
+
+
+def examine(subject: Subject, *, resolve: bool = True, values: bool = True) -> Examined:
+    """Measure a subject; raise InvalidCase for an op without values.
+
+    Without ``resolve`` only the sums of lanes are measured, and without ``values`` there is no run with
+    random values, which takes fewer runs.
+    """
+    call, target, device = subject.call, subject.target, subject.device
+    check_weighs_values(call.spec)
+    call = as_measurable(call)
+    check_size(call, len(subject.rows), len(subject.heads))
+    owners = slot_owners(call)
+    held = holds_token(call, owners) if subject.written is None else subject.written
+    call = with_finite_keys(call, target, ~held)
+    setup = _setup(subject, call)
+    drawn = not law_is_visible(setup)
+    if drawn:
+        call = with_drawn_keys(call, target)
+        setup = _setup(subject, call)
+    run = runner(subject.backend, target, subject.kernels, subject.options, device)
+    if is_packed(subject.case):  # INT4 cannot store random codes
+        values, resolve = False, resolve and num_slots(call) <= MOST_RUNS * setup.width
+    expected = right_weights(setup)
+    lanes = moved(shared_lanes(call, owners), device)
+    measurement = measure(setup, run, expected, lanes, resolve=resolve, values=values)
+    setup = with_stored(setup, subject.case, measurement.lanes.of, not measurement.error)
+    if measurement.error:
+        setup = dataclasses.replace(setup, fixed=setup.fixed + measurement.error)
+    return Examined(
+        setup=setup,
+        measurement=measurement,
+        expected=expected,
+        owners=moved(owners, device),
+        drawn=drawn,
+    )
+
+
+def _setup(subject: Subject, call: KernelCall) -> AttentionSetup:
+    """Return the setup of a subject whose call is ``call``."""
+    rows, heads = subject.rows, subject.heads
+    setup = make_setup(call, subject.target, subject.kernels, rows, heads, subject.device)
+    return with_argument(setup, subject.case, subject.backend.device == "cuda")
+
+
+def is_packed(case: Case | None) -> bool:
+    """Answer whether the cache of a Case has two numbers in a byte."""
+    return case is not None and case.argument.is_packed
+
+
+def as_measurable(call: KernelCall) -> KernelCall:
+    """Return the call with its scales as numbers; raise InvalidCall for one that the X-ray cannot measure."""
+    if call.unmodelled or call.unknown_arguments:
+        text = ", ".join((*call.unmodelled, *call.unknown_arguments))
+        raise InvalidCall(f"call must be without what attnlab has no reference for, got {text}")
+    if has_fp8_query(call) or has_scaled_output(call):
+        raise InvalidCall("call must have its query and output in 16 or 32 bits for an X-ray")
+    if call.value_cache.shape[2] != call.query.shape[2]:
+        sizes = f"{call.value_cache.shape[2]} and {call.query.shape[2]}"
+        raise InvalidCall(f"values and keys must have one head size for an X-ray, got {sizes}")
+    scales: dict[str, Any] = {}
+    for name in ("k_scale", "v_scale"):
+        scale = torch.as_tensor(getattr(call, name), dtype=torch.float32).flatten()
+        if bool((scale != scale[0]).any()):
+            raise InvalidCall(f"{name} must be one number for an X-ray, got several", field=name)
+        scales[name] = float(scale[0])
+    return dataclasses.replace(call, **scales)
+
+
+def law_is_visible(setup: AttentionSetup) -> bool:
+    """Answer whether the scores differ by more than the precision of a weight."""
+    if not bool(setup.query.isfinite().all()):
+        return True
+    rows = some_rows(setup)
+    if len(rows) < len(setup.rows):
+        setup = setup.take(rows, torch.arange(len(setup.heads), device=setup.device))
+    plan = right_plan(setup)
+    seen = (plan.visible > 0)[:, None].expand(-1, len(setup.heads), -1)
+    scores = plan.scores()[seen]
+    return scores.numel() < 2 or float(scores.std()) > 0.05
+
+
+def is_coarse(setup: AttentionSetup, measured: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Answer whether weights [R, H, N] differ by no more than rounding everything to bfloat16 can explain.
+
+    Rounding halves no weight, and it moves the sum of the weights by some percent at most.
+    """
+    logits = right_plan(setup).logits()
+    seen = (right_plan(setup).visible > 0)[:, None]
+    size = float(torch.where(seen, logits.abs(), 0.0).max()) if logits.numel() else 0.0
+    relative = 8 * COARSE + float(torch.tensor(2 * COARSE * size).expm1())
+    absolute = COARSE * COARSE + setup.fixed[:, None, None]
+    sums = (measured.sum(-1) - expected.sum(-1)).abs()
+    if bool((sums > _COARSE_SUM * expected.sum(-1) + setup.fixed[:, None]).any()):
+        return False
+    bound = min(relative, _COARSE_MOST) * expected + absolute
+    return bool(((measured - expected).abs() <= bound).all())

@@ -1,13 +1,172 @@
 """Plan: how a kernel attends, as data; the weights that follow from it."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from attnlab.weights.mask_entries import biased_entries, visible_entries
-from attnlab.weights.rescale import Rescale
+from attnlab.tensors.case_visibility import mask_of
+from attnlab.tensors.visibility import SequenceMask
 from attnlab.weights.setup import AttentionSetup
+
+# The mask of a call, for the entries of an AttentionSetup.
+
+
+def visible_entries(setup: AttentionSetup) -> torch.Tensor:
+    """Return which entries each row sees by their positions, [R, E] bool."""
+    at, position = setup.entry_position, setup.position[:, None]
+    if setup.call.visibility.is_plain:
+        window = setup.call.sliding_window
+        return (at <= position) & (at > position - window) if window else at <= position
+    seen = _by_sequence(setup, lambda mask, rows: mask.visible(rows).double())
+    return seen > 0
+
+
+def biased_entries(setup: AttentionSetup) -> torch.Tensor | None:
+    """Return what the mask adds to the score of each entry, [R, E] float64, or None for nothing."""
+    if setup.call.qq_bias is None:
+        return None
+    return _by_sequence(setup, lambda mask, rows: mask.bias(rows))
+
+
+def _by_sequence(
+    setup: AttentionSetup,
+    values_of: Callable[[SequenceMask, torch.Tensor], torch.Tensor | None],
+) -> torch.Tensor:
+    """Return values of rows and positions for the entries, 0 for entries outside the sequence.
+
+    ``values_of`` returns [rows, seq_len] for the positions of some rows of one sequence.
+    """
+    at, seqs, position = (one.cpu() for one in (setup.entry_position, setup.seq, setup.position))
+    found = torch.zeros(at.shape, dtype=torch.float64)
+    for seq in seqs.unique().tolist():
+        rows, mask = seqs == seq, mask_of(setup.call, seq)
+        values, keys = values_of(mask, position[rows]), at[rows]
+        assert values is not None
+        inside = (keys >= 0) & (keys < mask.seq_len)
+        found[rows] = values.double().gather(1, keys.clamp(0, mask.seq_len - 1)) * inside
+    return found.to(setup.device)
+
+
+# Partition: how a kernel divides the keys of a row into steps: tiles, blocks, splits or segments.
+
+LAST, LAST_SEEN = (
+    -1,
+    -2,
+)  # the last step of the sequence, and the last one in which the row sees a key
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Steps of the keys of each row.
+
+    - ``tile``: keys per step. ``parts``: if not 0, each sequence has at most so many steps, of equally many
+      tiles. ``loop``: the steps concerned, "all", "context" or "new". ``only``: one of them, counted from 0,
+      LAST, LAST_SEEN, or None for all.
+    """
+
+    tile: int
+    parts: int = 0
+    loop: str = "all"
+    only: int | None = None
+
+    def steps(self, setup: AttentionSetup) -> torch.Tensor:
+        """Return the step of each entry, [R, E] int64; those of new keys follow those of the cache."""
+        is_new = setup.is_new
+        old = int((~is_new).sum())
+        index = torch.arange(len(is_new)).expand_as(setup.entry_position)
+        if self.parts:
+            size = -(-setup.seq_len // (self.parts * self.tile)) * self.tile
+            return torch.minimum(index // size[:, None].clamp(min=1), index[:, -1:])
+        return torch.where(
+            is_new, self.first_new(old) + (index - old) // self.tile, index // self.tile
+        )
+
+    def first_new(self, old: int) -> int:
+        """Return the first step of new keys after ``old`` entries of the cache."""
+        return -(-old // self.tile)
+
+    def concerned(self, setup: AttentionSetup, has_keys: torch.Tensor) -> torch.Tensor:
+        """Return which steps are concerned, in the shape of ``has_keys`` [..., steps] bool."""
+        numbers = torch.arange(has_keys.shape[-1])
+        before = self.first_new(int((~setup.is_new).sum())) if not self.parts else len(numbers)
+        inside = torch.ones_like(numbers, dtype=torch.bool)
+        if self.loop != "all":
+            inside = numbers >= before if self.loop == "new" else numbers < before
+        inside = inside.expand(has_keys.shape)
+        if self.only is None:
+            return inside
+        if self.only == LAST:
+            length = setup.cached if self.loop == "context" else setup.seq_len
+            at = (setup.entry_position < length[:, None]) & (setup.entry_slot >= 0)
+            if self.loop == "context":
+                at &= ~setup.is_new
+            last = torch.where(at, self.steps(setup), -1).amax(-1, keepdim=True)
+            return inside & (numbers == last[:, None] if has_keys.ndim == 3 else numbers == last)
+        if self.only == LAST_SEEN:
+            last = torch.where(inside & has_keys, numbers, -1).amax(-1, keepdim=True)
+            return numbers == last
+        return inside & (numbers == self.only + (before if self.loop == "new" else 0))
+
+    @property
+    def keys(self) -> str:
+        """Return the size of the steps in words."""
+        if self.parts:
+            of = f" of tiles of {self.tile}" if self.tile > 1 else ""
+            return f"up to {self.parts} parts{of}"
+        return f"tiles of {self.tile} keys"
+
+    @property
+    def which(self) -> str:
+        """Return the steps that are concerned in words, such as "tile 1 (tiles of 32 keys)"."""
+        noun = "part" if self.parts else "tile"
+        where = {"all": "", "context": " of the cached keys", "new": " of the new keys"}[self.loop]
+        one = {LAST: f"the last {noun}", LAST_SEEN: f"the last {noun} that the row sees"}.get(
+            self.only or 0, f"{noun} {self.only}"
+        )
+        return f"{one}{where} ({self.keys})"
+
+
+# Rescale: partial sums of a softmax that are rescaled wrongly when the maximum rises or parts are merged.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescale:
+    """Partial sums are rescaled by exp(power × rise of the running maximum); 1 is right, 0 is not at all.
+
+    - ``of``: what is rescaled so: "values", "sum", or "both".
+    - ``steps``: the keys of each step, and the steps that are affected.
+    - ``split``: steps have maxima of their own and are merged; else they run on.
+    - ``inner``: the exponential of score minus running maximum has this power.
+    """
+
+    of: str
+    steps: Partition
+    power: float
+    split: bool = False
+    inner: float = 1.0
+
+    def log_factor(self, setup: AttentionSetup, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm of the factor that each entry lacks, [R, H, E]; logits are -inf if hidden."""
+        steps = self.steps.steps(setup)
+        at = steps[:, None].expand(logits.shape)
+        tops = logits.new_full((*logits.shape[:2], int(steps.max()) + 1), -torch.inf)
+        tops.scatter_reduce_(2, at, logits, "amax")
+        concerned = self.steps.concerned(setup, tops > -torch.inf)
+        if self.split:
+            rest = tops.amax(-1, keepdim=True) - tops
+            lacks = torch.where(concerned, (1 - self.power) * rest, 0.0)
+            return lacks.nan_to_num(0.0, 0.0, 0.0).gather(2, at)
+        running = tops.cummax(-1).values
+        rises = running.diff(dim=-1, prepend=running[..., :1]).nan_to_num(0.0, 0.0, 0.0)
+        rises = torch.where(concerned, rises, 0.0)
+        after = rises.flip(-1).cumsum(-1).flip(-1) - rises
+        found = (1 - self.power) * after.gather(2, at)
+        if self.inner == 1.0:
+            return found
+        depth = (logits - running.gather(2, at)).nan_to_num(0.0, 0.0, 0.0)
+        return found + torch.where(concerned.gather(2, at), (self.inner - 1) * depth, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,20 +6,187 @@ read: first the positions of its sequence in the cache, then new tokens, from th
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, PREFILL
-from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.defects.problem import Problem
-from attnlab.kernels.model.cache_reads import format_of
+from attnlab.kernels.backend import RunOptions
+from attnlab.kernels.model import format_of
+from attnlab.lab.argument_reference import StoredHalf, argument_rounding, query_as_read, wrong_reads
+from attnlab.lab.rounding import Int4Rounding, Rounding
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.bounds import bounds_of
-from attnlab.weights.device import moved
-from attnlab.weights.stored_cache import StoredCache
+from attnlab.tensors.formats import int4_scale, rotation_size
+from attnlab.tensors.quantised import decoded_numbers, narrow_size, stored_numbers
+
+# Where the weights of an X-ray are computed: on this machine's cores, or on its GPU if there are many.
+
+MANY = 1 << 22  # weights, from which a GPU takes less time
+BYTES = 100  # that an X-ray needs for each weight
+_T = TypeVar("_T")
+
+
+def device_for(weights: int, requested: str | None = None) -> torch.device:
+    """Return the device for so many weights: a GPU that has the memory for them, else the CPU.
+
+    ``requested``: "cpu" forbids the GPU.
+    """
+    cpu = torch.device("cpu")
+    if weights < MANY or requested == "cpu" or not torch.cuda.is_available():
+        return cpu
+    free, _ = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.device("cuda") if weights * BYTES <= free + reserved else cpu
+
+
+def moved(one: _T, device: torch.device | str) -> _T:
+    """Return a dataclass with its tensors on a device, also those of dataclasses in it.
+
+    A KernelCall stays where it is.
+    """
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(one):  # type: ignore[arg-type]
+        value = getattr(one, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = value.to(device)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, KernelCall | Target):
+            changes[field.name] = moved(value, device)
+    return dataclasses.replace(one, **changes)  # type: ignore[type-var]
+
+
+# StoredCache: what a cache with a scale per token and head holds in an X-ray, and wrong reads of it.
+#
+# The values of an X-ray are 1 in one element. They are stored with drawn scales that are powers of two, so
+# they are exact, and the scale of another slot or head shows as a factor of a weight.
+
+_LEAST = -2  # exponent of the smallest scale: INT4 stores 1 as 4 times it
+
+
+def value_scales(call: KernelCall) -> torch.Tensor:
+    """Return the scale of each value, [num_blocks, block_size, num_kv_heads] float32."""
+    blocks, kv_heads, _, block_size = call.value_cache.shape
+    generator = torch.Generator().manual_seed(29)
+    powers = torch.randint(_LEAST, 1, (blocks, block_size, kv_heads), generator=generator)
+    return 2.0 ** powers.float()
+
+
+def key_tokens(call: KernelCall) -> torch.Tensor:
+    """Return the keys of the cache in its dtype, [slots, num_kv_heads, head_size]."""
+    return call.key_cache.cpu().permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredCache:
+    """Keys and values of all slots, as they are stored.
+
+    - ``key``, ``value``: [N, num_kv_heads, …]. A value is 1 in ``element`` [N] and 0 elsewhere.
+    - ``sequences``: the slots of each sequence in order, to the end of its last block.
+    """
+
+    case: Case
+    key: StoredHalf
+    value: StoredHalf
+    element: torch.Tensor
+    sequences: tuple[torch.Tensor, ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the names of the wrong reads of the cache."""
+        return tuple(wrong_reads(self.case))
+
+
+def store(case: Case, call: KernelCall, lanes: torch.Tensor) -> StoredCache:
+    """Return what the cache of a Case holds. ``lanes``: [N], the lane of each slot."""
+    element = lanes % call.query.shape[2]
+    tokens, scales = key_tokens(call), value_scales(call).flatten(0, 1)
+    one_hot = torch.zeros(tokens.shape)
+    one_hot[torch.arange(len(element)), :, element] = 1.0
+    numbers, scale = stored_numbers(case, tokens)
+    values, scales = stored_numbers(case, one_hot, scales)
+    table, size = call.block_table.long().cpu(), call.block_size
+    sequences = []
+    for row, seq_len in zip(table, call.seq_lens.tolist(), strict=True):
+        at = torch.arange(-(-seq_len // size) * size)
+        sequences.append(row[at // size] * size + at % size)
+    return StoredCache(
+        case=case,
+        key=StoredHalf(numbers=numbers, scale=scale),
+        value=StoredHalf(numbers=values, scale=scales),
+        element=element,
+        sequences=tuple(sequences),
+    )
+
+
+@lru_cache(maxsize=64)
+def misread(stored: StoredCache, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys [N, num_kv_heads, head_size], and by what each value is multiplied [N, num_kv_heads],
+    under a wrong read with a name; float64."""
+    case, read = stored.case, wrong_reads(stored.case)[name]
+    key = _decoded(case, stored.key)
+    gain = torch.ones(key.shape[:2], dtype=torch.float64)
+    for slots in stored.sequences:
+        halves = read(case, _take(stored.key, slots), _take(stored.value, slots))
+        key[slots], values = (_decoded(case, half) for half in halves)
+        element = stored.element[slots, None, None].expand(-1, key.shape[1], 1)
+        gain[slots] = values.gather(2, element)[..., 0]
+    return key, gain
+
+
+def _take(half: StoredHalf, slots: torch.Tensor) -> StoredHalf:
+    scale = None if half.scale is None else half.scale[slots]
+    return StoredHalf(numbers=half.numbers[slots], scale=scale)
+
+
+def _decoded(case: Case, half: StoredHalf) -> torch.Tensor:
+    assert half.scale is not None
+    return decoded_numbers(case, half.numbers, half.scale)
+
+
+# The rounding bound of the weights of an X-ray.
+
+
+def bounds_of(
+    problem: Problem,
+    seq: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    adjust: Callable[[Rounding], Rounding] = lambda rounding: rounding,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the relative and the fixed part of the bound of a weight, each [R].
+
+    It is the worst-case bound of :mod:`attnlab.lab.rounding` for values of 0 and 1. ``adjust`` returns what
+    kernels round instead.
+    """
+    call = problem.call
+    query_norm = float(query.nan_to_num(0.0).norm(dim=2).max()) if query.numel() else 0.0
+    key_norm = float(key.nan_to_num(0.0).norm(dim=2).max()) if key.numel() else 0.0
+    relative, fixed = {}, {}
+    for one in seq.unique().tolist():
+        rounding: Rounding = adjust(problem.rounding(one))
+        length = problem.seq_len(one)
+        slopes = call.alibi_slopes
+        bias = 0.0 if slopes is None else float(slopes.abs().max()) * length
+        error = rounding.score_error(
+            *(query_norm, key_norm, call.query.shape[2], problem.sm_scale, bias),
+            call.softcap or 0.0,
+        )
+        relative[one] = min(rounding.relative(length, error), 1e3)
+        fixed[one] = rounding.fixed(length, 1.0) + 1e-9
+    rows = seq.tolist()
+    return (
+        torch.tensor([relative[one] for one in rows], dtype=torch.float64),
+        torch.tensor([fixed[one] for one in rows], dtype=torch.float64),
+    )
+
 
 OVERHANG = 8  # entries after the last new token of a sequence
 DECODES = (TRITON_DECODE, ROCM_DECODE, DECODE_FWD)
@@ -271,3 +438,79 @@ def _kernel_of(problem: Problem, seq: int) -> str:
     if not problem.is_decode(seq):
         return PREFILL
     return next(name for name in problem.kernels if name != PREFILL)
+
+
+# Op arguments in an X-ray: how the op reads queries and keys, what it rounds, and how values are stored.
+
+
+def check_readable(case: Case) -> None:
+    """Raise InvalidCase for an op argument with which values of 0 and 1 do not show the weights."""
+    if case.argument.no_xray:
+        text = f"op_argument must let an X-ray read weights, got {case.op_argument}: {case.argument.no_xray}"
+        raise InvalidCase(text, field="op_argument")
+
+
+def with_value_scales(options: RunOptions, case: Case, call: KernelCall) -> RunOptions:
+    """Return the options with the scales of values that are 1 in one element."""
+    if case.argument.cache is None:
+        return options
+    return dataclasses.replace(options, value_scale=value_scales(call))
+
+
+def with_argument(setup: AttentionSetup, case: Case | None, is_native: bool) -> AttentionSetup:
+    """Return the setup with queries and keys as the op of a Case with an op argument reads them.
+
+    ``is_native``: the op runs on a GPU, not under Triton's interpreter.
+    """
+    if case is None:
+        return setup
+    if case.op_argument == "diffkv":
+        return dataclasses.replace(setup, value_size=narrow_size(case))
+    if case.op_argument != "fp8_query" and case.argument.cache is None:
+        return setup
+    device, setup = setup.device, moved(setup, "cpu")
+    query, key = query_as_read(case, setup.query.to(setup.call.query.dtype)).double(), setup.key
+    extra, fixed = 0.0, 0.0
+    if case.argument.cache is not None:
+        numbers, scale = stored_numbers(case, key_tokens(setup.call))
+        key = decoded_numbers(case, numbers, scale)
+        if case.argument.is_packed:
+            extra, fixed = _int4_errors(setup, key, scale, is_native)
+    adjust = functools.partial(argument_rounding, case)
+    kernels = tuple(dict.fromkeys(setup.kernels))
+    problem = Problem.of_call(setup.call, setup.target, kernels)
+    bounds = bounds_of(problem, setup.seq, query, key, adjust)
+    relative = (1 + bounds[0]) * math.exp(2 * extra) - 1
+    found = dataclasses.replace(
+        setup, query=query, key=key, relative=relative, fixed=bounds[1] + fixed
+    )
+    return moved(found, device)
+
+
+def _int4_errors(
+    setup: AttentionSetup, key: torch.Tensor, scale: torch.Tensor, is_native: bool
+) -> tuple[float, float]:
+    """Return by how much a score may be off in addition, and a weight whose value is 1.
+
+    The second is that of :meth:`Int4Rounding.bound` for numbers of at most 15 times the scale 1.
+    """
+    problem = Problem.of_call(setup.call, setup.target, tuple(dict.fromkeys(setup.kernels)))
+    int4 = Int4Rounding.of(problem.rounding(0), is_native)
+    size, longest = setup.query.shape[2], int(setup.seq_len.max())
+    norms = float(setup.query.norm(dim=2).max()), float(key.norm(dim=2).max())
+    largest = 15 * float(int4_scale(scale).max())
+    score = int4.score_error(*norms, largest, size, setup.sm_scale)
+    sums = 15 * (int4.weight + longest * 2.0**-23)
+    return score, sums + int4.output_error(rotation_size(size))
+
+
+def with_stored(
+    setup: AttentionSetup, case: Case | None, lanes: torch.Tensor, is_exact: bool
+) -> AttentionSetup:
+    """Return the setup with what the cache holds, if it has a scale per token and head.
+
+    ``lanes``: [N], the lane of each slot. ``is_exact``: every weight was measured in its lane.
+    """
+    if case is None or case.argument.cache is None or not is_exact:
+        return setup
+    return dataclasses.replace(setup, stored=store(case, setup.call, lanes.cpu()))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from attnlab.weights.codes import num_slots, random_codes, with_values
-from attnlab.weights.description import numbers
+from attnlab.weights.key_rules import HEAD_FORMS, other_head
 from attnlab.weights.measurement import (
     Measurement,
     Run,
@@ -14,8 +14,8 @@ from attnlab.weights.measurement import (
     values_are_right,
     weigh,
 )
+from attnlab.weights.rule import numbers
 from attnlab.weights.setup import AttentionSetup
-from attnlab.weights.slot_rules import HEAD_FORMS, other_head
 
 _BASE = 8  # 0 to 7 are exact in every format
 

@@ -1,20 +1,27 @@
 """XRay: the measured and the expected weights of a call, and what the difference is."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.json import json_value
-from attnlab.case.shown import Shown
-from attnlab.weights.description import Description
-from attnlab.weights.examine import Examined
-from attnlab.weights.fit import Law
-from attnlab.weights.magnitudes import Magnitudes
-from attnlab.weights.measurement import Measurement
-from attnlab.weights.setup import AttentionSetup
-from attnlab.weights.slot_owner import SlotOwners
+from attnlab.case.ops import DECODE_FWD, PREFILL
+from attnlab.case.shown import Shown, json_value
+from attnlab.contracts.contract import PARTITION_SIZE, ROCM_DECODE, TRITON_DECODE, Target
+from attnlab.contracts.dispatch import decide
+from attnlab.kernels.model import format_of
+from attnlab.lab.lab import Lab
+from attnlab.tensors.cache import interleaved
+from attnlab.tensors.call import KernelCall
+from attnlab.weights.codes import NONE, SlotOwners
+from attnlab.weights.fit import Law, Magnitudes
+from attnlab.weights.key_rules import KeyTimes, TileTimes, ZeroKeys
+from attnlab.weights.measurement import Examined, Measurement
+from attnlab.weights.rule import Description, Rule
+from attnlab.weights.score_rules import LoopBase, MaskCapped, NotRescaled
+from attnlab.weights.setup import AttentionSetup, has_new_slots, make_setup, one_number
 
 STATUSES = ("right", "precision", "described", "undecided", "unreadable")
 _MOST_ROWS = 200
@@ -143,3 +150,222 @@ class XRay(Shown):
             "wrong_heads": setup.heads[self.wrong[index]].tolist(),
             "sums": self.weights[index].sum(-1).tolist(),
         }
+
+
+# Predict the output of a call under a description.
+
+
+def predict_case(description: Description, case: Case, lab: Lab) -> torch.Tensor:
+    """Return the output that a description predicts for a Case, [num_tokens, num_heads, head_size]
+    float64."""
+    return predict_output(description, lab.call(case), Target.of(case), decide(case).kernels)
+
+
+def predict_output(
+    description: Description, call: KernelCall, target: Target, kernels: tuple[str, ...]
+) -> torch.Tensor:
+    """Return the output that a description predicts for a call, [num_tokens, num_heads, head_size] float64.
+
+    A key or value that is not finite makes the rows NaN that give it a weight.
+    """
+    rows, heads = torch.arange(call.query.shape[0]), torch.arange(call.query.shape[1])
+    setup = make_setup(call, target, kernels, rows, heads)
+    weights = description.weights(setup).transpose(0, 1)
+    values = slot_values(setup)[:, setup.kv_head].transpose(0, 1)
+    output = weights @ values.nan_to_num(0.0, 0.0, 0.0)
+    reached = (weights != 0).double() @ (~values.isfinite()).double() > 0
+    return output.masked_fill(reached, torch.nan).transpose(0, 1)
+
+
+def slot_values(setup: AttentionSetup) -> torch.Tensor:
+    """Return the values of all slots as a right kernel reads them, [N, num_kv_heads, head_size] float64."""
+    call, format = setup.call, format_of(setup.call, setup.target)
+    cache = interleaved(call.value_cache, back=True) if call.interleave_v else call.value_cache
+    stored = cache.cpu().permute(0, 3, 1, 2).flatten(0, 1).contiguous()
+    value = format.decode(stored, one_number(call.v_scale)).double()
+    return torch.cat([value, call.value.cpu().double()]) if has_new_slots(call) else value
+
+
+# Tile edges: where a kernel begins a new step of keys, for pictures of weights.
+
+_PREFILL_TILE, _UNIFIED_TILE, _DECODE_TILE = 64, 32, 32  # of vLLM 0.11.2 and 0.33.0
+_LARGEST_BLOCK = (
+    128  # of kernel_paged_attention_2d, which takes 32 for other sizes than powers of two
+)
+
+
+def tile_size(one: XRay, kernel: str) -> int:
+    """Return the keys per tile: those of the rule that describes the weights, else those of vLLM's kernel."""
+    for description in one.descriptions[:1]:
+        for rule in description.rules:
+            if tile := _of_rule(rule):
+                return tile
+    return _of_kernel(kernel, one.setup)
+
+
+def tile_edges(one: XRay, kernel: str, context: int, cached: int, length: int) -> tuple[int, ...]:
+    """Return the positions at which tiles begin, without the first.
+
+    A kernel that reads new tokens from its arguments begins anew at the end of the context.
+    """
+    size = tile_size(one, kernel)
+    if 0 < cached < length:
+        return (*range(size, context, size), *range(context + size, length, size))
+    return tuple(range(size, length, size))
+
+
+def _of_rule(rule: Rule) -> int:
+    """Return the tile that a rule is about, 0 if it is about none."""
+    if isinstance(rule, NotRescaled | LoopBase):
+        return rule.rescale.steps.tile if not rule.rescale.steps.parts else 0
+    if isinstance(rule, TileTimes):
+        return rule.steps.tile if not rule.steps.parts else 0
+    if isinstance(rule, MaskCapped):
+        return rule.tile
+    if isinstance(rule, KeyTimes | ZeroKeys):
+        return next(_of_edges(rule), 0)
+    return 0
+
+
+def _of_edges(rule: KeyTimes | ZeroKeys) -> Iterator[int]:
+    for edge in (rule.begin, rule.end):
+        yield from (size for size in (edge.within, edge.up, edge.down) if size)
+
+
+def _of_kernel(kernel: str, setup: AttentionSetup) -> int:
+    """Return the keys per tile of a kernel of vLLM."""
+    size = setup.call.block_size
+    if kernel == ROCM_DECODE:
+        return PARTITION_SIZE
+    if kernel == TRITON_DECODE:
+        return min(size, _LARGEST_BLOCK) if size & (size - 1) == 0 else 32
+    if kernel == PREFILL:
+        return _PREFILL_TILE
+    if kernel == DECODE_FWD:
+        return _DECODE_TILE
+    is_decode = bool((setup.query_len == 1).all()) and setup.call.key_cache.element_size() > 1
+    return _UNIFIED_TILE // 2 if is_decode else _UNIFIED_TILE
+
+
+# KeyColumns: the weights of one sequence's rows with keys in logical order, and foreign slots apart.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyColumns:
+    """Weights of some rows and one head.
+
+    - ``measured``, ``expected``: [rows, columns]; columns are the positions of the sequence, from the cache
+      or from new tokens, then the slots after its end in its own blocks, then one column for each of
+      ``foreign``.
+    - ``rows``: [rows] output rows. ``positions``: number of positions; ``tail``: number of slots after them.
+    - ``foreign``: labels of the last columns, sums over the slots of another sequence or of unmapped blocks.
+    - ``context``: the end of the context; ``block_size``: of the cache; ``tiles``: positions at which the
+      kernel begins another tile.
+    """
+
+    measured: torch.Tensor
+    expected: torch.Tensor
+    rows: torch.Tensor
+    seq: int
+    head: int
+    positions: int
+    tail: int
+    foreign: tuple[str, ...]
+    context: int
+    block_size: int
+    tiles: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> int:
+        """Return the number of columns of the sequence itself, those before ``foreign``."""
+        return self.positions + self.tail
+
+    @property
+    def foreign_width(self) -> int:
+        """Return how many columns wide a picture draws each foreign one, so that its label has room."""
+        return max(1, self.own // 14)
+
+    @property
+    def difference(self) -> torch.Tensor:
+        """Return measured minus expected, [rows, columns]."""
+        return self.measured - self.expected
+
+
+def key_columns(one: XRay, seq: int | None = None, head: int | None = None) -> KeyColumns:
+    """Return the columns of a sequence and a head; by default those with the largest difference."""
+    worst_row, worst_head = _worst(one)
+    seq = int(one.setup.seq[worst_row]) if seq is None else seq
+    head = int(one.setup.heads[worst_head]) if head is None else head
+    setup, owners = one.setup, one.owners
+    rows = torch.nonzero(setup.seq == seq).flatten()
+    at = torch.nonzero(setup.heads == head).flatten()[0]
+    length, context = int(setup.seq_len[rows[0]]), int(setup.ctx_len[rows[0]])
+    own = owners.seq == seq
+    last = _last_column(one, own, length, rows, int(at))
+    own &= owners.position < last
+    others = sorted(set(owners.seq[(owners.seq != seq) & (owners.seq != NONE)].tolist()))
+    column = torch.where(own, owners.position, 0)
+    for index, other in enumerate(others):
+        column = torch.where(owners.seq == other, last + index, column)
+    rest = (owners.seq == NONE) | ((owners.seq == seq) & ~own)  # the latter have no weight
+    column = torch.where(rest, last + len(others), column)
+    measured, expected = (
+        torch.zeros(len(rows), last + len(others) + 1, dtype=torch.float64).index_add_(
+            1, column, weights[rows, at]
+        )
+        for weights in (one.weights, one.expected)
+    )
+    return KeyColumns(
+        measured=measured,
+        expected=expected,
+        rows=setup.rows[rows],
+        seq=seq,
+        head=head,
+        positions=length,
+        tail=last - length,
+        foreign=(*(f"seq {other}" for other in others), "unmapped"),
+        context=context,
+        block_size=setup.call.block_size,
+        tiles=tile_edges(
+            one, setup.kernels[int(rows[0])], context, int(setup.cached[rows[0]]), length
+        ),
+    )
+
+
+def _last_column(one: XRay, own: torch.Tensor, length: int, rows: torch.Tensor, head: int) -> int:
+    """Return the number of columns of a sequence: to the end of its last block, and of the last slot of its
+    blocks that has a weight."""
+    size = one.setup.call.block_size
+    weighed = own & (one.weights[rows, head].nan_to_num(0.0) != 0).any(0)
+    last = int(one.owners.position[weighed].max()) + 1 if bool(weighed.any()) else length
+    most = int(one.owners.position[own].max()) + 1 if bool(own.any()) else length
+    return min(most, -(-max(last, length) // size) * size)
+
+
+def _worst(one: XRay) -> tuple[int, int]:
+    """Return the indices of the row and the head with the largest difference; NaN counts as the largest."""
+    off = (one.weights - one.expected).abs().nan_to_num(torch.inf).amax(-1)
+    row, head = divmod(int(off.argmax()), off.shape[1])
+    return row, head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LawPoints:
+    """Expected and measured logarithms of weights, each [n]: those of wrong rows and heads if ``wrong``."""
+
+    expected: torch.Tensor
+    measured: torch.Tensor
+    wrong: torch.Tensor
+
+
+def law_points(one: XRay, most: int = 4000) -> LawPoints:
+    """Return at most about ``most`` pairs of weights above the absolute precision."""
+    floor = 4 * one.setup.fixed[:, None, None]
+    used = (one.expected > floor) & (one.weights > floor)
+    wrong = one.wrong[..., None].expand_as(used)[used]
+    step = max(1, len(wrong) // most)
+    return LawPoints(
+        expected=one.expected[used].log()[::step],
+        measured=one.weights[used].log()[::step],
+        wrong=wrong[::step],
+    )

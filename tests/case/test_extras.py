@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnlab.case.errors import Unavailable
-from attnlab.case.extras import EXTRAS, named_extra
+from attnlab.case.errors import EXTRAS, Unavailable, named_extra
 
 ROOT = Path(__file__).parent.parent.parent
 HIDE = """

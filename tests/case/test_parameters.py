@@ -9,7 +9,7 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.execute import execute_notebook
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.parameters import check_injected, read_parameters, share_out, typed
+from attnlab.case.flags import check_injected, read_parameters, share_out, typed
 from attnlab.cli.main import main
 
 CELL = 'seed = 0\nplatform: str = "gfx942"\nlens = "5, 32"\nfast = False\nrate = 0.5\nsource = None'

@@ -5,9 +5,9 @@ from helpers.commands import error_line
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import difference, suggestion
 from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
-from attnlab.case.suggestion import difference, suggestion
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from helpers.upstream_ids import ids
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.upstream_tests import TESTS
-from attnlab.kernels.vllm.sdist import fetch_sdist
+from attnlab.case.pytest_id import TESTS
+from attnlab.kernels.vllm.source import fetch_sdist
 
 FOLDER = "tests/kernels/attention"
 FILES = (

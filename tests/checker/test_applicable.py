@@ -10,13 +10,12 @@ from helpers.sources import needs_triton
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER, WRITE
-from attnlab.checker.case_check import check_case
-from attnlab.checker.case_job import case_verdict
+from attnlab.checker.case_check import case_verdict, check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
 from attnlab.kernels import find_backend
-from attnlab.kernels.vllm.release_ops import fetch_ops
+from attnlab.kernels.vllm.source import fetch_ops
 from attnlab.lab.lab import Lab
 
 DECODE = """

@@ -8,19 +8,22 @@ from helpers.sources import of_release
 
 from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
-from attnlab.checker.argument_coverage import parameter_uses
-from attnlab.checker.argument_reasons import INDEX_DTYPES, VALUE_REASONS
-from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.lengths import launches
+from attnlab.checker.check import DEFAULT_CASES
+from attnlab.checker.coverage import INDEX_DTYPES, VALUE_REASONS, parameter_uses
+from attnlab.checker.hostile import hostile_cases, launches
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
-from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.coverage import measuring
-from attnlab.kernels.vllm import encoder_call, mask_arguments, op_calls
-from attnlab.kernels.vllm.argument_facts import argument_facts
-from attnlab.kernels.vllm.op_functions import op_functions
-from attnlab.kernels.vllm.strides import USED_STRIDES, far_apart, far_heads, with_gaps
+from attnlab.kernels.vllm import op_calls
+from attnlab.kernels.vllm.features import op_functions
+from attnlab.kernels.vllm.op_arguments import (
+    USED_STRIDES,
+    argument_facts,
+    far_apart,
+    far_heads,
+    with_gaps,
+)
 
 RELEASES = ("0.11.2", "0.33.0")
 
@@ -91,7 +94,7 @@ def test_every_parameter_is_passed_or_has_a_reason(version, op):
     """Those that the lab binds, those of op arguments, and those with a reason; nothing else."""
     if version not in OPS[op].releases:
         pytest.skip(f"{version} does not have the op")
-    bound = "".join(map(inspect.getsource, (op_calls, mask_arguments, encoder_call)))
+    bound = inspect.getsource(op_calls)
     argued = {name for one in OP_ARGUMENTS.values() if op in one.ops for name in one.parameters}
     for name in parameters(version, op):
         has_reason = bool({(op, name), ("", name)} & VALUE_REASONS.keys())

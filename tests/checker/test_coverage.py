@@ -9,10 +9,9 @@ from helpers.sources import needs_triton
 from helpers.triton_example import EXAMPLE
 
 from attnlab.checker import coverage
-from attnlab.checker.coverage import op_coverage
-from attnlab.checker.unreachable import Unreachable
+from attnlab.checker.coverage import Unreachable, op_coverage
 from attnlab.cli.main import main
-from attnlab.kernels.vllm.op_functions import file_kernels
+from attnlab.kernels.vllm.features import file_kernels
 
 TEXT = """
 @triton.jit

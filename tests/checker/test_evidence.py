@@ -8,14 +8,13 @@ from helpers.plugins import RIGHT, checked, planted
 
 from attnlab.case.case import Case
 from attnlab.checker.case_check import check_case
-from attnlab.checker.case_run import lab_of
-from attnlab.checker.evidence import evidence_fields
+from attnlab.checker.case_run import evidence_fields, lab_of
 from attnlab.checker.finding import Finding, merged_findings
+from attnlab.checker.library import merged_by_line
 from attnlab.checker.plan import groups
-from attnlab.checker.source_lines import merged_by_line
 from attnlab.defects import DEFECTS
+from attnlab.diagnosis.claims import KernelLine
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.kernel_location import KernelLine
 from attnlab.lab.lab import Lab
 from attnlab.tasks.task import DONE, Outcome, Task
 

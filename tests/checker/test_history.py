@@ -15,13 +15,13 @@ from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.checker.case_check import check_case
 from attnlab.checker.finding import Finding
 from attnlab.cli.main import main
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.rounding import Rounding
-from attnlab.tensors.layout import flash, presented, strided
+from attnlab.tensors.case_call import flash, presented, strided
 
 pytestmark = needs_triton
 
@@ -257,7 +257,7 @@ def test_pages_of_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_picture_shows_where(tmp_path: Path) -> None:
     """The plotted errors are in the heads with the fault and nowhere else."""
-    from attnlab.reports.findings_page import errors_of
+    from attnlab.reports.check_pages import errors_of
 
     wrong = RIGHT.replace("repeat_interleave(group, 1)", "repeat(1, group, 1)")
     backend = planted(tmp_path, wrong)

@@ -6,17 +6,17 @@ from helpers.sources import of_release
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
-from attnlab.checker.combinations import combinations_of
 from attnlab.checker.hostile import (
+    combinations_of,
     covering_cases,
     covering_rows,
     hostile_cases,
     hostile_design,
     longest_split,
 )
-from attnlab.checker.variants import VARIANTS
+from attnlab.checker.variants import LATE_VARIANTS, VARIANTS
 from attnlab.kernels import find_backend
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 
 
 def test_every_variant_states_its_reason() -> None:
@@ -24,6 +24,18 @@ def test_every_variant_states_its_reason() -> None:
     assert len(set(reasons)) == len(VARIANTS) > 20
     assert all(reason.endswith(".") and reason[0].isupper() for reason in reasons)
     assert all(set(variant.fields) <= set(FIELDS) for variant in VARIANTS)
+
+
+def test_each_feature_occurs_in_decodes_with_segments() -> None:
+    """The kernel with segments has its own code for each feature."""
+    segments = [
+        variant.fields
+        for variant in LATE_VARIANTS
+        if variant.fields.get("num_splits") == 4 and set(variant.fields["query_lens"]) == {1}
+    ]
+    features = {"softcap", "alibi", "sinks", "sliding_window", "kv_cache_dtype", "head_size"}
+    assert features <= set[str]().union(*segments)
+    assert {fields.get("sliding_window", 0) == 1 for fields in segments} == {True, False}
 
 
 def test_cases_are_reproducible_and_depend_on_the_seed() -> None:

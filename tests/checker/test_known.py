@@ -6,10 +6,10 @@ import pytest
 from helpers.plugins import RIGHT, planted
 
 from attnlab.case.errors import InvalidCase
-from attnlab.checker.known import KnownFinding, read_known
+from attnlab.checker.finding import KnownFinding, read_known
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
-from attnlab.tasks.shard import Shard
+from attnlab.tasks.store import Shard
 
 LINK = "https://example.org/issues/7#note"
 FIELDS = {"op": "unified_attention", "kind": "wrong_output", "link": LINK}

@@ -5,8 +5,7 @@ from helpers.sources import of_release
 
 from attnlab.case.case import Case
 from attnlab.case.ops import PREFILL, UNIFIED
-from attnlab.checker.hostile import hostile_design
-from attnlab.checker.lengths import Edges, edges_of, launches, lengths_knob
+from attnlab.checker.hostile import Edges, edges_of, hostile_design, launches, lengths_knob
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.launch_plan import LaunchParameters
 

@@ -11,12 +11,12 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
+from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.finding import KINDS
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 
@@ -24,8 +24,8 @@ pytestmark = needs_triton
 
 WRITE = """
 import torch
-from attnlab.kernels.model.cache_write import reshape_and_cache_flash, slot_mapping
-from attnlab.contracts.target import Target
+from attnlab.kernels.model import reshape_and_cache_flash, slot_mapping
+from attnlab.contracts.contract import Target
 
 def write(call):
     reshape_and_cache_flash(call, Target())

@@ -13,17 +13,21 @@ from helpers.commands import error_line
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.checker.release_plan import Release, ReleasePlan, op_digest
-from attnlab.checker.release_results import build_table, merged_releases
-from attnlab.checker.release_rows import fault_rows
-from attnlab.checker.release_table import ReleaseTable
-from attnlab.checker.releases import check_releases
+from attnlab.checker.releases import (
+    Release,
+    ReleasePlan,
+    ReleaseTable,
+    build_table,
+    check_releases,
+    fault_rows,
+    merged_releases,
+    op_digest,
+)
 from attnlab.cli.main import main
 from attnlab.kernels.vllm.backend import VllmBackend
-from attnlab.reports.releases_page import write_releases
-from attnlab.tasks.engine import Engine
-from attnlab.tasks.shard import Shard
-from attnlab.tasks.task import CRASH, DONE, NOT_RUN, Outcome, Task
+from attnlab.reports.check_pages import write_releases
+from attnlab.tasks.store import Shard
+from attnlab.tasks.task import CRASH, DONE, NOT_RUN, Engine, Outcome, Task
 
 OPS = ("unified_attention", "merge_attn_states")
 UNIFIED = "from vllm.v1.attention.ops.helper import f\n\n\ndef unified_attention():\n    pass\n"
@@ -387,7 +391,7 @@ def test_the_tool_makes_the_page_of_two_releases(
     """It runs the command itself, in which engines stand for the interpreter and the GPU."""
     kernels = {"0.12.0": wrong("a"), "0.14.0": wrong("a")}
     engine, gpu = FakeEngine(kernels=kernels), FakeEngine(kernels=dict.fromkeys(kernels, native))
-    monkeypatch.setattr("attnlab.tasks.engines.find_engine", lambda *args: engine)
+    monkeypatch.setattr("attnlab.tasks.run.find_engine", lambda *args: engine)
     monkeypatch.setattr("attnlab.cli.releases._gpu", lambda *given: gpu)
     page = tmp_path / "page.html"
     words_of_command = [
@@ -425,7 +429,7 @@ def test_the_command_runs_with_its_defaults(
     """All cases of each op run unless --cases is given."""
     assert plan.releases
     engine = FakeEngine(kernels={"0.15.0": wrong("a", if_op=OPS[1])}, most=10**6)
-    monkeypatch.setattr("attnlab.tasks.engines.find_engine", lambda *args: engine)
+    monkeypatch.setattr("attnlab.tasks.run.find_engine", lambda *args: engine)
     argv = ["releases", "--sources", str(tmp_path), "--op", OPS[1], "--json"]
     assert main(argv) == 1
     table = json.loads(capsys.readouterr().out)

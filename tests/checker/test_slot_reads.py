@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from attnlab.checker.case_run import CaseRun
-from attnlab.checker.slot_reads import never_reads_empty_slots
+from attnlab.checker.case_run import CaseRun, never_reads_empty_slots
 from attnlab.contracts.slot_states import EMPTY, STATES, SlotState
-from attnlab.lab.reads import MemoryReport, SlotsRead
+from attnlab.lab.result import MemoryReport, SlotsRead
 
 
 def run_that_read(

@@ -6,7 +6,7 @@ import pytest
 
 from attnlab.case.errors import AttnLabError
 from attnlab.cli.main import main
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 
 
 @pytest.mark.parametrize(("version", "differs"), [("0.29.0", True), ("0.33.0", False)])
@@ -17,8 +17,8 @@ def test_a_release_between_the_rules_is_stated(capsys, monkeypatch, version, dif
     source = SimpleNamespace(version=version, rules="0.33.0")
     monkeypatch.setattr("attnlab.kernels.vllm.source.find_source", lambda path: source)
     backend = ModelBackend(rules="0.33.0")
-    monkeypatch.setattr("attnlab.checker.public.backend_of", lambda **options: backend)
-    monkeypatch.setattr("attnlab.checker.public.check", stop)
+    monkeypatch.setattr("attnlab.checker.check.backend_of", lambda **options: backend)
+    monkeypatch.setattr("attnlab.checker.check.check", stop)
     assert main(["check", "--source", "vllm.whl"]) == 2
     lines = capsys.readouterr().err.splitlines()
     notices = [line for line in lines if f"vLLM {version} is run with the rules of 0.33.0" in line]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.commands import SEED_ID, document, error_line, printed
 
-import attnlab.cli.decode_error as cli
+import attnlab.cli.run as cli
 from attnlab.case import platforms
 from attnlab.case.case import Case
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from helpers.commands import strict_json
 
-from attnlab.case.json import json_value
-from attnlab.cli.output import print_json
+from attnlab.case.shown import json_value
+from attnlab.cli.command import print_json
 
 
 def test_numbers_that_json_lacks_are_strings(capsys):

@@ -9,8 +9,8 @@ from helpers.cases import hostile
 from attnlab.case.case import Case
 from attnlab.case.ops import MERGE, PREFILL, RELEASES
 from attnlab.case.platforms import PLATFORMS
+from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")
@@ -168,6 +168,6 @@ def test_dispatch_and_contracts_import_no_torch():
     script = "import sys, attnlab.contracts.{}; sys.exit('torch' in sys.modules)"
     codes = [
         subprocess.run([sys.executable, "-c", script.format(module)], timeout=120).returncode
-        for module in ("dispatch", "kernel_contracts", "rows")
+        for module in ("dispatch", "contract", "slot_states")
     ]
     assert codes == [0, 0, 1]

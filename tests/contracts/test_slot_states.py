@@ -7,18 +7,19 @@ import torch
 from helpers.cases import call_of, hostile
 
 from attnlab.case.ops import RELEASES
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.slot_map import NOT_READ, slot_map
 from attnlab.contracts.slot_states import (
     EMPTY,
     FOREIGN,
+    NOT_READ,
     STATES,
     SlotState,
     contract_reads,
     readable_states,
+    slot_map,
     slot_states,
 )
-from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.lab.lab import Lab
 from attnlab.tensors.cache import NOBODY, Provenance

@@ -7,8 +7,8 @@ import pytest
 from helpers.cases import call_of, hostile
 
 from attnlab.case.ops import PREFILL, RELEASES
+from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.violations import find_violations
 
 SEED = {

@@ -5,10 +5,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
-from attnlab.defects.bidirectional import BIDIRECTIONAL
-from attnlab.defects.branches import BRANCHES
-from attnlab.defects.problem import make_problem
-from attnlab.defects.row_slices import all_rows
+from attnlab.defects.masks import BIDIRECTIONAL, BRANCHES
+from attnlab.defects.problem import all_rows, make_problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 

@@ -10,9 +10,7 @@ from helpers.cases import hostile
 from attnlab.case.case import Case
 from attnlab.cli.bench.fault_injection import correct_run, plant
 from attnlab.defects import DEFECTS
-from attnlab.defects.attention_inputs import scores_of
-from attnlab.defects.problem import Problem, make_problem
-from attnlab.defects.row_slice import RowSlice
+from attnlab.defects.problem import Problem, RowSlice, make_problem, scores_of
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.lab.lab import Lab
 

@@ -11,26 +11,23 @@ from helpers.sources import of_release
 from attnlab.case.case import Case
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.argument_diagnosis import diagnose_argument
-from attnlab.diagnosis.argument_lab import ArgumentLab, argument_lab, coarse_lab
-from attnlab.diagnosis.argument_pattern import KIND
+from attnlab.diagnosis.argument_pattern import KIND, ArgumentLab, argument_lab, coarse_lab
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.rows_of_rule import NO_CONTEXT, rows_of
+from attnlab.diagnosis.rules.rule import NO_CONTEXT, rows_of
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.model.merge import partials
+from attnlab.kernels.model import partials
 from attnlab.kernels.vllm import op_arguments
-from attnlab.lab.argument_reads import wrong_reads
-from attnlab.lab.argument_reference import reference_with_argument
+from attnlab.lab.argument_reference import reference_with_argument, wrong_reads
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_output
-from attnlab.tensors.layout import presented
-from attnlab.tensors.op_argument_data import OUTPUT_SCALE
+from attnlab.tensors.case_call import make_output, presented
+from attnlab.tensors.quantised import OUTPUT_SCALE
 
 
 def case_of(name):

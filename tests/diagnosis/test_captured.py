@@ -11,9 +11,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import MERGE, UNIFIED, WRAPPER
 from attnlab.diagnosis.captured import check_diagnosable, diagnose_captured, where_it_ran
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.origin import Origin
-from attnlab.weights.examine import as_measurable
+from attnlab.tensors.call import KernelCall, Origin
+from attnlab.weights.measurement import as_measurable
 
 KEPT = {"unknown_arguments": ("temperature=0.5",)}
 TABLE = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)

@@ -9,26 +9,24 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import STATES, SlotState
-from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
-from attnlab.diagnosis.address_defects import address_defects
 from attnlab.diagnosis.confirmation import with_second_cases
+from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.leak_check import confirmed_leak
-from attnlab.diagnosis.pattern_check import confirmed_claim
-from attnlab.diagnosis.rule_search import find_rule
+from attnlab.diagnosis.refinement import confirmed_claim, confirmed_leak
+from attnlab.diagnosis.rules.addresses import address_defects
+from attnlab.diagnosis.rules.search import find_rule
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.vllm.scratch import scratch
+from attnlab.kernels.vllm.op_calls import scratch
 from attnlab.lab.lab import Lab
-from attnlab.lab.reads import MemoryReport, SlotsRead
-from attnlab.lab.result import Result
+from attnlab.lab.result import MemoryReport, Result, SlotsRead
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
 

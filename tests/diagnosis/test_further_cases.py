@@ -8,24 +8,23 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.case.case import Case
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.defects.problem import make_problem
-from attnlab.diagnosis.bad_lines import with_bad_lines
+from attnlab.diagnosis.access_check import with_bad_lines
+from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.lse_addresses import wrong_addresses
-from attnlab.diagnosis.pattern_check import confirmed_claim
-from attnlab.diagnosis.rows_of_rule import NO_CONTEXT
-from attnlab.diagnosis.second_case import further_cases, second_cases
+from attnlab.diagnosis.refinement import confirmed_claim, confirmed_weights
+from attnlab.diagnosis.reruns import further_cases, second_cases
+from attnlab.diagnosis.rules.outputs import wrong_addresses
+from attnlab.diagnosis.rules.rule import NO_CONTEXT
 from attnlab.diagnosis.side_claim import _laws
-from attnlab.diagnosis.weights_check import confirmed_weights
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOptions, RunOutput
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
 
 SMALL = {"num_heads": 4, "head_size": 32, "platform": "sm_90", "empty_slots": "garbage"}
 DECODES = hostile(op="unified_attention", query_lens=(1, 1), ctx_lens=(20, 40), **SMALL)
@@ -81,7 +80,7 @@ def test_a_pattern_of_all_batches_is_general():
     text = claim_of(MIXED, ones_in_head_1)
     assert text is not None
     assert "in heads 1" in text
-    assert "only decodes ran" not in text
+    assert "in batches of decodes" not in text
 
 
 def test_a_pattern_that_decodes_show_is_stated_of_decodes():
@@ -91,7 +90,7 @@ def test_a_pattern_that_decodes_show_is_stated_of_decodes():
         if not has_prefills(case):
             ones_in_head_1(case, output)
 
-    assert "only decodes ran" in (claim_of(DECODES, spoil) or "")
+    assert "in batches of decodes" in (claim_of(DECODES, spoil) or "")
     assert claim_of(MIXED, spoil) is None
 
 

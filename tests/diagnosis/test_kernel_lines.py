@@ -11,18 +11,18 @@ from helpers.triton_example import SMALL, TRITON, planted
 
 from attnlab.case.case import Case
 from attnlab.cli.main import main
+from attnlab.diagnosis.claims import KernelLocation
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.kernel_lines import locate_lines, preferred, why_unavailable
-from attnlab.diagnosis.kernel_location import KernelLocation
-from attnlab.diagnosis.kernel_trials import Limit, Repair
+from attnlab.diagnosis.location.lines import locate_lines, preferred, why_unavailable
+from attnlab.diagnosis.location.trials import Limit, Repair
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.kernel_text import KernelTree, compile_text, statement_lines, text_of
-from attnlab.kernels.triton.limits import TooLong
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay
+from attnlab.kernels.triton.run_log import TooLong
 from attnlab.kernels.triton.source_edits import edits
 from attnlab.lab.lab import Lab
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
 
 LOAD_Q = "    q = tl.load(place, mask=d < DIM, other=0.0).to(tl.float32)\n"
 

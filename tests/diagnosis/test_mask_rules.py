@@ -5,16 +5,15 @@ import dataclasses
 import pytest
 import torch
 from helpers.cases import hostile
-from helpers.tiled_attention import CONTEXT, tiled_attention
+from helpers.tiled_attention import CONTEXT, right_hides, tiled_attention
 
 from attnlab.case.case import Case
-from attnlab.defects.problem import make_problem
-from attnlab.defects.row_slices import all_rows
-from attnlab.diagnosis.loop_rules import loop_defects
-from attnlab.diagnosis.mask_rules import mask_defects
-from attnlab.diagnosis.rule import ConfirmedRule
-from attnlab.diagnosis.rule_search import find_rule
-from attnlab.diagnosis.softmax_divisions import LOOPS
+from attnlab.defects.problem import all_rows, make_problem, scores_of
+from attnlab.diagnosis.claims import ConfirmedRule
+from attnlab.diagnosis.rules.divisions import LOOPS
+from attnlab.diagnosis.rules.masks import mask_defects
+from attnlab.diagnosis.rules.search import find_rule
+from attnlab.diagnosis.rules.softmax import loop_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
@@ -43,6 +42,39 @@ def rule_of(case: Case, **faults: object) -> ConfirmedRule | None:
     return find_rule(lab, case, lambda one: lab.run(one).output)
 
 
+def window_of_first(block, at: torch.Tensor) -> torch.Tensor:
+    is_seen = at > block.position[0] - block.call.sliding_window
+    return ~is_seen | (at > block.position[:, None])
+
+
+def window_of_last(block, at: torch.Tensor) -> torch.Tensor:
+    return right_hides(block, at) | (at < block.end - block.call.sliding_window)
+
+
+def without_first_tile(block, at: torch.Tensor) -> torch.Tensor:
+    """Hide a tile of 16 if part of it is before the window."""
+    begins_before = at // 16 * 16 <= block.position[:, None] - block.call.sliding_window
+    return right_hides(block, at) | begins_before
+
+
+def before_window(block, at: torch.Tensor) -> torch.Tensor:
+    return at <= block.position[:, None] - block.call.sliding_window
+
+
+def window_of_new_rows(block, at: torch.Tensor, longer: int = 0) -> torch.Tensor:
+    """Hide, in the loop over the context, what a window of new rows that are counted from 0 does not see."""
+    row = block.position[:, None] - block.end
+    return (at <= row - block.call.sliding_window - longer) | (at >= block.end)
+
+
+def longer_window_of_new_rows(block, at: torch.Tensor) -> torch.Tensor:
+    return window_of_new_rows(block, at, longer=1)
+
+
+def only_ends(block, at: torch.Tensor) -> torch.Tensor:
+    return (at >= block.length).expand(len(block.rows), -1)
+
+
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("op", ["context_attention_fwd", "unified_attention"])
 def test_a_sound_kernel_has_no_rule(op, window):
@@ -61,6 +93,36 @@ def test_a_sound_kernel_has_no_rule(op, window):
         ("unified_attention", 20, {"hidden": 0.0}, ("tiles of 32", "score 0", "before the window")),
         ("unified_attention", 0, {"whole_only": True}, ("tiles of 32", "if the tile is not full")),
         ("unified_attention", 0, {"as_first": True}, ("keys after the first row of a block",)),
+        (
+            "unified_attention",
+            20,
+            {"hides": window_of_first},
+            ("the window of all rows of a block is that of its first row",),
+        ),
+        (
+            "unified_attention",
+            20,
+            {"hides": window_of_last},
+            ("the window of all rows of a block is that of its last row",),
+        ),
+        (
+            "unified_attention",
+            20,
+            {"hides": without_first_tile, "tile": 16},
+            ("tiles of 16", "keys of the tile in which the window begins do not count"),
+        ),
+        (
+            "unified_attention",
+            0,
+            {"hides": only_ends},
+            ("later keys and slots past the last key of the block, up to the sequence's end",),
+        ),
+        (
+            "unified_attention",
+            0,
+            {"is_late": True},
+            ("tiles of 32", "rescaled after a tile is added, except after the first"),
+        ),
         ("context_attention_fwd", 0, {"shift": 1.0}, ("new tokens, 1 is added to the scores",)),
         (
             "context_attention_fwd",
@@ -69,13 +131,48 @@ def test_a_sound_kernel_has_no_rule(op, window):
             ("the accumulator of earlier tiles is rescaled by exp(old maximum)",),
         ),
     ],
-    ids=["constant", "own", "unified", "window", "whole tiles", "first row", "shift", "rescale"],
+    ids=[
+        "constant",
+        "own",
+        "unified",
+        "window",
+        "whole tiles",
+        "first row",
+        "window of first",
+        "window of last",
+        "first tile",
+        "only ends",
+        "late",
+        "shift",
+        "rescale",
+    ],
 )
 def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
     rule = rule_of(case_of(op, sliding_window=window), **faults)
     assert rule is not None
     assert all(part in rule.text for part in parts), rule.text
     assert rule.cases > 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "parts"),
+    [
+        ({"loop": None, "as_zero": before_window}, ("in both loops, with tiles of 32", "score 0")),
+        ({"loop": CONTEXT, "as_zero": before_window}, (LOOPS[0], "with tiles of 32", "score 0")),
+        (
+            {"loop": CONTEXT, "hides": window_of_new_rows},
+            (LOOPS[0], "the window counts rows without the length of the context"),
+        ),
+        ({"loop": CONTEXT, "hides": longer_window_of_new_rows}, ()),
+        ({"loop": None, "as_zero": before_window, "shift": 1.0}, ()),
+    ],
+    ids=["zero in both", "zero in the context", "new rows", "longer window", "shifted"],
+)
+def test_a_wrong_window_is_described_by_its_rule(faults, parts):
+    """Other faults get no rule."""
+    rule = rule_of(case_of("context_attention_fwd", sliding_window=9), **faults)
+    assert (rule is not None) == bool(parts)
+    assert all(part in rule.text for part in parts), rule.text
 
 
 @pytest.mark.parametrize(
@@ -111,3 +208,18 @@ def test_a_constant_in_one_loop_is_scaled_in_each_case():
     row_slice = next(iter(all_rows(problem)))
     first, second = (texts[scale][text].compute(problem, row_slice) for scale in (0.3, 0.1))
     torch.testing.assert_close(first.output, second.output)
+
+
+@pytest.mark.parametrize("where", ["in the context", "among the new tokens"])
+def test_biases_do_not_grow_in_a_part_of_the_sequence(where):
+    problem = make_problem(case_of("unified_attention", alibi=True))
+    (rule,) = (one for one in loop_defects(problem) if f"does not grow {where}" in one.text)
+    row_slice = list(all_rows(problem))[1]
+    inputs = problem.attention_inputs(row_slice)
+    at, context = torch.arange(inputs.key.shape[0]), 50
+    distance = (at - context).clamp(min=0) if where == "in the context" else at.clamp(max=context)
+    plain = dataclasses.replace(inputs, alibi_slopes=None)
+    scores = scores_of(plain) + inputs.alibi_slopes[:, None, None] * distance
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), inputs.value)
+    torch.testing.assert_close(rule.compute(problem, row_slice).output, expected)
+    assert not torch.allclose(problem.correct(row_slice).output, expected, rtol=1e-2)

@@ -10,12 +10,13 @@ import pytest
 from helpers.triton_example import CASE, TRITON
 
 from attnlab.case.case import Case
-from attnlab.diagnosis import bad_lines, confirmation, rule_search
-from attnlab.diagnosis.address_rules import FAMILY
+from attnlab.diagnosis import access_check, confirmation
+from attnlab.diagnosis.access_check import with_outside_reads, without_unfounded_rule
+from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.examination import examine
-from attnlab.diagnosis.outside_check import with_outside_reads, without_unfounded_rule
+from attnlab.diagnosis.rules import search
+from attnlab.diagnosis.rules.addresses import FAMILY
 from attnlab.lab.lab import Lab
 
 SMALL = CASE.replace(num_heads=2, query_lens=(2,), ctx_lens=(20,), num_blocks=3, head_size=16)
@@ -40,7 +41,7 @@ def planted(folder: Path, *changes: tuple[str, str]) -> Case:
 @pytest.fixture
 def one_further_case(monkeypatch):
     """Let one further case confirm what is stated; more would only take longer."""
-    for module in (bad_lines, confirmation, rule_search):
+    for module in (access_check, confirmation, search):
         further = [SMALL.replace(query_lens=(3,), ctx_lens=(17,), sm_scale=0.31)]
         monkeypatch.setattr(
             module,

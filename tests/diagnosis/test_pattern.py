@@ -9,18 +9,15 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
-from attnlab.defects.attention_inputs import scores_of, weights_of
-from attnlab.defects.problem import Problem, make_problem
-from attnlab.defects.row_slices import all_rows
-from attnlab.diagnosis.describe import describe
+from attnlab.defects.problem import Problem, all_rows, make_problem, scores_of, weights_of
+from attnlab.diagnosis.cells import locate
+from attnlab.diagnosis.describe import describe, key_rules
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.error_location import locate
-from attnlab.diagnosis.key_rules import key_rules
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 
 CASE = hostile(empty_slots="garbage")

@@ -7,33 +7,32 @@ from pathlib import Path
 
 import pytest
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import SMALL, planted
+from helpers.triton_example import EXAMPLE, SMALL, planted
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
-from attnlab.diagnosis import repair_check
-from attnlab.diagnosis.access_claim import AccessClaim
 from attnlab.diagnosis.candidates import Candidate, Scope
+from attnlab.diagnosis.claims import AccessClaim, LeakClaim, RepairClaim
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.edited_kernels import KernelText, kernel_text
-from attnlab.diagnosis.kernel_lines import locate_lines
-from attnlab.diagnosis.kernel_trials import Limit, Repair
-from attnlab.diagnosis.leak_claim import LeakClaim
-from attnlab.diagnosis.repair_check import (
+from attnlab.diagnosis.location import repair_check
+from attnlab.diagnosis.location.lines import locate_lines
+from attnlab.diagnosis.location.repair_check import (
     find_claim,
     varied_cases,
     with_contents,
     with_repair,
 )
-from attnlab.diagnosis.repair_claim import RepairClaim
-from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.location.trials import KernelText, Limit, Repair, kernel_text
+from attnlab.diagnosis.reruns import further_cases
 from attnlab.kernels.triton.kernel_text import place_of, text_of
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.source_edits import Edit
 from attnlab.lab.lab import Lab
+from attnlab.tensors.cache import freed_blocks
 
 LIMIT = Limit(edits=400)
+TOOLS = Path(__file__).parents[2] / "tools"
 MERGE = Case(
     op="merge_attn_states",
     platform="sm_90",
@@ -183,6 +182,97 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
     assert find_claim(lab, case, [claim.repair, right]).repair is right
 
 
+def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
+    """Return the edit of the first place of an expression of the kernel of a Case, which must be wrong."""
+    with probing(Probe(records=True)) as probe:
+        assert lab.run(case).status == "mismatch"
+    kernel = kernel_text(probe.launches[0].function, (), ())
+    start = kernel.text.index(before)
+    row, end = kernel.text[:start].count("\n") + 1, start + len(before)
+    edit = Edit(line=row, statement=row, start=start, end=end, before=before, after=after, cost=1)
+    return Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+
+
+def test_a_factor_in_a_product_with_an_argument_that_is_1_is_not_named(tmp_path, monkeypatch):
+    """The stride of the elements is 1 in all calls: the other stride must stand in its place."""
+    lab = Lab(device="cpu")
+    right = "place = query + row * query_row + head * query_head"
+    case, line = planted(tmp_path, right, "place = query + row * query_row + head * query_dim")
+    case = case.replace(num_heads=4, num_queries_per_kv=2)
+    added = edit_of(lab, case, "head * query_dim", "(head * query_dim * query_head)")
+    within = edit_of(lab, case, "query_dim + d", "query_dim * query_head + d")
+    replaced = edit_of(lab, case, "head * query_dim", "head * query_head")
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), head_size=32, seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    for repair in (added, within):
+        claim = find_claim(lab, case, [repair])
+        assert (claim.is_stated, claim.line) == (False, line)
+    claim = find_claim(lab, case, [added, replaced])
+    assert (claim.repair, claim.is_stated) == (replaced, True)
+
+
+def test_an_edit_that_removes_a_running_maximum_needs_large_scores(tmp_path, monkeypatch):
+    """The weights of a tile ignore earlier maxima. So may the new maximum, until an exponential overflows."""
+    lab = Lab(device="cpu")
+    case, _ = planted(
+        tmp_path, "tl.exp(scores - new)", "tl.exp(scores - tl.maximum(tl.max(scores, 0), -1e30))"
+    )
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    before = "tl.maximum(largest, tl.max(scores, 0))"
+    unwrapped = edit_of(lab, case, before, "tl.max(scores, 0)")
+    assert find_claim(lab, case, [unwrapped]) is None
+    sound = edit_of(lab, case, "tl.maximum(tl.max(scores, 0), -1e30)", "new")
+    assert find_claim(lab, case, [sound]).is_stated
+    monkeypatch.setattr(repair_check, "large_score_cases", lambda _: [])
+    assert not find_claim(lab, case, [unwrapped]).is_stated
+
+
+@pytest.mark.parametrize("reads_freed", [False, True])
+def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, reads_freed):
+    """Without the mask of the values, weights of 0 hide them, but not NaN in blocks that the window freed."""
+    lab = Lab(device="cpu")
+    load = "        v = tl.load(value + at, mask=both, other=0.0).to(tl.float32)\n"
+    own = load.replace("both", "((pos <= end)[:, None] & (d < DIM)[None, :])")
+    masked = (own if reads_freed else load) + (
+        "        if WINDOW:\n"
+        "            near = (pos > end - WINDOW) & (pos < end)\n"
+        "            v = tl.where(near[:, None], v, 0.0)\n"
+    )
+    case, line = planted(tmp_path, load, masked)
+    case = case.replace(sliding_window=9)
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
+    freed = case.replace(query_lens=(1,), ctx_lens=(40,), num_blocks=4, freed="empty")
+    with probing(Probe(records=True)) as probe:
+        assert lab.run(case).status == "mismatch"
+    kernel = kernel_text(probe.launches[0].function, (), ())
+    before = "(pos > end - WINDOW) & (pos < end)"
+    start, row = kernel.text.index(before), line + 2 - kernel.first
+    edit = Edit(
+        line=row,
+        statement=row,
+        start=start,
+        end=start + len(before),
+        before=before,
+        after="((pos > end - WINDOW) | (pos < end))",
+        cost=1,
+    )
+    constant = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+    good = dataclasses.replace(edit, after="(pos > end - WINDOW)")
+    right = dataclasses.replace(constant, edit=good)
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [freed])
+    claim = find_claim(lab, case, [constant])
+    if reads_freed:
+        assert claim is None
+    else:
+        assert (claim.is_stated, claim.line) == (False, line + 2)
+    claim = find_claim(lab, case, [constant, right])
+    assert (claim.repair, claim.is_stated, claim.others) == (right, True, ())
+
+
 def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path):
     """The branch skips tiles before the window: without it, the output is right, too."""
     lab = Lab(device="cpu")
@@ -235,6 +325,9 @@ def test_varied_cases_vary_what_an_edit_could_hide_behind():
     for name in ("softcap", "sliding_window", "alibi", "sinks", "dtype", "block_size", "head_size"):
         assert len({getattr(case, name) for case in cases}) > 1, name
     assert {case.is_fp8 for case in cases} == {True, False}
+    assert any(case.sliding_window and freed_blocks(case)[0] for case in cases)
+    sides = {(case.mask, bool(case.sliding_window)) for case in cases}
+    assert {("causal", True), ("bidirectional", True)} < sides
     assert all(max(case.lengths.query_lens) > 1 for case in cases)
 
 
@@ -294,6 +387,64 @@ def test_a_case_with_an_op_argument_has_a_repair(tmp_path):
     lab = planted_merge(tmp_path, *COPY)
     claim = find_claim(lab, MERGE, locate_lines(lab, MERGE, None, Limit(edits=150)).repairs)
     assert is_line_of(claim, COPY)
+
+
+def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, monkeypatch):
+    """The branch for long rows has the same fault; an edit of the other leaves these rows as they are."""
+    monkeypatch.syspath_prepend(TOOLS)
+    from fault_verification import judged_lines, repair_verdict
+
+    lab = Lab(device="cpu")
+    block = (
+        "block = tl.load(table + tl.load(seq + row) * table_stride + first // BLOCK).to(tl.int64)"
+    )
+    wrong = block.replace("//", "%")
+    branches = f"if end > 30:\n            {wrong}\n        else:\n            {wrong}"
+    case, line = planted(tmp_path, block, branches)
+    long = case.replace(query_lens=(1, 1), ctx_lens=(20, 40), num_blocks=6)
+    with probing(Probe(records=True)) as probe:
+        assert lab.run(case).status == "mismatch"
+    kernel = kernel_text(probe.launches[0].function, (), ())
+    first, last = kernel.text.index("first % BLOCK"), kernel.text.rindex("first % BLOCK")
+    assert first < last
+
+    def claim_of(at: int, after: str) -> RepairClaim:
+        row = kernel.text[:at].count("\n") + 1
+        end = at + len("first % BLOCK")
+        edit = Edit(line=row, statement=row, start=at, end=end, before="", after=after, cost=1)
+        repair = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+        return RepairClaim(repair=repair, source="", cases=1)
+
+    sound = [
+        (one, (lab.run(one.replace(backend=f"{EXAMPLE}:my_attention")).output.clone(), None, None))
+        for one in (case, long)
+    ]
+
+    def verdict(claim: RepairClaim, planted_lines: set[int], count: int = 2) -> str:
+        return repair_verdict(lab, claim, sound[:count], lambda _, at: at in planted_lines)
+
+    lines = {line + 1, line + 3}
+    assert verdict(claim_of(last, "first // BLOCK"), lines) == "a part of the fault"
+    assert verdict(claim_of(last, "first // BLOCK"), lines, 1) == "the fault"
+    assert verdict(claim_of(last, "first // BLOCK"), set()) == "misleading"
+    assert verdict(claim_of(last, "first * 0"), lines, 1) == "misleading"
+
+    part = claim_of(last, "first // BLOCK")
+    status = {"status": "explained", "cause": NEVER, "explanations": [NEVER]}
+    named = Diagnosis(wrong_rows=1, repair=part, **status)
+    judged = judged_lines(lab, lab.backend(case), case, named, sound, lambda _, at: at in lines)
+    assert {"sentence": part.text, "verdict": "a part of the fault"} in judged
+
+
+def test_a_name_that_gives_the_fresh_outputs_up_to_rounding_is_right(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    from fault_verification import _fits
+
+    verdicts = ("explains", "less likely", "excluded by value")
+    some = [dataclasses.replace(NEVER, verdict=one) for one in verdicts]
+    assert [_fits(one, in_all_rows=True) for one in some] == [True, True, False]
+    narrow = dataclasses.replace(some[0], scope=Scope(rows="sequences", sequences=(0,)))
+    assert [_fits(narrow, in_all_rows=one) for one in (True, False)] == [False, True]
 
 
 def is_line_of(claim: RepairClaim, fault: tuple[str, str]) -> bool:

@@ -8,16 +8,21 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.case.case import Case
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.defects.problem import make_problem
-from attnlab.diagnosis.address_defects import address_defects
+from attnlab.defects.problem import Problem, all_rows, make_problem, scores_of
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.output_rules import MERGE_LAWS, output_defects
-from attnlab.diagnosis.rows_of_rule import DECODES, rows_of
+from attnlab.diagnosis.rules.addresses import address_defects
+from attnlab.diagnosis.rules.outputs import (
+    MERGE_LAWS,
+    highest_of_parts,
+    output_defects,
+    wrong_addresses,
+)
+from attnlab.diagnosis.rules.rule import DECODES, rows_of
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.model.merge import partials
+from attnlab.kernels.model import partials
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import make_output
@@ -115,6 +120,127 @@ def test_a_part_with_weight_1_may_be_empty(name):
     part = 0 if "prefix" in name else 1
     assert found[part].tolist() == [1.0, 1.0]
     assert found.isfinite().all()
+
+
+def as_heads_first(output: torch.Tensor) -> torch.Tensor:
+    """Return what a kernel reads from [rows, heads, size] if it takes it for [heads, rows, size]."""
+    rows, heads, size = output.shape
+    return output.reshape(heads, rows, size).transpose(0, 1)
+
+
+@dataclasses.dataclass(slots=True)
+class Merges(Lab):
+    """A lab whose merge has the weights of ``exponents``, of both log-sum-exps.
+
+    It reads the log-sum-exp of the suffix as [rows, heads] if ``transposes``, and the output of the prefix as
+    ``prefix_as`` views it. ``rest``: returns the weight of the suffix from that of the prefix before and
+    after its division.
+    """
+
+    exponents: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]] = lambda p, s: [p, s]
+    transposes: bool = False
+    prefix_as: Callable[[torch.Tensor], torch.Tensor] = lambda output: output
+    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        parts = partials(call, Target.of(case))
+        prefix, suffix = parts.prefix_lse.double(), parts.suffix_lse.double()
+        if self.transposes:
+            suffix = suffix.flatten().view(suffix.shape[::-1]).T
+        weights = torch.stack(self.exponents(prefix, suffix)).softmax(0).transpose(1, 2)[..., None]
+        if self.rest is not None:
+            before = (prefix - torch.maximum(prefix, suffix)).exp().T[..., None]
+            weights = torch.stack([weights[0], self.rest(before, weights[0])])
+        outputs = self.prefix_as(parts.prefix_output.double()), parts.suffix_output.double()
+        call.output[:] = weights[0] * outputs[0] + weights[1] * outputs[1]
+        return RunOutput()
+
+
+@pytest.mark.parametrize(
+    ("faults", "text"),
+    [
+        (
+            {"exponents": lambda p, s: [p - s, s - torch.maximum(p, s)]},
+            "the log-sum-exp of the suffix is subtracted in the weight of the prefix",
+        ),
+        (
+            {"exponents": lambda p, s: [p - torch.maximum(p, s), s - p]},
+            "the log-sum-exp of the prefix is subtracted in the weight of the suffix",
+        ),
+        ({"transposes": True}, "log-sum-exps of the suffix are read at a wrong address: as [rows"),
+        (
+            {"prefix_as": as_heads_first},
+            "outputs of the prefix are read at a wrong address: as [heads",
+        ),
+        ({"prefix_as": lambda output: output.flip(1)}, None),
+        (
+            {"rest": lambda before, after: 1 - before},
+            "the suffix has the rest of the prefix's weight",
+        ),
+        ({"rest": lambda before, after: 1 - before * after}, None),
+    ],
+    ids=["prefix", "suffix", "transposed", "heads first", "heads flipped", "rest", "other rest"],
+)
+def test_parts_of_a_merge_are_exchanged_transposed_or_weighted_wrongly(faults, text):
+    """Other faults get no rule."""
+    case = hostile(
+        op="merge_attn_states", platform="sm_90", query_lens=(6, 3), ctx_lens=(1, 40), num_heads=4
+    )
+    assert diagnose(case, lab=Merges()).status == "nothing wrong"
+    diagnosis = diagnose(case, lab=Merges(**faults))
+    if text is None:
+        assert diagnosis.status != "nothing wrong"
+        assert diagnosis.rule is None
+        return
+    assert text in diagnosis.rule.text
+    assert diagnosis.rule.cases > 2
+
+
+@pytest.mark.parametrize("op", ["merge_attn_states", "decode_attention_fwd"])
+def test_a_log_sum_exp_is_stored_with_its_dimensions_exchanged(op):
+    """merge_attn_states stores [heads, rows], decode_attention_fwd [rows, heads]."""
+    lens = {"query_lens": (1, 1, 1), "ctx_lens": (9, 15, 40), "num_heads": 4}
+    case, lab = hostile(op=op, platform="sm_90", **lens), Lab()
+    problem = Problem.of_case(case, lab.batch(case), lab.call(case))
+    expected, bound = (one.double() for one in lab.expected_lse(case))
+    own = ["heads", "rows"] if op == "merge_attn_states" else ["rows", "heads"]
+    stored = expected if own[0] == "heads" else expected.T.contiguous()
+    values = stored.flatten().view(stored.shape[::-1]).T
+    values = values if own[0] == "heads" else values.T.contiguous()
+    text = f"as [{own[1]}, {own[0]}] in place of [{own[0]}, {own[1]}]"
+    assert any(text in law for law in wrong_addresses(problem, values, expected, bound))
+    assert not any(
+        text in law for law in wrong_addresses(problem, expected.flip(1), expected, bound)
+    )
+
+
+def test_the_highest_part_of_a_decode_is_that_of_its_splits():
+    lens = {"query_lens": (1, 1), "ctx_lens": (9, 40), "num_heads": 4, "sm_scale": 0.5}
+    case = hostile(op="decode_attention_fwd", platform="sm_90", **lens)
+    problem = make_problem(case)
+    for row_slice, found in zip(all_rows(problem), highest_of_parts(problem), strict=True):
+        scores = scores_of(problem.attention_inputs(row_slice))[:, 0]
+        parts = scores.split(-(-scores.shape[1] // 4), 1)  # 4 splits
+        highest = torch.stack([part.logsumexp(1) for part in parts]).amax(0)
+        torch.testing.assert_close(found, highest.double())
+
+
+@dataclasses.dataclass(slots=True)
+class StoresInterleaved(Lab):
+    """A lab that stores the heads of each KV head num_kv_heads apart."""
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        model.run(call, Target.of(case), decide(case).kernels)
+        group = call.num_queries_per_kv
+        right, heads = call.output.clone(), torch.arange(call.query.shape[1])
+        call.output[:, heads % group * call.key.shape[1] + heads // group] = right
+        return RunOutput()
+
+
+def test_heads_of_the_output_are_interleaved():
+    case = hostile(op="unified_attention", platform="sm_90", num_heads=6, num_queries_per_kv=3)
+    diagnosis = diagnose(case, lab=StoresInterleaved(), limit=None, propose=False)
+    assert "(head % num_queries_per_kv * num_kv_heads" in diagnosis.rule.text
 
 
 @dataclasses.dataclass(slots=True)

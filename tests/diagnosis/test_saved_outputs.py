@@ -9,13 +9,13 @@ from helpers.cases import call_of, hostile
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
-from attnlab.diagnosis.scratch_rules import scratch_defects
+from attnlab.diagnosis.rules.outputs import scratch_defects
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
 

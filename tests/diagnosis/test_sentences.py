@@ -7,15 +7,18 @@ from helpers.triton_example import SMALL
 
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.candidates import Candidate, Scope
+from attnlab.diagnosis.claims import (
+    ALL,
+    EVERY,
+    KernelLine,
+    KernelLocation,
+    PatternClaim,
+    RepairClaim,
+)
 from attnlab.diagnosis.diagnosis import Diagnosis, ErrorPlace
-from attnlab.diagnosis.edited_kernels import KernelText
-from attnlab.diagnosis.kernel_location import KernelLine, KernelLocation
-from attnlab.diagnosis.kernel_trials import Repair
-from attnlab.diagnosis.pattern import Fact, Pattern
-from attnlab.diagnosis.pattern_claim import ALL, EVERY, PatternClaim
-from attnlab.diagnosis.pattern_places import Sizes, sequence_rules
-from attnlab.diagnosis.repair_claim import RepairClaim
-from attnlab.diagnosis.second_case import further_cases
+from attnlab.diagnosis.location.trials import KernelText, Repair
+from attnlab.diagnosis.pattern import Fact, Pattern, Sizes, sequence_rules
+from attnlab.diagnosis.reruns import further_cases
 from attnlab.kernels.triton.source_edits import Edit
 from attnlab.show import sheets
 from attnlab.weights.rule import Edge
@@ -123,7 +126,7 @@ def test_a_description_is_the_rule_itself():
 @pytest.mark.parametrize(
     ("sequences", "values", "text"),
     [
-        ((EVERY,), {"all elements are NaN"}, "every sequence is wrong: all elements are NaN"),
+        ((EVERY,), {"all elements are NaN"}, "some rows are wrong: all elements are NaN"),
         (("with one new token",), (), "the wrong sequences are those with one new token"),
         ((), {"all zeros"}, "some rows are wrong: all zeros"),
     ],

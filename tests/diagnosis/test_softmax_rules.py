@@ -1,6 +1,7 @@
 """Rules about the softmax and its scratch memory: they predict what a kernel with one wrong step computes."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,20 +11,16 @@ from helpers.split_attention import split_attention
 
 from attnlab.case.case import Case
 from attnlab.defects import DEFECTS
-from attnlab.defects.attention_inputs import scores_of, softmax
-from attnlab.defects.problem import make_problem
-from attnlab.defects.row_slices import all_rows
+from attnlab.defects.problem import all_rows, make_problem, scores_of, softmax
 from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.claims import ConfirmedRule
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.loop_rules import loop_defects
-from attnlab.diagnosis.rule import ConfirmedRule
-from attnlab.diagnosis.rule_search import rules_of
-from attnlab.diagnosis.scratch_rules import scratch_defects
-from attnlab.diagnosis.second_case import further_cases
-from attnlab.diagnosis.softmax_divisions import divisions, with_tiles_to
-from attnlab.diagnosis.softmax_law import SoftmaxLaw
-from attnlab.diagnosis.softmax_rules import softmax_defects
+from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.rules.divisions import divisions, with_tiles_to
+from attnlab.diagnosis.rules.outputs import scratch_defects
+from attnlab.diagnosis.rules.search import rules_of
+from attnlab.diagnosis.rules.softmax import SoftmaxLaw, loop_defects, softmax_defects
 from attnlab.kernels.backend import RunOutput
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
@@ -82,7 +79,8 @@ def test_rules_have_names_of_their_own_and_change_outputs(op):
 
 def _concerns_tiles_of_16_or_parts(name: str) -> bool:
     is_of_parts = "part" in name.split(", ", 1)[1] or "parts" in name
-    return name.startswith("with tiles of 16, ") or (is_of_parts and "tiles of 16," in name)
+    has_tiles = "tiles of 16," in name or name.startswith("with 4 splits, ")
+    return name.startswith("with tiles of 16, ") or (is_of_parts and has_tiles)
 
 
 def test_a_sound_split_kernel_is_right():
@@ -103,6 +101,10 @@ def test_a_sound_split_kernel_is_right():
         ({"tile_pads": 32}, "the slots of a tile after its last key count with score 0"),
         ({"tile_pads": 32, "most_pads": 1}, "the first slot of a tile after its last key counts"),
         ({"head_stride": 33}, "outputs of the parts are read at a wrong address"),
+        ({"is_late": True}, "with 4 splits, the accumulator is rescaled after a part is added"),
+        ({"log": torch.log2}, "of the parts have the logarithm of the sum to base 2"),
+        ({"log": torch.log1p}, None),
+        ({"is_late": True, "log": torch.log2}, None),
     ],
     ids=[
         "one exp2 in the merge",
@@ -110,11 +112,20 @@ def test_a_sound_split_kernel_is_right():
         "padding counts",
         "one slot counts",
         "scratch stride",
+        "late rescale",
+        "base 2",
+        "another logarithm",
+        "two faults",
     ],
 )
 def test_a_fault_of_a_split_is_described(fault, text):
+    """Other faults get no rule."""
     lab = Splits(kernel=lambda call: split_attention(call, **fault))
     diagnosis = diagnose(DECODES, lab=lab)
+    assert diagnosis.status != "nothing wrong"
+    if text is None:
+        assert diagnosis.rule is None
+        return
     assert diagnosis.status == "described"
     assert diagnosis.rule is not None
     assert text in diagnosis.rule.text
@@ -256,6 +267,46 @@ def test_log_sum_exps_without_their_logarithm_weigh_parts_by_maxima():
     found = SoftmaxLaw(log_of_sum=0.0).weights(scores, parts, "running", None)[0, 0]
     last = torch.tensor([0.0, 1.0]).double().softmax(0)[1]
     torch.testing.assert_close(found, torch.stack([(1 - last) / 2, (1 - last) / 2, last]))
+
+
+def test_parts_that_store_a_log_sum_exp_count_more_keys_more():
+    """Parts of 2 and 1 equal scores: the first gets the weight 2 × 2 of 5 in place of 2 of 3."""
+    scores = torch.zeros(1, 1, 3, dtype=torch.float64)
+    parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
+    found = SoftmaxLaw(max_plus_log=1.0).weights(scores, parts, "at once", None)[0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.4, 0.4, 0.2]).double())
+
+
+_F, _G = math.exp(-2), math.exp(-1)  # by which the second and the third tile rescale
+_SUM = (_F + 1) * _G + 1
+
+
+@pytest.mark.parametrize(
+    ("law", "output", "total"),
+    [
+        ({"scaled_output": "both", "spares_first": True}, (_F * _G, _F * _G, _G), _SUM),
+        ({"scaled_output": "both"}, (0, _F * _G, _G), _SUM),
+        ({"scaled_output": "added"}, (0, _F, _G), _SUM),
+        ({"scaled_sum": "both"}, (_F * _G, _G, 1), (_F + 1) * _G),
+        ({"scaled_sum": "added"}, (_F * _G, _G, 1), _F + _G),
+        (
+            {"by_sums": True},
+            (_F * _G / _SUM, _G * (_F + 1) / _SUM, 1),
+            _SUM,
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_rescale_multiplies(law, output, total):
+    """Three tiles of one key each, with scores 0, 2 and 3; the first tile rescales by exp(-inf) = 0."""
+    scores = torch.tensor([[[0.0, 2.0, 3.0]]], dtype=torch.float64)
+    parts = [[(0, 1, 0, 0), (1, 2, 0, 0), (2, 3, 0, 0)]]
+    found = SoftmaxLaw(**law).weights(scores, parts, "", None)[0, 0]
+    torch.testing.assert_close(found, torch.tensor(output).double() / total)
+    merged = {f"merged_{name.removeprefix('scaled_')}": scaled for name, scaled in law.items()}
+    if merged.keys() <= {"merged_sum", "merged_output"}:
+        found = SoftmaxLaw(**merged).weights(scores, [[tile] for tile in parts[0]], "running", None)
+        torch.testing.assert_close(found[0, 0], torch.tensor(output).double() / total)
 
 
 def test_rules_have_positive_bounds():

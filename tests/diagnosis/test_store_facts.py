@@ -8,8 +8,7 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.diagnosis.access_check import claim_of_facts
-from attnlab.diagnosis.access_claim import AccessClaim, AccessFacts
-from attnlab.diagnosis.store_facts import is_conflict, store_facts
+from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, store_facts
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
 
 CASE = hostile(op="unified_attention", backend="vllm", query_lens=(1, 1), ctx_lens=(20, 9))

@@ -9,17 +9,16 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.defects import DEFECTS
-from attnlab.defects.attention_inputs import Predicted
-from attnlab.defects.problem import make_problem
+from attnlab.defects.problem import Predicted, make_problem
 from attnlab.diagnosis.candidates import fit
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.second_case import second_case
+from attnlab.diagnosis.reruns import second_case
+from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
-from attnlab.kernels.model import backend as model
 from attnlab.kernels.triton.run_log import Wrap
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall

@@ -9,16 +9,16 @@ from helpers.cases import hostile
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.fault_injection import correct_run, plant
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.defects import DEFECTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.xray_evidence import with_xray
+from attnlab.diagnosis.refinement import with_xray
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
-from attnlab.weights.public import xray
+from attnlab.weights.conclude import xray
 
 CASE = hostile(
     query_lens=(1, 5, 1), ctx_lens=(20, 18, 40), platform="sm_90", empty_slots="garbage",

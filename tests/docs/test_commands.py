@@ -98,7 +98,7 @@ def local_releases(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in versions:
         tiny_release(work / f"vllm-{version}.whl", version)
         tiny_release(work / "releases" / f"vllm-{version}.whl", version)
-    places = "attnlab.kernels.vllm.release_ops"
+    places = "attnlab.kernels.vllm.source"
     monkeypatch.setattr(f"{places}.releases_between", lambda first, last: [*versions])
     monkeypatch.setattr(f"{places}.fetch_ops", lambda version: work / f"vllm-{version}.whl")
 
@@ -119,7 +119,7 @@ if __name__ == "__main__":
 
 def run_on_release(work: Path, command: str) -> tuple[int, str]:
     """Run a command with the ops of a release, 1 MB, where it has the wheel; return exit code and output."""
-    from attnlab.kernels.vllm.release_ops import fetch_ops
+    from attnlab.kernels.vllm.source import fetch_ops
 
     (work / "vllm-0.33.0.whl").symlink_to(fetch_ops("0.33.0"))
     (work / "bin" / "attnlab").write_text(PROGRAM.format(python=sys.executable))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import attnlab
-from attnlab.checker.public import check
+from attnlab.checker.check import check
 from attnlab.cli.main import main
-from attnlab.mutation.power import power
+from attnlab.mutation.power import measure_power as power
 from attnlab.tensors.call import KernelCall
 
 ROOT = Path(__file__).parent.parent.parent

@@ -131,26 +131,6 @@ def names_in_table(start: str) -> list[list[str]]:
     return rows
 
 
-def test_the_modules_of_the_changelog_exist() -> None:
-    rows = names_in_table("Modules moved")
-    assert len(rows) > 15
-    missing = []
-    for now, before in rows:
-        folder = now.strip(" `")
-        for entry in before.split(";"):
-            old, _, new = entry.partition("→")
-            names = re.findall(r"`([\w.]+)`", new) or [old.strip(" `").rpartition(".")[2]]
-            missing += [
-                n
-                for n in names
-                if not (
-                    has_module(f"{folder}.{n}")
-                    or has_module(f"attnlab.{n.removeprefix('attnlab.')}")
-                )
-            ]
-    assert missing == []
-
-
 def test_the_fields_of_the_changelog_exist() -> None:
     rows = names_in_table("Fields of a Case, and their flags")
     fields = set(CaseFields.__dataclass_fields__)

@@ -5,10 +5,9 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.model import cache_reads as paged
+from attnlab.kernels import model
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
@@ -43,7 +42,7 @@ def bound(case: Case) -> torch.Tensor:
     key = format.decode(call.key_cache, call.k_scale).permute(0, 1, 3, 2, 4).flatten(3)
     value = format.decode(call.value_cache, call.v_scale)
     longest = max(key.nan_to_num().norm(dim=-1).max(), call.key.float().norm(dim=-1).max())
-    score = call.query.float().norm(dim=-1).max() * longest * paged.scale_of(call, target)
+    score = call.query.float().norm(dim=-1).max() * longest * model.scale_of(call, target)
     e = case.head_size * 2.0**-22 * score
     largest = max(value.nan_to_num().abs().max(), call.value.float().abs().max())
     small = max(case.lengths.seq_lens) * 2.0**-23 * largest

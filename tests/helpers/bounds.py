@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from attnlab.case.case import Case
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.lab.reference import reference
 from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch

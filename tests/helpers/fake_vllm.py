@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnlab.serving.batch import Step
-from attnlab.serving.layer_call import KnownLayer
-from attnlab.serving.ownership import Ownership
-from attnlab.serving.requests import Request, Requests
+from attnlab.serving.batch import KnownLayer, Request, Requests, Step
+from attnlab.serving.slots import Ownership
 
 BLOCK = 4
 

@@ -27,6 +27,7 @@ DEFAULTS = {
     "rescale_sum": 1.0,
     "base": LOG2E,  # of the logits, for exp2
     "score_factor": 1.0,
+    "unscaled": False,
     "alibi_factor": 1.0,
     "cap_after_mask": False,
     "swap_scales": False,
@@ -125,7 +126,7 @@ class _State:
 
     def step(self, key, value, at, shown, causal_extra, window_extra):
         call, f = self.call, self.f
-        scale = call.sm_scale or self.query.shape[2] ** -0.5
+        scale = 1.0 if f.unscaled else call.sm_scale or self.query.shape[2] ** -0.5
         scores = self.query @ key.permute(1, 2, 0) * scale * f.score_factor
         scores = scores.to(f.scores).float()
         last = torch.arange(len(self.position)) if f.top_left else self.position
@@ -201,6 +202,7 @@ exp2_for_exp = kernel(base=1.0)
 exp_for_exp2 = kernel(base=LOG2E * LOG2E)
 scales_swapped = kernel(swap_scales=True)
 scale_squared = kernel(score_factor=0.125)
+scale_missing = kernel(unscaled=True)
 next_sequence = kernel(table_row=lambda seq, count: (seq + 1) % count)
 page_for_tile = kernel(divisor=8)
 alibi_sign = kernel(alibi_factor=-1.0)

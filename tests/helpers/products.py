@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnlab.lab.product_files import FOLDER_VARIABLE
+from attnlab.lab.products import FOLDER_VARIABLE
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from attnlab.case.case import Case
 from attnlab.checker.finding import KINDS, Finding
-from attnlab.checker.release_table import Fault, ReleaseTable
+from attnlab.checker.releases import Fault, ReleaseTable
 from attnlab.checker.report import NotRun
 
 OPS = ("unified_attention", "decode_attention_fwd", "merge_attn_states")

@@ -1,9 +1,9 @@
 """Run the ROCm kernel's source on the emulated device."""
 
 from attnlab.case.case import Case
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
+from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.tensors.call import KernelCall
 from helpers.cases import call_of

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 
-from attnlab.checker.library import check_library
-from attnlab.checker.merge import merged_check
+from attnlab.checker.library import check_library, merged_check
 from attnlab.checker.plan import Plan
 from attnlab.checker.report import Report
-from attnlab.tasks.engine import Engine
-from attnlab.tasks.merge import merged_stores
-from attnlab.tasks.shard import Shard
+from attnlab.tasks.store import Shard, merged_stores
+from attnlab.tasks.task import Engine
 
 
 def without_times(report: Report) -> str:

@@ -14,10 +14,8 @@ import pytest
 
 from attnlab.case.errors import Unavailable
 from attnlab.kernels.rocm.build import find_compiler
-from attnlab.kernels.vllm import sdist as sdists
-from attnlab.kernels.vllm import source as wheels
-from attnlab.kernels.vllm.sdist import fetch_sdist
-from attnlab.kernels.vllm.source import Source, fetch, find_source
+from attnlab.kernels.vllm import source as downloading
+from attnlab.kernels.vllm.source import Source, fetch, fetch_sdist, find_source
 
 RELEASES = ("0.11.2", "0.33.0")
 REFUSED = "a test that downloads a release of vLLM needs @pytest.mark.releases"
@@ -46,15 +44,15 @@ def refuse_downloads(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
     Tests of the download itself use a package index and a cache folder of their own.
     """
-    for module in (wheels, sdists):
-        download = module._download
+    for name in ("_download", "_sdist_download"):
+        download = getattr(downloading, name)
 
         def guarded(version: str, folder: Path, download=download):
             if folder.is_relative_to(cache):
                 pytest.fail(REFUSED)
             return download(version, folder)
 
-        monkeypatch.setattr(module, "_download", guarded)
+        monkeypatch.setattr(downloading, name, guarded)
 
 
 def sdist_or_reason(version: str) -> Source | str:

@@ -20,12 +20,15 @@ def split_attention(
     tile_pads: int = 0,
     most_pads: int | None = None,
     head_stride: int | None = None,
+    log=torch.log,
+    is_late: bool = False,
 ) -> None:
     """Run it on a call whose sequences have one new token each.
 
     ``new``, ``old``: the exponentials of the part that is added and of those before it. ``tile_pads``: tiles
     of so many slots, whose slots after the last key, at most ``most_pads``, count with score 0 and value 0.
-    ``head_stride``: with which the second loop reads the outputs of the parts.
+    ``head_stride``: with which the second loop reads the outputs of the parts. ``log``: the logarithm of the
+    sum of a part. With ``is_late`` the second loop rescales the output after it adds a part.
     """
     keys, values = (
         cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)
@@ -48,11 +51,12 @@ def split_attention(
             value = torch.cat([value, value.new_zeros(pads, heads, size)])
             weights = scores.softmax(1)
             parts[seq, :, split, :size] = torch.einsum("hk,khd->hd", weights, value)
-            parts[seq, :, split, size] = scores.logsumexp(1)
-        call.output[seq] = _merged(parts, seq, -(-length // step), new, old, head_stride)
+            top = scores.amax(1, keepdim=True)
+            parts[seq, :, split, size] = top[:, 0] + log((scores - top).exp().sum(1))
+        call.output[seq] = _merged(parts, seq, -(-length // step), new, old, head_stride, is_late)
 
 
-def _merged(parts, seq, count, new, old, head_stride):
+def _merged(parts, seq, count, new, old, head_stride, is_late):
     heads, size = parts.shape[1], parts.shape[3] - 1
     strides = list(parts.stride())
     wrong = parts.flatten().as_strided(
@@ -69,6 +73,7 @@ def _merged(parts, seq, count, new, old, head_stride):
         log = parts[seq, :, split, size]
         higher = torch.maximum(top, log)
         added, kept = new(log - higher), old(top - higher)
-        output = output * kept[:, None] + added[:, None] * wrong[:, split]
+        part = added[:, None] * wrong[:, split]
+        output = (output + part) * kept[:, None] if is_late else output * kept[:, None] + part
         total, top = total * kept + added, higher
     return (output / total[:, None]).half()

@@ -15,32 +15,47 @@ NEW, CONTEXT = "new", "context"
 _ROWS = 64  # of a block of context_attention_fwd
 _PAIRS = 16  # of a row and a query head, of unified_attention
 Rescale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Hides = Callable[["_Block", torch.Tensor], torch.Tensor]
 
 
 def right_rescale(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return (old - new).exp()
 
 
+def right_hides(block: "_Block", at: torch.Tensor) -> torch.Tensor:
+    """Return which slots of a tile the rows do not see, [rows, slots] bool."""
+    is_hidden = at > block.position[:, None]
+    if block.call.sliding_window:
+        is_hidden |= at <= block.position[:, None] - block.call.sliding_window
+    return is_hidden | (at >= block.end)
+
+
 def tiled_attention(
     call: KernelCall,
     *,
     hidden: float | str = -torch.inf,
-    loop: str = NEW,
+    loop: str | None = NEW,
     shift: float = 0.0,
     rescale: Rescale = right_rescale,
     rescale_sum: Rescale = right_rescale,
     tile: int = 32,
     whole_only: bool = False,
     as_first: bool = False,
+    hides: Hides = right_hides,
+    is_late: bool = False,
+    as_zero: Hides | None = None,
 ) -> None:
     """Run it on a call.
 
     In ``loop``, hidden slots have the score ``hidden``, "own" for their own, ``shift`` is added to all
     scores, and ``rescale`` and ``rescale_sum`` give the factors of the accumulator and the sum before a tile.
     ``unified_attention`` has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
-    with ``as_first`` all rows of a block see what its first row sees.
+    with ``as_first`` all rows of a block see what its first row sees. ``hides``: what the mask hides. With
+    ``is_late`` the accumulator is rescaled after a tile is added, except after the first. ``as_zero``: which
+    slots have the score 0. ``loop`` None: both loops.
     """
     faults = {"hidden": hidden, "shift": shift, "rescale": rescale, "rescale_sum": rescale_sum}
+    faults |= {"hides": hides, "is_late": is_late, "as_zero": as_zero}
     caches = [cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)]
     own = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
     is_unified = call.op == "unified_attention"
@@ -63,11 +78,12 @@ def tiled_attention(
             if is_unified:
                 end = min(context + row - first + rows, length)
                 stop = end // tile * tile if whole_only else -(-end // tile) * tile
+                block.length = length
                 if as_first:
                     block.position = block.position[:1].expand_as(block.position)
                 block.loop(keys[:end], values[:end], 0, stop, tile, faults)
             else:
-                wrong = {loop: faults}
+                wrong = {loop: faults} if loop else {NEW: faults, CONTEXT: faults}
                 end = context + row - first + rows
                 block.loop(keys[:cached], values[:cached], 0, cached, tile, wrong.get(CONTEXT, {}))
                 block.loop(keys, values, cached, end, tile, wrong.get(NEW, {}))
@@ -80,6 +96,7 @@ class _Block:
 
     def __init__(self, call: KernelCall, rows: torch.Tensor, shift: int) -> None:
         self.call, self.rows, self.position = call, rows, rows + shift
+        self.end = self.length = 0  # of the keys that are loaded, and of all
         self.query = call.query[rows].transpose(0, 1).float()
         self.top = torch.full((*self.query.shape[:2], 1), -1e30)
         self.sum, self.acc = torch.zeros_like(self.top), torch.zeros_like(self.query)
@@ -91,20 +108,23 @@ class _Block:
         keys, values = (
             torch.cat([one, one.new_zeros(pads, *one.shape[1:])]) for one in (keys, values)
         )
-        end = len(keys) - pads
+        self.end = len(keys) - pads
         for begin in range(start, stop, tile):
             at = torch.arange(begin, begin + tile)
             scale = self.call.sm_scale or self.query.shape[2] ** -0.5
             own = self.query @ keys[at].permute(1, 2, 0) * scale + faults.get("shift", 0.0)
-            is_hidden = (at > self.position[:, None]) | (at >= end)
-            if self.call.sliding_window:
-                is_hidden |= at <= self.position[:, None] - self.call.sliding_window
+            is_hidden = faults.get("hides", right_hides)(self, at)
             hidden = faults.get("hidden", -torch.inf)
             scores = own if hidden == "own" else own.masked_fill(is_hidden, hidden)
+            if as_zero := faults.get("as_zero"):
+                scores = scores.masked_fill(as_zero(self, at), 0.0)
             top = torch.maximum(self.top, scores.amax(2, keepdim=True))
             weights = (scores - top).exp()
             rescale = faults.get("rescale", right_rescale)(self.top, top)
             self.sum = self.sum * faults.get("rescale_sum", right_rescale)(self.top, top)
             self.sum = self.sum + weights.sum(2, keepdim=True)
-            self.acc = self.acc * rescale + weights @ values[at].transpose(0, 1)
+            added = weights @ values[at].transpose(0, 1)
+            if faults.get("is_late") and begin > start:
+                added = added * rescale
+            self.acc = self.acc * rescale + added
             self.top = top

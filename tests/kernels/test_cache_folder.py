@@ -9,7 +9,7 @@ import pytest
 from attnlab.case.errors import Unavailable
 from attnlab.kernels import cache_folder as cache
 from attnlab.kernels.rocm import build
-from attnlab.kernels.vllm import sdist
+from attnlab.kernels.vllm import source
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def test_a_download_leaves_the_umask_alone(monkeypatch: pytest.MonkeyPatch) -> N
         (folder / "fetched").write_text("x")
         return folder / "fetched"
 
-    monkeypatch.setattr(sdist, "_download", download)
-    assert mode(sdist.fetch_sdist("0.1.0")) == 0o600
+    monkeypatch.setattr(source, "_sdist_download", download)
+    assert mode(source.fetch_sdist("0.1.0")) == 0o600
     assert os.umask(0) == 0o027
 
 

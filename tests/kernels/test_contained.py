@@ -10,7 +10,7 @@ from helpers.plugins import RIGHT, planted
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.cli.main import main
-from attnlab.kernels.contained import UserCodeFailed, contained
+from attnlab.kernels.plugin import UserCodeFailed, contained
 from attnlab.lab.lab import Lab
 
 SMALL = {"num_heads": 2, "num_queries_per_kv": 1, "head_size": 32, "block_size": 16}

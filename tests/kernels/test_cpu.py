@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import CPU_ATTENTION
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import cpu as cpu_ops
@@ -220,9 +220,15 @@ def test_only_the_library_is_loaded() -> None:
 
 @needs_op
 def test_its_soft_cap_overflows() -> None:
-    """A score beyond 88 times the cap becomes NaN, as in Triton's op before vLLM PR #56579."""
+    """A score beyond 88 times the cap becomes NaN, as in Triton's op before vLLM PR #56579.
+
+    The library for processors without AVX-512 has another tanh, which does not overflow.
+    """
     case = on_cpu(softcap=0.02, num_blocks=None)
     diagnosis = diagnose(case, ran(case), propose=False)
+    if cpu_ops.library_name() == "_C_AVX2.abi3.so":
+        assert diagnosis.status == "nothing wrong"
+        return
     assert diagnosis.cause is not None
     assert (diagnosis.cause.name, diagnosis.cause.scope.rows) == ("softcap_overflows", "all")
     assert diagnose(case.replace(softcap=2.0), propose=False).status == "nothing wrong"

@@ -15,7 +15,7 @@ from helpers.sources import needs_triton
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.case.parameters import typed
+from attnlab.case.flags import typed
 from attnlab.cli.main import main
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend

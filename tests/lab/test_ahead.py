@@ -7,9 +7,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
-from attnlab.lab.ahead import drawing_ahead
-from attnlab.lab.lab import Lab
-from attnlab.lab.shared import SharedProducts
+from attnlab.lab.lab import Lab, drawing_ahead
+from attnlab.lab.products import SharedProducts
 
 SMALL = {"num_heads": 2, "num_queries_per_kv": 2, "query_lens": (1, 17), "ctx_lens": (20, 3)}
 CASES = [Case(seed=seed, stage=stage, **SMALL) for seed in range(5) for stage in ("sound", "int64")]

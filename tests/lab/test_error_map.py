@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.lengths import Lengths
+from attnlab.lab import error_map
 from attnlab.lab import error_map as compare_module
-from attnlab.lab import greatest
 from attnlab.lab.error_map import compare
 
 INF, NAN = math.inf, math.nan
@@ -178,5 +178,5 @@ def test_a_gpu_finds_the_same_largest_magnitudes(special):
     if special is not None:
         values[1, 1, 5] = special
     with other_device():
-        found = greatest._largest(values.to(DEVICE)).cpu()
-    torch.testing.assert_close(found, greatest._largest(values), rtol=0, atol=0, equal_nan=True)
+        found = error_map._largest(values.to(DEVICE)).cpu()
+    torch.testing.assert_close(found, error_map._largest(values), rtol=0, atol=0, equal_nan=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.cases import hostile
 
-from attnlab.lab import product_files
+from attnlab.lab import products
 from attnlab.lab.lab import Lab
-from attnlab.lab.product_files import (
+from attnlab.lab.products import (
     FOLDER_VARIABLE,
     from_file,
     shared_folder,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="files are shared on 
 def folder(monkeypatch, tmp_path):
     """Return a folder in which this process shares every product, however quickly it is made."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(product_files, "_WORTHWHILE_S", -1.0)
+    monkeypatch.setattr(products, "_WORTHWHILE_S", -1.0)
     return tmp_path
 
 

@@ -12,19 +12,17 @@ from helpers.triton_example import CASE, EXAMPLE, TRITON
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
-from attnlab.checker.case_run import run_case
+from attnlab.checker.case_run import read_counts, run_case, slots_by_state
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.slot_reads import read_counts, slots_by_state
+from attnlab.contracts.contract import Target
 from attnlab.contracts.slot_states import SlotState
-from attnlab.contracts.target import Target
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.run_log import RunLog
-from attnlab.kernels.triton.trace import Trace, Watched
+from attnlab.kernels.triton.run_log import RunLog, Trace, Watched
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.lab.reads import traced
+from attnlab.lab.result import traced
 from attnlab.tensors.cache import NOBODY, freed_blocks
 from attnlab.tensors.visibility import Visibility
 

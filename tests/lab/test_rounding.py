@@ -8,7 +8,7 @@ from helpers.cases import hostile
 
 from attnlab.case.errors import KernelRejected
 from attnlab.cli.bench.fault_injection import correct_run, random_case
-from attnlab.diagnosis.error_location import locate
+from attnlab.diagnosis.cells import locate
 from attnlab.lab.lab import Lab
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers.cases import decode_rows, hostile
 
 from attnlab.lab.lab import Lab
-from attnlab.lab.rounding_bound import rounding_bound
+from attnlab.lab.rounding import rounding_bound
 
 
 @pytest.mark.parametrize("distribution", ["normal", "uniform_1e-3"])

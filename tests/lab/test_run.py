@@ -16,9 +16,9 @@ from attnlab.case.fields import Flag, Maybe, OneOf
 from attnlab.case.ops import RELEASES
 from attnlab.case.stages import STAGES
 from attnlab.lab import lab as run_module
-from attnlab.lab.greatest import Greatest
+from attnlab.lab.error_map import Greatest
 from attnlab.lab.lab import Lab
-from attnlab.lab.public import default_lab
+from attnlab.lab.run import default_lab
 
 # A smaller batch with every kind of row: hundreds of runs take seconds.
 SMALL = {

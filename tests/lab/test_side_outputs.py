@@ -8,7 +8,7 @@ import attnlab.lab.lab as lab_module
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.triton.run_log import RunLog
 from attnlab.lab.lab import Lab
-from attnlab.lab.side_outputs import LSE, PADDING, lse_error, padding_error
+from attnlab.lab.result import LSE, PADDING, lse_error, padding_error
 from attnlab.show.sheets import plain
 
 CASE = hostile(op="merge_attn_states", atol=1.0)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from attnlab.mla.chunks import chunks_of
-from attnlab.mla.mla_case import CHUNKINGS, PREFILL, MlaCase
-from attnlab.mla.variants import draw_cases
+from attnlab.mla.faults import chunks_of
+from attnlab.mla.mla_case import CHUNKINGS, PREFILL, MlaCase, draw_cases
 
 DRAWN = list(draw_cases(PREFILL, 30))
 CASES = [case.replace(chunking=one, empty_lse="-inf") for one in CHUNKINGS for case in DRAWN]

@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from attnlab.case.errors import InvalidCase
-from attnlab.mla.fault import SOUND
-from attnlab.mla.faults import MLA_FAULTS, faults_of
-from attnlab.mla.inputs import make_inputs
-from attnlab.mla.mla_case import PATHS, MlaCase
-from attnlab.mla.mla_result import compared
+from attnlab.mla.faults import MLA_FAULTS, SOUND, faults_of
+from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, MLA_VARIANTS, PATHS, MlaCase, draw_cases
 from attnlab.mla.ops import ModelOps
-from attnlab.mla.partial import Partial
+from attnlab.mla.partial import Partial, make_inputs
 from attnlab.mla.paths import _projected
-from attnlab.mla.run import run_path
-from attnlab.mla.variants import LSE_AS_TRITON_MLA, MLA_VARIANTS, draw_cases
+from attnlab.mla.run import compared, run_path
 
 ONE = (1, 1, 1)
 # A case on which each fault changes the output by more than rounding.

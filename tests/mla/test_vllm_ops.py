@@ -3,10 +3,9 @@
 import pytest
 from helpers.sources import needs_triton, of_release
 
-from attnlab.mla.mla_case import PATHS, MlaCase
+from attnlab.mla.mla_case import LSE_AS_TRITON_MLA, PATHS, MlaCase, draw_cases
 from attnlab.mla.ops import VllmOps
 from attnlab.mla.run import run_path
-from attnlab.mla.variants import LSE_AS_TRITON_MLA, draw_cases
 from attnlab.study.mla_chain import MLA_EDITS, edited_ops
 
 pytestmark = [pytest.mark.releases, needs_triton]

@@ -12,10 +12,9 @@ from attnlab.case.case import Case
 from attnlab.cli.power import print_power
 from attnlab.defects import DEFECTS
 from attnlab.lab.lab import Lab
-from attnlab.mutation.mutants import MUTANTS, NINE
-from attnlab.mutation.power import power
-from attnlab.mutation.remedies import is_equivalent, ladder
-from attnlab.show.plots.power import plot_power
+from attnlab.mutation.power import measure_power as power
+from attnlab.mutation.report import MUTANTS, NINE, is_equivalent, ladder
+from attnlab.show.plots.stages import plot_power
 
 NAMED = {mutant.name: mutant for mutant in MUTANTS}
 TEST = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # the plain test as drawn with seed 0

@@ -14,7 +14,7 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.vllm.backend import load
 from attnlab.recorder import snapshot
 from attnlab.recorder.capture import Capture
-from attnlab.recorder.comparisons import Comparison
+from attnlab.recorder.failing_side import Comparison
 from attnlab.recorder.failure_report import report_failure
 
 BLOCKS, SIZE, HEADS, WIDTH = 8, 16, 2, 32

@@ -281,7 +281,7 @@ def test_ops_of_entry_points(kernel, monkeypatch, caplog):
     """A function is found by its module and name; a broken entry point is logged."""
     function = importlib.import_module("recorded_kernel").paged
     points = [Point(ImportError("gone")), Point(function), Point([function])]
-    monkeypatch.setattr("attnlab.recorder.catalogue.entry_points", lambda group: points)
+    monkeypatch.setattr("attnlab.recorder.ops.entry_points", lambda group: points)
     with attnlab.capture() as calls:
         importlib.import_module("its_caller").op(**batch())
     assert calls.seen == 1

@@ -14,9 +14,7 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.platforms import PLATFORMS
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.source import find_source
-from attnlab.recorder.comparisons import Comparison
-from attnlab.recorder.failing_side import judge
-from attnlab.recorder.matches import output_matches
+from attnlab.recorder.failing_side import Comparison, judge, output_matches
 from attnlab.replay.replay_call import expected_of
 from attnlab.serving.value_check import check_values
 from attnlab.tensors.quantised import in_numbers

@@ -8,14 +8,13 @@ from helpers.masked_cases import random_case
 from helpers.sources import needs_triton, of_release
 
 import attnlab
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.lab.lab import Lab
-from attnlab.recorder.argument_names import read_arguments
-from attnlab.recorder.reading import call_of_reading
-from attnlab.recorder.vllm_ops import vllm_ops
-from attnlab.tensors.origin import Origin
+from attnlab.recorder.arguments import call_of_reading, read_arguments
+from attnlab.recorder.ops import vllm_ops
+from attnlab.tensors.call import Origin
 from attnlab.tensors.visibility import Visibility
 
 pytestmark = [needs_triton, pytest.mark.releases]

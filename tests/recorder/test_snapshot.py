@@ -9,10 +9,10 @@ from helpers.recorded import KERNEL, batch, write_module
 
 from attnlab.recorder import capture as recording
 from attnlab.recorder import snapshot
-from attnlab.recorder.comparisons import Comparison
+from attnlab.recorder.capture import Recorded
+from attnlab.recorder.failing_side import Comparison
 from attnlab.recorder.failure_report import report_failure
-from attnlab.recorder.recorded import Recorded
-from attnlab.tensors.named_blocks import copy_blocks, named_by
+from attnlab.tensors.call_file import copy_blocks, named_by
 
 LOST = "CUDA error: an illegal memory access was encountered\nCompile with …"
 

@@ -10,14 +10,13 @@ from attnlab.case.case import Case
 from attnlab.case.ops import DECODE_FWD, PREFILL, UNIFIED, WRAPPER
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.captured import diagnose_captured
+from attnlab.diagnosis.cells import locate
 from attnlab.diagnosis.decision import collect_evidence
-from attnlab.diagnosis.error_location import locate
 from attnlab.lab.lab import Lab
-from attnlab.recorder.argument_names import BoundArguments, read_arguments
-from attnlab.recorder.reading import call_of_reading
-from attnlab.recorder.vllm_ops import FOLDERS, vllm_ops
-from attnlab.show.sheets.tensors import contents
-from attnlab.tensors.origin import Origin
+from attnlab.recorder.arguments import BoundArguments, call_of_reading, read_arguments
+from attnlab.recorder.ops import FOLDERS, vllm_ops
+from attnlab.show.sheets.results import contents
+from attnlab.tensors.call import Origin
 
 OPS_OF = {one.op: one for one in vllm_ops() if one.module.startswith(FOLDERS[1])}
 PREFILL_OP = OPS_OF[PREFILL]

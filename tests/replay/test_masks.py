@@ -8,9 +8,8 @@ from helpers.plugins import RIGHT
 from helpers.saved_calls import call_of, kernel_file
 
 import attnlab
-from attnlab.replay.masks import can_drop_first_rows
-from attnlab.replay.parts import KeptSequence, with_sequences, without_tokens
-from attnlab.tensors.sequence_mask import mask_of
+from attnlab.replay.parts import KeptSequence, can_drop_first_rows, with_sequences, without_tokens
+from attnlab.tensors.case_visibility import mask_of
 
 LENGTHS = {"query_lens": (6, 5), "ctx_lens": (40, 50)}
 CALLS = {

@@ -16,12 +16,17 @@ from helpers.sources import of_release
 import attnlab
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.main import main
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.vllm.op_calls import OP_CALLS
-from attnlab.replay.expected import distance, other_bits
-from attnlab.replay.replays import Replay, Replays
-from attnlab.replay.run_call import on_device
-from attnlab.replay.targets import is_bisecting, replay_targets
+from attnlab.replay.replay_call import (
+    Replay,
+    Replays,
+    distance,
+    is_bisecting,
+    on_device,
+    other_bits,
+    replay_targets,
+)
 
 
 def test_verdicts_and_agreement(tmp_path):

@@ -15,7 +15,7 @@ from helpers.upstream import script_outcome
 
 import attnlab
 from attnlab.case.errors import InvalidCall
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.vllm.source import find_source
 from attnlab.replay.parts import (
     KeptSequence,
@@ -26,8 +26,8 @@ from attnlab.replay.parts import (
     without_tokens,
 )
 from attnlab.replay.public import one_backend
-from attnlab.replay.run_call import run_call
-from attnlab.reports.call_script import call_script, why_no_script
+from attnlab.replay.replay_call import run_call
+from attnlab.reports.upstream import call_script, why_no_script
 
 LARGE = {"query_lens": (5, 1, 9), "ctx_lens": (40, 33, 70), "num_heads": 8}
 SIZES = {"sequences": 1, "rows": 2, "heads": 1, "KV heads": 1, "head_size": 16, "blocks": 1}

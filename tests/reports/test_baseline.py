@@ -7,8 +7,7 @@ from helpers.notebooks import VERDICTS, write_notebook
 
 from attnlab.case.errors import InvalidCase
 from attnlab.cli.main import main
-from attnlab.reports.baseline import Kept, compare, read_baseline
-from attnlab.reports.notebook_result import Results
+from attnlab.reports.notebook_result import Kept, Results, compare, read_baseline
 from attnlab.show.notebook import Verdict
 from attnlab.show.sheets import plain
 

@@ -12,10 +12,8 @@ from helpers.sarif import SCHEMA
 
 from attnlab.case.errors import InvalidCase
 from attnlab.checker.finding import KINDS, OBSERVATIONS
-from attnlab.diagnosis.kernel_location import KernelLine
-from attnlab.reports.check_junit import junit
-from attnlab.reports.check_sarif import sarif
-from attnlab.reports.check_summary import append_summary, summary
+from attnlab.diagnosis.claims import KernelLine
+from attnlab.reports.check_files import append_summary, junit, sarif, summary
 
 
 def _cases(report) -> dict[tuple[str, str], ET.Element]:

@@ -11,7 +11,7 @@ from attnlab.case.case import Case
 from attnlab.checker.finding import Finding
 from attnlab.kernels import find_backend
 from attnlab.lab.lab import Lab
-from attnlab.reports import findings_page
+from attnlab.reports import check_pages
 from attnlab.reports.pages import write_findings
 
 KERNEL = f"{faulty_attention.__file__}:halved"
@@ -47,7 +47,7 @@ def test_a_finding_has_an_xray_or_a_reason(
 ) -> None:
     backend = find_backend(KERNEL, None, None)
     lab = Lab(device="cpu")
-    found = findings_page._xray(lab, backend, finding)
+    found = check_pages._xray(lab, backend, finding)
     measured = found.get("xray")
     assert (measured and measured.status) == status
     assert reason in found.get("no_xray", "")
@@ -58,8 +58,8 @@ def test_a_finding_has_an_xray_or_a_reason(
 
 def test_the_page_states_the_rule(tmp_path: Path) -> None:
     backend = find_backend(KERNEL, None, None)
-    parts = findings_page._xray(Lab(device="cpu"), backend, FINDING)
-    picture = findings_page.Picture(finding=FINDING, kind="wrong", data="AAAA", **parts)
+    parts = check_pages._xray(Lab(device="cpu"), backend, FINDING)
+    picture = check_pages.Picture(finding=FINDING, kind="wrong", data="AAAA", **parts)
     write_findings(tmp_path / "index.html", REPORT, [picture], "attnlab check")
     page = (tmp_path / "index.html").read_text()
     assert "X-ray: described" in page

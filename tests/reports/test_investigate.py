@@ -14,10 +14,9 @@ from helpers.notebooks import OOM_KILL, SEGFAULT, VERDICTS, write_notebook
 
 from attnlab.reports import investigate as module
 from attnlab.reports.investigate import default_jobs, find_notebooks, free_memory_gib, investigate
-from attnlab.reports.kernel_manager import SIGNALS
 from attnlab.reports.notebook_result import Results, all_ok, write_verdicts
 from attnlab.reports.pages import write_index
-from attnlab.reports.runner import _last_words
+from attnlab.reports.runner import SIGNALS, _last_words
 from attnlab.show.sheets import plain
 
 

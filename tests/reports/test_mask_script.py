@@ -6,9 +6,8 @@ from helpers.triton_example import CASE
 
 from attnlab.case.masks import MASKS
 from attnlab.lab.lab import Lab
-from attnlab.reports.mask_script import mask_facts, tensor_text
-from attnlab.reports.upstream import has_script, render
-from attnlab.tensors.sequence_mask import mask_of
+from attnlab.reports.upstream import has_script, mask_facts, render, tensor_text
+from attnlab.tensors.case_visibility import mask_of
 
 LENGTHS = {"query_lens": (5, 8, 1), "ctx_lens": (20, 9, 30)}
 WINDOWS = {"ranges_in_window": 5, "prefix_and_window": 6, "chunks": 16}

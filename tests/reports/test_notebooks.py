@@ -18,8 +18,7 @@ from nbformat import read
 from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import Unavailable
-from attnlab.case.flags import case_of, notebook_parameters
-from attnlab.case.parameters import read_parameters, share_out
+from attnlab.case.flags import case_of, notebook_parameters, read_parameters, share_out
 from attnlab.cli.main import make_parser
 from attnlab.kernels.vllm.source import fetch
 from attnlab.reports.investigate import find_notebooks, investigate

@@ -10,21 +10,25 @@ import pytest
 from nbformat import v4, write
 
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.reports.executed import (
+from attnlab.reports.notebook_result import (
+    OWNERS,
+    POST_MORTEM_MIME,
+    Event,
+    Outcome,
+    PostMortem,
+    Results,
+    write_junit,
+    write_verdicts,
+)
+from attnlab.reports.pages import (
     drop_widgets,
     read_post_mortem,
     read_summary,
     read_title,
     read_verdicts,
+    write_index,
+    write_post_mortem,
 )
-from attnlab.reports.notebook_result import (
-    Outcome,
-    Results,
-    write_junit,
-    write_verdicts,
-)
-from attnlab.reports.pages import write_index, write_post_mortem
-from attnlab.reports.post_mortem import OWNERS, POST_MORTEM_MIME, Event, PostMortem
 from attnlab.show.notebook import PROVENANCE_MIME, VERDICTS_MIME, Verdict
 
 PNG = (

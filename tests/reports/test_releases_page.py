@@ -6,7 +6,7 @@ import pytest
 from helpers.browser import offline_page
 from helpers.release_table import RELEASES, TABLE, fault
 
-from attnlab.reports.releases_page import spans, write_releases
+from attnlab.reports.check_pages import spans, write_releases
 
 
 def test_spans_have_no_gap() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnlab.serving.intent import Intent, contradictions, intent_of_layer
+from attnlab.serving.begun_op import Intent, contradictions, intent_of_layer
 
 INTENT = Intent(
     sm_scale=0.125,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from attnlab.recorder.vllm_ops import vllm_ops
+from attnlab.recorder.ops import vllm_ops
 from attnlab.serving import plugin, start
 
 

@@ -10,15 +10,17 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.replay.parts import KeptSequence, with_kv_heads, with_sequences
-from attnlab.serving.kept_calls import MOST_WRONG, KeptCalls
-from attnlab.serving.observation import Observation
-from attnlab.serving.page import write_page
-from attnlab.serving.record_file import CALLS, RecordFile, read_records
-from attnlab.serving.report import read_report
-from attnlab.serving.saved_diagnosis import with_diagnoses
-from attnlab.serving.tally import Tally
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.origin import Origin
+from attnlab.serving.record import (
+    CALLS,
+    MOST_WRONG,
+    KeptCalls,
+    Observation,
+    RecordFile,
+    Tally,
+    read_records,
+)
+from attnlab.serving.report import read_report, with_diagnoses, write_page
+from attnlab.tensors.call import KernelCall, Origin
 
 
 def observation(**changes) -> Observation:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.fake_vllm import new_request, scheduled
 
-from attnlab.serving.requests import Request, Requests
+from attnlab.serving.batch import Request, Requests
 
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 300)
 

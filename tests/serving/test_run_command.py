@@ -9,7 +9,7 @@ import time
 import pytest
 
 from attnlab.case.errors import InvalidCase
-from attnlab.serving.run_command import run_command
+from attnlab.serving.plugin import run_command
 from attnlab.serving.settings import CaptureSettings
 
 
@@ -44,7 +44,7 @@ def test_an_end_by_a_signal_that_was_passed_on_is_regular(tmp_path, command, cod
     handler = f"signal.signal(15, lambda *a: exec({command!r}))" if command != "pass" else ""
     child = f"import signal, time\n{handler}\nprint('ready', flush=True); time.sleep(60)"
     script = (
-        "from attnlab.serving.run_command import run_command\n"
+        "from attnlab.serving.plugin import run_command\n"
         "from attnlab.serving.settings import CaptureSettings\n"
         "import sys\n"
         f"settings = CaptureSettings(out={str(tmp_path)!r})\n"

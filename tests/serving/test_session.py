@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.fake_vllm import BLOCK, Impl, new_request, runner, scheduled
 
-from attnlab.serving.record_file import RecordFile, read_records
+from attnlab.serving.record import RecordFile, read_records
 from attnlab.serving.session import Session
 from attnlab.serving.settings import CaptureSettings
 

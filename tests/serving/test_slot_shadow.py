@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from attnlab.serving.slot_shadow import SlotShadows
+from attnlab.serving.slots import SlotShadows
 
 LAYERS = ("a", "b", "c")
 

@@ -9,10 +9,16 @@ from helpers.masked_cases import random_case
 from attnlab.case.case import Case
 from attnlab.case.masks import MASKS
 from attnlab.lab.lab import Lab
-from attnlab.serving.batch import Step
-from attnlab.serving.requests import Request
-from attnlab.serving.value_check import check_values, sampled_heads, sampled_rows
-from attnlab.serving.value_observations import RowsOfOp, not_finite, ranges, wrong_values
+from attnlab.serving.batch import Request, Step
+from attnlab.serving.value_check import (
+    RowsOfOp,
+    check_values,
+    not_finite,
+    ranges,
+    sampled_heads,
+    sampled_rows,
+    wrong_values,
+)
 from attnlab.tensors.call import KernelCall
 
 CASE = Case(

@@ -10,7 +10,7 @@ import pytest
 from helpers.products import sharing_products
 
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
-from attnlab.lab import product_files
+from attnlab.lab import products
 from attnlab.study import production
 from attnlab.study.production import (
     EngineRun,
@@ -195,8 +195,8 @@ def test_notebooks_of_one_run_share_the_recording(
 
     monkeypatch.setattr(production, "check_available", lambda: None)
     monkeypatch.setattr(production, "_record", record)
-    monkeypatch.setattr(product_files, "_WORTHWHILE_S", -1.0)
-    monkeypatch.setenv(product_files.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(products, "_WORTHWHILE_S", -1.0)
+    monkeypatch.setenv(products.FOLDER_VARIABLE, str(tmp_path))
     for seed in (0, 0, 1):
         assert record_engine(EngineRun(seed=seed)) == f"a timeline of {seed}"
     assert [run.seed for run in runs] == [0, 1]

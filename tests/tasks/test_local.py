@@ -9,10 +9,9 @@ from helpers.processes import is_running
 
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.tasks import local
-from attnlab.tasks.engine import InProcess
-from attnlab.tasks.engines import find_engine
 from attnlab.tasks.local import LocalEngine
-from attnlab.tasks.task import Outcome, Task
+from attnlab.tasks.run import find_engine
+from attnlab.tasks.task import InProcess, Outcome, Task
 
 
 def outcomes(tasks, processes=2, job=None, **options):

@@ -3,8 +3,8 @@
 import pytest
 
 from attnlab.case.errors import InvalidCase
-from attnlab.tasks.memory import available_bytes
-from attnlab.tasks.shard import Shard
+from attnlab.tasks.local import available_bytes
+from attnlab.tasks.store import Shard
 from attnlab.tasks.task import Task
 
 TASKS = [Task(key=f"{i}", payload={}, cost_s=cost) for i, cost in enumerate([9, 1, 1, 5, 4, 2, 8])]

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from attnlab.case.errors import InvalidCase, Unavailable
-from attnlab.tasks.merge import merged_stores
-from attnlab.tasks.store import Store, read_store
+from attnlab.tasks.store import Store, merged_stores, read_store
 from attnlab.tasks.task import Outcome
 
 HEADER = {"command": "check", "options": {"seed": 0, "cases": 31}, "shard": "1/1"}

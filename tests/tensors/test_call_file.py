@@ -16,9 +16,8 @@ from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import UNIFIED
 from attnlab.tensors import call as call_module
 from attnlab.tensors import call_file
-from attnlab.tensors.cache_layout import in_layout
-from attnlab.tensors.call import KernelCall
-from attnlab.tensors.origin import Origin
+from attnlab.tensors.cache import in_layout
+from attnlab.tensors.call import KernelCall, Origin
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "call-file.schema.json"
 ORIGIN = Origin(op="vllm.f", program="vllm", release="0.33.0", layer="3", step=7, rank=0)

@@ -6,8 +6,8 @@ from helpers.cases import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnlab.tensors import fill
-from attnlab.tensors.fill import write_tokens
+from attnlab.tensors import cache
+from attnlab.tensors.cache import write_tokens
 
 
 def one_by_one(key, value, new_key, new_value, rows, slots):
@@ -86,8 +86,8 @@ def test_fast_path_equals_one_token_at_a_time(drawn):
 def test_whole_blocks_take_the_fast_path(monkeypatch):
     """Whole blocks take the fast path, and partial ones the indexed assignment."""
     seen = []
-    monkeypatch.setattr(fill, "_write_key_blocks", lambda key, blocks, tokens: seen.append(blocks))
-    monkeypatch.setattr(fill, "_write_value_blocks", lambda value, blocks, tokens: None)
+    monkeypatch.setattr(cache, "_write_key_blocks", lambda key, blocks, tokens: seen.append(blocks))
+    monkeypatch.setattr(cache, "_write_value_blocks", lambda value, blocks, tokens: None)
     key, value = torch.zeros(4, 1, 1, 4, 2), torch.zeros(4, 1, 2, 4)
     new = torch.ones(9, 1, 2)
     slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 0])

@@ -8,12 +8,12 @@ from helpers.cases import call_of, hostile, same_bits
 
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.layout import presented
+from attnlab.tensors.case_call import presented
 
 TENSORS = ("query", "block_table", "seq_lens", "query_start_loc", "key", "value")
 LENS = {"query_lens": (1, 6, 2), "ctx_lens": (33, 4, 20)}

@@ -8,7 +8,7 @@ from helpers.cases import hostile
 
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, ENCODER, OPS, WRITE
 from attnlab.lab.lab import Lab
-from attnlab.tensors.hollow_call import hollow_call
+from attnlab.tensors.case_call import hollow_call
 
 
 @pytest.mark.parametrize(

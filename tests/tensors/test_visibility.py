@@ -14,10 +14,8 @@ from attnlab.case.masks import MASKS
 from attnlab.lab.reference import exact_attention, visible_flops
 from attnlab.tensors.batch import make_batch
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_visibility import visibility_of
-from attnlab.tensors.hollow_call import hollow_call
-from attnlab.tensors.layout import presented
-from attnlab.tensors.sequence_mask import mask_of
+from attnlab.tensors.case_call import hollow_call, presented
+from attnlab.tensors.case_visibility import mask_of, visibility_of
 from attnlab.tensors.visibility import Visibility
 
 

@@ -12,9 +12,9 @@ from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.lab import Lab
-from attnlab.weights.public import xray
-from attnlab.weights.stored_cache import misread, store, value_scales
-from attnlab.weights.stored_rules import StoredRead
+from attnlab.weights.conclude import xray
+from attnlab.weights.key_rules import StoredRead
+from attnlab.weights.setup import misread, store, value_scales
 
 QUERY = "fp8_query"
 

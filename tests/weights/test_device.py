@@ -9,7 +9,7 @@ from helpers.other_device import DEVICE, OtherTensor, other_device
 
 import attnlab
 from attnlab.case.case import Case
-from attnlab.weights import device, public
+from attnlab.weights import conclude, setup
 from attnlab.weights.conclude import xray_of
 
 FIELDS = {
@@ -33,7 +33,7 @@ CASES = {
 
 def examined_on(case, where):
     lab = attnlab.Lab()
-    subject = public._of_case(case, lab, lab.backend(case))
+    subject = conclude._of_case(case, lab, lab.backend(case))
     return xray_of(dataclasses.replace(subject, device=where))
 
 
@@ -80,10 +80,10 @@ def test_the_other_device_refuses_tensors_of_the_cpu():
 @pytest.mark.parametrize(
     ("weights", "requested", "free", "expected"),
     [
-        (device.MANY, None, 1 << 40, "cuda"),
-        (device.MANY - 1, None, 1 << 40, "cpu"),
-        (device.MANY, "cpu", 1 << 40, "cpu"),
-        (device.MANY, None, 1 << 20, "cpu"),
+        (setup.MANY, None, 1 << 40, "cuda"),
+        (setup.MANY - 1, None, 1 << 40, "cpu"),
+        (setup.MANY, "cpu", 1 << 40, "cpu"),
+        (setup.MANY, None, 1 << 20, "cpu"),
     ],
 )
 def test_a_gpu_computes_many_weights_that_fit(monkeypatch, weights, requested, free, expected):
@@ -91,4 +91,4 @@ def test_a_gpu_computes_many_weights_that_fit(monkeypatch, weights, requested, f
     values |= {"memory_reserved": 0, "memory_allocated": 0}
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert device.device_for(weights, requested).type == expected
+    assert setup.device_for(weights, requested).type == expected

@@ -6,13 +6,11 @@ from helpers import faulty_attention
 
 import attnlab
 from attnlab.case.case import Case
-from attnlab.contracts.target import Target
-from attnlab.weights.lanes import own_slots, shared_lanes
-from attnlab.weights.measurement import MOST_RUNS
+from attnlab.contracts.contract import Target
+from attnlab.weights.codes import own_slots, shared_lanes, slot_owners
+from attnlab.weights.key_rules import OtherSlots
+from attnlab.weights.measurement import MOST_RUNS, sketch_runs
 from attnlab.weights.setup import make_setup
-from attnlab.weights.sketch import sketch_runs
-from attnlab.weights.slot_owner import slot_owners
-from attnlab.weights.slot_rules import OtherSlots
 
 FIELDS = {
     "op": "context_attention_fwd",

@@ -6,11 +6,9 @@ from helpers import faulty_attention, hooked_attention
 
 import attnlab
 from attnlab.case.case import Case
-from attnlab.weights.head_rules import HeadGain, HeadScore
-from attnlab.weights.partition import LAST
-from attnlab.weights.score_rules import Gain, NotRescaled, ScoreFactor
-from attnlab.weights.slot_rules import OtherSlots
-from attnlab.weights.tile_rules import TileTimes
+from attnlab.weights.key_rules import OtherSlots, TileTimes
+from attnlab.weights.plan import LAST
+from attnlab.weights.score_rules import Gain, HeadGain, HeadScore, NotRescaled, ScoreFactor
 
 FIELDS = {
     "num_heads": 4,
@@ -105,7 +103,7 @@ def test_values_of_another_block():
 def test_values_of_other_heads_must_predict_a_second_case(monkeypatch):
     found = xray_of("values_of_other_heads")
     assert (found.status, found.confirmed) == ("described", True)
-    monkeypatch.setattr("attnlab.weights.confirmation.predicts_values", none_predicted)
+    monkeypatch.setattr("attnlab.weights.conclude.predicts_values", none_predicted)
     assert xray_of("values_of_other_heads").status == "undecided"
 
 

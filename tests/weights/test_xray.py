@@ -12,8 +12,7 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.cpu import load
-from attnlab.weights.key_rules import KeyTimes, TopLeftMask, ZeroKeys
-from attnlab.weights.predict import predict_case
+from attnlab.weights.key_rules import KeyHead, KeyTimes, OtherSlots, TopLeftMask, ZeroKeys
 from attnlab.weights.rule import Constant
 from attnlab.weights.score_rules import (
     AlibiFactor,
@@ -23,7 +22,7 @@ from attnlab.weights.score_rules import (
     NotRescaled,
     ScoreFactor,
 )
-from attnlab.weights.slot_rules import KeyHead, OtherSlots
+from attnlab.weights.xray import predict_case
 
 SPEC = f"{faulty_attention.__file__}:"
 FIELDS = {
@@ -206,6 +205,15 @@ def test_a_description_that_fits_one_small_call_is_not_stated():
         assert (found.status, found.confirmed) == (status, None)
 
 
+@pytest.mark.parametrize("sm_scale", [None, 32**-0.5, 0.3])
+def test_a_missing_scale_is_no_factor_of_the_head_size(sm_scale):
+    """The default scale is 1/sqrt(head_size); the other case has another one if the case has one."""
+    fields = {"sm_scale": sm_scale, "num_heads": 2, "query_lens": (5,), "ctx_lens": (67,)}
+    found = attnlab.xray(faulty("scale_missing", **fields))
+    text = "the scores of keys are not multiplied by the scale (confirmed on another case)"
+    assert found.sentences[0] == text
+
+
 @pytest.mark.parametrize("name", ["context_one_too_many", "values_not_rescaled", "next_sequence"])
 def test_a_description_predicts_the_output_of_another_case(name):
     lab = attnlab.Lab()
@@ -258,7 +266,7 @@ def test_a_sound_kernel_is_right_or_imprecise(name):
 def test_a_description_that_another_case_refutes_is_withdrawn(monkeypatch):
     """The other case has another block size, as if the rule had held by coincidence."""
     monkeypatch.setattr(
-        "attnlab.weights.public.other_case", lambda case: case.replace(block_size=32, seed=3)
+        "attnlab.weights.conclude.other_case", lambda case: case.replace(block_size=32, seed=3)
     )
     found = attnlab.xray(faulty("full_blocks_only"))
     assert (found.status, found.confirmed) == ("undecided", False)

@@ -10,8 +10,8 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
-from attnlab.case.json import json_value
-from attnlab.checker.sources import versions
+from attnlab.case.shown import json_value
+from attnlab.checker.case_run import versions
 from attnlab.cli.bench.fault_injection import (
     applicable,
     are_equivalent,
@@ -28,11 +28,9 @@ from attnlab.defects.problem import Problem
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.lab.lab import Lab
-from attnlab.tasks.engine import InProcess
 from attnlab.tasks.run import TaskRun
-from attnlab.tasks.shard import ALL, Shard
-from attnlab.tasks.store import Header
-from attnlab.tasks.task import Job, Outcome, Task
+from attnlab.tasks.store import ALL, Header, Shard
+from attnlab.tasks.task import InProcess, Job, Outcome, Task
 
 PLANTED, SOUND = "planted", "sound"
 _COSTS = {PLANTED: 3.0, SOUND: 1.0}

@@ -10,10 +10,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import OPS
 from attnlab.defects import DEFECTS, Defect
-from attnlab.defects.attention_inputs import Predicted
-from attnlab.defects.problem import Problem
-from attnlab.defects.row_slice import RowSlice
-from attnlab.defects.row_slices import all_rows
+from attnlab.defects.problem import Predicted, Problem, RowSlice, all_rows
 from attnlab.diagnosis.candidates import possible_scopes
 from attnlab.lab.lab import Lab
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import SEED_CASE, shortest_time
-from attnlab.contracts.target import TRITON_DECODE, Target
+from attnlab.contracts.contract import TRITON_DECODE, Target
 from attnlab.kernels.triton import interpreter
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.program_filter import Subset, needed
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import find_source

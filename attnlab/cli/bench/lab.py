@@ -14,10 +14,9 @@ import torch
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference, visible_flops
-from attnlab.lab.stage_table import stage_table
+from attnlab.lab.run import stage_table
 from attnlab.tensors.batch import Batch, make_batch
-from attnlab.tensors.cache import addresses, make_cache
-from attnlab.tensors.fill import write_tokens
+from attnlab.tensors.cache import addresses, make_cache, write_tokens
 
 SEED_CASE = Case(stage="cast_after_cumsum", x=8, atol=1e-4)  # as vLLM's test draws it at seed 0
 

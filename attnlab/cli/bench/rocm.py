@@ -10,9 +10,9 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.cli.bench.lab import shortest_time
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import PLAIN, DeviceOptions
+from attnlab.kernels.rocm.device import PLAIN, DeviceOptions
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.reference import reference
 from attnlab.tensors.batch import make_batch

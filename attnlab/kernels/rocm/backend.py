@@ -18,16 +18,14 @@ from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
 from attnlab.case.ops import PREFILL, TRITON_OPS
 from attnlab.case.platforms import Platform
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.rows import as_read, served
-from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.contracts.contract import ROCM_DECODE, Target, contract
+from attnlab.contracts.slot_states import as_read, served
+from attnlab.kernels import model
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
-from attnlab.kernels.model import backend as model
-from attnlab.kernels.model.cache_reads import scale_of
-from attnlab.kernels.model.rocm_decode import allocate
-from attnlab.kernels.rocm.adapt import has_source
+from attnlab.kernels.model import allocate, scale_of
+from attnlab.kernels.rocm.build import has_source
+from attnlab.kernels.rocm.device import PLAIN, PLATFORM_MACROS, DeviceOptions, Op
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.rocm.op import PLAIN, PLATFORM_MACROS, DeviceOptions, Op
 from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.tensors.call import KernelCall
 

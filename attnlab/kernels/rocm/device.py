@@ -2,7 +2,10 @@
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -14,12 +17,66 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnlab.kernels.rocm.build import DEVICE, OnStep, build
+from attnlab.case.errors import KernelFailed, KernelRejected, Unavailable
+from attnlab.case.platforms import Platform
+from attnlab.kernels.rocm.build import (
+    CHECKED_FLAGS,
+    DEVICE,
+    OnStep,
+    Texts,
+    adapted,
+    build,
+    find_compiler,
+)
+from attnlab.kernels.rocm.findings import Findings, place_of
+
+# Place tensors 64 GiB apart, so that an out-of-bounds address identifies its tensor.
+
+
+@contextmanager
+def guarded_tensors(
+    library: Any, arguments: Mapping[str, Any], writes: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments with each tensor copied to a region 64 GiB away from the others.
+
+    After the block the tensors named in ``writes`` are copied back into ``arguments``, and the memory is
+    released. Raises Unavailable if the address space has no room.
+    """
+    placed, places = dict(arguments), []
+    try:
+        for number, (name, value) in enumerate(arguments.items()):
+            if isinstance(value, torch.Tensor):
+                span = 1 + sum(
+                    (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
+                )
+                bytes_ = max(1, span * value.element_size())
+                place = library.attnlab_place(number, bytes_)
+                if not place:
+                    raise Unavailable(
+                        "the checked device has no address space left for its tensors"
+                    )
+                places.append((place, bytes_))
+                placed[name] = _at(place, value, span).copy_(value)
+        yield placed
+        for name in writes:
+            arguments[name].copy_(placed[name])
+    finally:
+        for place, bytes_ in places:
+            library.attnlab_leave(ctypes.c_void_p(place), ctypes.c_size_t(bytes_))
+
+
+def _at(place: int, like: torch.Tensor, span: int) -> torch.Tensor:
+    """Return a tensor at an address with the dtype, shape and strides of ``like``."""
+    memory = (ctypes.c_uint8 * (span * like.element_size())).from_address(place)
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
+
 
 # The op's tensors, in the order of enum in cpp/call.h.
 TENSORS = (
@@ -193,3 +250,156 @@ def finder(kernels: Mapping[str, int]) -> Any:
 def no_finder() -> Any:
     """Return the null callback: the host code then records its launches and runs none."""
     return _FIND()
+
+
+# vLLM's torch.ops._rocm_C.paged_attention, compiled from its source for the emulated device.
+
+PLATFORM_MACROS = {
+    "gfx90a": ("__gfx90a__", "__GFX9__"),
+    "gfx942": ("__gfx942__", "__GFX9__"),
+    "gfx950": ("__gfx950__", "__GFX9__"),
+}
+_WRITES = ("out", "exp_sums", "max_logits", "tmp_out")
+_SCRATCH = ("exp_sums", "max_logits", "tmp_out")
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """How the device runs a call.
+
+    - ``checked``: check every memory access, on one core; see :class:`Findings`.
+    - ``order``: the order in which threads run: 0 ascending, 1 descending, other values seed a shuffle. If
+      the output depends on it, the kernel has a race.
+    - ``faults``: faults planted in the device, for tests.
+    """
+
+    checked: bool = False
+    order: int = 0
+    faults: tuple[str, ...] = ()
+
+
+PLAIN = DeviceOptions()
+
+
+@dataclass(slots=True)
+class Op:
+    """The op of one source on one platform; its libraries are built at the first call.
+
+    ``root`` is the folder that contains ``csrc/``. Raises Unavailable for a platform that the device does
+    not emulate.
+    """
+
+    root: Path
+    platform: Platform
+    _texts: Texts | None = None
+    _host: Host | None = None
+    _kernels: dict[tuple[str, bool], tuple[Path, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise Unavailable for a platform that is not emulated."""
+        if self.platform.name not in PLATFORM_MACROS:
+            raise Unavailable(
+                f"platform must be one of {', '.join(PLATFORM_MACROS)} with backend rocm, got "
+                f"{self.platform.name}: its kernels need waves of 32 and other matrix instructions"
+            )
+
+    def __call__(
+        self,
+        arguments: Mapping[str, Any],
+        options: DeviceOptions = PLAIN,
+        on_step: OnStep = lambda text: None,
+    ) -> Findings:
+        """Call the op with ``arguments`` by name; mutate ``out`` and the scratch tensors.
+
+        All tensors are on the CPU. ``on_step`` is called before each compilation. Returns the findings of a
+        checked run, empty otherwise. Raises KernelRejected with the text of the op's host check, and
+        KernelFailed if a kernel fails.
+        """
+        with _ONE_AT_A_TIME:
+            self._load_host(on_step)
+            names = self._call(arguments, no_finder()).splitlines()
+            kernels = {name: self._kernel(name, options.checked, on_step) for name in names}
+            prepare(options.faults, on_step)
+            return self._run(arguments, options, kernels)
+
+    def launched(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the names of the kernels that the host code launches; raise KernelRejected."""
+        with _ONE_AT_A_TIME:
+            self._load_host(lambda text: None)
+            return self._call(arguments, no_finder()).splitlines()
+
+    def _run(
+        self,
+        arguments: Mapping[str, Any],
+        options: DeviceOptions,
+        kernels: dict[str, tuple[Path, int]],
+    ) -> Findings:
+        library = device(options.faults)
+        library.attnlab_begin(torch.get_num_threads(), options.checked, options.order)
+        files = {name: path for name, (path, _) in kernels.items()}
+        find = finder({name: entry for name, (_, entry) in kernels.items()})
+        if not options.checked:
+            self._call(arguments, find, library, files)
+            return Findings()
+        shapes = {}
+        with guarded_tensors(library, arguments, ("out",)) as placed:
+            for name in TENSORS:
+                if (tensor := placed.get(name)) is not None:
+                    shapes[name] = tuple(tensor.shape)
+                    library.attnlab_region(
+                        name.encode(),
+                        tensor.data_ptr(),
+                        tensor.untyped_storage().nbytes(),
+                        tensor.element_size(),
+                        name in _WRITES,
+                        name in _SCRATCH,
+                    )
+            self._call(placed, find, library, files)
+        return Findings.collect(library, files, shapes)
+
+    def _call(
+        self,
+        arguments: Mapping[str, Any],
+        find: Any,
+        library: Any = None,
+        files: Mapping[str, Path] | None = None,
+    ) -> str:
+        """Call the host code and return its text; raise KernelRejected or KernelFailed."""
+        context = Context(
+            None if library is None else library.attnlab_device(),
+            64,
+            self.platform.name.encode(),
+            find,
+        )
+        assert self._host is not None
+        outcome, text = self._host.call(context, Arguments.of(arguments))
+        if outcome == REJECTED:
+            raise KernelRejected(text)
+        if outcome == ABORTED:
+            raise KernelFailed(text)
+        if outcome == FAILED:
+            raise KernelFailed(place_of(library, files or {}))
+        return text
+
+    def _load_host(self, on_step: OnStep) -> None:
+        if self._host is None:
+            self._texts = adapted(self.root)
+            text = f'#include "host.h"\n{self._texts.host}\n#include "call.h"\n'
+            text += f"// {self.platform.family}: the source queries the device once and caches the answer\n"
+            self._host = Host(build("host", text, ("-O0",), on_step))
+
+    def _kernel(self, name: str, checked: bool, on_step: OnStep) -> tuple[Path, int]:
+        """Return the library of one kernel and the kernel's address in it."""
+        if (name, checked) not in self._kernels:
+            if checked and not find_compiler(os.environ.get("CXX")).is_gcc:
+                raise Unavailable("the checked device needs GCC: set CXX=g++")
+            macros = tuple(f"-D{macro}" for macro in PLATFORM_MACROS[self.platform.name])
+            flags = (*macros, *(CHECKED_FLAGS if checked else ("-O2",)))
+            function = f'extern "C" void* attnlab_kernel() {{ return (void*)&{name}; }}\n'
+            assert self._texts is not None
+            text = f'#include "kernel.h"\n{self._texts.kernels}\n#line 1 "attnlab"\n{function}'
+            short = name.partition("<")[0].removeprefix("paged_attention_ll4mi_")
+            path = build(short, text, flags, on_step)
+            self._kernels[name, checked] = path, entry_of(path)
+        return self._kernels[name, checked]

@@ -9,10 +9,10 @@ functions defined here. The launch differs from Triton's own in these points:
 - A full slice of a rank-0 tensor, as in ``bn[None, :]``, adds no dimension. Triton's compiler accepted that
   when prefix_prefill was written (vLLM 0.8.5 to 0.13.0); the interpreter of Triton 3.9 rejects it.
 - FP8 is converted by torch; the interpreter's own conversion loses NaN and rounding carries.
-- bfloat16 is computed (:mod:`attnlab.kernels.triton.bfloat16`); the interpreter multiplies its raw bits.
-- ``and``, ``or`` and chained comparisons of blocks combine them (:mod:`attnlab.kernels.triton.bool_ops`).
-- Every supported Triton computes the same (:mod:`attnlab.kernels.triton.operations`).
-- A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.versions`).
+- bfloat16 is computed (:mod:`attnlab.kernels.triton.patches`); the interpreter multiplies its raw bits.
+- ``and``, ``or`` and chained comparisons of blocks combine them (:mod:`attnlab.kernels.triton.patches`).
+- Every supported Triton computes the same (:mod:`attnlab.kernels.triton.patches`).
+- A scalar is a loop bound or an index with every supported NumPy (:mod:`attnlab.kernels.triton.interpreter`).
 - The language is patched once per launch, not at every call of a device function.
 - Accesses outside the launch's tensors are masked and recorded. The stock interpreter crashes or reads
   unrelated memory. An error of the lab, or what the interpreter cannot run, is raised as Unavailable, so that
@@ -23,6 +23,7 @@ functions defined here. The launch differs from Triton's own in these points:
 """
 
 import functools
+import importlib.metadata
 import inspect
 import itertools
 import mmap
@@ -45,8 +46,6 @@ import torch
 
 from attnlab.case.errors import AttnLabError, Unavailable
 from attnlab.kernels.child_process import end_with_parent, restorable
-from attnlab.kernels.triton.bfloat16 import is_bfloat16
-from attnlab.kernels.triton.bool_ops import with_bool_ops
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
     LaunchPlan,
@@ -55,13 +54,67 @@ from attnlab.kernels.triton.launch_plan import (
     is_recorded,
     one_at_a_time,
 )
-from attnlab.kernels.triton.limits import limited
-from attnlab.kernels.triton.memory import Accesses, Memory
-from attnlab.kernels.triton.patches import language
+from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
-from attnlab.kernels.triton.run_log import Launch, RunLog
-from attnlab.kernels.triton.trace import Trace
-from attnlab.kernels.triton.versions import check_pair
+from attnlab.kernels.triton.run_log import Accesses, Launch, Memory, RunLog, Trace, limited
+
+# The versions of Triton and NumPy with which the lab's interpreter layer is tested.
+#
+# ``tools/interpreter_pairs.py`` checks a vLLM with each pair in an environment of its own and writes
+# ``docs/interpreter-pairs.json``; a test compares the ranges below with that file.
+#
+# The layer patches private functions of Triton's interpreter. With another Triton they may be missing, or
+# do something else without an error. So another Triton is rejected before anything runs. Of NumPy only
+# public functions are used; a later NumPy 2 is accepted, and a case that it breaks is reported as not run.
+
+TRITON = ((3, 6), (3, 9))  # the oldest and the newest minor release
+NUMPY = ((2, 0), (2, 4))  # measured; any NumPy 2 is accepted
+
+Range = tuple[tuple[int, int], tuple[int, int]]
+
+
+def check_installed_pair() -> None:
+    """Check the versions of the installed packages, without an import of Triton.
+
+    Raises Unavailable for a pair that is not tested. Does nothing if one is not installed under its own
+    name.
+    """
+    versions = _installed()
+    if versions is not None:
+        check_pair(*versions)
+
+
+@functools.cache
+def _installed() -> tuple[str, str] | None:
+    """Return the versions of Triton and NumPy; None if one is not installed under its own name."""
+    try:
+        return importlib.metadata.version("triton"), importlib.metadata.version("numpy")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_pair(triton: str, numpy: str) -> None:
+    """Raise Unavailable if the lab's interpreter is not tested with this Triton and this NumPy."""
+    if _is_in(triton, TRITON) and numpy.partition(".")[0] == str(NUMPY[0][0]):
+        return
+    raise Unavailable(
+        f"Triton's interpreter needs Triton {_text(TRITON)} and NumPy {NUMPY[0][0]}, got Triton {triton} and "
+        f"NumPy {numpy}: pip install triton=={_newest(TRITON)}.0 'numpy>={NUMPY[0][0]},<{NUMPY[0][0] + 1}'"
+    )
+
+
+def _is_in(version: str, allowed: Range) -> bool:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and allowed[0] <= (int(match[1]), int(match[2])) <= allowed[1]
+
+
+def _text(allowed: Range) -> str:
+    return f"{allowed[0][0]}.{allowed[0][1]} to {_newest(allowed)}"
+
+
+def _newest(allowed: Range) -> str:
+    return f"{allowed[1][0]}.{allowed[1][1]}"
+
 
 VARIABLE = "TRITON_INTERPRET"
 NO_DRIVER = re.compile(r"\b0 active drivers")  # Triton's compiler found no GPU

@@ -6,7 +6,8 @@ Lines of a text count from 1. The interpreted form of a function can be compiled
 import ast
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -47,12 +48,19 @@ def place_of(function: Any) -> tuple[str, int]:
     return code.co_filename, code.co_firstlineno
 
 
-def compile_text(function: Any, text: str) -> Any:
+def compile_text(function: Any, text: str, names: Mapping[str, Any] | None = None) -> Any:
     """Return the interpreted form of a function of Triton with another text.
 
-    Raises SyntaxError for a text that is no Python.
+    ``names``: values of further names in the text. Raises SyntaxError for a text that is no Python.
     """
-    return compile_tree(function, ast.parse(text))
+    tree = ast.parse(text)
+    if not names:
+        return compile_tree(function, tree)
+    assert isinstance(tree.body[0], ast.FunctionDef)
+    arguments = tree.body[0].args
+    arguments.kwonlyargs += [ast.arg(arg=name) for name in names]
+    arguments.kw_defaults += [ast.Constant(value=0) for _ in names]
+    return _with_defaults(compile_tree(function, tree), names)
 
 
 def compile_tree(function: Any, tree: ast.Module) -> Any:
@@ -206,10 +214,15 @@ def _no_arguments() -> ast.arguments:
 
 def _selected(compiled: Any, chosen: int | Observer) -> Any:
     """Return a function with the number of a variant, or an observer, as its last parameter."""
+    return _with_defaults(compiled, {_VARIANT: chosen})
+
+
+def _with_defaults(compiled: Any, values: Mapping[str, Any]) -> Any:
+    """Return a function with other defaults of keyword parameters."""
     one = FunctionType(
         compiled.__code__, compiled.__globals__, compiled.__name__, compiled.__defaults__
     )
-    one.__kwdefaults__ = {**compiled.__kwdefaults__, _VARIANT: chosen}
+    one.__kwdefaults__ = {**compiled.__kwdefaults__, **values}
     one.__annotations__ = compiled.__annotations__
     return one
 
@@ -297,3 +310,203 @@ def without_unused(text: str, lines: Collection[int]) -> str:
             indent = " " * block[0].col_offset
             rows[first - 1 : last] = [f"{indent}pass\n", *["\n"] * (last - first)]
     return "".join(rows)
+
+
+# Roles of the lines of an attention kernel, derived from its syntax tree by data flow.
+#
+# A role has lines, for example those whose values feed the mask of the scores. Nothing is looked up by
+# the names of variables.
+
+_DEPTH = 6  # assignments that are followed back from a use
+
+Distances = dict[int, int]  # of lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Assignment:
+    """One statement with a value: the names that it sets, those that it uses, and what it calls."""
+
+    line: int
+    targets: frozenset[str]
+    used: frozenset[str]
+    calls: tuple[ast.Call, ...]
+    is_update: bool
+
+
+def roles(text: str) -> dict[str, Distances]:
+    """Return the lines of each role in the text of a kernel, from ``def`` on, with their distances.
+
+    Lines count from 1. A distance is the number of assignments from a line to the use: the slice of the text
+    backwards from it. A branch that decides about a line has the distance of the line plus one.
+
+    - "mask": selections by ``tl.where``, and what feeds their conditions and the masks of loads.
+    - "bounds": loops, and what feeds their ranges. "address": what feeds the addresses of loads.
+    - "score": dot products, and what follows them up to an exponential.
+    - "update": what a loop carries from one step to the next. "carried": what else feeds that directly.
+    - "output": stores, and what feeds them after the last loop. "place": stores, and what feeds their
+      addresses and masks, anywhere.
+    """
+    function = ast.parse(text).body[0]
+    found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
+    wheres = list(_calls(found, "where"))
+    loads, stores = list(_calls(found, "load")), list(_calls(found, "store"))
+    masks = [k.value for _, call in loads for k in call.keywords if k.arg == "mask"]
+    stored_masks = [k.value for _, call in stores for k in call.keywords if k.arg == "mask"]
+    conditions = [call.args[0] for _, call in wheres if call.args]
+    heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
+    last = max((loop.end_lineno or 0 for loop in loops), default=0)
+    stored = [argument for _, call in stores for argument in call.args]
+    places = [call.args[0] for _, call in stores if call.args]
+    after = [one for one in found if one.line > last]
+    plain = {
+        "mask": _near((one.line for one, _ in wheres), found, [*masks, *stored_masks, *conditions]),
+        "bounds": _near((loop.lineno for loop in loops), found, heads),
+        "address": _near(
+            (one.line for one, _ in loads), found, [call.args[0] for _, call in loads if call.args]
+        ),
+        "score": dict.fromkeys(_scores(found), 0),
+        "update": {line: 0 for loop in loops for line in _carried(loop)[0]},
+        "carried": {line: 1 for loop in loops for line in _carried(loop)[1]},
+        "output": _near((one.line for one, _ in stores), after, stored),
+        "place": _near((one.line for one, _ in stores), found, [*places, *stored_masks]),
+    }
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    return {role: _with_branches(lines, branches, found) for role, lines in plain.items()}
+
+
+def slice_of(text: str, line: int) -> Distances:
+    """Return the lines that feed the statement at a line, with their distances; 0 is the statement."""
+    function = ast.parse(text).body[0]
+    found = [_assignment(node) for node in ast.walk(function) if _has_value(node)]
+    own = [one for one in found if one.line == line]
+    used = frozenset[str]().union(*(one.used for one in own))
+    lines = {line: 0} | {at: d for at, d in _feeding(found, used).items() if at != line}
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    return _with_branches(lines, branches, found)
+
+
+def overwriting(text: str) -> set[int]:
+    """Return the lines that replace a value of the same block which was computed and not used."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        for name in ("body", "orelse"):
+            block = getattr(node, name, [])
+            found |= _overwriting(block) if isinstance(block, list) else set()
+    return found
+
+
+def _overwriting(block: Sequence[ast.stmt]) -> set[int]:
+    """Return the lines of plain assignments of a block that replace a value which no statement used."""
+    unused, found = set[str](), set[int]()
+    for statement in block:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        unused -= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        targets = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        if isinstance(statement, ast.Assign):
+            found |= {statement.lineno} if targets & unused else set()
+            is_computed = not isinstance(statement.value, ast.Constant)
+            unused = (unused - targets) | (targets if is_computed else set())
+        else:
+            unused -= targets
+    return found
+
+
+def _near(
+    sinks: Iterable[int], found: Sequence[_Assignment], uses: Sequence[ast.expr]
+) -> Distances:
+    """Return the lines of uses, at the distance 0, and those that feed their names."""
+    return _feeding(found, _names(uses)) | dict.fromkeys(sinks, 0)
+
+
+def _with_branches(
+    lines: Distances, branches: Sequence[ast.If], found: Sequence[_Assignment]
+) -> Distances:
+    """Return lines with the branches that decide about them, and what feeds those that are near."""
+    added: Distances = {}
+    for branch in branches:
+        inside = [
+            d for line, d in lines.items() if branch.lineno < line <= (branch.end_lineno or 0)
+        ]
+        if inside:
+            added[branch.lineno] = min(inside) + 1
+            for line, more in _feeding(found, _names([branch.test]), 2).items():
+                added[line] = min(added.get(line, 99), min(inside) + 1 + more)
+    return {**added, **lines}
+
+
+def _has_value(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
+
+
+def _assignment(node: ast.AST) -> _Assignment:
+    """Return a statement with a value as what it sets and uses."""
+    assert isinstance(node, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
+    targets = [*node.targets] if isinstance(node, ast.Assign) else []
+    targets += [node.target] if isinstance(node, ast.AugAssign) else []
+    names = _names(targets)
+    used = _names([node.value] if node.value is not None else [])
+    calls = tuple(
+        one for one in (ast.walk(node.value) if node.value else ()) if isinstance(one, ast.Call)
+    )
+    is_update = isinstance(node, ast.AugAssign) or bool(names & used)
+    used |= names if isinstance(node, ast.AugAssign) else frozenset()
+    return _Assignment(line=node.lineno, targets=names, used=used, calls=calls, is_update=is_update)
+
+
+def _names(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(
+        one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)
+    )
+
+
+def _calls(found: Iterable[_Assignment], name: str) -> Iterator[tuple[_Assignment, ast.Call]]:
+    """Yield the calls of ``tl.<name>`` with their statements."""
+    for one in found:
+        for call in one.calls:
+            if ast.unparse(call.func).rpartition(".")[2] == name:
+                yield one, call
+
+
+def _feeding(found: Iterable[_Assignment], names: frozenset[str], depth: int = _DEPTH) -> Distances:
+    """Return the lines that set some names, or what these are computed from, with the steps back to them."""
+    found, lines, known = list(found), dict[int, int](), names
+    for step in range(1, depth + 1):
+        setting = [one for one in found if one.targets & names]
+        lines = {**dict.fromkeys((one.line for one in setting), step), **lines}
+        names = frozenset().union(*(one.used for one in setting)) - known
+        known |= names
+    return lines
+
+
+def _scores(found: list[_Assignment]) -> set[int]:
+    """Return dot products and what follows them, up to and with the first exponential."""
+    names, lines = frozenset[str](), set[int]()
+    for one in sorted(found, key=lambda one: one.line):
+        words = {ast.unparse(call.func).rpartition(".")[2] for call in one.calls}
+        has_exponential = any(word.startswith("exp") for word in words)
+        if words & {"dot", "sum"} and not has_exponential:
+            names, lines = names | one.targets, lines | {one.line}
+        elif (one.used | one.targets) & names:
+            lines.add(one.line)
+            names = names if has_exponential else names | one.targets
+    return lines
+
+
+def _carried(loop: ast.For | ast.While) -> tuple[set[int], set[int]]:
+    """Return the lines of a loop that update what it carries, and those that feed them directly.
+
+    A line that computes the next value from the carried one, for a later assignment, is an update, too.
+    """
+    inside = [_assignment(node) for node in ast.walk(loop) if _has_value(node)]
+    inside.sort(key=lambda one: one.line)
+    carried, done = set[str](), set[str]()
+    for one in inside:
+        carried |= one.used - done
+        done |= one.targets
+    carried &= done
+    updates = {one.line for one in inside if one.targets & carried or one.is_update}
+    names = frozenset().union(*(one.used for one in inside if one.line in updates))
+    feeding = [one for one in inside if one.targets & names]
+    updates |= {one.line for one in feeding if one.used & carried}
+    return updates, {one.line for one in feeding} - updates

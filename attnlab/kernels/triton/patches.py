@@ -1,25 +1,455 @@
 """Patches of Triton's language for the time of a launch: fixes, caches and checks."""
 
+import ast
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton.bfloat16 import (
-    decoded,
-    encoded,
-    is_bfloat16,
-    patch_bfloat16,
-    rounded,
-)
-from attnlab.kernels.triton.fp8 import converter
-from attnlab.kernels.triton.memory import Memory, values_outside
-from attnlab.kernels.triton.operations import patch_dtypes, patch_operations
-from attnlab.kernels.triton.run_log import RunLog
-from attnlab.kernels.triton.type_cache import cache_types
+from attnlab.kernels.triton.run_log import Memory, RunLog, values_outside
+
+# bfloat16 for Triton's interpreter, whose own computes with the raw bits of bfloat16 numbers.
+#
+# Here a block of bfloat16 holds float32 numbers that bfloat16 has. Every handle of such a block rounds its
+# numbers to nearest even when it is made, so each operation rounds once. ``tl.dot`` multiplies these
+# numbers and adds the products in float32, as the hardware does. Memory holds the 16 bits: :func:`decoded`
+# and :func:`encoded` convert.
+
+NAME = "bf16"
+_NUMPY = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+
+
+def is_bfloat16(dtype: Any) -> bool:
+    """Answer whether a type of Triton is bfloat16; a pointer to it or a block of it is not."""
+    return getattr(dtype, "name", "") == NAME
+
+
+def rounded(data: Any) -> Any:
+    """Return numbers as float32 numbers that bfloat16 has: to nearest even; NaN stays NaN. Keeps bool."""
+    if data.dtype == np.bool_:
+        return data  # the result of a comparison has the type of its operands
+    numbers = np.asarray(data, dtype=np.float32)
+    bits = numbers.view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    nearest = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(numbers), numbers, nearest.view(np.float32))
+
+
+def truncated(data: Any) -> Any:
+    """Return numbers as float32 numbers that bfloat16 has, rounded toward zero."""
+    bits = np.asarray(data, dtype=np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(data), np.float32(np.nan), bits.view(np.float32))
+
+
+def decoded(bits: Any) -> Any:
+    """Return the numbers, float32, of the 16 bits of bfloat16 numbers."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def encoded(numbers: Any) -> Any:
+    """Return the 16 bits, uint16, of numbers that bfloat16 has."""
+    wide = np.asarray(rounded(np.asarray(numbers, dtype=np.float32)))
+    bits = wide.view(np.uint32)
+    quiet = np.where(np.isnan(wide), bits | np.uint32(0x00400000), bits)  # not an infinity
+    return (quiet >> np.uint32(16)).astype(np.uint16)
+
+
+def patch_bfloat16(interpreter: Any, scope: Any) -> None:
+    """Let the interpreter compute with bfloat16, through ``scope``.
+
+    :mod:`attnlab.kernels.triton.patches` rounds each handle, and converts what is loaded and stored.
+    """
+    builder, tl = interpreter.InterpreterBuilder, interpreter.tl
+    np_dtype, bitcast, absolute = (
+        interpreter._get_np_dtype,
+        builder.create_bitcast,
+        builder.create_fabs,
+    )
+    handle = interpreter.TensorHandle
+
+    def stored_dtype(dtype: Any) -> Any:
+        return np.dtype(np.float32) if is_bfloat16(dtype.scalar) else np_dtype(dtype)
+
+    def cast_bits(self: Any, source: Any, target: Any) -> Any:
+        if is_bfloat16(source.dtype.scalar):
+            source = handle(encoded(source.data), tl.uint16)
+        if not is_bfloat16(target.scalar):
+            return bitcast(self, source, target)
+        bits = bitcast(self, source, tl.uint16)
+        return handle(decoded(bits.data), target.scalar)
+
+    def without_sign(self: Any, number: Any) -> Any:
+        if is_bfloat16(number.dtype.scalar):
+            return handle(np.abs(number.data), number.dtype.scalar)
+        return absolute(self, number)
+
+    def constant(self: Any, value: float) -> Any:
+        return handle(np.array([value], dtype=np.float32), tl.bfloat16)
+
+    scope.set_attr(interpreter, "_get_np_dtype", stored_dtype)
+    scope.set_attr(builder, "create_bitcast", cast_bits)
+    scope.set_attr(builder, "create_fabs", without_sign)
+    scope.set_attr(builder, "get_bf16", constant)
+    scope.set_attr(
+        interpreter, "_convert_float", _converter(interpreter._convert_float, interpreter._ir)
+    )
+
+
+def _converter(convert: Any, ir: Any) -> Any:
+    """Return a ``_convert_float`` that converts from and to bfloat16, other dtypes with ``convert``."""
+
+    def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if is_bfloat16(target) and (source.name in _NUMPY or is_bfloat16(source)):
+            is_to_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
+            return truncated(data) if is_to_zero else np.asarray(data, dtype=np.float32)
+        if is_bfloat16(source) and target.name in _NUMPY:
+            return np.asarray(data, dtype=_NUMPY[target.name])
+        return convert(data, source, target, rounding_mode)
+
+    return converted
+
+
+# ``and``, ``or`` and chained comparisons of blocks in interpreted kernels.
+#
+# Triton's compiler combines blocks element by element. In the interpreter, Python asks for the truth of the
+# first block and returns one of the two, so that half of a mask is lost. The rewriter of Triton 3.6 to 3.8
+# does not visit the value of an assignment; this one does.
+
+_AND, _OR, _CHAIN = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
+
+
+def with_bool_ops(rewriter: Any) -> None:
+    """Let a function's rewriter of Triton combine blocks. Mutates it, and the globals of its function."""
+    base = type(rewriter.ast_transformer)
+
+    class Transformer(base):  # type: ignore[misc, valid-type]
+        """Replaces ``a and b``, and ``a < b < c``, by a call that combines blocks.
+
+        It evaluates an operand only if it is needed.
+        """
+
+        def visit_Assign(self, node: ast.Assign) -> ast.AST:
+            node.value = self.visit(node.value)
+            found: ast.AST = super().visit_Assign(node)
+            return found
+
+        def visit_Compare(self, node: ast.Compare) -> ast.AST:
+            self.generic_visit(node)
+            if len(node.ops) == 1:
+                return node
+            parts: list[ast.expr] = [node.left]
+            for sign, right in zip(node.ops, node.comparators, strict=True):
+                pair = [ast.arg(arg="a"), ast.arg(arg="b")]
+                left, other = (ast.Name(one.arg, ast.Load()) for one in pair)
+                compared = ast.Compare(left=left, ops=[sign], comparators=[other])
+                parts += [
+                    ast.Lambda(args=_arguments(pair), body=compared),
+                    ast.Lambda(args=_arguments([]), body=right),
+                ]
+            call = ast.Call(func=ast.Name(_CHAIN, ast.Load()), args=parts, keywords=[])
+            return ast.copy_location(call, node)
+
+        def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+            self.generic_visit(node)
+            name = _AND if isinstance(node.op, ast.And) else _OR
+            first, *rest = node.values
+            later = [ast.Lambda(args=_arguments([]), body=one) for one in rest]
+            call = ast.Call(func=ast.Name(name, ast.Load()), args=[first, *later], keywords=[])
+            return ast.copy_location(call, node)
+
+    rewriter.ast_transformer = Transformer()
+    rewriter.fn.__globals__.update({_AND: _all, _OR: _any, _CHAIN: _chain})
+
+
+def _arguments(names: list[ast.arg]) -> ast.arguments:
+    return ast.arguments(posonlyargs=[], args=names, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _all(first: Any, *rest: Callable[[], Any]) -> Any:
+    for other in rest:
+        first = (first != 0) & (other() != 0) if _is_block(first) else first and other()
+    return first
+
+
+def _any(first: Any, *rest: Callable[[], Any]) -> Any:
+    for other in rest:
+        first = (first != 0) | (other() != 0) if _is_block(first) else first or other()
+    return first
+
+
+def _chain(left: Any, *rest: Callable[..., Any]) -> Any:
+    """Return ``left < a < b …``; ``rest``: each comparison, and a function that returns its right side."""
+    found: Any = True
+    for compare, right in zip(rest[::2], rest[1::2], strict=True):
+        if not _is_block(found) and not found:
+            return found
+        left, before = right(), left
+        one = compare(before, left)
+        found = one if found is True else _all(found, functools.partial(_same, one))
+    return found
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _is_block(value: Any) -> bool:
+    """Answer whether a value is a block of Triton, not a scalar or a constant."""
+    return bool(getattr(getattr(value, "type", None), "is_block", bool)())
+
+
+# FP8 conversions for Triton's interpreter; its own have two bugs (Triton 3.6 and 3.9).
+#
+# It decodes NaN and infinity as finite numbers (e4m3fn 0x7F as 480). When it rounds up past the end of the
+# fraction it loses the carry, so 15.9 becomes 8 instead of 16. Here torch converts. A value out of range
+# becomes the largest finite value, as in the GPU's conversion (PTX: cvt.rn.satfinite).
+
+_FP8 = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+# bfloat16 numbers are in float32 here (:mod:`attnlab.kernels.triton.patches`).
+_WIDE = {
+    "fp16": torch.float16,
+    "bf16": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_BITS = {torch.float16: np.uint16, torch.float32: np.uint32, torch.float64: np.uint64}
+
+
+def converter(convert: Any) -> Any:
+    """Return a ``_convert_float`` that converts FP8 with torch and other dtypes with ``convert``."""
+
+    def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source.name in _FP8 and target.name in _WIDE:
+            return _decoded(data, _FP8[source.name], _WIDE[target.name])
+        if source.name in _WIDE and target.name in _FP8:
+            return _encoded(data, _FP8[target.name])
+        return convert(data, source, target, rounding_mode)
+
+    return converted
+
+
+def _decoded(data: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """Return FP8 bytes as the bit patterns of a wider dtype."""
+    wide = torch.from_numpy(np.ascontiguousarray(data)).view(source).to(target)
+    return wide.numpy().view(_BITS[target])
+
+
+def _encoded(data: Any, target: torch.dtype) -> Any:
+    """Return numbers as FP8 bytes: round to nearest even, saturate, keep NaN."""
+    numbers = torch.from_numpy(np.ascontiguousarray(data))
+    limit = torch.finfo(target).max
+    return numbers.clamp(-limit, limit).to(target).view(torch.uint8).numpy()
+
+
+# Operations in which the interpreters of Triton 3.6 to 3.9 differ: each computes as that of 3.9, and a GPU.
+#
+# So a kernel has the same result with each version.
+
+_FP8_TYPES = ("fp8e4b8", "fp8e5b16")  # which Triton 3.6 and 3.7 do not know here
+
+
+def patch_operations(interpreter: Any, scope: Any) -> None:
+    """Replace the operations that differ, through ``scope``."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    _patch_minimum_and_maximum(interpreter, scope)
+    binary = builder.binary_op
+
+    def on_bits(self: Any, left: Any, right: Any, op: Any) -> Any:
+        """Compute with int1 as an integer that wraps: NumPy's True + True is True."""
+        if left.data.dtype == np.bool_ and right.data.dtype == np.bool_:
+            numbers = op(left.data.astype(np.int8), right.data.astype(np.int8))
+            return handle((numbers & 1).astype(np.bool_), left.dtype.scalar)
+        return binary(self, left, right, op)
+
+    def multiplied_and_added(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """Round once: a product of two float32 numbers is exact in float64."""
+        exact = np.multiply(x.data, y.data, dtype=np.float64)
+        return handle(np.add(exact, z.data).astype(z.data.dtype), z.dtype.scalar)
+
+    def shifted(self: Any, left: Any, right: Any) -> Any:
+        """Shift as signed numbers, without a change of the operands."""
+        signed = [
+            handle(one.data.astype(interpreter._get_signed_np_dtype(one.data.dtype)), one.dtype)
+            for one in (left, right)
+        ]
+        return self.binary_op(*signed, np.right_shift)
+
+    def all_ones(self: Any, type: Any) -> Any:
+        dtype = interpreter._get_np_dtype(type)
+        number = True if dtype == np.bool_ else np.array(-1).astype(dtype)
+        return handle(np.full(1, number, dtype=dtype), type.scalar)
+
+    for name, function in {
+        "binary_op": on_bits, "create_fma": multiplied_and_added, "create_ashr": shifted,
+        "get_all_ones_value": all_ones,
+    }.items():  # fmt: skip
+        scope.set_attr(builder, name, function)
+
+
+def _patch_minimum_and_maximum(interpreter: Any, scope: Any) -> None:
+    """Let NaN lose against a number, as it does on a GPU unless a kernel asks for its propagation."""
+    builder, no_propagation = interpreter.InterpreterBuilder, interpreter._ir.PROPAGATE_NAN.NONE
+
+    def lesser(self: Any, left: Any, right: Any) -> Any:
+        return self.binary_op(left, right, np.fmin)  # NaN loses, as in PTX's min
+
+    def greater(self: Any, left: Any, right: Any) -> Any:
+        return self.binary_op(left, right, np.fmax)
+
+    def clamped(self: Any, number: Any, low: Any, high: Any, propagate_nans: Any) -> Any:
+        if propagate_nans == no_propagation:
+            return lesser(self, greater(self, number, low), high)
+        return self.ternary_op(number, low, high, np.clip)
+
+    scope.set_attr(builder, "create_minnumf", lesser)
+    scope.set_attr(builder, "create_maxnumf", greater)
+    scope.set_attr(builder, "create_clampf", clamped)
+
+
+def patch_dtypes(interpreter: Any, scope: Any) -> None:
+    """Let the interpreter know all FP8 dtypes; needed after each of its patches of the language."""
+    to_ir = interpreter.tl.dtype.to_ir
+
+    def known(self: Any, builder: Any) -> Any:
+        return self if self.name in _FP8_TYPES else to_ir(self, builder)
+
+    scope.set_attr(interpreter.tl.dtype, "to_ir", known)
+
+
+# Cache type computations of Triton's interpreter during a launch.
+#
+# For small tiles a third of the interpreter's time is spent on the names and shapes of types. These are
+# pure functions of their arguments.
+
+
+def cache_types(interpreter: Any, scope: Any) -> None:
+    """Patch Triton's type functions, through ``scope``, with cached versions."""
+    tl = interpreter.tl
+    scope.set_attr(interpreter, "_get_np_dtype", _np_dtype(interpreter._get_np_dtype))
+    scope.set_attr(tl.block_type, "__init__", _block_type(tl, tl.block_type.__init__))
+    scope.set_attr(tl.tensor, "__init__", _tensor(tl.tensor.__init__))
+    semantic = type(interpreter.interpreter_semantic)
+    scope.set_attr(semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value))
+    scope.set_attr(semantic, "expand_dims", _expand_dims(semantic.expand_dims))
+    scope.set_attr(
+        semantic, "computation_type_impl", _computation_type(semantic.computation_type_impl)
+    )
+
+
+def _np_dtype(compute: Any) -> Any:
+    """Return a cached ``_get_np_dtype``; the original builds a table of all dtypes at each call."""
+    known: dict[str, Any] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = compute(dtype)
+        return known[dtype.name]
+
+    return np_dtype
+
+
+def _block_type(tl: Any, compute: Any) -> Any:
+    """Return a cached ``block_type.__init__``; the original checks and formats the shape at each call."""
+    known: dict[tuple[Any, ...], tuple[Any, Any, str]] = {}
+
+    def init(block: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [n.value if isinstance(n, tl.constexpr) else n for n in shape]
+        key = (element_ty.name, *sizes)
+        if key not in known:
+            compute(block, element_ty, shape)
+            known[key] = block.shape, block.numel, block.name
+        block.element_ty = element_ty
+        block.shape, block.numel, block.name = known[key]
+
+    return init
+
+
+def _tensor(compute: Any) -> Any:
+    """Return a cached ``tensor.__init__``; the original makes a constexpr of each size at each call."""
+    known: dict[str, tuple[Any, Any]] = {}
+
+    def init(tensor: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            compute(tensor, handle, type)
+            known[type.name] = tensor.shape, tensor.numel
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known[type.name]
+
+    return init
+
+
+def _broadcast(compute: Any) -> Any:
+    """Return ``broadcast_impl_value`` that finds the types of its results once for two types.
+
+    The original builds and compares tuples of constexpr at each call.
+    """
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}  # None: the value is returned as it is
+
+    def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
+        key = (lhs.type.name, rhs.type.name)
+        if key not in known:
+            left, right = compute(semantic, lhs, rhs)
+            known[key] = (
+                None if left is lhs else left.type,
+                None if right is rhs else right.type,
+            )
+            return left, right
+        left_ty, right_ty = known[key]
+        return _spread(semantic, lhs, left_ty), _spread(semantic, rhs, right_ty)
+
+    return broadcast
+
+
+def _expand_dims(compute: Any) -> Any:
+    """Return ``expand_dims`` that finds the type of its result once for a type and an axis."""
+    known: dict[tuple[str, int], Any] = {}
+
+    def expand_dims(semantic: Any, value: Any, axis: int) -> Any:
+        if not value.type.is_block():
+            return compute(semantic, value, axis)
+        key = (value.type.name, axis)
+        if key not in known:
+            found = compute(semantic, value, axis)
+            known[key] = found.type
+            return found
+        return semantic.tensor(semantic.builder.create_expand_dims(value.handle, axis), known[key])
+
+    return expand_dims
+
+
+def _spread(semantic: Any, value: Any, type: Any) -> Any:
+    """Return a value with the shape of a type, or itself for None."""
+    if type is None:
+        return value
+    if value.type.is_block():
+        handle = semantic.builder.create_broadcast(value.handle, type.shape)
+    else:
+        handle = semantic.builder.create_splat(type, value.handle)
+    return semantic.tensor(handle, type)
+
+
+def _computation_type(compute: Any) -> Any:
+    """Return a cached ``computation_type_impl``, the dtype of an operation on two scalar types."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def computation_type(semantic: Any, a_ty: Any, a_is_scalar: Any, b_ty: Any, *rest: Any) -> Any:
+        key = (a_ty.name, a_is_scalar, b_ty.name, *rest)
+        if key not in known:
+            known[key] = compute(semantic, a_ty, a_is_scalar, b_ty, *rest)
+        return known[key]
+
+    return computation_type
+
 
 # Verb, pointers, mask, bytes of an element: own addresses, mask.
 Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]

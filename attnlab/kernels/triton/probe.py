@@ -7,10 +7,11 @@ only; a trace function that was set before is restored.
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,8 +19,7 @@ import numpy as np
 import torch
 
 from attnlab.kernels.triton.kernel_text import compile_text, place_of
-from attnlab.kernels.triton.limits import Budget
-from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.triton.run_log import Budget, RunLog
 
 Program = tuple[int, int, int]
 Line = tuple[str, int]  # file and line
@@ -51,7 +51,7 @@ class LaunchLog:
     """One launch: the function, its arguments by name, as given and as converted, and its programs.
 
     ``before``: clones of the tensors that kernels may write, from before the first launch that got them, by
-    address. The class has the interface of :class:`attnlab.kernels.triton.trace.Trace`.
+    address. The class has the interface of :class:`attnlab.kernels.triton.run_log.Trace`.
     """
 
     function: Any
@@ -125,12 +125,14 @@ class Probe:
     - ``edited``: functions that run in place of a kernel's or a device function's own, by its original.
     - ``texts``: texts that run in place of those of functions, by file and first line. They replace the
       function in every module that was loaded from the file: a source is loaded for each platform.
+      ``names``: values of further names in these texts.
     - ``budget``: what the launches may use together; they raise TooLong beyond it.
     """
 
     records: bool = False
     edited: Mapping[Any, Any] = field(default_factory=dict)
     texts: Mapping[Line, str] = field(default_factory=dict)
+    names: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
     launches: list[LaunchLog] = field(default_factory=list)
     codes: set[CodeType] = field(default_factory=set)
@@ -142,7 +144,7 @@ class Probe:
         text = self.texts.get(place_of(original)) if self.texts else None
         if text is not None:
             if original.fn not in self._compiled:
-                self._compiled[original.fn] = compile_text(original, text)
+                self._compiled[original.fn] = compile_text(original, text, self.names)
             found = self._compiled[original.fn]
         self.codes.add(found.__code__)
         return found
@@ -182,3 +184,101 @@ def probing(probe: Probe) -> Iterator[Probe]:
         yield probe
     finally:
         _PROBE.reset(token)
+
+
+# What the programs of recorded launches store: which elements of a tensor, and whether they agree.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorStores:
+    """The stores to one tensor.
+
+    - ``name``: of the argument of the kernel that stores. ``tensor``: what it is.
+    - ``stored``: the addresses of its elements that any program stores to (uint64).
+    - ``conflicts``: the source lines, "file:line", whose stores put another value into an element than an
+      earlier program did, with the addresses of these elements (uint64). On a GPU, the order of the programs
+      decides which value stays.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    stored: Any
+    conflicts: Mapping[str, Any]
+
+    @property
+    def unwritten(self) -> torch.Tensor:
+        """Return which elements of the tensor no program stores to, bool, with its shape."""
+        return ~self.holds(self.stored)
+
+    def holds(self, addresses: Any) -> torch.Tensor:
+        """Return which elements of the tensor are at ``addresses`` (uint64), bool, with its shape."""
+        index = torch.zeros(self.tensor.shape, dtype=torch.int64)
+        for dim, (size, stride) in enumerate(
+            zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        ):
+            shape = [size if at == dim else 1 for at in range(self.tensor.dim())]
+            index += stride * torch.arange(size).view(shape)
+        own = self.tensor.data_ptr() + index.numpy() * self.tensor.element_size()
+        return torch.from_numpy(np.isin(own.astype(np.uint64), addresses))
+
+
+def stores_of(launches: Sequence[LaunchLog]) -> list[TensorStores]:
+    """Return the stores to each tensor that a program of the launches stores to."""
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    for launch in launches:
+        for name, value in launch.arguments.items():
+            if isinstance(value, torch.Tensor) and value.numel():
+                tensors.setdefault(value.data_ptr(), (name, value))
+    programs = [log for launch in launches for log in launch.programs if log.stores]
+    found = []
+    for name, tensor in tensors.values():
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+        span = (begin, begin + (last + 1) * size)
+        stored, conflicts = _merged(programs, span)
+        if stored:
+            found.append(
+                TensorStores(
+                    name=name,
+                    tensor=tensor,
+                    stored=_array(stored),
+                    conflicts={place: _array(conflicts[place]) for place in sorted(conflicts)},
+                )
+            )
+    return found
+
+
+def _array(addresses: set[int]) -> Any:
+    return np.fromiter(addresses, dtype=np.uint64, count=len(addresses))
+
+
+def _merged(
+    programs: Sequence[ProgramLog], span: tuple[int, int]
+) -> tuple[set[int], dict[str, set[int]]]:
+    """Return the addresses in a range that are stored to, and those of conflicts by line."""
+    before: dict[int, Any] = {}
+    conflicts: dict[str, set[int]] = {}
+    for log in programs:
+        own: dict[int, Any] = {}
+        for place, addresses, values in _stores(log, span):
+            pairs = [*zip(addresses.tolist(), values.tolist(), strict=True)]
+            others = {at for at, value in pairs if at in before and not _same(before[at], value)}
+            if others:
+                conflicts.setdefault(place, set()).update(others)
+            own |= pairs
+        before |= own
+    return set(before), conflicts
+
+
+def _stores(log: ProgramLog, span: tuple[int, int]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the stores of a program in a range: "file:line", addresses, values."""
+    for (file, line), parts in log.stores.items():
+        for addresses, values in zip(parts, log.values[file, line], strict=True):
+            inside = (addresses >= span[0]) & (addresses < span[1])
+            if inside.any():
+                yield f"{Path(file).name}:{line}", addresses[inside], values[inside]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Answer whether two values are equal; NaN equals NaN."""
+    return bool(one == other or (one != one and other != other))

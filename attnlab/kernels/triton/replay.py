@@ -13,9 +13,8 @@ import torch
 
 from attnlab.kernels.triton.interpreter import prepared
 from attnlab.kernels.triton.kernel_text import called_functions
-from attnlab.kernels.triton.limits import Budget, limited
 from attnlab.kernels.triton.probe import LaunchLog, Line, Probe, ProgramLog, probing
-from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.triton.run_log import Budget, RunLog, limited
 
 _SLACK = 20  # a run may have so many times as many operations as the recorded one
 _SLACK_S, _SLACK_SHARE = (

@@ -7,16 +7,381 @@ overflows on a GPU, in the lanes that are not masked.
 
 import functools
 import importlib.util
+import math
+import signal
 import sys
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from attnlab.kernels.triton.limits import Budget
-from attnlab.kernels.triton.trace import Key
+from attnlab.tensors.call import KernelCall
+
+# Limits of an interpreted run: operations of the interpreter, and seconds of processor time.
+#
+# A trial edit can loop for ever, with or without an access to memory. Operations are counted, so that the
+# same edits are stopped on every machine. A loop without an operation is stopped by a timer, where there is
+# one.
+
+_OFTEN = 64  # operations between two looks at the clock
+_AGAIN_S = 0.05  # until the timer interrupts again what it could not interrupt
+# Functions of Triton and of the lab that change Triton's language, and must not be interrupted.
+_PATCHING = {"_patch_lang", "_patched", "restore"}
+
+
+class TooLong(BaseException):
+    """A run exceeds its Budget. It is not an Exception, so that a kernel does not catch it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Budget:
+    """What a run may use: operations of the interpreter, and seconds of processor time from now on."""
+
+    operations: int
+    seconds: float = math.inf
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start the clock."""
+        self._end = time.process_time() + self.seconds
+
+    @property
+    def left_s(self) -> float:
+        """Return the processor time that is left, in seconds."""
+        return self._end - time.process_time()
+
+    def spend(self) -> None:
+        """Count an operation; raise TooLong if there was one too many, or if the time is over."""
+        self.operations -= 1
+        if self.operations < 0 or (not self.operations % _OFTEN and self.left_s < 0):
+            raise TooLong
+
+
+@contextmanager
+def limited(budget: Budget | None) -> Iterator[None]:
+    """Raise TooLong in the block when the time of a budget is over, also in a loop without an operation.
+
+    The timer is that of the process, so it needs the main thread, and no profiler that uses it. Without it,
+    only operations are stopped.
+    """
+    if budget is None or budget.seconds == math.inf or not _has_timer():
+        yield
+        return
+    is_active = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_active and not _is_patching(frame):
+            raise TooLong
+
+    signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, max(budget.left_s, 1e-6), _AGAIN_S)
+    try:
+        yield
+    finally:
+        is_active = False
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+def _has_timer() -> bool:
+    return (
+        hasattr(signal, "SIGPROF")
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+    )
+
+
+def _is_patching(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in _PATCHING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# Record which slots of a paged cache each program of a launch loads, and for which rows.
+#
+# Whether a read is right depends on the sequence that it is for. So reads are recorded by program, and a
+# program is identified by the rows that it accesses: rows of a query that it loads, or of an output that it
+# stores.
+# :func:`attnlab.lab.result.traced` assigns rows and slots to sequences; this module has no notion of one.
+#
+# Tensors are identified by their shapes, not by identity: ops may copy the cache into another layout, or
+# the query into another dtype. A load that is masked off is not a read. Without tracing, nothing here is
+# called.
+
+Key = tuple[str, tuple[int, ...]]  # name of the kernel's argument, rows of the program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The shapes by which a call's tensors are found among a kernel's arguments.
+
+    - ``rows``: (num_tokens, elements per row) of a query or an output.
+    - ``new``: addresses of the new keys and values, which may have the same shape but are neither.
+    - ``caches``: shapes of a key or value cache; for each, its block dimension and its slot dimension.
+    """
+
+    rows: tuple[int, int]
+    new: tuple[int, int]
+    caches: dict[tuple[int, ...], tuple[int, int]]
+
+    @classmethod
+    def of(cls, call: KernelCall) -> "Watched":
+        """Return the shapes of a call, with its caches in both of vLLM's layouts.
+
+        Interleaved values (``interleave_v``) are not traced; their keys are.
+        """
+        blocks, kv_heads, head_size, block_size = call.value_cache.shape
+        caches = {
+            tuple(call.key_cache.shape): (0, 3),
+            (blocks, kv_heads, head_size, block_size): (0, 3),
+            (blocks, block_size, kv_heads, head_size): (0, 1),
+        }
+        if call.interleave_v:
+            del caches[tuple(call.value_cache.shape)]
+        return cls(
+            rows=(call.query.shape[0], call.query.shape[1:].numel()),
+            new=(call.key.data_ptr(), call.value.data_ptr()),
+            caches=caches,
+        )
+
+    def dims(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the dimension of rows, or those of blocks and slots; None for any other tensor."""
+        if tuple(tensor.shape) in self.caches:
+            return self.caches[tuple(tensor.shape)]
+        is_rows = tensor.dim() > 1 and (tensor.shape[0], tensor.shape[1:].numel()) == self.rows
+        if not is_rows or not tensor.is_floating_point() or tensor.data_ptr() in self.new:
+            return None
+        return (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """The memory of a tensor, and how to compute a row or a slot from an address.
+
+    ``begin``, ``end``: addresses. ``places``: (stride in bytes, size, factor of the index) per dimension,
+    the largest stride first.
+    """
+
+    name: str
+    is_cache: bool
+    begin: int
+    end: int
+    places: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> "Region":
+        bytes_ = tensor.element_size()
+        factors = dict.fromkeys(range(tensor.dim()), 0)
+        factors[dims[-1]] = 1
+        if len(dims) == 2:
+            factors[dims[0]] = tensor.shape[dims[1]]
+        strides = [stride * bytes_ for stride in tensor.stride()]
+        places = sorted(
+            zip(strides, tensor.shape, factors.values(), strict=True),
+            key=lambda place: -place[0],
+        )
+        last = sum(stride * (size - 1) for stride, size, _ in places) + bytes_
+        begin = tensor.data_ptr()
+        return cls(
+            name=name,
+            is_cache=len(dims) == 2,
+            begin=begin,
+            end=begin + last,
+            places=tuple(places),
+        )
+
+    def indices(self, addresses: Any) -> list[int]:
+        """Return the rows, or the slots as block × block_size + slot, of uint64 addresses."""
+        inside = addresses[(addresses >= self.begin) & (addresses < self.end)]
+        rest = (inside - np.uint64(self.begin)).astype(np.int64)
+        index, good = np.zeros_like(rest), np.ones(rest.shape, dtype=np.bool_)
+        for stride, size, factor in self.places:
+            at, rest = np.divmod(rest, max(1, stride))
+            good &= at < size  # an address between two elements belongs to another tensor
+            index += at * factor
+        found: list[int] = np.unique(index[good]).tolist()
+        return found
+
+
+@dataclass(slots=True)
+class Trace:
+    """Recorder of the accesses of a launch's programs, which run one after the other.
+
+    :meth:`end` adds the slots that a program loaded to ``reads``, by argument name and the program's rows.
+    """
+
+    reads: dict[Key, set[int]]
+    _regions: list[Region] = field(default_factory=list)
+    _rows: set[int] = field(default_factory=set)
+    _slots: dict[str, set[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, watched: Watched, arguments: Mapping[str, Any], reads: dict[Key, set[int]]
+    ) -> "Trace":
+        """Return the trace of a launch; ``arguments`` by name. The trace changes ``reads``."""
+        tensors = {n: value for n, value in arguments.items() if isinstance(value, torch.Tensor)}
+        dims = {name: watched.dims(tensor) for name, tensor in tensors.items()}
+        regions = [Region.of(n, tensors[n], found) for n, found in dims.items() if found]
+        return cls(reads=reads, _regions=regions)
+
+    def loaded(self, addresses: Any, mask: Any) -> None:
+        """Record a load; ``addresses`` uint64, ``mask`` bool of the same shape."""
+        self._record(addresses, mask, reads=True)
+
+    def stored(self, addresses: Any, mask: Any, values: Any) -> None:
+        """Record the rows of a store; as :meth:`loaded`. ``values`` are not recorded."""
+        self._record(addresses, mask, reads=False)
+
+    def _record(self, addresses: Any, mask: Any, reads: bool) -> None:
+        live = np.atleast_1d(addresses)[np.atleast_1d(mask)]
+        if not live.size:
+            return
+        low, high = live.min(), live.max()
+        for region in self._regions:
+            if high < region.begin or low >= region.end or (region.is_cache and not reads):
+                continue
+            found = region.indices(live)
+            if not region.is_cache:
+                self._rows.update(found)
+            elif found:
+                self._slots.setdefault(region.name, set()).update(found)
+
+    def end(self) -> None:
+        """End a program: add its slots to ``reads`` under its rows."""
+        rows = tuple(sorted(self._rows))
+        for name, slots in self._slots.items():
+            self.reads.setdefault((name, rows), set()).update(slots)
+        self._rows, self._slots = set(), {}
+
+
+# Memory: the tensors that a launch may access. Accesses outside them are masked off and reported.
+#
+# On a GPU such an access reads whatever is there, or ends the process. Under the interpreter it would crash
+# Python, or read another tensor, depending on where the process has put its tensors. So kernels get
+# addresses that depend on the order of the arguments alone, with 16 TiB between two tensors.
+
+_FIRST = 1 << 48  # above every address of a process
+_APART = 1 << 44  # an int32 offset times a stride is far smaller
+_OUTSIDE: ContextVar[int] = ContextVar("outside", default=0)
+
+
+@contextmanager
+def other_outside(number: int) -> Iterator[None]:
+    """Let loads outside of all tensors return ``number`` inside the block, in place of 0.
+
+    A result that changes depends on memory that belongs to no tensor of the launch.
+    """
+    token = _OUTSIDE.set(number)
+    try:
+        yield
+    finally:
+        _OUTSIDE.reset(token)
+
+
+class Accesses(Protocol):
+    """Records loads and stores: addresses (uint64), and a mask (bool) and stored values of the same shape."""
+
+    def loaded(self, addresses: Any, mask: Any) -> None:
+        """Record a load."""
+
+    def stored(self, addresses: Any, mask: Any, values: Any) -> None:
+        """Record a store."""
+
+
+def tensors_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors among arguments by name, also those in tuples and in Triton's tensor descriptors."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from tensors_of({f"{name}[{i}]": one for i, one in enumerate(value)})
+        elif isinstance(base := getattr(value, "base", None), torch.Tensor):
+            yield name, base
+
+
+class Memory:
+    """The tensors among a kernel's arguments, by address; ``trace``, if given, records accesses to them.
+
+    A tensor has the address that the kernel gets (:meth:`address`) and its own, which loads and stores need
+    and which pointers stored in a tensor have.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], trace: Accesses | None = None) -> None:
+        self.trace = trace
+        extents: dict[int, tuple[int, str]] = {}
+        for name, value in tensors_of(arguments):
+            if value.nbytes:
+                storage = value.untyped_storage()
+                extents.setdefault(storage.data_ptr(), (storage.nbytes(), name))
+        self._given = {own: _FIRST + i * _APART for i, own in enumerate(extents)}
+        found = [(own, own, *extent) for own, extent in extents.items()]
+        found += [(self._given[own], own, *extent) for own, extent in extents.items()]
+        self._bases = [base for base, *_ in sorted(found)]
+        self._own = [own for _, own, *_ in sorted(found)]
+        self._sizes = [size for *_, size, _ in sorted(found)]
+        self._names = [name for *_, name in sorted(found)]
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the address that a kernel gets for a tensor."""
+        own = tensor.untyped_storage().data_ptr()
+        return self._given.get(own, own) + tensor.data_ptr() - own
+
+    def inside(self, addresses: Any, mask: Any, size: int) -> tuple[Any, Any, str]:
+        """Return the tensors' own addresses, the mask without elements that are not in a tensor, and a
+        description of the first of these.
+
+        The description is "" if all are in tensors. ``addresses``: uint64; ``mask``: bool, same shape;
+        ``size``: bytes of an element, all of which must be in the same tensor.
+        """
+        live = addresses if mask.all() else addresses[mask]
+        if not live.size:
+            return addresses, mask, ""
+        low, high = int(live.min()), int(live.max())
+        i = bisect_right(self._bases, low) - 1
+        if i >= 0 and high + size <= self._bases[i] + self._sizes[i]:
+            return addresses - np.uint64(self._bases[i] - self._own[i]), mask, ""
+        bases, own = (np.array(some, dtype=np.uint64) for some in (self._bases, self._own))
+        ends = bases + np.array(self._sizes, dtype=np.uint64)
+        at = np.searchsorted(bases, addresses, side="right") - 1
+        left = ends[np.maximum(at, 0)] - addresses  # wraps for an address after the end
+        good = (at >= 0) & (addresses < ends[np.maximum(at, 0)]) & (left >= np.uint64(size))
+        lost = np.atleast_1d(addresses)[np.atleast_1d(mask & ~good)]
+        moved = np.where(good, addresses - (bases - own)[np.maximum(at, 0)], np.uint64(0))
+        return moved, mask & good, self._place(int(lost[0]), size) if lost.size else ""
+
+    def _place(self, address: int, size: int) -> str:
+        """Return the position of an element relative to the nearest tensor."""
+        before = [base - address for base in self._bases]
+        after = [address - base - size for base, size in zip(self._bases, self._sizes, strict=True)]
+        if not before:
+            return "memory, but no argument is a tensor"
+        away, i = min((max(b, a), i) for i, (b, a) in enumerate(zip(before, after, strict=True)))
+        if away < 0:
+            return f"{size} bytes, {size + away} of them after the end of {self._names[i]}"
+        if before[i] > 0:
+            return f"{away} bytes before {self._names[i]}"
+        return f"{away} bytes after the end of {self._names[i]}"
+
+
+def values_outside(values: Any, asked: Any, inside: Any) -> Any:
+    """Return loaded values with those outside of all tensors replaced, if :func:`other_outside` asks for it.
+
+    ``asked``: the mask of the load; ``inside``: without addresses that are in no tensor.
+    """
+    number = _OUTSIDE.get()
+    return values if not number else np.where(asked & ~inside, values.dtype.type(number), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +442,7 @@ class RunLog:
     - ``lse``: [rows, num_heads] float32, the log-sum-exp that the op returned, or None.
     - ``padded``: the rows of the output after the last token if the call was padded, else None.
     - ``reads``: the cache slots that each program loaded, if the launch was traced
-      (:mod:`attnlab.kernels.triton.trace`).
+      (:mod:`attnlab.kernels.triton.run_log`).
     - ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
     """
 

@@ -8,6 +8,7 @@ platform is not emulated.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,22 +19,27 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
-from attnlab.case.errors import AttnLabError, Unavailable, Unsupported
+from attnlab.case.errors import (
+    AttnLabError,
+    KernelFailed,
+    KernelRejected,
+    OutOfMemory,
+    Unavailable,
+    Unsupported,
+)
+from attnlab.case.fields import refuse
 from attnlab.case.masks import MASKS
 from attnlab.case.ops import ENCODER, OPS, PREFILL, RELEASES, TRITON_OPS, WRAPPER
-from attnlab.case.platforms import Platform
-from attnlab.contracts.target import ROCM_DECODE, Target
+from attnlab.case.platforms import PLATFORMS, Platform
+from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput, check_release
+from attnlab.kernels.model import paged_attention_rocm
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.coverage import is_measuring, note_arguments
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.program_filter import Subset, estimated_s, needed
-from attnlab.kernels.triton.run_log import RunLog
-from attnlab.kernels.triton.trace import Watched
-from attnlab.kernels.triton.versions import check_installed_pair
-from attnlab.kernels.vllm.argument_facts import argument_facts, parameters_of
-from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.triton.interpreter import check_installed_pair
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, estimated_s, launching, needed
+from attnlab.kernels.triton.run_log import RunLog, Watched
 from attnlab.kernels.vllm.features import (
     check_case,
     has_op,
@@ -42,16 +48,157 @@ from attnlab.kernels.vllm.features import (
     names_inside,
     not_applicable,
 )
-from attnlab.kernels.vllm.loader import Loader
-from attnlab.kernels.vllm.native_limits import check_fp8_format
-from attnlab.kernels.vllm.op_arguments import pass_argument
+from attnlab.kernels.vllm.loader import Dispatch, Loader, make_stubs
+from attnlab.kernels.vllm.op_arguments import (
+    Passed,
+    argument_facts,
+    parameters_of,
+    pass_argument,
+    with_function,
+)
 from attnlab.kernels.vllm.op_calls import OP_CALLS, bind
-from attnlab.kernels.vllm.passed import Passed, with_function
-from attnlab.kernels.vllm.rocm_decode import rocm_decode
 from attnlab.kernels.vllm.source import Source, find_source
-from attnlab.kernels.vllm.stubs import Dispatch, make_stubs
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.layout import presented
+from attnlab.tensors.case_call import presented
+from attnlab.tensors.formats import FORMATS, read_format
+
+# Failures of vLLM's ops: refused by the op itself, failed to compile or run, or not possible here.
+
+# Triton's exceptions of a kernel that cannot be compiled for a GPU, or does not fit on it.
+_COMPILE_ERRORS = {"CompilationError", "OutOfResources", "PTXASError"}
+# Where Triton's compiler raises other exceptions, such as RuntimeError("PassManager::run failed").
+_COMPILER_FILES = re.compile(r"/triton/(language|compiler|backends/\w+)/\w+\.py$")
+_STATED = (ValueError, AssertionError, NotImplementedError)
+
+
+def explained(error: Exception, op: str, source: Source) -> AttnLabError:
+    """Translate an exception of the op with a name into an error of the lab.
+
+    - KernelRejected: the op's own Python code refuses the call before a launch, a limit that it states.
+    - KernelFailed: the kernel does not compile, or Python or Triton raises in its code.
+    - OutOfMemory: the device has too little memory.
+    - Unavailable: this machine cannot run it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return OutOfMemory(f"{op} of {source.text()} runs out of memory: {one_line(error)}")
+    if is_compile_failure(error):
+        return KernelFailed(one_line(root_of(error)))
+    if isinstance(error, _STATED) and _raised_in(error).is_relative_to(source.root):
+        return KernelRejected(one_line(error))
+    if isinstance(
+        error, (*_STATED, ArithmeticError)
+    ):  # raised by Triton, or by the op's arithmetic
+        return KernelFailed(one_line(error))
+    return Unavailable(f"{op} of {source.text()} cannot run here: {one_line(error)}")
+
+
+def is_compile_failure(error: BaseException) -> bool:
+    """Answer whether Triton's compiler rejects a kernel for a GPU."""
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if any(f"triton.{name}" in names for name in _COMPILE_ERRORS):
+        return True
+    return isinstance(error, RuntimeError) and bool(
+        _COMPILER_FILES.search(_raised_in(error).as_posix())
+    )
+
+
+def root_of(error: BaseException) -> BaseException:
+    """Return the exception that Triton's CompilationErrors wrap, one for each called function."""
+    while type(error).__name__ == "CompilationError":
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an exception in one line; of a CompilationError only its last line.
+
+    The lines before it are an excerpt of the kernel.
+    """
+    text = str(error)
+    if type(error).__name__ == "CompilationError":
+        text = str(getattr(error, "error_message", None) or text.strip().rpartition("\n")[2])
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _raised_in(error: BaseException) -> Path:
+    """Return the file that raised the error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename if trace is not None else "")
+
+
+# What vLLM's ops cannot run natively on a GPU, stated before anything is allocated.
+
+_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def check_fp8_format(case: Case) -> None:
+    """Raise InvalidCase if the Case has numbers in AMD's FP8 format and the GPU is of another vendor.
+
+    Triton compiles the format for AMD GPUs of the series gfx94 alone.
+    """
+    if torch.version.hip is not None:
+        return
+    e4m3 = case.machine.fp8_e4m3
+    used = {read_format(case.kv_cache_dtype, FORMATS[case.dtype].dtype, e4m3).dtype}
+    if case.argument.has_fp8:
+        used.add(FORMATS[e4m3].dtype)
+    if used & set(_FNUZ):
+        others = [one.name for one in PLATFORMS.values() if one.fp8_e4m3 != e4m3]
+        refuse("platform", f"one of {', '.join(others)} with FP8 on this GPU", case.platform)
+
+
+# What replaces ``ops.paged_attention_rocm`` in vLLM's Python code.
+
+
+def rocm_decode(
+    call: KernelCall,
+    target: Target,
+    source: Source,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Replace ``ops.paged_attention_rocm``: call its source, or the lab's model of it.
+
+    The names of its first parameters are the same since vLLM 0.9: out, exp_sum, max_logits, tmp_out, query,
+    key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, query_start_loc, block_size,
+    max_seq_len, alibi_slopes, kv_cache_dtype, … (vllm/_custom_ops.py).
+    """
+    first = ("out", "exp_sum", "max_logits", "tmp_out", "query", "key_cache", "value_cache")
+    rest = ("num_kv_heads", "scale", "block_tables", "seq_lens", "query_start_loc", "block_size")
+    last = ("max_seq_len", "alibi_slopes", "kv_cache_dtype", "k_scale", "v_scale")
+    given = {**dict(zip(first + rest + last, args, strict=False)), **kwargs}
+    tensors = {
+        name: given[name].cpu()
+        for name in ("query", "key_cache", "value_cache", "seq_lens", "query_start_loc")
+    }
+    if "fp8" in given["kv_cache_dtype"]:
+        tensors |= {name: tensors[name].view(torch.uint8) for name in ("key_cache", "value_cache")}
+    slopes = given["alibi_slopes"]
+    translated = dataclasses.replace(
+        call,
+        **tensors,
+        output=given["out"].cpu(),
+        block_table=given["block_tables"].cpu(),
+        alibi_slopes=None if slopes is None else slopes.cpu(),
+        key=call.key.cpu(),
+        value=call.value.cpu(),
+        max_seq_len=given["max_seq_len"],
+        kv_cache_dtype=given["kv_cache_dtype"],
+        k_scale=float(given["k_scale"]),
+        v_scale=float(given["v_scale"]),
+        sm_scale=given["scale"],
+    )
+    if rocm_source.emulates(source, target.platform):
+        rocm_source.run(translated, target, source)
+    else:
+        paged_attention_rocm(translated, target)
+    given["out"].copy_(translated.output)
+
 
 ALL = Subset()
 # Ops that write only call.output, which processes can share.

@@ -1,34 +1,303 @@
 """How the op argument of a Case is passed (:mod:`attnlab.case.op_arguments`)."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import OutOfMemory
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
-from attnlab.case.ops import MERGE
-from attnlab.kernels.model.cache_write import written_cache
-from attnlab.kernels.vllm.cache_arguments import (
-    VALUE_SCALE,
-    diffkv,
-    latent_cache,
-    scaled_cache,
-)
-from attnlab.kernels.vllm.features import check_argument
-from attnlab.kernels.vllm.passed import Arguments, Passed
-from attnlab.kernels.vllm.strides import (
-    USED_STRIDES,
-    far_dim,
-    far_heads,
-    with_gaps,
-    with_padded_heads,
-)
-from attnlab.kernels.vllm.write_arguments import write_diffkv, write_scaled
-from attnlab.tensors.cache import interleaved
+from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.kernels.model import written_cache
+from attnlab.kernels.vllm.features import DIFFKV, WRITE_DIFFKV, WRITE_SCALED, check_argument
+from attnlab.kernels.vllm.loader import Loader
+from attnlab.tensors.cache import interleaved, untouched
 from attnlab.tensors.formats import FORMATS
-from attnlab.tensors.op_argument_data import OUTPUT_SCALE, QUERY_SCALE
+from attnlab.tensors.quantised import (
+    OUTPUT_SCALE,
+    QUERY_SCALE,
+    latent_size,
+    narrow_size,
+    scaled_numbers,
+    stored_numbers,
+)
+
+# Which strides of their tensors vLLM's Triton ops use, and tensors with other strides.
+#
+# The kernels get the strides of some dimensions. They take the others from the shape, so these must be
+# those of a contiguous tensor (vLLM 0.11.2 and 0.33.0).
+
+FAR = 2**31
+# By op and parameter: the dimensions whose stride the kernels use are those before this one.
+USED_STRIDES: dict[str, dict[str, int]] = {
+    WRAPPER: {
+        **{"query": 2, "key": 3, "value": 3, "output": 2},
+        **{"key_cache": 5, "value_cache": 4, "block_table": 1},
+    },
+    PREFILL: {
+        **{"q": 3, "k": 3, "v": 3, "o": 3},
+        **{"k_cache": 5, "v_cache": 4, "b_loc": 2},
+    },
+    ENCODER: {"q": 2, "k": 2, "v": 2, "o": 2},
+    UNIFIED: {
+        **{"q": 2, "out": 2, "k": 4, "v": 4, "block_table": 1},
+        **{"k_scale_cache": 3, "v_scale_cache": 3},
+    },
+    DECODE_FWD: {
+        **{"q": 2, "o": 2, "k_buffer": 3, "v_buffer": 3},
+        **{"lse": 1, "attn_logits": 3, "req_to_token": 1},
+    },
+    MERGE: {
+        **{"output": 2, "prefix_output": 2, "suffix_output": 2},
+        **{"prefix_lse": 2, "suffix_lse": 2, "output_lse": 2},
+    },
+    WRITE: {"key": 1, "value": 1, "key_cache": 3, "value_cache": 3},
+}
+
+
+def with_gaps(tensor: torch.Tensor, used: int) -> torch.Tensor:
+    """Return a copy of a tensor in which the strides of the first ``used`` dimensions have gaps.
+
+    The gaps hold NaN, or -1 in a tensor of integers.
+    """
+    shape = [*tensor.shape, 1]
+    shape[used] += 8 if used == tensor.dim() - 1 else 1
+    empty = float("nan") if tensor.is_floating_point() else -1
+    larger = torch.full(shape, empty, device=tensor.device).to(tensor.dtype)
+    part = larger[tuple(slice(size) for size in tensor.shape)][..., 0]
+    return part.copy_(tensor)
+
+
+def far_apart(tensor: torch.Tensor, steps: int = 0) -> torch.Tensor:
+    """Return a copy of a tensor with its rows so far apart that ``steps`` of them are beyond 2^31 elements.
+
+    ``steps``: default all but the first. It takes little memory on a CPU. Raises Unavailable if the
+    address space is not available.
+    """
+    steps = max(1, steps or tensor.shape[0] - 1)
+    row = tensor[0].numel()
+    stride = max(row, -(-(FAR + 64) // steps))
+    stride += -stride % 64
+    buffer = untouched((stride * (tensor.shape[0] - 1) + row,), tensor.dtype, tensor.device)
+    inner = [math.prod(tensor.shape[i + 1 :]) for i in range(1, tensor.dim())]
+    return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
+
+
+def far_dim(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a copy of a tensor whose last index of a dimension is beyond 2^31 elements."""
+    return far_apart(tensor.movedim(dim, 0)).movedim(0, dim)
+
+
+def far_heads(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return a copy of a tensor [tokens, heads, head_size] with its heads far apart.
+
+    The last token, or with ``dim`` 1 the last head of a token, is beyond 2^31 elements. merge_attn_states
+    computes the stride of a token from that of a head.
+    """
+    tokens, heads, _ = tensor.shape
+    rows = far_apart(tensor.flatten(0, 1), heads - 1 if dim else (tokens - 1) * heads)
+    return rows.view(tokens, heads, -1)
+
+
+def with_padded_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor [tokens, heads, head_size] in which NaN follows each head.
+
+    The stride of a token is that of a head times the heads, as merge_attn_states computes it.
+    """
+    padded = torch.full((*tensor.shape[:2], tensor.shape[2] + 8), float("nan")).to(tensor)
+    return padded[..., : tensor.shape[2]].copy_(tensor)
+
+
+# Facts about the arguments of an op's call: values, dtypes, strides, and how far offsets reach.
+#
+# A fact is a short text, so that the facts of many cases can be joined:
+#
+# - of a number, a text or None: "value X";
+# - of a tensor: "dtype D"; for each dimension with more than one index "dim I", "stride I" if its stride
+#   is not
+#   that of a contiguous tensor of this shape, and "far I" if its largest index times its stride exceeds 2^31.
+
+_LONGEST = 40
+
+
+def parameters_of(function: Callable[..., None]) -> set[str]:
+    """Return the names of a function's parameters."""
+    return set(inspect.signature(function).parameters)
+
+
+def argument_facts(
+    function: Callable[..., None], arguments: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return the facts of each parameter of an op; one that is not passed has its default."""
+    bound = inspect.signature(function).bind(**arguments)
+    bound.apply_defaults()
+    return {name: [*_facts(value)] for name, value in bound.arguments.items()}
+
+
+def _facts(value: Any) -> Iterator[str]:
+    if not isinstance(value, torch.Tensor):
+        yield f"value {value!r}"[:_LONGEST]
+        return
+    yield f"dtype {str(value.dtype).removeprefix('torch.')}"
+    contiguous = 1
+    for dim in reversed(range(value.dim())):
+        size, stride = value.shape[dim], value.stride(dim)
+        if size > 1:
+            yield f"dim {dim}"
+            yield from [f"stride {dim}"] * (stride != contiguous)
+            yield from [f"far {dim}"] * ((size - 1) * stride > 2**31)
+        contiguous *= size
+
+
+# Passed: the arguments of an op with a Case's op argument, and the function that takes them.
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """The arguments of an op with a Case's op argument.
+
+    - ``finish``: writes the result into an output [num_tokens, num_heads, head_size] of the query's dtype, or
+      into the cache of a cache write. None if the op wrote it there.
+    - ``function``: module and name of the function that takes the arguments, or None for the op's own. It
+      gets those that it has parameters for.
+    """
+
+    arguments: Arguments
+    finish: Callable[[torch.Tensor], None] | None = None
+    function: tuple[str, str] | None = None
+
+
+def with_function(
+    loader: Loader, function: Callable[..., None], passed: Passed
+) -> tuple[Callable[..., None], Passed]:
+    """Return the function that takes the arguments, by default ``function``, and those that it has.
+
+    Whether the release has the function is checked before (:mod:`attnlab.kernels.vllm.features`).
+    """
+    if passed.function is None:
+        return function, passed
+    module, name = passed.function
+    found: Callable[..., None] = getattr(loader.load(module), name)
+    names = parameters_of(found)
+    kept = {key: value for key, value in passed.arguments.items() if key in names}
+    return found, replace(passed, arguments=kept)
+
+
+# Op arguments that pass the cache in another format: scales per token and head, INT4, narrow values.
+
+VALUE_SCALE = "value_scale"  # what values are stored with, or None for the scale of their numbers
+
+
+def scaled_cache(case: Case, given: Arguments) -> Arguments:
+    """Pass a quantised cache, with NaN as the scales of empty slots.
+
+    Scale caches have gaps, or a dimension that is far apart.
+    """
+    cache = case.argument.cache
+    assert cache is not None
+    changed: Arguments = {"kv_quant_mode": cache.mode}
+    for name, dim in zip(("k", "v"), cache.far_dims, strict=True):
+        # A GPU divides by a number by multiplying with its reciprocal, which rounds in another way.
+        chosen = given.get(VALUE_SCALE) if name == "v" else None
+        stored, scale = stored_numbers(case, given[name].cpu(), chosen)
+        scale = scale.to(given[name].device)
+        scales = with_gaps(scale, scale.dim()) if dim is None else far_dim(scale, dim)
+        changed |= {name: stored.to(given[name].device), f"{name}_scale_cache": scales}
+    return changed
+
+
+def latent_cache(case: Case, given: Arguments) -> Passed:
+    """Pass values that are the first part of the keys, and an output of their width."""
+    size = latent_size(case)
+    seqs, heads, _ = given["o"].shape
+    narrow = given["o"].new_full((seqs, heads, size), float("nan"))
+    logits = given["attn_logits"][..., : size + 1].contiguous()
+    changed = {
+        "v_buffer": given["k_buffer"][..., :size],
+        **({"v_scale": given["k_scale"]} if "k_scale" in given else {}),
+        "attn_logits": logits,
+        "o": narrow,
+        "is_mla": True,
+    }
+    return _narrow(narrow, {**given, **changed})
+
+
+def diffkv(case: Case, given: Arguments) -> Passed:
+    """Pass keys and narrower values as parts of one cache, and an output of the values' width.
+
+    The function is that of the Triton backend for such models; its scratch memory has their width, too.
+    """
+    size, key = narrow_size(case), given["k"]
+    # torch cannot concatenate FP8; bytes of both are what the cache holds.
+    parts = [one.view(torch.uint8) for one in (key, given["v"][..., :size].contiguous())]
+    cache = torch.cat(parts, -1).view(key.dtype)
+    narrow = given["out"].new_full((*given["out"].shape[:2], size), float("nan"))
+    changed = {
+        "k": cache[..., : key.shape[-1]],
+        "v": cache[..., key.shape[-1] :],
+        "out": narrow,
+    }
+    if "softmax_segm_output" in given:
+        padded = 1 << (size - 1).bit_length()
+        changed["softmax_segm_output"] = given["softmax_segm_output"][..., :padded].contiguous()
+    passed = _narrow(narrow, {**given, **changed})
+    return Passed(arguments=passed.arguments, finish=passed.finish, function=DIFFKV)
+
+
+def _narrow(narrow: torch.Tensor, arguments: Arguments) -> Passed:
+    """Return what is passed with a narrow output [rows, heads, size]; the rest of the output becomes 0."""
+
+    def finish(output: torch.Tensor) -> None:
+        output.zero_()
+        output[..., : narrow.shape[-1]] = narrow[: len(output)]
+
+    return Passed(arguments=arguments, finish=finish)
+
+
+# Op arguments of cache writes in another format: scales per token and head, values of another width.
+
+
+def write_scaled(case: Case, given: Arguments) -> Passed:
+    """Pass quantised caches with their scales; the result is the numbers times their scales."""
+    caches = {"k": given["key_cache"], "v": given["value_cache"]}
+    made = scaled_cache(case, caches)
+    changed = {name: made[name] for name in ("kv_quant_mode", "k_scale_cache", "v_scale_cache")}
+    # The op has a program for each row of key, so it needs a slot for each, -1 for padding.
+    slots, rows = given["slot_mapping"], len(given["key"])
+    changed["slot_mapping"] = torch.cat([slots, slots.new_full((rows - len(slots),), -1)])
+    arguments = {**given, **changed, "key_cache": made["k"], "value_cache": made["v"]}
+
+    def finish(output: torch.Tensor) -> None:
+        # On the CPU, as the reference: a GPU gives NaN other bytes.
+        pairs = ((made[name].cpu(), made[f"{name}_scale_cache"].cpu()) for name in ("k", "v"))
+        halves = (scaled_numbers(case, *pair).to(output.dtype) for pair in pairs)
+        output.copy_(written_cache(*halves))
+
+    return Passed(
+        arguments=arguments,
+        finish=finish,
+        function=WRITE_SCALED,
+    )
+
+
+def write_diffkv(case: Case, given: Arguments) -> Passed:
+    """Pass narrower values, and one cache of both; the rest of the values in the result is 0."""
+    size, key, value = narrow_size(case), given["key_cache"], given["value_cache"]
+    parts = [one.view(torch.uint8) for one in (key, value[..., :size].contiguous())]
+    cache = torch.cat(parts, -1).view(key.dtype)
+    arguments = {**given, "value": given["value"][..., :size].contiguous(), "kv_cache": cache}
+
+    def finish(output: torch.Tensor) -> None:
+        output.view(torch.uint8).zero_()
+        output[..., : cache.shape[-1]] = cache.flatten(0, 1)
+
+    return Passed(arguments=arguments, finish=finish, function=WRITE_DIFFKV)
 
 
 def pass_argument(

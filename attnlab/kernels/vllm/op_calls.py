@@ -5,7 +5,9 @@ function of the loaded release has.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +15,95 @@ import torch
 
 from attnlab.case.errors import Unavailable
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, PREFILL, UNIFIED, WRAPPER, WRITE
-from attnlab.contracts.target import Target
-from attnlab.kernels.model import cache_reads as paged
-from attnlab.kernels.model.cache_write import slot_mapping, written_cache
-from attnlab.kernels.model.merge import partials
-from attnlab.kernels.vllm.encoder_call import encoder_arguments
+from attnlab.contracts.contract import Target
+from attnlab.kernels import model as paged
+from attnlab.kernels.model import partials, slot_mapping, written_cache
 from attnlab.kernels.vllm.features import check_call
-from attnlab.kernels.vllm.mask_arguments import mask_arguments
-from attnlab.kernels.vllm.scratch import scratch
 from attnlab.tensors.cache import as_flash, to_flash
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.layout import flash
+from attnlab.tensors.case_call import flash
+
+# How the mask of a call is passed to vLLM's ops (:mod:`attnlab.tensors.visibility`).
 
 Arguments = dict[str, Any]
+
+
+def mask_arguments(call: KernelCall) -> Arguments:
+    """Return the arguments of an op that state which keys its rows see; of unified_attention with its window.
+
+    Source: unified_attention and context_attention_fwd, vLLM 0.33.0. The windows are those that its
+    Triton backend passes (vllm/v1/attention/backends/triton_attn.py).
+    """
+    if call.op in (WRAPPER, PREFILL):
+        return {"causal": call.causal}
+    window = call.sliding_window - 1 if call.sliding_window else -1
+    if call.op == ENCODER:
+        windows = {"sliding_window_q": window, "sliding_window_k": _right(call)}
+        if not call.causal and not call.sliding_window:  # as vit_attn_wrappers.py calls it
+            windows = {}
+        return {"is_causal": call.causal, **windows}
+    given: Arguments = {"causal": call.causal, "window_size": (window, _right(call))}
+    if call.mm_prefix_range is not None:
+        given["mm_prefix_range"] = call.mm_prefix_range
+        given["mm_prefix_clamp_sliding_window"] = call.mm_prefix_clamp_sliding_window
+    if call.rswa_prefix_lens is not None:
+        given["rswa_prefix_lens"] = call.rswa_prefix_lens
+        given["rswa_window"] = call.sliding_window
+        given["window_size"] = (-1, -1)
+    if call.chunk_lookback > -1:
+        given["chunk_lookback"] = call.chunk_lookback
+    return given if call.qq_bias is None else {**given, "qq_bias": call.qq_bias}
+
+
+def _right(call: KernelCall) -> int:
+    """Return the window to the right, 0 for causal rows; unified_attention takes the left one for it."""
+    if not call.sliding_window:
+        return -1
+    return 0 if call.causal is True or call.window_right is None else call.window_right
+
+
+# Scratch memory that the caller of an op allocates: for the results of splits and segments.
+
+_NUMBER: ContextVar[float] = ContextVar("scratch", default=float("nan"))
+
+
+@contextmanager
+def scratch_full_of(number: float) -> Iterator[None]:
+    """Let scratch memory be full of ``number`` inside the block, in place of NaN.
+
+    An output that changes depends on scratch memory that no kernel has written.
+    """
+    token = _NUMBER.set(number)
+    try:
+        yield
+    finally:
+        _NUMBER.reset(token)
+
+
+def scratch(call: KernelCall, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return float32 scratch memory full of NaN, so that a read before a write shows in the output."""
+    return torch.full(shape, _NUMBER.get(), device=call.query.device)
+
+
+# The arguments of triton_prefill_attention, the op of encoders.
+
+
+def encoder_arguments(call: KernelCall, target: Target) -> dict[str, Any]:
+    """Return the arguments by the names of context_attention_fwd in triton_prefill_attention.py (0.33.0)."""
+    return {
+        "q": call.query,
+        "k": call.key,
+        "v": call.value,
+        "o": call.output,
+        "b_start_loc": call.query_start_loc,
+        "b_seq_len": call.seq_lens,
+        "max_input_len": call.max_query_len,
+        "softmax_scale": call.sm_scale,
+        "sinks": call.sinks,
+        **mask_arguments(call),
+    }
+
+
 _WRAPPER_NAMES = (
     *(
         "query",

@@ -17,14 +17,13 @@ from typing import Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.child_process import end_with_parent
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.backend import load
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
-from attnlab.tensors.hollow_call import hollow_call
-from attnlab.tensors.layout import presented
+from attnlab.tensors.case_call import hollow_call, presented
 
 _WORK: list[tuple[Any, str]] = []  # of a forked process
 

@@ -8,6 +8,7 @@ named by the hash of the archive.
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -18,12 +19,13 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
-from attnlab.case.errors import InvalidCase, Unavailable, Unsupported
+from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable, Unsupported
 from attnlab.case.fields import refuse
 from attnlab.kernels.cache_folder import cache_folder, check_private, private_folder, writing
 from attnlab.kernels.child_process import ending_with_parent
@@ -86,7 +88,7 @@ class Source:
         """Return the release whose rules the lab applies; None if the version is unknown.
 
         The lab has rules for two releases: 0.11.2 (used up to 0.11) and 0.33.0 (used for all later ones).
-        A release between them follows each in part: see :func:`attnlab.case.suggestion.difference`.
+        A release between them follows each in part: see :func:`attnlab.case.fields.difference`.
         """
         match = re.match(r"(\d+)\.(\d+)", self.version)
         if match is None:
@@ -279,3 +281,209 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
         raise InvalidCase(
             f"source must be a wheel or an sdist of vLLM, got {path}: {why}", field="source"
         ) from error
+
+
+# Download the sdist of a vLLM release from the package index that pip is configured for.
+#
+# ``pip download`` of an sdist runs its build to read the metadata, and vLLM's build needs a GPU tool chain.
+# So pip only reports its configured indexes, and unearth downloads the file.
+
+_SETTING = re.compile(r"^(\S+)\.([\w-]+)='(.*)'$", re.MULTILINE)
+_SECTIONS = (":env:", "download", "global")  # the first section that sets a value wins, as in pip
+_DEFAULT = re.compile(r"\(default\s+(https?://[^\s)]+)\)")
+
+
+def fetch_sdist(version: str) -> Path:
+    """Return the sdist of a vLLM release; download it into the cache folder if it is not there.
+
+    An sdist has 10 to 50 MB. Raises InvalidCase if ``version`` is not a version, and Unavailable if it
+    cannot be downloaded.
+    """
+    check_release(version)
+    folder = cache_folder() / "releases" / version
+    found = folder / f"vllm-{version}.tar.gz"
+    if not found.is_file():
+        folder = private_folder("releases", version)
+        with (
+            writing(),
+            FileLock(folder.parent / f"{version}.sdist.lock"),
+            tempfile.TemporaryDirectory(dir=folder.parent) as work,
+        ):
+            if not found.is_file():
+                with writing():  # unearth sets the umask to 0 while it unpacks
+                    fetched = _sdist_download(version, Path(work))
+                whole = shutil.copyfile(fetched, Path(work) / "whole")
+                os.replace(whole, found)
+    return found
+
+
+def _sdist_download(version: str, folder: Path) -> Path:
+    finder = package_finder(no_binary=["vllm"])
+    try:
+        best = finder.find_best_match(f"vllm=={version}", allow_prereleases=True).best
+        if best is None:
+            raise Unavailable(f"the package index has no sdist of vllm {version}")
+        hashes = {name: [digest] for name, digest in (best.link.hashes or {}).items()}
+        finder.download_and_unpack(best.link, folder / "unpacked", folder, hashes)
+    except Unavailable:
+        raise
+    except Exception as error:  # unearth and its HTTP client document no exception types
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise Unavailable(f"the sdist of vllm {version} cannot be downloaded: {why}") from error
+    path: Path = best.link.file_path if best.link.is_file else folder / best.link.filename
+    return path
+
+
+def package_finder(**options: Any) -> Any:
+    """Return unearth's PackageFinder of pip's package locations; raise Unavailable without unearth."""
+    try:
+        from unearth import PackageFinder
+    except ImportError as error:
+        raise Unavailable(
+            f"finding a release needs unearth: pip install unearth ({error})"
+        ) from error
+    settings = pip_settings()
+    return PackageFinder(
+        index_urls=settings["index-url"] + settings["extra-index-url"],
+        find_links=settings["find-links"],
+        trusted_hosts=settings["trusted-host"],
+        ignore_compatibility=True,
+        **options,
+    )
+
+
+def pip_settings() -> dict[str, list[str]]:
+    """Return pip's package locations by the names of its options; the default index if none is set."""
+    listed = _pip("config", "list")
+    found: dict[str, list[str]] = {}
+    for name in ("index-url", "extra-index-url", "find-links", "trusted-host"):
+        by_section = {s: v for s, n, v in _SETTING.findall(listed) if n == name}
+        value = next((by_section[s] for s in _SECTIONS if s in by_section), "")
+        found[name] = value.replace("\\n", " ").split()
+    if not found["index-url"]:
+        default = _DEFAULT.search(" ".join(_pip("download", "--help").split()))
+        found["index-url"] = [default[1]] if default else []
+    return found
+
+
+def _pip(*words: str) -> str:
+    command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
+    return subprocess.run(ending_with_parent(command), capture_output=True, text=True).stdout
+
+
+# The attention ops of vLLM's releases, without their wheels.
+#
+# A wheel is a zip file of 250 to 500 MB, and its op files have 1 MB. An index that supports range requests
+# provides them alone: remotezip reads the directory at the end of the wheel, then the files.
+
+
+def order(version: str) -> tuple[int, ...]:
+    """Return what sorts releases by age: their numbers."""
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def releases_between(first: str, last: str) -> list[str]:
+    """Return the releases that the package index has from ``first`` to ``last``, the oldest first.
+
+    Release candidates are left out. Raises InvalidCase for a release that the index does not have, and
+    Unavailable if the index cannot be read.
+    """
+    found = sorted({package.version for package in _packages()}, key=order)
+    for version in (first, last):
+        if version not in found:
+            near = [v for v in found if order(v)[:2] == order(version)[:2]] or found[-1:]
+            refuse("release", f"one that the package index has, such as {', '.join(near)}", version)
+    return [version for version in found if order(first) <= order(version) <= order(last)]
+
+
+def fetch_ops(version: str) -> Path:
+    """Return a folder with the op files of a release; download them into the cache folder if missing.
+
+    Downloads the whole wheel if the index does not support range requests. Raises InvalidCase if
+    ``version`` is not a release, and Unavailable if it cannot be downloaded.
+    """
+    check_release(version)
+    folder = cache_folder() / "releases" / version / "ops"
+    if not folder.is_dir():
+        parent = private_folder("releases", version)
+        with writing(), FileLock(parent.parent / f"{version}.ops.lock"):
+            if not folder.is_dir():
+                _ops_download(version, folder)
+    check_private(folder)
+    return folder
+
+
+def _ops_download(version: str, folder: Path) -> None:
+    """Write the op files of a release to ``folder`` in one step."""
+    wheel = fetched_wheel(version)
+    if wheel is None:
+        links = [package.link for package in _packages() if package.version == version]
+        if not links:
+            refuse("release", "one that the package index has", version)
+        if _read_remotely(links[0], folder):
+            return
+        wheel = fetch(version)
+    with zipfile.ZipFile(wheel) as archive:
+        unpack(wheel_members(archive, wheel), folder, wheel)
+
+
+def _read_remotely(link: Any, folder: Path) -> bool:
+    """Write the op files of a wheel on the index to ``folder``; return False without range requests."""
+    from remotezip import RemoteZip, RemoteZipError
+
+    wheel = Path(link.filename)
+    try:
+        with RemoteZip(
+            link.normalized, session=_finder().session, fetcher=_range_fetcher()
+        ) as archive:
+            unpack(wheel_members(archive, wheel), folder, wheel)
+    except AttnLabError:
+        raise
+    except RemoteZipError:
+        return False
+    except Exception as error:  # the HTTP client documents no exception types
+        raise _unreadable(f"{wheel} cannot be read", error) from error
+    return True
+
+
+def _range_fetcher() -> Any:
+    """Return remotezip's fetcher with unearth's HTTP client, which has pip's proxies, hosts and logins."""
+    from remotezip import PartialBuffer, RangeNotSupported, RemoteFetcher
+
+    class Fetcher(RemoteFetcher):  # type: ignore[misc]
+        """Fetches a range of bytes of one file."""
+
+        def fetch(self, data_range: tuple[int, int | None], stream: bool = False) -> Any:
+            headers = {"Range": self.build_range_header(*data_range), "Accept-Encoding": "identity"}
+            with self._session.stream(
+                "GET", self._url, headers=headers, follow_redirects=True
+            ) as answer:
+                answer.raise_for_status()
+                if answer.status_code != 206:
+                    raise RangeNotSupported(self._url)
+                data = answer.read()
+                first, _ = self.parse_range_header(answer.headers["content-range"])
+            return PartialBuffer(io.BytesIO(data), first, len(data), stream)
+
+    return Fetcher
+
+
+@lru_cache(maxsize=1)
+def _finder() -> Any:
+    return package_finder(only_binary=["vllm"])
+
+
+@lru_cache(maxsize=1)
+def _packages() -> list[Any]:
+    """Return the wheels of all releases; raise Unavailable if the index cannot be read."""
+    try:
+        found = list(_finder().find_all_packages("vllm", allow_yanked=True))
+    except AttnLabError:
+        raise
+    except Exception as error:
+        raise _unreadable("the package index cannot be read", error) from error
+    return [package for package in found if re.fullmatch(r"[\d.]+(post\d+)?", package.version)]
+
+
+def _unreadable(text: str, error: Exception) -> Unavailable:
+    return Unavailable(f"{text}: {' '.join(str(error).split()) or type(error).__name__}")

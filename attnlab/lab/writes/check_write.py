@@ -1,20 +1,20 @@
 """Run a write by vLLM's op, or by its model, and compare the bytes of the cache with what they must be."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnlab.case.errors import AttnLabError, Unsupported
+from attnlab.case.errors import AttnLabError, KernelFailed, KernelRejected, Unavailable, Unsupported
+from attnlab.case.shown import Shown
+from attnlab.kernels.cuda.backend import cache_ops, has_source
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.vllm.backend import load
-from attnlab.kernels.vllm.failures import explained
-from attnlab.kernels.vllm.source import Source
-from attnlab.lab.writes.cuda_write import cuda_write
-from attnlab.lab.writes.ds_latents import write_latents, written_latents
-from attnlab.lab.writes.expected import ExpectedHalf, Stored, expected_half, scale_of_half
+from attnlab.kernels.vllm.backend import explained, load
+from attnlab.kernels.vllm.source import Source, find_source
 from attnlab.lab.writes.write_case import (
     CUDA_FORMATS,
     DIFFKV,
@@ -22,13 +22,133 @@ from attnlab.lab.writes.write_case import (
     FP8,
     INT4,
     INT8,
+    LATENT,
     PER_TOKEN_HEAD,
     PLAIN,
+    X_SPLIT,
+    ExpectedHalf,
+    Stored,
     WriteCase,
     WriteInputs,
     by_slot,
+    expected_half,
     make_write_inputs,
+    scale_of_half,
+    write_latents,
+    write_variants,
+    written_latents,
 )
+
+# Run a write by vLLM's CUDA op, compiled from csrc/cache_kernels.cu for the emulated device.
+
+
+def cuda_write(source: Source) -> Callable[[WriteCase, WriteInputs], None]:
+    """Return the writer that calls the CUDA op of a format; it raises Unsupported without the source."""
+
+    def write(case: WriteCase, inputs: WriteInputs) -> None:
+        op, tensors = _op(case, inputs)
+        if not has_source(source.root):
+            raise Unsupported(
+                f"{op} is a C++ op: its source csrc/cache_kernels.cu is in an sdist or a checkout, not in "
+                f"this vLLM ({source.kind}); attnlab fetch --sdist 0.33.0 downloads one"
+            )
+        if case.machine.is_rocm:
+            raise Unsupported(f"platform must be one of NVIDIA with {op}, got {case.platform}")
+        dtype = DS_LATENT if case.cache_format == DS_LATENT else case.kv_cache_dtype
+        cache_ops(source.root)(op, tensors, dtype)
+
+    return write
+
+
+def _op(case: WriteCase, inputs: WriteInputs) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the name of a format's op, and its tensors by the names of its parameters."""
+    first = case.first_block * case.block_size
+    caches = {name: _whole(view, case.first_block) for name, view in inputs.caches.items()}
+    slots = torch.where(inputs.slots < 0, inputs.slots, inputs.slots + first)
+    scales = {name: torch.tensor([getattr(case, name)]) for name in ("k_scale", "v_scale")}
+    if case.cache_format in (LATENT, DS_LATENT):
+        return "concat_and_cache_mla", {
+            "kv_c": inputs.key[:, 0],
+            "k_pe": inputs.value[:, 0],
+            "kv_cache": caches["kv_cache"][:, :, 0],
+            "slot_mapping": slots,
+            "scale": scales["k_scale"],
+        }
+    tensors = {"key": inputs.key, "value": inputs.value, "slot_mapping": slots, **caches, **scales}
+    if case.cache_format == X_SPLIT:
+        tensors["key_cache"] = caches["key_cache"].permute(0, 2, 3, 1, 4)
+        tensors["value_cache"] = caches["value_cache"].permute(0, 2, 3, 1)
+        return "reshape_and_cache", tensors
+    return "reshape_and_cache_flash", tensors
+
+
+def _whole(view: torch.Tensor, first_block: int) -> torch.Tensor:
+    """Return the view of a cache from block 0 on."""
+    return view.as_strided((first_block + view.shape[0], *view.shape[1:]), view.stride(), 0)
+
+
+# WriteReport: the hostile cache writes that ran, and what they got wrong.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """A hostile write: what it got wrong, by kind, or the error for which it could not run.
+
+    ``failed``: the error is a failure of the op itself, for example an access outside of its tensors.
+    """
+
+    name: str
+    case: WriteCase
+    wrong: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+    failed: bool = False
+
+    @property
+    def status(self) -> str:
+        """Return "match", "mismatch", "failed" or "unavailable"."""
+        if self.failed:
+            return "failed"
+        if self.error is not None:
+            return "unavailable"
+        return "mismatch" if self.wrong else "match"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WriteReport(Shown):
+    """What hostile cache writes found. ``backend``: whose ops ran."""
+
+    backend: str
+    results: tuple[WriteResult, ...]
+
+    @property
+    def findings(self) -> tuple[WriteResult, ...]:
+        """Return the writes that are wrong, and those that failed."""
+        return tuple(one for one in self.results if one.status in ("mismatch", "failed"))
+
+    @property
+    def unavailable(self) -> tuple[WriteResult, ...]:
+        """Return the writes that could not run."""
+        return tuple(one for one in self.results if one.status == "unavailable")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values of strict JSON."""
+        return {
+            "backend": self.backend,
+            "writes": len(self.results),
+            "findings": len(self.findings),
+            "unavailable": len(self.unavailable),
+            "results": [
+                {
+                    "name": one.name,
+                    "status": one.status,
+                    "wrong": dict(one.wrong),
+                    "error": one.error,
+                    "case": dataclasses.asdict(one.case),
+                }
+                for one in self.results
+            ],
+        }
+
 
 NUMBERS, SCALES, ZERO_POINTS, ELSEWHERE = "numbers", "scales", "zero points", "elsewhere"
 _MODES = {INT8: 2, FP8: 3, INT4: 4}  # KVQuantMode of vLLM 0.33.0
@@ -100,7 +220,7 @@ def vllm_write(source: Source, where: str = "cpu") -> Writer:
         if case.cache_format in CUDA_FORMATS:
             return by_cuda(case, inputs)
         loader = load(source, case.machine, where).loader
-        function, arguments = _op(case, inputs, loader)
+        function, arguments = _write_op(case, inputs, loader)
         known = inspect.signature(function).parameters  # older releases have no kv_quant_mode
         try:
             with launching(LaunchPlan()):
@@ -113,7 +233,7 @@ def vllm_write(source: Source, where: str = "cpu") -> Writer:
     return write
 
 
-def _op(
+def _write_op(
     case: WriteCase, inputs: WriteInputs, loader: Any
 ) -> tuple[Callable[..., None], dict[str, Any]]:
     """Return the function of a format and its arguments."""
@@ -207,3 +327,30 @@ def _changed_elsewhere(inputs: WriteInputs, before: dict[str, torch.Tensor]) -> 
         is_own = marks.view(-1, each).any(1).repeat_interleave(each)
         count += int(((inputs.memory[name] != before[name]) & ~is_own).sum())
     return count
+
+
+# The part of ``import attnlab`` that checks cache writes in further formats.
+
+
+def check_writes(
+    *, backend: str = "vllm", source: Path | str | None = None, device: str = "cpu"
+) -> WriteReport:
+    """Run hostile cache writes in further formats, and compare the bytes of the cache.
+
+    ``backend``: "vllm" for the ops of ``source`` (None: the installed vLLM), or "model". The CUDA ops need an
+    sdist or a checkout: their source is compiled, and runs on the emulated device. Raises
+    InvalidCase for a source that is no vLLM, and Unavailable if none is installed.
+    """
+    found = find_source(source) if backend == "vllm" else None
+    write = model_write if found is None else vllm_write(found, device)
+    results = []
+    for name, case in write_variants().items():
+        try:
+            wrong = check_write(case, write).wrong
+            results.append(WriteResult(name=name, case=case, wrong=wrong))
+        except KernelFailed as error:
+            results.append(WriteResult(name=name, case=case, error=str(error), failed=True))
+        except (Unavailable, Unsupported, KernelRejected) as error:
+            results.append(WriteResult(name=name, case=case, error=str(error)))
+    text = "model" if found is None else found.text()
+    return WriteReport(backend=text, results=tuple(results))

@@ -1,5 +1,7 @@
 """WriteCase: a write of new tokens to a paged cache in one of vLLM's further formats, and its inputs."""
 
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import PLATFORMS, Platform
+from attnlab.lab.cache_write import numbers_of
 from attnlab.tensors.formats import FORMATS, ElementFormat, read_format
 
 INT8, FP8, INT4 = PER_TOKEN_HEAD = (
@@ -242,3 +245,303 @@ def by_slot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Arguments = dict[str, Any]
+
+
+# Cache writes that are hostile to the ops of further formats, and random ones.
+
+_REASONS: dict[str, dict[str, Any]] = {
+    "pages with gaps, and tokens without a slot": {},
+    "tokens of zeros: the smallest scale": {"spread": 0.0},
+    "tokens beyond the range of FP8": {"spread": 600.0},
+    "keys and values of different width": {"head_size": 24, "value_size": 48},
+    "one slot per page": {"block_size": 1},
+    "float32": {"dtype": "float32"},
+    "tokens without an entry in slot_mapping": {"padding": 3},
+}
+_SCALED = {"k_scale": 0.5, "v_scale": 0.25}
+_FP8 = {"an FP8 cache with scales": {"kv_cache_dtype": "fp8", **_SCALED}}
+_CUDA: dict[str, dict[str, Any]] = {
+    "keys and values as slices of larger tensors": {"token_gap": 32},
+    "a block size that is no power of two": {"block_size": 12},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8_e5m2 with scales": {"kv_cache_dtype": "fp8_e5m2", **_SCALED},
+    "rows that are not aligned to vectors": {"token_gap": 3},
+    "slots with gaps": {"slot_gap": 16},
+}
+_OF_FORMAT: dict[str, dict[str, dict[str, Any]]] = {
+    LATENT: {
+        "the widths of DeepSeek": {"head_size": 512, "value_size": 64},
+        "odd small widths": {"head_size": 7, "value_size": 3},
+    },
+    NHD: {"heads that are no multiple of a vector": {"head_size": 20, "value_size": 20}},
+    HND: {"tokens of fewer than 32 elements": {"head_size": 8, "value_size": 8}},
+    DS_LATENT: {"float16": {"dtype": "float16"}},
+}
+_LARGE = {"num_kv_heads": 8, "head_size": 128, "value_size": 128, "gap": 0}
+# What a format does not have, by the reasons that need it.
+_NOT = {
+    DS_LATENT: {
+        *("keys and values of different width", "float32", "an FP8 cache with scales"),
+        *("fp8_e5m2 with scales", "rows that are not aligned to vectors"),
+    },
+    **{name: {"keys and values of different width"} for name in PLAIN},
+}
+
+
+def write_variants() -> dict[str, WriteCase]:
+    """Return the hostile writes by their format and the reason why they are hostile."""
+    return {
+        f"{cache_format}: {reason}": _case(cache_format, **fields)
+        for cache_format in CACHE_FORMATS
+        for reason, fields in _reasons(cache_format).items()
+    }
+
+
+def _reasons(cache_format: str) -> dict[str, dict[str, Any]]:
+    """Return the reasons of a format, each with the fields of its case."""
+    found = _REASONS if cache_format in PER_TOKEN_HEAD else {**_REASONS, **_FP8}
+    if cache_format in CUDA_FORMATS:
+        found = {**found, **_CUDA, **_OF_FORMAT.get(cache_format, {}), **_far(cache_format)}
+    absent = _NOT.get(cache_format, set())
+    if cache_format not in (LATENT, DS_LATENT, NHD):
+        absent = absent | {"slots with gaps"}
+    return {reason: fields for reason, fields in found.items() if reason not in absent}
+
+
+def _case(cache_format: str, **fields: Any) -> WriteCase:
+    own: dict[str, Any] = {"num_kv_heads": 1 if cache_format in (LATENT, DS_LATENT) else 3}
+    if cache_format == DS_LATENT:
+        own |= {**DS_SIZES, "dtype": "bfloat16"}
+    if cache_format == X_SPLIT:
+        own["gap"] = 0
+    return WriteCase(cache_format=cache_format, **{**own, **fields})
+
+
+def _far(cache_format: str) -> dict[str, dict[str, Any]]:
+    """Return a write to blocks that are more than 2³¹ elements after the first."""
+    fields: dict[str, Any] = dict(_LARGE) if cache_format in PLAIN else {"gap": 0}
+    if cache_format == LATENT:
+        fields |= {"head_size": 512, "value_size": 64}
+    if cache_format != DS_LATENT:
+        fields["kv_cache_dtype"] = "fp8"
+    page = _page(_case(cache_format, **fields))
+    return {"block offsets beyond 2³¹ elements": {**fields, "first_block": (1 << 31) // page + 1}}
+
+
+def _page(case: WriteCase) -> int:
+    """Return the elements of a page."""
+    size = sum(DS_SIZES.values()) if case.cache_format == LATENT else case.head_size
+    return page_layout(case, "key_cache", (656 if case.cache_format == DS_LATENT else size,))[2]
+
+
+def draw_writes(cache_format: str, count: int, seed: int = 0) -> Iterator[WriteCase]:
+    """Yield random writes in a format."""
+    draw = random.Random(f"{cache_format} {seed}")
+    for i in range(count):
+        is_cuda = cache_format in CUDA_FORMATS
+        is_fp8 = (is_cuda or cache_format == DIFFKV) and draw.random() < 0.5
+        fields: dict[str, Any] = {
+            "num_tokens": draw.randint(1, 24),
+            "num_kv_heads": 1 if cache_format == LATENT else draw.randint(1, 4),
+            "head_size": draw.choice((16, 24, 64)),
+            "value_size": draw.choice((16, 48, 64)),
+            "block_size": draw.choice((1, 8, 16)),
+            "kv_cache_dtype": "fp8" if is_fp8 else "auto",
+            "k_scale": draw.choice((0.25, 1.0, 3.0)) if is_fp8 else 1.0,
+            "v_scale": draw.choice((0.5, 2.0)) if is_fp8 else 1.0,
+            "gap": draw.choice((0, 16, 64)),
+            "spread": draw.choice((1e-3, 1.0, 30.0)),
+            "dtype": draw.choice(("float16", "float32")),
+            "seed": seed * count + i,
+        }
+        if is_cuda:
+            fields |= _drawn_for_cuda(draw, cache_format, is_fp8)
+        yield WriteCase(cache_format=cache_format, **fields)
+
+
+def _drawn_for_cuda(draw: random.Random, cache_format: str, is_fp8: bool) -> dict[str, Any]:
+    """Return fields of a random write by a CUDA op, which has further ones."""
+    fields: dict[str, Any] = {
+        "block_size": draw.choice((1, 8, 12, 16, 33)),
+        "dtype": draw.choice(("float16", "bfloat16", "float32")),
+        "kv_cache_dtype": draw.choice(("fp8", "fp8_e4m3", "fp8_e5m2")) if is_fp8 else "auto",
+        "token_gap": draw.choice((0, 1, 16, 64)),
+        "padding": draw.choice((0, 0, 2)),
+    }
+    if cache_format == LATENT:
+        fields |= {"num_kv_heads": 1, "head_size": draw.choice((5, 64, 512))}
+        fields["value_size"] = draw.choice((1, 16, 64))
+    if cache_format == DS_LATENT:
+        fields |= {"num_kv_heads": 1, "dtype": "bfloat16", "kv_cache_dtype": "auto", **DS_SIZES}
+        fields["token_gap"] = draw.choice((0, 16, 64))
+    if cache_format in PLAIN:
+        sizes = (16, 48, 64) if cache_format == X_SPLIT else (20, 32, 64, 96)
+        fields["head_size"] = fields["value_size"] = draw.choice(sizes)
+        if cache_format == HND:  # fewer than 32 elements of a token never end
+            fields["num_kv_heads"] = draw.randint(2, 4)
+    if cache_format in (NHD, LATENT, DS_LATENT):
+        fields["slot_gap"] = draw.choice((0, 16))
+    if cache_format == X_SPLIT:
+        fields["gap"] = 0
+    return fields
+
+
+# What a cache must hold after a write in a further format, and how far each number may be off.
+#
+# Scale per token and head (int8 and FP8). The scale is the largest magnitude divided by the largest number
+# q of the format, at least 1e-6. Its division in float32 is off by 2⁻²². A number is divided by it, so the
+# quotient is off by at most e = 2⁻²⁰ of itself, and then rounded: int8 half away from zero, FP8 to nearest
+# even. The bound of a stored number is the distance to what the quotient times 1 ± e would become, which is
+# 0 for most numbers.
+#
+# INT4. The scale is (largest − smallest) / 15, at least 1e-6; the zero point is −smallest / scale, rounded
+# half away from zero and limited to 0 … 15. It replaces the lowest four bits of the scale, which moves it
+# by at most 2⁻¹⁹ of itself. A number becomes number / scale + zero point, rounded and limited in the same
+# way.
+#
+# Diffkv, MLA and the layouts of reshape_and_cache: see :mod:`attnlab.lab.cache_write`. MLA has one scale
+# for both parts. fp8_ds_mla: see :mod:`attnlab.lab.writes.write_case`.
+
+_QUOTIENT = 2.0**-20  # relative error of a quotient whose divisor is a rounded quotient, in float32
+_SCALE, _PACKED_SCALE = 2.0**-22, 2.0**-19
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stored:
+    """Numbers of a tensor as they are stored, and how far each may be off; float64, of equal shapes."""
+
+    numbers: torch.Tensor
+    bound: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpectedHalf:
+    """What keys or values become: ``stored`` [n, num_kv_heads, size] before any scale, in units of the
+    format; ``scale`` [n, num_kv_heads], or None without a scale cache; ``zero`` [n, num_kv_heads], the zero
+    point of INT4.
+    """
+
+    stored: Stored
+    scale: Stored | None = None
+    zero: Stored | None = None
+
+
+def expected_half(case: WriteCase, new: torch.Tensor, scale: float) -> ExpectedHalf:
+    """Return what tokens [n, num_kv_heads, size] become. ``scale``: of a format that stores none."""
+    if case.cache_format == INT4:
+        return _int4(new.double())
+    if case.cache_format in PER_TOKEN_HEAD:
+        return _per_token_head(case, new.double())
+    return ExpectedHalf(stored=plain_numbers(new, scale, case.stored))
+
+
+def scale_of_half(case: WriteCase, is_key: bool) -> float:
+    """Return the scale of keys or values of a format without scales in the cache."""
+    return case.k_scale if is_key or case.cache_format == LATENT else case.v_scale
+
+
+def plain_numbers(new: torch.Tensor, scale: float | torch.Tensor, format: ElementFormat) -> Stored:
+    """Return what tokens become in a format; FP8 numbers are divided by ``scale``."""
+    stored = numbers_of(new, scale, format)
+    if not format.is_fp8:
+        return Stored(numbers=stored, bound=torch.zeros_like(stored))
+    sides = [numbers_of(new.float() * (1 + e), scale, format) for e in (-_QUOTIENT, _QUOTIENT)]
+    return Stored(numbers=stored, bound=torch.maximum(*((side - stored).abs() for side in sides)))
+
+
+def _per_token_head(case: WriteCase, new: torch.Tensor) -> ExpectedHalf:
+    most = 127.0 if case.cache_format == INT8 else float(torch.finfo(case.element).max)
+    scale = (new.abs().amax(-1) / most).clamp(min=_LEAST)
+
+    def rounded(quotient: torch.Tensor) -> torch.Tensor:
+        if case.cache_format == INT8:
+            return _half_away(quotient).clamp(-128, 127)
+        return quotient.clamp(-most, most).to(case.element).double()
+
+    stored = _with_sides(new / scale[..., None], rounded)
+    return ExpectedHalf(stored=stored, scale=Stored(numbers=scale, bound=scale * _SCALE))
+
+
+def _int4(new: torch.Tensor) -> ExpectedHalf:
+    least, most = new.amin(-1), new.amax(-1)
+    scale = ((most - least) / 15).clamp(min=_LEAST)
+    zero = _with_sides(-least / scale, _nibble)
+    # A zero point next to a boundary moves every number of the token by one.
+    each = _with_sides(new / scale[..., None] + zero.numbers[..., None], _nibble)
+    stored = Stored(numbers=each.numbers, bound=each.bound + zero.bound[..., None])
+    return ExpectedHalf(
+        stored=stored, scale=Stored(numbers=scale, bound=scale * _PACKED_SCALE), zero=zero
+    )
+
+
+def _with_sides(quotient: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
+    """Return rounded quotients, with the distance to what a quotient that is off by 2⁻²⁰ of 16 becomes."""
+    numbers = rounded(quotient)
+    off = _QUOTIENT * quotient.abs().clamp(min=1.0)
+    sides = [rounded(quotient + sign * off) for sign in (-1, 1)]
+    return Stored(numbers=numbers, bound=torch.maximum(*((one - numbers).abs() for one in sides)))
+
+
+def _half_away(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers rounded to integers, halves away from zero."""
+    return torch.where(numbers >= 0, numbers + 0.5, numbers - 0.5).trunc()
+
+
+def _nibble(numbers: torch.Tensor) -> torch.Tensor:
+    return _half_away(numbers).clamp(0, 15)
+
+
+# The cache format fp8_ds_mla: what a slot must hold.
+#
+# A slot has 512 latent numbers in FP8 e4m3, four float32 scales, one for each 128 of them, and 64 rotary
+# numbers as they are. A reader multiplies each number by the stored scale. So a scale is right if no number
+# is clipped and at most one bit is lost: it is between m = largest magnitude / 448 and 2 × max(m, 1e-4),
+# within 2⁻²². 0.11.2 stores m, 0.33.0 the next power of two of max(m, 1e-4). A number is right if it is the
+# token's divided by the stored scale, as :func:`attnlab.lab.writes.write_case.plain_numbers`.
+
+_E4M3 = FORMATS["fp8_e4m3fn"]
+_TILE, _LARGEST, _LATENTS_LEAST = 128, 448.0, 1e-4
+_LATENTS_SCALE = 2.0**-22
+
+
+def written_latents(
+    case: WriteCase, inputs: WriteInputs, found: torch.Tensor
+) -> Iterator[tuple[bool, torch.Tensor, Stored]]:
+    """Yield whether they are scales, what slots hold, and what they must hold. ``found``: [n, 656] bytes."""
+    key, value = (
+        new[: len(inputs.slots), 0][inputs.slots >= 0] for new in (inputs.key, inputs.value)
+    )
+    numbers, scales, rotary = _parts(case, found)
+    yield True, scales.double(), _scales(key)
+    latents = plain_numbers(key, scales.repeat_interleave(_TILE, -1), _E4M3)
+    yield False, numbers.double(), latents
+    yield False, rotary.double(), Stored(numbers=value.double(), bound=torch.zeros(value.shape))
+
+
+def write_latents(case: WriteCase, inputs: WriteInputs) -> None:
+    """Write the correct bytes, with the scales of 0.33.0: a model of the op."""
+    rows = torch.nonzero(inputs.slots >= 0).flatten()
+    key, value = inputs.key[rows, 0], inputs.value[rows, 0]
+    largest = key.float().unflatten(-1, (-1, _TILE)).abs().amax(-1)
+    scales = (largest / _LARGEST).clamp(min=_LATENTS_LEAST).log2().ceil().exp2()
+    numbers = _E4M3.encode(key, scales.repeat_interleave(_TILE, -1))
+    slots = inputs.slots[rows]
+    parts = [one.contiguous().view(torch.uint8) for one in (numbers, scales, value)]
+    block, at = slots // case.block_size, slots % case.block_size
+    inputs.caches["kv_cache"][block, at, 0] = torch.cat(parts, -1)
+
+
+def _parts(case: WriteCase, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the latent numbers without scales, the scales, and the rotary numbers of [n, 656] bytes."""
+    sizes = [case.head_size, 4 * case.head_size // _TILE, 2 * case.value_size]
+    numbers, scales, rotary = (part.contiguous() for part in slots.split(sizes, -1))
+    dtype = FORMATS[case.dtype].dtype
+    return numbers.view(_E4M3.dtype), scales.view(torch.float32), rotary.view(dtype)
+
+
+def _scales(key: torch.Tensor) -> Stored:
+    least = key.double().unflatten(-1, (-1, _TILE)).abs().amax(-1) / _LARGEST
+    most = 2 * least.clamp(min=_LATENTS_LEAST)
+    middle = (least + most) / 2
+    return Stored(numbers=middle, bound=middle - least + most * _LATENTS_SCALE)

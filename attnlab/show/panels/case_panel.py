@@ -1,7 +1,9 @@
 """Panel: controls and views of one Case."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from functools import partial
+from html import escape
 from typing import Any
 
 import ipywidgets as ipw
@@ -12,20 +14,138 @@ from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.lab.result import Result
 from attnlab.show.panels import controls as inputs
-from attnlab.show.panels import layout, texts
-from attnlab.show.panels.case_text_box import CaseTextBox
-from attnlab.show.panels.controls import Control, check_knobs, set_class
-from attnlab.show.panels.draft import Draft
-from attnlab.show.panels.frames import Frames
-from attnlab.show.panels.latest_only import Job, LatestOnly
-from attnlab.show.panels.panel_data import PanelData, Selection, make_panel_data
-from attnlab.show.panels.picture import Picture
-from attnlab.show.panels.pointing import Pointer
-from attnlab.show.panels.progress import PICTURES, Progress
-from attnlab.show.panels.rendering import Rendered
-from attnlab.show.panels.static_html import static_html
-from attnlab.show.panels.views import VIEWS, XRAY, check_views
-from attnlab.show.panels.xray_box import XrayBox
+from attnlab.show.panels import texts
+from attnlab.show.panels.boxes import CaseTextBox, XrayBox
+from attnlab.show.panels.controls import Control, Draft, check_knobs, groups, labelled, set_class
+from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Progress
+from attnlab.show.panels.rendering import Picture, Rendered
+from attnlab.show.panels.texts import PanelData, Selection, make_panel_data
+from attnlab.show.panels.views import VIEWS, XRAY, Frames, Pointer, check_views
+
+# The layout of a panel: which widget is where on the screen. The style sheet is panel.css.
+
+# The controls of the explorer that are always visible, by section.
+MAIN = {
+    "what runs": ("stage", "platform", "release", "op", "backend"),
+    "cache and data": ("fill", "empty_slots", "distribution"),
+    "sizes": (
+        "num_heads",
+        "num_queries_per_kv",
+        "head_size",
+        "block_size",
+        "num_seqs",
+        "draw_max_query_len",
+        "draw_max_ctx_len",
+    ),
+}
+_MAIN_NAMES = {name for names in MAIN.values() for name in names}
+
+
+def group_boxes(
+    controls: Mapping[str, Control], extra: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a folded box for each group of controls that are not in MAIN.
+
+    ``extra`` has further inputs by group and name. A group without controls has no box.
+    """
+    boxes = {}
+    for group, names in groups([name for name in controls if name not in _MAIN_NAMES]).items():
+        inputs = [controls[name].widget for name in names]
+        inputs += [_with_label(*item) for item in extra.get(group, {}).items()]
+        boxes[group] = ipw.Accordion(children=[ipw.VBox(inputs)], titles=[group])
+        boxes[group].selected_index = None
+    return boxes
+
+
+def names_in(group: str, controls: Mapping[str, Control]) -> list[str]:
+    """Return the fields in the box of a group."""
+    return groups([name for name in controls if name not in _MAIN_NAMES]).get(group, [])
+
+
+def small(
+    controls: Mapping[str, Control],
+    status: Any,
+    texts: Mapping[str, Any],
+    pictures: Mapping[str, Any],
+    boxes: Sequence[Any],
+) -> Any:
+    """Return the layout of a panel in a notebook: controls in a row, the verdict, the pictures, the boxes."""
+    line = _box([control.widget for control in controls.values()], "attnlab-line")
+    plots = _box(list(pictures.values()), "attnlab-line")
+    below = [text for name, text in texts.items() if name != "verdict"]
+    return _root([line, texts["verdict"], status, plots, *below, *boxes], "attnlab-small")
+
+
+def large(
+    controls: Mapping[str, Control],
+    boxes: Sequence[Any],
+    status: Any,
+    reset: Any,
+    texts: Mapping[str, Any],
+    pictures: Mapping[str, Any],
+) -> Any:
+    """Return the layout of the explorer.
+
+    The main controls are at the left of the verdict and the errors; the selection, violations and dispatch
+    are at the right of these if the page is wide, else below. ``boxes``, the folded groups, come last.
+    """
+    left = []
+    for title, names in MAIN.items():
+        head = ipw.HTML(f"<b>{title}</b>", tooltip="").add_class("attnlab-section")
+        left.append(_box([head, *(controls[name].widget for name in names)], "attnlab-part"))
+    grid = _box(
+        [
+            _box([reset, *left], "attnlab-left"),
+            _box([texts["verdict"], status, pictures["error"]], "attnlab-middle"),
+            _box(
+                [texts[name] for name in ("selection", "violations", "dispatch")], "attnlab-facts"
+            ),
+            _box(
+                [pictures["slots"], pictures["seqs"], pictures["mask"]],
+                "attnlab-plots attnlab-line",
+            ),
+        ],
+        "attnlab-grid",
+    )
+    return _root([grid, _box(boxes, "attnlab-groups")], "attnlab-explorer")
+
+
+def _with_label(name: str, widget: Any) -> Any:
+    """Return an input that is not a field of a Case with its label, as a control."""
+    return ipw.VBox([labelled(name, widget)]).add_class("attnlab-control")
+
+
+def _box(children: Sequence[Any], classes: str) -> Any:
+    box = ipw.Box(list(children))
+    for name in classes.split():
+        box.add_class(name)
+    return box
+
+
+def _root(children: Sequence[Any], kind: str) -> Any:
+    return _box(children, f"attnlab-panel {kind}")
+
+
+# A panel as static HTML, for pages without JupyterLab's front-end.
+
+_MAX_NAMES = 8  # fields that are listed; more are counted
+
+
+def static_html(
+    texts: Sequence[str], rendered: Mapping[str, Rendered], fields: Sequence[str]
+) -> str:
+    """Return texts and pictures as HTML without scripts and external resources."""
+    pictures = [
+        f'<img alt="{escape(picture.title)}" width="{picture.width}" style="max-width:100%" '
+        f'src="data:image/png;base64,{base64.b64encode(picture.png).decode()}">'
+        for picture in rendered.values()
+    ]
+    names = (
+        ", ".join(fields) if len(fields) <= _MAX_NAMES else f"all {len(fields)} fields of a Case"
+    )
+    note = f'<p class="note"><small>In JupyterLab: controls for {names}.</small></p>'
+    return f'<div class="attnlab-static">{"".join([*texts, *pictures, note])}</div>'
+
 
 _TEXTS = "texts"
 _MAX_DELAY_S = 0.5  # a panel that is ready within this time is displayed complete
@@ -179,11 +299,11 @@ class Panel:
     def _make_layout(self) -> Any:
         progress, boxes = self.progress.widget, [] if self.xray is None else [self.xray.widget]
         if not self._is_explorer:
-            return layout.small(self.controls, progress, self.texts, self.pictures, boxes)
+            return small(self.controls, progress, self.texts, self.pictures, boxes)
         extra = {_SOURCE_GROUP: {"source": self._source, "own_kernel": self._kernel}}
-        self._boxes = layout.group_boxes(self.controls, extra)
+        self._boxes = group_boxes(self.controls, extra)
         boxes += [*self._boxes.values(), self.case_text.widget]
-        return layout.large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
+        return large(self.controls, boxes, progress, self._reset, self.texts, self.pictures)
 
     def _on_control(self, name: str) -> None:
         if self._is_showing_values:
@@ -248,7 +368,7 @@ class Panel:
         self._reset.disabled = not changed
         self._reset.description = f"Reset {len(changed)} changed" if changed else "Reset"
         for group, box in self._boxes.items():
-            names = layout.names_in(group, self.controls)
+            names = names_in(group, self.controls)
             count = len(changed & set(names))
             box.titles = (f"{group} ({count} changed)" if count else group,)
             if at_fault in names:

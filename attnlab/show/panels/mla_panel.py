@@ -8,14 +8,12 @@ from matplotlib.axes import Axes
 
 from attnlab.mla.faults import MLA_FAULTS, faults_of
 from attnlab.mla.mla_case import MlaCase
-from attnlab.mla.mla_result import MlaResult
-from attnlab.mla.run import run_path
+from attnlab.mla.run import MlaResult, run_path
+from attnlab.show.panels.case_panel import static_html
 from attnlab.show.panels.controls import labelled
-from attnlab.show.panels.picture import Picture
-from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
-from attnlab.show.panels.static_html import static_html
+from attnlab.show.panels.rendering import Cells, Picture, Rendered, axes_rect, render
 from attnlab.show.panels.views import place_color_bar
-from attnlab.show.plots.mla import mla_ratios, plot_mla
+from attnlab.show.plots.stages import mla_ratios, plot_mla
 
 SOUND = "sound"
 _COLOURS = {"match": "#2da44e", "mismatch": "#e5534b"}

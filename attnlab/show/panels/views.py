@@ -1,8 +1,9 @@
 """The views of a panel: pictures rendered from its PanelData."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -10,11 +11,27 @@ from matplotlib.axes import Axes
 
 from attnlab.case.errors import AttnLabError
 from attnlab.case.masks import CAUSAL
-from attnlab.contracts.slot_map import NOT_READ
-from attnlab.contracts.slot_states import STATES
-from attnlab.show.panels.frames import FramedPlot, Frames
-from attnlab.show.panels.panel_data import PanelData
-from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
+from attnlab.contracts.slot_states import NOT_READ, STATES
+from attnlab.show.panels import texts
+from attnlab.show.panels.rendering import (
+    AxesTransform,
+    Cells,
+    Picture,
+    Rendered,
+    as_rendered,
+    axes_rect,
+    new_axes,
+    render,
+    style_texts,
+)
+from attnlab.show.panels.texts import (
+    PanelData,
+    Selection,
+    bands_of,
+    select,
+    select_band,
+    select_seq,
+)
 from attnlab.show.plots.cache import draw_cache, frame_cache
 from attnlab.show.plots.errors import (
     BAND,
@@ -25,9 +42,249 @@ from attnlab.show.plots.errors import (
     frame_seq_errors,
     label_errors,
 )
-from attnlab.show.plots.mask import mask_codes, plot_mask
+from attnlab.show.plots.weights import mask_codes, plot_mask
 from attnlab.tensors.cache import NOBODY
 from attnlab.tensors.case_visibility import longest_mask
+
+# Frames: what a picture shows of any data, drawn once and kept as pixels.
+#
+# Most of the time to draw a picture goes to its axes, ticks and labels, which a change of a Case seldom
+# changes. Only the content is drawn anew, over the pixels of the frame and its labels.
+
+T = TypeVar("T")
+Rect = tuple[float, float, float, float]
+_KEEP = 8  # frames of a panel, and labels of a frame; each has about 2 MB of pixels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramedPlot:
+    """A plot in three parts; ``key`` is everything that the first depends on, ``label_key`` the second.
+
+    - ``frame(ax)`` draws the axes and sets their limits. It returns the artists that ``label`` changes.
+    - ``label(ax)`` changes labels and ticks.
+    - ``content(ax)`` adds the artists of the data, and may set the title and a legend.
+    - ``size``: CSS pixels; ``rect``: the place of the axes, see
+      :func:`attnlab.show.panels.rendering.axes_rect`.
+    """
+
+    key: Hashable
+    size: tuple[int, int]
+    rect: Rect
+    frame: Callable[[Axes], Sequence[Artist]]
+    content: Callable[[Axes], None]
+    label_key: Hashable = None
+    label: Callable[[Axes], None] = lambda ax: None
+
+
+class Frames:
+    """The frames of a panel that were used last; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._frames: OrderedDict[Hashable, _Frame] = OrderedDict()
+
+    def render(self, plot: FramedPlot, cells: Cells, *, is_dark: bool = False) -> Rendered:
+        """Render a plot, with the frame of an earlier one that has the same key, size and theme."""
+        key = (plot.size, plot.rect, is_dark, plot.key)
+        frame = self._frames.pop(key, None) or _Frame(plot, is_dark)
+        rendered = frame.render(plot, cells)  # a frame whose content raised is not kept
+        _keep(self._frames, key, frame)
+        return rendered
+
+
+def _keep(kept: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
+    """Add a value as the newest, and drop the oldest of too many; changes ``kept``."""
+    kept[key] = value
+    if len(kept) > _KEEP:
+        kept.popitem(last=False)
+
+
+class _Frame:
+    """A figure with the frame of a plot, and its pixels without what is drawn over the content."""
+
+    def __init__(self, plot: FramedPlot, is_dark: bool) -> None:
+        self._width, self._is_dark = plot.size[0], is_dark
+        self._canvas, self._ax = new_axes(plot.size, plot.rect)
+        self._labels = plot.frame(self._ax)
+        self._above = [*self._ax.spines.values(), self._ax.title]
+        for artist in (*self._labels, *self._above):
+            artist.set_animated(True)  # the canvas does not draw it
+        self._ax.set_autoscale_on(False)  # the content does not change the limits
+        style_texts(self._ax, self._width, is_dark)
+        self._canvas.draw()
+        self._pixels = self._copy()
+        self._labelled: OrderedDict[Hashable, Any] = OrderedDict()  # pixels with labels
+        self._own = set(self._ax.get_children())
+
+    def render(self, plot: FramedPlot, cells: Cells) -> Rendered:
+        """Render the labels and the content over the frame."""
+        ax = self._ax
+        self._put_labels(plot)
+        plot.content(ax)
+        style_texts(ax, self._width, self._is_dark)
+        added = [artist for artist in ax.get_children() if artist not in self._own]
+        self._draw([*added, *self._above])
+        rendered = as_rendered(self._canvas, ax, self._width, cells)
+        for artist in added:
+            artist.remove()
+        ax.set_prop_cycle(None)  # the next content begins with the first colour again
+        return rendered
+
+    def _put_labels(self, plot: FramedPlot) -> None:
+        """Restore the pixels of the frame with labels, or draw these over those of the frame."""
+        pixels = self._labelled.pop(plot.label_key, None)
+        if pixels is None:
+            plot.label(self._ax)
+            style_texts(self._ax, self._width, self._is_dark)
+            self._canvas.restore_region(self._pixels)
+            self._draw(self._labels)
+            pixels = self._copy()
+        else:
+            self._canvas.restore_region(pixels)
+        _keep(self._labelled, plot.label_key, pixels)
+
+    def _draw(self, artists: Iterable[Artist]) -> None:
+        renderer = self._canvas.get_renderer()
+        for artist in sorted(artists, key=Artist.get_zorder):
+            artist.draw(renderer)
+
+    def _copy(self) -> Any:
+        return self._canvas.copy_from_bbox(self._ax.figure.bbox)
+
+
+# Pointer: the selection of a panel, its marks on the pictures, and its text.
+
+_HINT = (
+    '<div class="attnlab-dim">Click a picture to select a head of a token: its sequence, cache slot '
+    "and values are shown here.</div>"
+)
+_NO_MARK = [0.0, 0.0, 0.0, 0.0]
+
+
+class Pointer:
+    """The selection of a panel, changed by clicks, by arrow keys and from Python.
+
+    ``rendered`` holds the current pictures by name; the panel changes it.
+    """
+
+    def __init__(
+        self, pictures: Mapping[str, Picture], text: Any, rendered: Mapping[str, Rendered]
+    ) -> None:
+        self._pictures, self._text, self._rendered = pictures, text, rendered
+        self._data: PanelData | None = None
+        self.selection: Selection | None = None
+        if "error" in pictures:
+            pictures["error"].on_point(self.click_error, self.step)
+        if "slots" in pictures:
+            pictures["slots"].on_point(self.click_slot)
+        if "seqs" in pictures:
+            pictures["seqs"].on_point(self.click_seq, self.step)
+
+    def follow(self, data: PanelData | None) -> None:
+        """Keep the selected row and head if the new output has them, else drop the selection."""
+        before, self._data = self.selection, data
+        self.selection = None
+        if before is not None and data is not None and data.got is not None:
+            rows, heads = data.got.shape[:2]
+            if before.row < rows and before.head < heads:
+                self.selection = select(data, before.row, before.head)
+        self._show()
+
+    def select(self, seq: int, token: int, head: int) -> Selection:
+        """Select a head of a sequence's token; raise ValueError if it does not exist."""
+        errors = None if self._data is None else self._data.result.errors
+        if self._data is None or errors is None:
+            raise ValueError("nothing can be selected: there is no output")
+        lens = errors.lengths.query_lens
+        heads = errors.error.shape[1]
+        if not (0 <= seq < len(lens) and 0 <= token < lens[seq] and 0 <= head < heads):
+            raise ValueError(f"the output has no sequence {seq}, token {token}, head {head}")
+        self.selection = select(self._data, sum(lens[:seq]) + token, head)
+        self._show()
+        return self.selection
+
+    def click_error(self, across: float, down: float) -> None:
+        """Select what the error plot shows at a point, given as fractions of the picture."""
+        at = self._data_at("error", across, down)
+        if at is None or self._data is None or self._data.got is None:
+            return
+        head, band = round(at[0]), round(at[1])
+        self.selection = select_band(self._data, band, head)
+        self._show()
+
+    def step(self, right: int, down: int) -> None:
+        """Move the selection by heads and by rows of the error plot, within its edges."""
+        selection, data = self.selection, self._data
+        if selection is None or data is None or data.got is None or data.result.errors is None:
+            return
+        bands, heads = BAND * len(data.result.errors.lengths.query_lens), data.got.shape[1]
+        here = bands_of(data, selection, BAND)
+        band = here.start + down if down < 0 else here.stop - 1 + down if down else here.start
+        band = min(max(band, 0), bands - 1)
+        head = min(max(selection.head + right, 0), heads - 1)
+        self.selection = select_band(data, band, head)
+        self._show()
+
+    def click_seq(self, across: float, down: float) -> None:
+        """Select the worst row and head of the sequence at a point of the plot by sequence."""
+        at = self._data_at("seqs", across, down)
+        if at is None or self._data is None or self._data.got is None:
+            return
+        self.selection = select_seq(self._data, round(at[0]))
+        self._show()
+
+    def click_slot(self, across: float, down: float) -> None:
+        """Select the output row of a slot's token; without such a row, show the slot alone."""
+        at = self._data_at("slots", across, down)
+        if at is None or self._data is None:
+            return
+        block = int(self._data.slot_map.order()[round(at[0])])
+        slot = self._data.slot_map.at(block, round(at[1]))
+        lengths = self._data.result.case.lengths
+        if slot.owner is not None and self._data.got is not None and self._data.row_slots is None:
+            seq, position = slot.owner
+            token = position - lengths.ctx_lens[seq]
+            if 0 <= token < lengths.query_lens[seq]:
+                self.select(seq, token, self.selection.head if self.selection else 0)
+                return
+        self.selection = None
+        self._show()
+        self._text.value = f'<div class="attnlab-text">{texts.slot_html(slot)}</div>'
+
+    def _data_at(self, name: str, across: float, down: float) -> tuple[float, float] | None:
+        """Return the data at a point of a picture; None outside its axes or without the picture."""
+        if name not in self._rendered:
+            return None
+        return self._rendered[name].transform.to_data(across, down)
+
+    def _show(self) -> None:
+        """Show the text of the selection and its marks on the pictures."""
+        selection, data = self.selection, self._data
+        marks: dict[str, list[float]] = {}
+        if selection is None or data is None or data.result.errors is None:
+            is_selectable = data is None or data.result.errors is not None
+            self._text.value = _HINT if is_selectable and self._pictures else ""
+        else:
+            query_len = data.result.errors.lengths.query_lens[selection.seq]
+            self._text.value = texts.selection_html(selection, query_len)
+            marks = self._marks(data, selection)
+        for name, picture in self._pictures.items():
+            picture.mark = marks.get(name, _NO_MARK)
+
+    def _marks(self, data: PanelData, selection: Selection) -> dict[str, list[float]]:
+        """Return the mark of the selection on each picture that can show it."""
+        column = data.slot_map.order().tolist().index(selection.place.block)
+        bands = bands_of(data, selection, BAND)
+        boxes: dict[str, Callable[[AxesTransform], list[float]]] = {
+            "error": lambda t: t.box(selection.head, bands.start, len(bands)),
+            "slots": lambda t: t.box(column, selection.place.slot),
+            "seqs": lambda t: t.column(selection.seq),
+        }
+        return {
+            name: box(self._rendered[name].transform)
+            for name, box in boxes.items()
+            if name in self._rendered
+        }
+
 
 _BELOW: Mapping[str, Any] = {
     "loc": "upper center",

@@ -5,13 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.patches import Patch, Rectangle
 
-from attnlab.show.plots.artists import STATUS_COLOURS
+from attnlab.show.plots.artists import COLOURS, STATUS_COLOURS, ErrorScale, hatch_cells, put_legend
 
 if TYPE_CHECKING:
-    from attnlab.lab.stage_table import Cell
+    from attnlab.lab.run import Cell
+    from attnlab.mla.run import MlaResult
+    from attnlab.mutation.power import Mutant
 
 # A hatch for each status, so that the colour is not needed to read the plot.
 _HATCHES = {"match": "", "mismatch": "///", "rejected": "xx"}
@@ -118,3 +122,101 @@ def _entries(cells: Sequence["Cell"]) -> list[Patch]:
 def _finding(cells: Sequence["Cell"]) -> str:
     matches = sum(cell.status == "match" for cell in cells)
     return f"{matches} of {len(cells)} stages and platforms match"
+
+
+# Plot of the mutants of a test: how far each moves the output, in units of the test's tolerance.
+
+_LOOK = {  # colour and marker by outcome
+    "killed": ("#4c9a5b", "o"),
+    "survived": ("#c8553d", "X"),
+    "equivalent": ("#8c8c8c", "s"),
+}
+_EDGES = 1e-9, 1e6
+
+
+def plot_power(mutants: Sequence["Mutant"], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw the largest effect of each mutant divided by the tolerance: above 1 the test kills it.
+
+    NaN and infinity are at the right edge, no effect at the left edge.
+    """
+    ax = ax or plt.subplots(figsize=(8, 0.8 + 0.2 * len(mutants)), layout="constrained")[1]
+    for outcome, (colour, marker) in _LOOK.items():
+        at = [(y, m.margin) for y, m in enumerate(mutants) if m.outcome == outcome]
+        ax.plot(
+            [min(max(margin, _EDGES[0]), _EDGES[1]) for _, margin in at],
+            [y for y, _ in at],
+            marker,
+            color=colour,
+            label=f"{outcome}: {len(at)}",
+        )
+    ax.axvline(1.0, color="red", linestyle="--", linewidth=1, label="the test's tolerance")
+    ax.set_xscale("log")
+    ax.set_xlim(_EDGES[0] / 3, _EDGES[1] * 3)
+    ax.set_yticks(range(len(mutants)), [mutant.name for mutant in mutants], fontsize="small")
+    ax.set_ylim(len(mutants) - 0.5, -0.5)
+    ax.grid(axis="x", alpha=0.3)
+    ax.set(
+        xlabel="largest effect / tolerance (NaN and infinity: right edge)",
+        title=title or _power_finding(mutants),
+    )
+    put_legend(ax)
+    return ax
+
+
+def _power_finding(mutants: Sequence["Mutant"]) -> str:
+    killed = sum(mutant.outcome == "killed" for mutant in mutants)
+    fair = sum(mutant.outcome != "equivalent" for mutant in mutants)
+    return f"the test kills {killed} of {fair} mutants that its data can show"
+
+
+# Plot of an MLA path: the error of each row at each step, as a multiple of its bound.
+
+_INFINITE = 1e6  # drawn for an error without limit
+
+
+def plot_mla(
+    result: "MlaResult", *, title: str = "", ax: Axes | None = None, colourbar: bool = True
+) -> Axes:
+    """Draw the largest error over heads of each step and row; hatched cells are not finite.
+
+    Colours change where an error exceeds its bound.
+    """
+    ratios = mla_ratios(result)
+    if ax is None:
+        size = (2.6 + 0.32 * ratios.shape[1], 1.3 + 0.36 * ratios.shape[0])
+        ax = plt.subplots(figsize=size, layout="constrained")[1]
+    scale = ErrorScale.of(1.0, np.minimum(ratios, _INFINITE))
+    shown = scale.clip(np.minimum(ratios, scale.most), ratios > 1)
+    norm = scale.norm()
+    ax.imshow(shown, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    hatch_cells(ax, ~np.isfinite(ratios), "xxx", "#402020")
+    ax.set_yticks(range(len(result.steps)), [one.name for one in result.steps])
+    starts = np.cumsum([0, *result.case.query_lens])
+    ends = [*starts[1:-1], starts[-1]]
+    for end in ends[:-1]:
+        ax.axvline(end - 0.5, color="#808080", linewidth=1)
+    middles = [(a + b - 1) / 2 for a, b in zip(starts, ends, strict=False)]
+    names = [f"seq {i}\ncontext {c}" for i, c in enumerate(result.case.ctx_lens)]
+    ax.set_xticks(middles, names)
+    ax.tick_params(length=0)
+    ax.set_xlabel("rows, by sequence")
+    ax.set_title(title or mla_finding(result))
+    if colourbar:
+        bar = ax.figure.colorbar(
+            ScalarMappable(norm, COLOURS), ax=ax, ticks=scale.ticks(), pad=0.02
+        )
+        bar.ax.set_yticklabels([f"{tick:.0e}" if tick != 1 else "bound" for tick in scale.ticks()])
+        bar.set_label("error / bound")
+    return ax
+
+
+def mla_ratios(result: "MlaResult") -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    """Return the largest error over heads as a multiple of its bound, [steps, rows]."""
+    return np.stack([one.ratio.amax(1).numpy() for one in result.steps])
+
+
+def mla_finding(result: "MlaResult") -> str:
+    """Return what the picture shows, in one line."""
+    if result.status == "match":
+        return "every step is within its bound"
+    return f"first wrong step: {result.first_wrong}"

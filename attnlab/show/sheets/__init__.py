@@ -17,36 +17,36 @@ if TYPE_CHECKING:
 # The function that makes each noun's sheet. It is imported when such a noun is displayed first, so that
 # later folders can have sheets of their own.
 SHEETS: dict[str, str] = {
-    "attnlab.case.case.Case": "attnlab.show.sheets.inputs.case",
-    "attnlab.tensors.batch.Batch": "attnlab.show.sheets.tensors.batch",
-    "attnlab.tensors.cache.Provenance": "attnlab.show.sheets.tensors.provenance",
-    "attnlab.tensors.cache.PagedCache": "attnlab.show.sheets.tensors.cache",
-    "attnlab.tensors.call.KernelCall": "attnlab.show.sheets.tensors.call",
-    "attnlab.contracts.dispatch.Decision": "attnlab.show.sheets.inputs.decision",
-    "attnlab.contracts.contract.Contract": "attnlab.show.sheets.inputs.contract",
-    "attnlab.contracts.violation.Violations": "attnlab.show.sheets.results.violations",
+    "attnlab.case.case.Case": "attnlab.show.sheets.results.case",
+    "attnlab.tensors.batch.Batch": "attnlab.show.sheets.results.batch",
+    "attnlab.tensors.cache.Provenance": "attnlab.show.sheets.results.provenance",
+    "attnlab.tensors.cache.PagedCache": "attnlab.show.sheets.results.cache",
+    "attnlab.tensors.call.KernelCall": "attnlab.show.sheets.results.call",
+    "attnlab.contracts.dispatch.Decision": "attnlab.show.sheets.results.decision",
+    "attnlab.contracts.contract.Contract": "attnlab.show.sheets.results.contract",
+    "attnlab.contracts.violations.Violations": "attnlab.show.sheets.results.violations",
     "attnlab.lab.error_map.ErrorMap": "attnlab.show.sheets.results.errors",
     "attnlab.lab.result.Result": "attnlab.show.sheets.results.result",
-    "attnlab.lab.stage_table.StageTable": "attnlab.show.sheets.results.stages",
+    "attnlab.lab.run.StageTable": "attnlab.show.sheets.results.stages",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
-    "attnlab.diagnosis.other_run.OtherRun": "attnlab.show.sheets.results.other_run",
-    "attnlab.lab.error_answer.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
+    "attnlab.diagnosis.distinction.OtherRun": "attnlab.show.sheets.results.other_run",
+    "attnlab.lab.decode_error.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
     "attnlab.diagnosis.diagnosis.Diagnosis": "attnlab.show.sheets.conclusions.diagnosis",
-    "attnlab.weights.xray.XRay": "attnlab.show.sheets.weights.xray",
-    "attnlab.lab.writes.write_report.WriteReport": "attnlab.show.sheets.writes.write_report",
-    "attnlab.mla.mla_result.MlaResult": "attnlab.show.sheets.mla.mla_result",
-    "attnlab.mla.mla_report.MlaReport": "attnlab.show.sheets.mla.mla_report",
+    "attnlab.weights.xray.XRay": "attnlab.show.sheets.conclusions.xray",
+    "attnlab.lab.writes.check_write.WriteReport": "attnlab.show.sheets.conclusions.write_report",
+    "attnlab.mla.run.MlaResult": "attnlab.show.sheets.conclusions.mla_result",
+    "attnlab.mla.run.MlaReport": "attnlab.show.sheets.conclusions.mla_report",
     "attnlab.mutation.report.MutationReport": "attnlab.show.sheets.conclusions.power",
     "attnlab.checker.finding.Finding": "attnlab.show.sheets.conclusions.finding",
     "attnlab.checker.report.Report": "attnlab.show.sheets.conclusions.report",
-    "attnlab.checker.release_table.ReleaseTable": "attnlab.show.sheets.releases.release_table",
-    "attnlab.show.notebook.Verdict": "attnlab.show.sheets.verdicts.verdict",
-    "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.verdicts.verdicts",
-    "attnlab.reports.notebook_result.Results": "attnlab.reports.sheets.results",
-    "attnlab.replay.replays.Replays": "attnlab.replay.sheets.replays",
+    "attnlab.checker.releases.ReleaseTable": "attnlab.show.sheets.conclusions.release_table",
+    "attnlab.show.notebook.Verdict": "attnlab.show.sheets.conclusions.verdict",
+    "attnlab.show.notebook.Verdicts": "attnlab.show.sheets.conclusions.verdicts",
+    "attnlab.reports.notebook_result.Results": "attnlab.reports.notebook_result.results",
+    "attnlab.replay.replay_call.Replays": "attnlab.replay.sheets.replays",
     "attnlab.replay.probe.Probe": "attnlab.replay.sheets.probe",
     "attnlab.replay.shrinking.Shrunk": "attnlab.replay.sheets.shrunk",
-    "attnlab.serving.report.CaptureReport": "attnlab.serving.sheet.capture_report",
+    "attnlab.serving.report.CaptureReport": "attnlab.serving.report.capture_report",
     "attnlab.study.claims.ledger.Finding": "attnlab.study.sheets.claim",
     "attnlab.study.claims.ledger.Findings": "attnlab.study.sheets.claims",
     "attnlab.study.overview.Chapters": "attnlab.study.sheets.chapters",
@@ -73,7 +73,7 @@ def line(noun: Shown) -> str:
 
 def text(noun: Shown, *, complete: bool = False) -> "RenderableType":
     """Return a noun as rich prints it; ``complete`` includes the rows that a notebook folds."""
-    from attnlab.show.sheets.as_text import render
+    from attnlab.show.sheets.render import render_text as render
 
     return render(sheet_of(noun), complete=complete)
 
@@ -90,6 +90,6 @@ def plain(noun: Shown) -> str:
 
 def html(noun: Shown) -> str:
     """Return a noun as HTML without scripts and external resources."""
-    from attnlab.show.sheets.as_html import render
+    from attnlab.show.sheets.render import render_html as render
 
     return render(sheet_of(noun))

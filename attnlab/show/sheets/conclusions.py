@@ -1,8 +1,10 @@
 """Sheets of conclusions: Diagnosis, MutationReport, and the findings of ``attnlab check``."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnlab.mla.faults import MLA_FAULTS
 from attnlab.show.sheets.sheet import (
     Cell,
     Command,
@@ -18,9 +20,14 @@ from attnlab.show.sheets.sheet import (
 
 if TYPE_CHECKING:
     from attnlab.checker.finding import Finding
+    from attnlab.checker.releases import ReleaseTable
     from attnlab.checker.report import Report
     from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.lab.writes.check_write import WriteReport
+    from attnlab.mla.run import MlaReport, MlaResult
     from attnlab.mutation.power import MutationReport
+    from attnlab.show.notebook import Verdict, Verdicts
+    from attnlab.weights.xray import XRay
 
 _STATUS: dict[str, Tone] = {
     "nothing wrong": "good",
@@ -42,7 +49,7 @@ _NEAREST = 2  # excluded candidates in the table; all are in the JSON
 def diagnosis(one: "Diagnosis") -> Sheet:
     """Return what explains an output, and the candidates with their sizes; of those that are excluded,
     the nearest, and the number of the others."""
-    from attnlab.diagnosis.candidate_text import CANDIDATE_COLUMNS, candidate_cells
+    from attnlab.diagnosis.diagnosis import CANDIDATE_COLUMNS, candidate_cells
 
     rows: list[Row] = []
     shown = [each for each in one.candidates if not each.verdict.startswith("excluded")]
@@ -241,3 +248,267 @@ def _reads_grid(one: "Report") -> Grid:
         ]
         rows.append([op, words or "none"])
     return Grid(["op", "slots read, by what they are to the reader"], rows, most=len(rows))
+
+
+# Sheets of the verdicts of a notebook.
+
+
+def verdict(one: "Verdict") -> Sheet:
+    """Return what was expected, what was found, and the evidence."""
+    from attnlab.show.notebook import as_text
+
+    values = {"expected": one.expected, "found": one.found, **one.evidence}
+    return Sheet(
+        kind="Verdict",
+        line=f"{'✓' if one.ok else '✗'} {one}",
+        head=mark(one.ok, one.name),
+        parts=[Facts([(name, Words(as_text(v), code=True)) for name, v in values.items()])],
+    )
+
+
+def verdicts(found: "Verdicts") -> Sheet:
+    """Return a row for each verdict."""
+    right = sum(one.ok for one in found)
+    count = f"{right} of {len(found)} as expected" if len(found) else "no verdict was recorded"
+    parts: list[Part] = []
+    if len(found):
+        parts = [Grid(["verdict", "expected", "found"], [row(one) for one in found], most=60)]
+    return Sheet(
+        kind="Verdicts",
+        line=f"<Verdicts: {count}>",
+        head=Words(count, "good" if right == len(found) > 0 else "bad"),
+        parts=parts,
+    )
+
+
+def row(one: "Verdict") -> Row:
+    """Return a verdict as a row of a table: its mark and name, what was expected, what was found."""
+    from attnlab.show.notebook import as_text
+
+    found = Words(as_text(one.found), "good" if one.ok else "bad", code=True)
+    return [mark(one.ok, one.name), Words(as_text(one.expected), code=True), found]
+
+
+def mark(ok: bool, text: str) -> Words:
+    """Return a text with a tick or a cross."""
+    return Words(f"{'✓' if ok else '✗'} {text}", "good" if ok else "bad")
+
+
+# Sheet of the changes that the lab makes to vLLM's source before it builds it.
+
+
+def adaptations(root: Path) -> Sheet:
+    """Return what is changed in the csrc/rocm attention of the vLLM at ``root``, and why.
+
+    Raises Unavailable if the vLLM has no such source.
+    """
+    from attnlab.kernels.rocm.build import times_adapted
+
+    rows: list[Row] = [[change.what, times, change.why] for change, times in times_adapted(root)]
+    count = f"{len(rows)} kinds of changes to csrc/rocm"
+    return Sheet(
+        kind="Adaptations",
+        line=f"<Adaptations: {count}>",
+        head=count,
+        parts=[Grid(["change", "times", "reason"], rows, most=len(rows))],
+    )
+
+
+# Sheet of a report of cache writes.
+
+_TONES: dict[str, Tone] = {
+    "match": "good",
+    "mismatch": "bad",
+    "failed": "bad",
+    "unavailable": "odd",
+}
+
+
+def write_report(one: "WriteReport") -> Sheet:
+    """Return a row for each hostile write."""
+    rows: list[Row] = []
+    for result in one.results:
+        wrong = ", ".join(f"{count} {kind}" for kind, count in result.wrong.items())
+        rows.append(
+            [result.name, Words(result.status, _TONES[result.status]), result.error or wrong]
+        )
+    head = f"{len(one.findings)} findings in {len(one.results)} writes"
+    columns = ["write", "result", "wrong"]
+    return Sheet(
+        kind="Cache writes",
+        line=f"<WriteReport: {head}>",
+        head=Words(head, "bad" if one.findings else "good"),
+        parts=[Facts([("ops", one.backend)]), Grid(columns, rows, most=len(rows))],
+    )
+
+
+# Sheet of the faults of many releases.
+
+
+def release_table(one: "ReleaseTable") -> Sheet:
+    """Return a row per fault with its first and last release, and what did not run."""
+    count = "1 fault" if len(one.faults) == 1 else f"{len(one.faults)} faults"
+    line = (
+        f"{one.releases[0]} to {one.releases[-1]}: {count} in {len(one.releases)} releases; "
+        f"{one.cases_run} cases in {one.seconds:.0f} s"
+    )
+    is_native_tried = any(fault.native for fault in one.faults)
+    rows: list[Row] = [
+        [
+            fault.finding.op,
+            fault.finding.kind,
+            fault.finding.title,
+            fault.releases[0],
+            fault.releases[-1],
+            len(fault.releases),
+            *([fault.is_native] if is_native_tried else []),
+        ]
+        for fault in one.faults
+    ]
+    parts: list[Part] = []
+    if rows:
+        columns = ["op", "kind", "diagnosis", "first", "last", "releases"]
+        columns += ["on a GPU"] if is_native_tried else []
+        parts.append(Grid(columns, rows, "faults", most=len(rows)))
+    if one.not_run:
+        lines: list[Row] = [[entry.op, entry.cases, entry.reason] for entry in one.not_run]
+        parts.append(Grid(["release and op", "cases", "reason"], lines, "not run"))
+    tone = {0: "good", 3: "warn"}.get(one.exit_code, "bad")
+    return Sheet(
+        kind="ReleaseTable",
+        line=f"<ReleaseTable: {line}>",
+        head=Words(line, tone),  # type: ignore[arg-type]
+        parts=parts,
+    )
+
+
+# Sheet of an XRay.
+
+_XRAY_STATUS: dict[str, Tone] = {
+    "right": "good",
+    "precision": "warn",
+    "described": "bad",
+    "undecided": "odd",
+    "unreadable": "odd",
+}
+
+
+def xray(one: "XRay") -> Sheet:
+    """Return the conclusion, the fitted law, and the sums of the rows that are wrong."""
+    setup, wrong = one.setup, one.wrong
+    rows: list[Row] = []
+    for index in wrong.any(1).nonzero().flatten().tolist():
+        sums = one.weights[index].sum(-1)
+        least, most = float(sums.min()), float(sums.max())
+        text = (
+            f"{least:.4g}" if most - least < 1e-4 or most != most else f"{least:.4g} to {most:.4g}"
+        )
+        rows.append(
+            [
+                int(setup.rows[index]),
+                int(setup.seq[index]),
+                int(setup.position[index]),
+                setup.kernels[index],
+                f"{int(wrong[index].sum())} of {len(setup.heads)}",
+                text,
+            ]
+        )
+    columns = ["row", "sequence", "position", "kernel", "wrong heads", "sum of weights"]
+    parts: list[Part] = [Lines(list(one.sentences)), Facts(_facts(one))]
+    if rows:
+        parts.append(Grid(columns, rows, "rows with wrong weights", most=8))
+    return Sheet(
+        kind="XRay",
+        line=f"<XRay: {one.status}>",
+        head=Words(one.status, _XRAY_STATUS[one.status]),
+        parts=parts,
+    )
+
+
+def _facts(one: "XRay") -> list[tuple[str, str]]:
+    """Return the backend, and the fit of the log weights."""
+    facts = [("backend", one.backend)]
+    if one.law is not None:
+        facts.append(
+            (
+                "log weight",
+                f"{one.law.score:.4g} ± {one.law.score_error:.1g} × score, "
+                f"spread {one.law.spread:.2g} ({one.law.count} weights)",
+            )
+        )
+    return [*facts, ("seconds", f"{one.seconds:.2f}")]
+
+
+# Sheets of MLA: a case, a path that ran, and a report of hostile cases.
+
+_MLA_TONES: dict[str, Tone] = {"match": "good", "mismatch": "bad", "unavailable": "odd"}
+
+
+def mla_result(one: "MlaResult") -> Sheet:
+    """Return the verdict, the cause, and the steps with their errors."""
+    lens = ", ".join(
+        f"{q} after {c}" for q, c in zip(one.case.query_lens, one.case.ctx_lens, strict=True)
+    )
+    facts = [
+        ("path", one.case.path),
+        ("ops", one.ops),
+        ("sequences", f"new tokens and context: {lens}"),
+        ("largest error", f"{one.error:.3g}, {one.worst:.3g} × its bound"),
+    ]
+    if one.planted is not None:
+        facts.append(("planted", one.planted))
+    if one.first_wrong is not None:
+        facts.append(("first wrong step", one.first_wrong))
+    if one.status != "match":
+        facts.append(("cause", _cause(one)))
+    rows: list[Row] = [
+        [
+            step.name,
+            step.kind,
+            f"{float(step.ratio.amax()):.3g}",
+            Words("right", "good")
+            if step.is_right
+            else Words(f"wrong in {len(step.wrong_rows)} rows", "bad"),
+        ]
+        for step in one.steps
+    ]
+    return Sheet(
+        kind="MLA",
+        line=f"<MlaResult: {one.case.path}, {one.status}>",
+        head=Words(one.status, _MLA_TONES[one.status]),
+        parts=[Facts(facts), Grid(["step", "kind", "error × bound", "verdict"], rows, "steps")],
+    )
+
+
+def _cause(one: "MlaResult") -> str:
+    """Return the fault that explains the output, and the others that do."""
+    if one.cause is None:
+        return "no fault with a name explains it"
+    others = ", ".join(one.candidates[1:])
+    text = f"{one.cause}: {MLA_FAULTS[one.cause].text}"
+    return f"{text} (or {others})" if others else text
+
+
+def mla_report(one: "MlaReport") -> Sheet:
+    """Return a row for each hostile case."""
+    rows: list[Row] = []
+    for case in one.results:
+        cause = case.error or "" if case.result is None else case.result.cause or ""
+        worst = "" if case.result is None else f"{case.result.worst:.3g}"
+        rows.append(
+            [case.case.path, case.reason, Words(case.status, _MLA_TONES[case.status]), worst, cause]
+        )
+    head = f"{len(one.findings)} findings in {len(one.results)} cases"
+    tone: Tone = "bad" if one.findings else "good"
+    lines = [f"{len(one.unavailable)} cases could not run here"] if one.unavailable else []
+    columns = ["path", "case", "result", "error × bound", "cause"]
+    return Sheet(
+        kind="MLA check",
+        line=f"<MlaReport: {head}>",
+        head=Words(head, tone),
+        parts=[
+            Facts([("release", one.release), ("backend", one.backend)]),
+            Grid(columns, rows, most=len(rows)),
+            *([Lines(lines)] if lines else []),
+        ],
+    )

@@ -1,10 +1,12 @@
 """Sheets of the results of a run: Violations, ErrorMap, Result, StageTable and DecodedError."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attnlab.show.sheets.inputs import describe, sizes
+from attnlab.case.masks import CAUSAL
 from attnlab.show.sheets.sheet import (
+    Bar,
     Cell,
     Command,
     Facts,
@@ -20,14 +22,295 @@ from attnlab.show.sheets.sheet import (
 )
 
 if TYPE_CHECKING:
-    from attnlab.contracts.violation import Violation, Violations
-    from attnlab.diagnosis.other_run import OtherRun
-    from attnlab.lab.decode_error import DecodedError
-    from attnlab.lab.error_answer import ErrorAnswer
+    import torch
+
+    from attnlab.case.case import Case
+    from attnlab.contracts.contract import Contract
+    from attnlab.contracts.dispatch import Decision
+    from attnlab.contracts.violations import Violation, Violations
+    from attnlab.diagnosis.distinction import OtherRun
+    from attnlab.lab.decode_error import DecodedError, ErrorAnswer
     from attnlab.lab.error_map import ErrorMap, Place
     from attnlab.lab.result import Result
-    from attnlab.lab.stage_table import Cell as StageCell
-    from attnlab.lab.stage_table import StageTable
+    from attnlab.lab.run import Cell as StageCell
+    from attnlab.lab.run import StageTable
+    from attnlab.tensors.batch import Batch
+    from attnlab.tensors.cache import PagedCache, Provenance
+    from attnlab.tensors.call import KernelCall
+
+# Sheets of tensors: Batch, Provenance, PagedCache and KernelCall.
+
+_MOST_ELEMENTS = 16  # of an index tensor that are written out
+_MOST_WITH_NAN = 1 << 24  # elements of a tensor with NaN whose range is computed
+_NONE_TEXT = {
+    "sm_scale": "None: the op's default",
+    "alibi_slopes": "None: no ALiBi",
+    "sinks": "None: no sinks",
+    "softcap": "None: no soft cap",
+    "output": "None: not recorded",
+}
+_RARE = (
+    "before",
+    "slot_mapping",
+    "lse",
+    "q_scale",
+    "output_scale",
+    "block_ids",
+    "unmodelled",
+    "unknown_arguments",
+    "read_as",
+)  # shown if given
+
+
+def batch(one: "Batch") -> Sheet:
+    """Return the lengths and the tensors of a batch."""
+    lens = one.lengths
+    heads, kv_heads = one.query.shape[1], one.key.shape[1]
+    text = (
+        f"{len(lens.query_lens)} sequences, {lens.num_tokens} new tokens, {sum(lens.ctx_lens)} tokens of "
+        f"context; {heads} heads of {one.query.shape[2]}, {heads // kv_heads} per KV head, "
+        f"{_dtype(one.query)}"
+    )
+    return Sheet(
+        kind="Batch",
+        line=f"<Batch: {text}>",
+        head=text,
+        parts=[lengths_grid(lens.query_lens, lens.ctx_lens), _tensors(one)],
+    )
+
+
+def lengths_grid(query_lens: Sequence[int], ctx_lens: Sequence[int]) -> Grid:
+    """Return a row for each sequence, with a bar of its context and its new tokens."""
+    longest = max(q + c for q, c in zip(query_lens, ctx_lens, strict=True))
+    rows: list[Row] = [
+        [i, c, q, q + c, Bar(c, q, longest, f"{c} tokens of context, {q} new")]
+        for i, (q, c) in enumerate(zip(query_lens, ctx_lens, strict=True))
+    ]
+    return Grid(["sequence", "ctx_len", "query_len", "seq_len", "context, then new tokens"], rows)
+
+
+def provenance(one: "Provenance") -> Sheet:
+    """Return how many slots are written, and by which sequence."""
+    written = int((one.seq >= 0).sum())
+    text = f"{written} of {one.seq.numel()} slots written, {len(one.block_table)} sequences"
+    return Sheet(
+        kind="Provenance",
+        line=f"<Provenance: {text}>",
+        head=text,
+        parts=[_owners(one), _tensors(one)],
+    )
+
+
+def cache(one: "PagedCache") -> Sheet:
+    """Return a cache's layout, format and scales, and how many slots each sequence wrote."""
+    num_blocks, kv_heads, _, block_size, x = one.key.shape
+    written = int((one.provenance.seq >= 0).sum())
+    text = (
+        f"{num_blocks} blocks of {block_size} tokens, {kv_heads} KV heads of {one.value.shape[2]}, "
+        f"x = {x}, {one.format.name}; {written} of {num_blocks * block_size} slots written"
+    )
+    size = sum(t.numel() * t.element_size() for t in (one.key, one.value))
+    facts = Facts(
+        [
+            ("scales", f"k_scale {one.k_scale:g}, v_scale {one.v_scale:g}"),
+            ("memory", f"{size / 1e6:.3g} MB"),
+        ]
+    )
+    return Sheet(
+        kind="PagedCache",
+        line=f"<PagedCache: {text}>",
+        head=text,
+        parts=[facts, _owners(one.provenance), _tensors(one)],
+    )
+
+
+def _owners(one: "Provenance") -> Grid:
+    """Return a row for each sequence: its tokens in the cache, and their blocks."""
+    block_size = one.seq.shape[1]
+    counts = [int((one.seq == seq).sum()) for seq in range(len(one.block_table))]
+    rows: list[Row] = []
+    for seq, count in enumerate(counts):
+        blocks = one.block_table[seq, : -(-count // block_size)].tolist()
+        shown = ", ".join(map(str, blocks[:6])) + (", …" if len(blocks) > 6 else "")
+        bar = Bar(count, 0, max(counts), f"{count} tokens in the cache")
+        rows.append([seq, count, len(blocks), shown, bar])
+    columns = ["sequence", "tokens in the cache", "blocks", "first blocks", "tokens"]
+    return Grid(columns, rows)
+
+
+def call(one: "KernelCall") -> Sheet:
+    """Return a call's tensors, with dtypes and strides, and its other arguments."""
+    text = (
+        f"{one.op}: {len(one.seq_lens)} sequences, {one.query.shape[0]} new tokens, "
+        f"{one.query.shape[1]} heads of {one.query.shape[2]}, {one.num_queries_per_kv} per KV head"
+    )
+    scalars = [
+        (field.name, _scalar(field.name, getattr(one, field.name)))
+        for field in dataclasses.fields(one)
+        if field.name != "op"
+        and not hasattr(getattr(one, field.name), "shape")
+        and (field.name not in _RARE or getattr(one, field.name) not in (None, (), ""))
+    ]
+    return Sheet(
+        kind="KernelCall",
+        line=f"<KernelCall: {text}>",
+        head=text,
+        parts=[_tensors(one), Facts(scalars)],
+    )
+
+
+def _scalar(name: str, value: object) -> str:
+    return _NONE_TEXT.get(name, "None") if value is None else str(value)
+
+
+def _tensors(noun: Any) -> Grid:
+    """Return a row for each tensor field of a noun: shape, dtype, strides and contents."""
+    rows: list[Row] = []
+    for field in dataclasses.fields(noun):
+        tensor = getattr(noun, field.name)
+        if hasattr(tensor, "stride"):
+            strides = Words(", ".join(map(str, tensor.stride())), "quiet")
+            shape = " × ".join(map(str, tensor.shape))
+            rows.append([field.name, shape, _dtype(tensor), strides, contents(tensor)])
+    return Grid(["tensor", "shape", "dtype", "strides", "contents"], rows)
+
+
+def _dtype(tensor: "torch.Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def contents(tensor: "torch.Tensor") -> str:
+    """Return the numbers of a short one-dimensional tensor, or the range of any other."""
+    if tensor.numel() == 0:
+        return "no elements"
+    if tensor.dim() == 1 and tensor.numel() <= _MOST_ELEMENTS:
+        numbers = tensor.tolist()
+        return ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers)
+    if not tensor.is_floating_point():
+        return f"{int(tensor.min())} to {int(tensor.max())}"
+    if tensor.element_size() == 1:  # FP8 has no minimum in torch
+        tensor = tensor.float()
+    least, most = (float(value) for value in tensor.aminmax())
+    if least == most == 0:
+        return "zeros"
+    if least == least:
+        return f"{least:.3g} to {most:.3g}"
+    return _contents_with_nan(tensor)
+
+
+def _contents_with_nan(tensor: "torch.Tensor") -> str:
+    if tensor.numel() > _MOST_WITH_NAN:
+        return "NaN and other numbers"
+    is_nan = tensor.isnan()
+    if bool(is_nan.all()):
+        return "NaN everywhere"
+    numbers = tensor[~is_nan]
+    return f"{float(numbers.min()):.3g} to {float(numbers.max()):.3g}; {int(is_nan.sum())} NaN"
+
+
+# Sheets of what determines a run: Case, Decision and Contract.
+
+_MOST_NUMBERS = 16  # of a tuple that are written out
+
+
+def case(one: "Case") -> Sheet:
+    """Return the fields that differ from the defaults, the command line, and, folded, every field."""
+    changes = one.changes()
+    changed = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    parts: list[Part] = [Facts([(name, value_text(value)) for name, value in changes.items()])]
+    if not changes:
+        parts = [Lines([Words("every field has its default", "quiet")])]
+    return Sheet(
+        kind="Case",
+        line=f"Case({changed})",
+        head=describe(one),
+        parts=[
+            *parts,
+            Lines([Words(one.to_cli(), code=True)]),
+            Folded("lengths", [lengths_grid(one.lengths.query_lens, one.lengths.ctx_lens)]),
+            Folded("every field", [_all_fields(one)]),
+        ],
+    )
+
+
+def describe(case: "Case") -> str:
+    """Return the Case in one line: op, stage, platform, release and sizes."""
+    where = f"{case.op} at stage {case.stage} on {case.platform}, vLLM {case.release}"
+    masked = "" if case.mask == CAUSAL else f"; mask {case.mask}"
+    return f"{where}; {sizes(case)}{masked}"
+
+
+def sizes(case: "Case") -> str:
+    """Return the sizes and dtypes of a Case in one line."""
+    lengths = case.lengths
+    return (
+        f"{case.num_heads} heads of {case.head_size}, {case.num_queries_per_kv} per KV head, "
+        f"{case.dtype}, KV cache {case.kv_cache_dtype}; {len(lengths.query_lens)} sequences, "
+        f"{lengths.num_tokens} new tokens"
+    )
+
+
+def _all_fields(one: "Case") -> Grid:
+    rows: list[Row] = []
+    for field in dataclasses.fields(one):
+        value = getattr(one, field.name)
+        tone: Tone = "warn" if value != field.default else ""
+        meaning = Words(field.metadata["help"], "quiet")
+        rows.append([field.name, Words(value_text(value), tone), meaning])
+    return Grid(["field", "value", "meaning"], rows, most=len(rows))
+
+
+def value_text(value: object) -> str:
+    """Return the value of a field as text; a long tuple is shortened."""
+    if isinstance(value, tuple) and len(value) > _MOST_NUMBERS:
+        return f"{', '.join(map(str, value[:_MOST_NUMBERS]))}, … ({len(value)} in total)"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def decision(one: "Decision") -> Sheet:
+    """Return which kernels run, and each term of the dispatch predicate."""
+    kernels = f"{', then '.join(one.kernels)} on {one.platform}"
+    rows: list[Row] = [
+        [
+            Words("yes", "good") if term.holds else Words("no", "bad"),
+            term.name,
+            term.value,
+            term.allowed,
+        ]
+        for term in one.terms
+    ]
+    columns = ["holds", "term", "value", "required by the ROCm kernel"]
+    return Sheet(
+        kind="Decision",
+        line=f"<Decision: {kernels}>",
+        head=kernels,
+        parts=[
+            *([Grid(columns, rows, most=len(rows))] if rows else []),
+            Lines([*map(Words, one.reasons), Words(one.source, "quiet")]),
+        ],
+    )
+
+
+def contract(one: "Contract") -> Sheet:
+    """Return the terms of a contract, without empty ones."""
+    fields = [f.name for f in dataclasses.fields(one) if f.name not in ("name", "source")]
+    terms = {name: getattr(one, name) for name in fields}
+    rows = [(name, _term(term)) for name, term in terms.items() if term not in (None, (), {})]
+    return Sheet(
+        kind="Contract",
+        line=f"<Contract: {one.name}, {one.source}>",
+        head=one.name,
+        parts=[Facts(rows), Lines([Words(one.source, "quiet")])],
+    )
+
+
+def _term(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {what}" for name, what in value.items())
+    return value_text(value)
+
 
 STATUS: dict[str, Tone] = {"match": "good", "mismatch": "bad", "rejected": "odd"}
 _EFFECT: dict[str, Tone] = {"rejected": "odd", "silent": "bad", "harmless": "quiet"}

@@ -2,8 +2,8 @@
 
 import itertools
 
+from attnlab.contracts.contract import ROCM_DECODE
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.study.claims.cases import MODEL, like_the_test, outcome, seed_size
 from attnlab.study.claims.ledger import Claim, Finding, entry, found

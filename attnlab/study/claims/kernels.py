@@ -6,9 +6,9 @@ import itertools
 import torch
 
 from attnlab.case.ops import PREFILL
+from attnlab.contracts.contract import ROCM_DECODE, TRITON_DECODE, Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE, TRITON_DECODE, Target
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.lab.lab import Lab
 from attnlab.study.claims.cases import MODEL, bits, is_rejected, like_the_test, outcome
 from attnlab.study.claims.ledger import Claim, Finding, entry, found

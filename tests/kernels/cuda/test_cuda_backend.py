@@ -8,9 +8,9 @@ from helpers.sources import sdist
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import WRITE
+from attnlab.checker.case_run import source_digest
+from attnlab.checker.check import backend_of
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import backend_of
-from attnlab.checker.sources import source_digest
 from attnlab.kernels.cuda.backend import CudaBackend
 from attnlab.lab.lab import Lab
 

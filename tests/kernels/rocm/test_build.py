@@ -11,11 +11,11 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.platforms import PLATFORMS
 from attnlab.cli.main import main
-from attnlab.contracts.target import Target
-from attnlab.kernels.rocm import adapt, build
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import Op
-from attnlab.kernels.vllm import sdist as fetching
+from attnlab.kernels.rocm import build
+from attnlab.kernels.rocm.device import Op
+from attnlab.kernels.vllm import source as fetching
 from attnlab.kernels.vllm.source import Source, find_source
 
 KERNEL_FILES = ("attention.cu", "attention_kernels.cuh")
@@ -45,13 +45,13 @@ def test_adaptation_keeps_every_line_where_it_is(rocm: Source) -> None:
     """The device code has the same lines as the file except the adapted ones; each adaptation has a
     reason."""
     text = kernel_file(rocm).read_text()
-    adapted = adapt.adapt("attention.cu", text).split("\n")[1:]
+    adapted = build.adapt("attention.cu", text).split("\n")[1:]
     original = text.split("\n")
     assert len(adapted) == len(original)
     changed = sum(one != other for one, other in zip(adapted, original, strict=True))
     assert 0 < changed < len(original) / 30
-    assert adapt.ADAPTATIONS
-    assert all(change.why for change in adapt.ADAPTATIONS)
+    assert build.ADAPTATIONS
+    assert all(change.why for change in build.ADAPTATIONS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_unexpected_text_is_refused(own: Source, old: str, new: str, words: s
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(Unavailable, match=words) as caught:
-        adapt.adapted(own.root)
+        build.adapted(own.root)
     assert f"csrc/rocm/{file.name} is not as expected" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -121,9 +121,9 @@ def test_a_source_without_the_kernel_is_refused(tmp_path: Path, capsys) -> None:
     ops.mkdir(parents=True)
     (ops / "one.py").write_text("")
     source = find_source(tmp_path)
-    assert not adapt.has_source(source.root)
+    assert not build.has_source(source.root)
     with pytest.raises(Unavailable, match="fetch --sdist"):
-        adapt.adapted(source.root)
+        build.adapted(source.root)
     code = main(
         [
             "run",

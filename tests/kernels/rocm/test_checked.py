@@ -10,14 +10,14 @@ from helpers.sources import sdist
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelFailed
+from attnlab.contracts.contract import Target
 from attnlab.contracts.slot_states import STATES, SlotState, slot_states
-from attnlab.contracts.target import Target
 from attnlab.kernels.rocm import backend as rocm_source
+from attnlab.kernels.rocm.device import DeviceOptions
 from attnlab.kernels.rocm.findings import Findings
-from attnlab.kernels.rocm.op import DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
-from attnlab.lab.reads import report
+from attnlab.lab.result import report
 from attnlab.tensors.call import KernelCall
 
 CHECKED = DeviceOptions(checked=True)

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from attnlab.case.case import Case
 from attnlab.case.errors import KernelRejected
+from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE, Target
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.kernels.rocm import backend as rocm_source
-from attnlab.kernels.rocm.op import DeviceOptions
+from attnlab.kernels.rocm.device import DeviceOptions
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference

@@ -6,7 +6,7 @@ from helpers.cases import call_of, hostile, same_bits
 from helpers.rocm import real
 
 from attnlab.case.errors import KernelRejected
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target
 from attnlab.kernels.rocm import backend as rocm_source
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.reference import reference

@@ -10,13 +10,13 @@ from helpers.sources import of_release
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCall, Unavailable
-from attnlab.checker.case_job import case_verdict
+from attnlab.checker.case_check import case_verdict
 from attnlab.checker.case_run import lab_of
-from attnlab.checker.public import backend_of
+from attnlab.checker.check import backend_of
 from attnlab.diagnosis.captured import diagnose_captured
-from attnlab.kernels.triton import bfloat16, interpreter
+from attnlab.kernels.triton import interpreter, patches
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.tensors.origin import STOCK_BFLOAT16
+from attnlab.tensors.call import STOCK_BFLOAT16
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:
@@ -99,10 +99,10 @@ def test_a_dot_product_adds_in_float32() -> None:
 def test_special_numbers(value: float) -> None:
     """NaN stays NaN; what is too large for bfloat16 becomes infinite; subnormal numbers are kept."""
     numbers = torch.full((64,), value)
-    stored = torch.from_numpy(bfloat16.encoded(numbers.numpy()).view("int16")).view(torch.bfloat16)
+    stored = torch.from_numpy(patches.encoded(numbers.numpy()).view("int16")).view(torch.bfloat16)
     assert torch.equal(stored.nan_to_num(1.0), numbers.bfloat16().nan_to_num(1.0))
     assert torch.equal(stored.isnan(), numbers.isnan())
-    back = torch.from_numpy(bfloat16.decoded(stored.view(torch.int16).numpy().view("uint16")))
+    back = torch.from_numpy(patches.decoded(stored.view(torch.int16).numpy().view("uint16")))
     assert torch.equal(back.nan_to_num(1.0), stored.float().nan_to_num(1.0))
 
 
@@ -111,9 +111,9 @@ def test_rounding_is_to_nearest_even() -> None:
     bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32)
     for half in (0x7FFF, 0x8000, 0x8001):
         numbers = ((bits << 16) + half).view(torch.float32)
-        found = torch.from_numpy(bfloat16.rounded(numbers.numpy()))
+        found = torch.from_numpy(patches.rounded(numbers.numpy()))
         assert torch.equal(found, numbers.bfloat16().float())
-        truncated = torch.from_numpy(bfloat16.truncated(numbers.numpy()))
+        truncated = torch.from_numpy(patches.truncated(numbers.numpy()))
         assert torch.equal(truncated, (bits << 16).view(torch.float32))
 
 

@@ -16,8 +16,8 @@ import torch
 
 from attnlab.case.case import Case
 from attnlab.case.errors import Unavailable
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
 from attnlab.kernels.backend import RunOptions
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching

@@ -10,9 +10,9 @@ import torch
 
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.limits import Budget, TooLong, limited
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.replay import Replay
+from attnlab.kernels.triton.run_log import Budget, TooLong, limited
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
 if find_spec("triton") is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton import interpreter, memory, patches
+from attnlab.kernels.triton import interpreter, patches, run_log
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton extra")
@@ -138,11 +138,11 @@ def test_the_size_of_what_is_stored_is_that_of_an_element(monkeypatch) -> None:
 def test_an_error_of_the_lab_is_not_the_kernels(monkeypatch) -> None:
     """It says so, with the place, and is no failure of the kernel."""
 
-    monkeypatch.setattr(memory, "bisect_right", None)
+    monkeypatch.setattr(run_log, "bisect_right", None)
     out = torch.zeros(8, dtype=torch.int32)
     with (
         launching(LaunchPlan()),
-        pytest.raises(Unavailable, match=r"attnlab's own interpreter failed at memory\.py:\d+: "),
+        pytest.raises(Unavailable, match=r"attnlab's own interpreter failed at run_log\.py:\d+: "),
     ):
         shifted[(1,)](out, out, 0, SIZE=8)
 

@@ -1,6 +1,6 @@
 """Roles of lines by data flow: distances to a use, branches that decide, and values that are discarded."""
 
-from attnlab.kernels.triton.roles import overwriting, roles, slice_of
+from attnlab.kernels.triton.kernel_text import overwriting, roles, slice_of
 
 TEXT = """def kernel(k, q, out, stride, cap, DIM):
     row = tl.program_id(0)

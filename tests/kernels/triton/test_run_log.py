@@ -8,8 +8,7 @@ import torch
 
 from attnlab.kernels.triton import interpreter
 from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.memory import Memory, other_outside
-from attnlab.kernels.triton.run_log import RunLog
+from attnlab.kernels.triton.run_log import Memory, RunLog, other_outside
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnlab.kernels.triton.interpreter import load_triton
-from attnlab.kernels.triton.type_cache import _broadcast, _computation_type
+from attnlab.kernels.triton.patches import _broadcast, _computation_type
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnlab.case.errors import Unavailable
-from attnlab.kernels.triton import interpreter, versions
+from attnlab.kernels.triton import interpreter
 from attnlab.kernels.vllm.backend import VllmBackend
 
 if find_spec("triton") is not None:
@@ -44,15 +44,15 @@ def test_every_supported_pair_was_measured() -> None:
     good = {(_minor(row["triton"]), _minor(row["numpy"])) for row in rows if row["good"]}
     for row in rows:
         assert row["good"], row
-        versions.check_pair(row["triton"], row["numpy"])
-    for triton in range(versions.TRITON[0][1], versions.TRITON[1][1] + 1):
-        for numpy in range(versions.NUMPY[0][1], versions.NUMPY[1][1] + 1):
+        interpreter.check_pair(row["triton"], row["numpy"])
+    for triton in range(interpreter.TRITON[0][1], interpreter.TRITON[1][1] + 1):
+        for numpy in range(interpreter.NUMPY[0][1], interpreter.NUMPY[1][1] + 1):
             assert ((3, triton), (2, numpy)) in good
 
 
 def test_a_later_numpy_2_is_accepted() -> None:
     """Only public functions of NumPy are used."""
-    versions.check_pair("3.6.0", "2.5.1")
+    interpreter.check_pair("3.6.0", "2.5.1")
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_a_later_numpy_2_is_accepted() -> None:
 def test_another_pair_is_rejected(pair: tuple[str, str]) -> None:
     """Before anything runs, in one line that names both versions."""
     with pytest.raises(Unavailable) as raised:
-        versions.check_pair(*pair)
+        interpreter.check_pair(*pair)
     assert all(version in str(raised.value) for version in pair)
     assert "\n" not in str(raised.value)
 
 
 def test_a_backend_on_a_cpu_checks_the_pair_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device is asked for before a source is opened or a process is started."""
-    monkeypatch.setattr(versions, "_installed", lambda: ("3.5.1", "2.3.5"))
+    monkeypatch.setattr(interpreter, "_installed", lambda: ("3.5.1", "2.3.5"))
     with pytest.raises(Unavailable):
         _ = VllmBackend(path="no such file", requested_device="cpu").device
 

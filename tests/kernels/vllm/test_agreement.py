@@ -22,10 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnlab.case.case import Case
+from attnlab.contracts.contract import ROCM_DECODE, Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import ROCM_DECODE, Target
-from attnlab.kernels.triton.launch_plan import LaunchPlan, launching
-from attnlab.kernels.triton.program_filter import Subset, needed
+from attnlab.kernels.triton.launch_plan import LaunchPlan, Subset, launching, needed
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source

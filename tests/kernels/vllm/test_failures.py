@@ -8,7 +8,7 @@ import torch
 from helpers.sources import needs_triton
 
 from attnlab.case.errors import KernelFailed, KernelRejected, OutOfMemory, Unavailable
-from attnlab.kernels.vllm.failures import explained
+from attnlab.kernels.vllm.backend import explained
 from attnlab.kernels.vllm.source import Source
 
 pytestmark = needs_triton

@@ -20,7 +20,7 @@ from attnlab.checker import library, plan
 from attnlab.checker.case_check import check_case
 from attnlab.checker.hostile import hostile_cases
 from attnlab.kernels import find_backend
-from attnlab.kernels.model.backend import ModelBackend
+from attnlab.kernels.model import ModelBackend
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab

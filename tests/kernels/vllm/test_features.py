@@ -21,8 +21,7 @@ from attnlab.kernels.vllm.features import (
     missing_scales,
     not_applicable,
 )
-from attnlab.kernels.vllm.release_ops import fetch_ops
-from attnlab.kernels.vllm.source import find_source
+from attnlab.kernels.vllm.source import fetch_ops, find_source
 from attnlab.lab.lab import Lab
 
 LENS = {"query_lens": (3, 1), "ctx_lens": (5, 20), "block_size": 16}

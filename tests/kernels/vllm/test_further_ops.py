@@ -20,9 +20,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import DECODE_FWD, ENCODER, MERGE, OPS, UNIFIED, WRITE
 from attnlab.cli.main import main
+from attnlab.contracts.contract import Target
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.target import Target
-from attnlab.kernels.triton.program_filter import Subset
+from attnlab.kernels.triton.launch_plan import Subset
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.cache_write import slot_order

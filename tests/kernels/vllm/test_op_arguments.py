@@ -14,16 +14,16 @@ from attnlab.case.masks import CAUSAL, MASKS
 from attnlab.case.op_arguments import NONE, OP_ARGUMENTS
 from attnlab.case.ops import WRITE
 from attnlab.case.platforms import PLATFORMS
-from attnlab.checker.argument_variants import ARGUMENT_VARIANTS
 from attnlab.checker.case_check import check_case
+from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
+from attnlab.checker.variants import ARGUMENT_VARIANTS
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
 from attnlab.kernels.vllm.backend import VllmBackend, load
 from attnlab.kernels.vllm.op_arguments import pass_argument
 from attnlab.lab.lab import Lab
-from attnlab.tensors.int4 import int4_scale, pack_int4, rotate, rotate_back, unpack_int4
+from attnlab.tensors.formats import int4_scale, pack_int4, rotate, rotate_back, unpack_int4
 
 EACH = 3
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.sources import of_release
 
 from attnlab.case.ops import TRITON_OPS
-from attnlab.kernels.vllm.op_functions import Function, op_functions
+from attnlab.kernels.vllm.features import Function, op_functions
 from attnlab.kernels.vllm.source import Source
 
 OP = """

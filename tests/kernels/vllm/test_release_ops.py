@@ -7,7 +7,7 @@ import pytest
 from helpers.index import OP_FILE, serving, write_wheel
 
 from attnlab.case.errors import AttnLabError, InvalidCase
-from attnlab.kernels.vllm import release_ops
+from attnlab.kernels.vllm import source
 from attnlab.kernels.vllm.source import find_source
 
 FILLER = os.urandom(1 << 20)  # cannot be compressed
@@ -24,8 +24,8 @@ def index_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for version in ("0.10.0", "0.9.2", "0.10.1.1", "0.9.10", "0.11.0rc1", "0.11.0"):
         write_wheel(folder, version, f"VERSION = {version!r}\n", FILLER)
-    release_ops._finder.cache_clear()
-    release_ops._packages.cache_clear()
+    source._finder.cache_clear()
+    source._packages.cache_clear()
     return folder
 
 
@@ -33,11 +33,11 @@ def test_releases_are_sorted_by_number(index_folder: Path, monkeypatch: pytest.M
     """0.9.10 follows 0.9.2, a fourth number counts, and release candidates are left out."""
     with serving(index_folder) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
-        found = release_ops.releases_between("0.9.2", "0.11.0")
+        found = source.releases_between("0.9.2", "0.11.0")
         assert found == ["0.9.2", "0.9.10", "0.10.0", "0.10.1.1", "0.11.0"]
-        assert release_ops.releases_between("0.9.10", "0.10.0") == ["0.9.10", "0.10.0"]
+        assert source.releases_between("0.9.10", "0.10.0") == ["0.9.10", "0.10.0"]
         with pytest.raises(InvalidCase) as caught:
-            release_ops.releases_between("0.9.2", "0.9.3")
+            source.releases_between("0.9.2", "0.9.3")
         assert caught.value.field == "release"
 
 
@@ -47,10 +47,10 @@ def test_only_the_op_files_are_downloaded(
     """Less than a tenth of the wheel; a second call downloads nothing."""
     with serving(index_folder) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
-        folder = release_ops.fetch_ops("0.10.1.1")
+        folder = source.fetch_ops("0.10.1.1")
         assert 0 < index.sent < len(FILLER) / 10
         sent = index.sent
-        assert release_ops.fetch_ops("0.10.1.1") == folder
+        assert source.fetch_ops("0.10.1.1") == folder
         assert index.sent == sent
     assert (folder / OP_FILE).read_text() == "VERSION = '0.10.1.1'\n"
     assert find_source(folder).version == "0.10.1.1"
@@ -67,10 +67,10 @@ def test_without_range_requests_pip_downloads_the_wheel(
         called.append(version)
         return index_folder / f"vllm-{version}-cp38-abi3-manylinux1_x86_64.whl"
 
-    monkeypatch.setattr(release_ops, "fetch", fetch)
+    monkeypatch.setattr(source, "fetch", fetch)
     with serving(index_folder, ranges=False) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
-        folder = release_ops.fetch_ops("0.10.0")
+        folder = source.fetch_ops("0.10.0")
     assert called == ["0.10.0"]
     assert (folder / OP_FILE).is_file()
 
@@ -82,8 +82,8 @@ def test_a_missing_release_and_a_missing_index_are_one_line(
     with serving(index_folder) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
         with pytest.raises(InvalidCase):
-            release_ops.fetch_ops("0.9.3")
+            source.fetch_ops("0.9.3")
     with pytest.raises(AttnLabError) as caught:  # the server is gone
-        release_ops.fetch_ops("0.9.2")
+        source.fetch_ops("0.9.2")
     assert "\n" not in str(caught.value)
     assert not list((index_folder.parent / "cache").rglob("*.py"))

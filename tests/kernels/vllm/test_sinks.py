@@ -15,23 +15,22 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, KernelRejected, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, PREFILL, TRITON_OPS, UNIFIED
 from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.contract import TRITON_DECODE, Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.target import TRITON_DECODE, Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
-from attnlab.defects.sinks import splits
+from attnlab.defects.scores import splits
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.distinction import find_distinction
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.kernels.vllm import backend as vllm_ops
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
-from attnlab.mutation.power import power
+from attnlab.mutation.power import measure_power as power
 from attnlab.tensors.batch import SINK_RANGE, make_batch, sink_logits
 from attnlab.tensors.call import KernelCall
 

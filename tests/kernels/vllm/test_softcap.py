@@ -14,19 +14,18 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.ops import DECODE_FWD, OPS, UNIFIED, WRAPPER
 from attnlab.cli.bench.fault_injection import correct_run, plant
+from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.target import Target
 from attnlab.contracts.violations import find_violations
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.kernels.model import backend as model
+from attnlab.kernels import model
 from attnlab.kernels.vllm.op_calls import bind
 from attnlab.kernels.vllm.source import Source
 from attnlab.lab.lab import Lab
 from attnlab.lab.reference import reference
-from attnlab.mutation.remedies import is_equivalent
+from attnlab.mutation.report import is_equivalent
 from attnlab.tensors.batch import make_batch
 
 pytestmark = needs_triton

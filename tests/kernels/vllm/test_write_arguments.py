@@ -10,16 +10,15 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import WRITE
 from attnlab.checker.case_check import check_case
+from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
-from attnlab.checker.public import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
-from attnlab.lab.argument_write import write_bound
-from attnlab.lab.int4_write import int4_write_bound
+from attnlab.lab.cache_write import int4_write_bound, write_bound
 from attnlab.lab.lab import Lab
 from attnlab.tensors.formats import FORMATS as FORMATS_OF_ELEMENTS
-from attnlab.tensors.int4 import int4_scale, pack_int4
-from attnlab.tensors.op_argument_data import scaled_numbers, stored_numbers
+from attnlab.tensors.formats import int4_scale, pack_int4
+from attnlab.tensors.quantised import scaled_numbers, stored_numbers
 
 pytestmark = pytest.mark.releases
 INT4 = "int4_per_token_head"

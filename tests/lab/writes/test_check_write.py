@@ -18,8 +18,9 @@ from attnlab.lab.writes.write_case import (
     PER_TOKEN_HEAD,
     X_SPLIT,
     WriteCase,
+    draw_writes,
+    write_variants,
 )
-from attnlab.lab.writes.write_variants import draw_writes, write_variants
 
 TRITON_FORMATS = [one for one in CACHE_FORMATS if one not in CUDA_FORMATS]
 FLASH, PACKED = "triton_reshape_and_cache_flash", "int4_per_token_head"

@@ -9,8 +9,7 @@ from helpers.sources import RELEASES, sdist
 
 from attnlab.case.errors import KernelFailed, KernelRejected, Unsupported
 from attnlab.kernels.vllm.source import find_source
-from attnlab.lab.writes.check_write import check_write, model_write, vllm_write
-from attnlab.lab.writes.cuda_write import cuda_write
+from attnlab.lab.writes.check_write import check_write, cuda_write, model_write, vllm_write
 from attnlab.lab.writes.write_case import (
     CUDA_FORMATS,
     DS_LATENT,
@@ -19,9 +18,10 @@ from attnlab.lab.writes.write_case import (
     LATENT,
     NHD,
     WriteCase,
+    draw_writes,
     make_write_inputs,
+    write_variants,
 )
-from attnlab.lab.writes.write_variants import draw_writes, write_variants
 
 FILE, VECTORS = "csrc/cache_kernels.cu", "csrc/quantization/vectorization_utils.cuh"
 CONVERSIONS = "csrc/quantization/w8a8/fp8/nvidia/quant_utils.cuh"

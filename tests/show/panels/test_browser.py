@@ -14,8 +14,8 @@ from helpers.jupyter import running_lab
 
 from attnlab.case.case import Case
 from attnlab.lab.lab import Lab
+from attnlab.show.panels.case_panel import MAIN
 from attnlab.show.panels.controls import tooltip_of
-from attnlab.show.panels.layout import MAIN
 
 pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"

@@ -9,7 +9,7 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.pytest_id import nearest_id
 from attnlab.show.panels import explorer
-from attnlab.show.panels.case_text import case_texts, read_case
+from attnlab.show.panels.boxes import case_texts, read_case
 
 
 @given(case=cases())

@@ -5,9 +5,8 @@ import pytest
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase
 from attnlab.case.fields import BackendName, Flag, Int, Lens, Maybe, Number, OneOf, Span, Table
-from attnlab.show.panels.choices import CHOICES
-from attnlab.show.panels.controls import Control, check_knobs, groups, tooltip_of
-from attnlab.show.panels.layout import MAIN, group_boxes, names_in
+from attnlab.show.panels.case_panel import MAIN, group_boxes, names_in
+from attnlab.show.panels.controls import CHOICES, Control, check_knobs, groups, tooltip_of
 
 
 def values_of(name: str) -> list[object]:

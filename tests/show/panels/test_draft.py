@@ -7,7 +7,7 @@ from attnlab.case.declaration import FIELDS
 from attnlab.case.errors import InvalidCase
 from attnlab.show.panels import explorer, panel
 from attnlab.show.panels.case_panel import Panel
-from attnlab.show.panels.draft import Draft
+from attnlab.show.panels.controls import Draft
 
 
 def explained(view: Panel) -> list[str]:

@@ -9,9 +9,8 @@ import pytest
 from helpers.panels import LOST
 
 from attnlab.show.panels import panel
-from attnlab.show.panels.frames import FramedPlot, Frames
 from attnlab.show.panels.rendering import Cells, Rendered, axes_rect, render
-from attnlab.show.panels.views import VIEWS
+from attnlab.show.panels.views import VIEWS, FramedPlot, Frames
 
 NAMES = ("error", "slots", "seqs")
 NOTHING = Cells(rows=[], columns=[], values=np.zeros((0, 0), dtype=np.float32))

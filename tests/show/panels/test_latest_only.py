@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 
-from attnlab.show.panels.latest_only import Job, LatestOnly
+from attnlab.show.panels.progress import Job, LatestOnly
 
 
 def recording_worker(

@@ -5,7 +5,7 @@ import numpy as np
 from attnlab.mla.faults import faults_of
 from attnlab.mla.mla_case import MlaCase
 from attnlab.show.panels.mla_panel import SOUND, MlaPanel
-from attnlab.show.plots.mla import mla_ratios, plot_mla
+from attnlab.show.plots.stages import mla_ratios, plot_mla
 
 CASES = {
     "prefill": MlaCase(num_heads=2, query_lens=(2, 1), ctx_lens=(40, 0)),

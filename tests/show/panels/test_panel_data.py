@@ -8,13 +8,11 @@ from helpers.panels import SMALL, ignore_step
 
 from attnlab.case.ops import WRITE
 from attnlab.case.stages import STAGES
-from attnlab.contracts.kernel_contracts import contracts_of
-from attnlab.contracts.slot_map import slot_map
-from attnlab.contracts.slot_states import SlotState
-from attnlab.contracts.target import Target
+from attnlab.contracts.contract import Target, contracts_of
+from attnlab.contracts.slot_states import SlotState, slot_map
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import panel
-from attnlab.show.panels.panel_data import make_panel_data, select, select_band
+from attnlab.show.panels.texts import make_panel_data, select, select_band
 from attnlab.show.plots.errors import BAND
 
 

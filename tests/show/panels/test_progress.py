@@ -7,11 +7,10 @@ import pytest
 from helpers.panels import SMALL
 
 from attnlab.case.case import Case
-from attnlab.kernels.steps import STEPS
+from attnlab.kernels.backend import STEPS
 from attnlab.lab.lab import Lab
 from attnlab.show.panels import panel
-from attnlab.show.panels.latest_only import Job, LatestOnly, Outdated
-from attnlab.show.panels.progress import PICTURES, Progress, share_done
+from attnlab.show.panels.progress import PICTURES, Job, LatestOnly, Outdated, Progress, share_done
 
 
 def test_cancel_keeps_the_old_results() -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from attnlab.case.errors import Unavailable
 from attnlab.case.ops import OPS
 from attnlab.show.panels import explorer, panel
-from attnlab.show.panels.panel_data import bands_of
+from attnlab.show.panels.texts import bands_of
 from attnlab.show.plots.errors import BAND
 
 

@@ -4,7 +4,7 @@ from helpers.panels import SMALL
 
 import attnlab
 from attnlab.lab.lab import Lab
-from attnlab.show.panels.xray_box import VIEWS, XrayBox
+from attnlab.show.panels.boxes import VIEWS, XrayBox
 
 CASE = SMALL.replace(query_lens=(3, 1), ctx_lens=(20, 33), num_heads=2, stage="sound")
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from matplotlib.collections import PolyCollection
 
-from attnlab.contracts.slot_map import NOT_READ, SlotMap
-from attnlab.contracts.slot_states import SlotState
-from attnlab.lab.reads import MemoryReport, SlotsRead
+from attnlab.contracts.slot_states import NOT_READ, SlotMap, SlotState
+from attnlab.lab.result import MemoryReport, SlotsRead
 from attnlab.show.plots import plot_blocks, plot_cache
 from attnlab.show.plots.cache import UNUSED
 from attnlab.tensors.cache import NOBODY, Provenance

@@ -4,7 +4,7 @@ import matplotlib.colors
 
 from attnlab.show.plots import plot_fits, plot_sizes
 from attnlab.show.plots.artists import STATUS_COLOURS
-from attnlab.show.plots.candidates import FLOOR
+from attnlab.show.plots.errors import FLOOR
 
 
 def test_a_range_that_contains_the_observed_error_is_green():

@@ -10,7 +10,7 @@ from helpers.cases import hostile
 from attnlab.case.lengths import Lengths
 from attnlab.lab.lab import Lab
 from attnlab.show.plots import plot_error, plot_seq_error
-from attnlab.show.plots.error_scale import AT_LIMIT, COLOURS, ErrorScale
+from attnlab.show.plots.artists import AT_LIMIT, COLOURS, ErrorScale
 from attnlab.show.plots.errors import BAND, NAN_AT
 
 LENGTHS = Lengths(query_lens=(2, 1), ctx_lens=(3, 4))

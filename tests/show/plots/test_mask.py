@@ -7,7 +7,7 @@ import torch
 import attnlab
 from attnlab.case.case import Case
 from attnlab.case.masks import MASKS
-from attnlab.show.plots.mask import BIASED, FUTURE, HIDDEN, VISIBLE
+from attnlab.show.plots.weights import BIASED, FUTURE, HIDDEN, VISIBLE
 from attnlab.tensors.case_visibility import longest_mask
 
 

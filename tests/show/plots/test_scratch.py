@@ -3,7 +3,7 @@
 import numpy as np
 
 from attnlab.show.plots import plot_merge
-from attnlab.show.plots.scratch import NOT_READ, OTHER_HEAD, OWN
+from attnlab.show.plots.cache import NOT_READ, OTHER_HEAD, OWN
 
 
 def test_another_heads_entry_is_hatched():

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from attnlab.lab.stage_table import Cell
+from attnlab.lab.run import Cell
 from attnlab.show.plots import plot_stages, plot_story
 
 

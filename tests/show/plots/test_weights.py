@@ -10,7 +10,7 @@ from helpers import faulty_attention
 import attnlab
 from attnlab.case.case import Case
 from attnlab.show.plots import plot_law, plot_weights
-from attnlab.weights.columns import key_columns, law_points
+from attnlab.weights.xray import key_columns, law_points
 
 CASE = Case(
     op="context_attention_fwd",

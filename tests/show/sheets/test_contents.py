@@ -10,10 +10,10 @@ from helpers.html import Page
 
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
-from attnlab.contracts.violation import Violation, Violations
+from attnlab.contracts.violations import Violation, Violations
 from attnlab.lab.lab import Lab
 from attnlab.show.sheets import html, line, plain
-from attnlab.show.sheets.tensors import contents
+from attnlab.show.sheets.results import contents
 
 
 def test_a_noun_without_a_sheet_is_an_error() -> None:

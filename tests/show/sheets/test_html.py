@@ -6,7 +6,7 @@ import pytest
 from helpers.html import Page
 from rich.console import Console
 
-from attnlab.show.sheets import as_html, as_text
+from attnlab.show.sheets import render
 from attnlab.show.sheets.sheet import Bar, Facts, Folded, Grid, Lines, Sheet, Words
 
 SHEET = Sheet(
@@ -25,7 +25,9 @@ SHEET = Sheet(
 def printed(complete: bool) -> str:
     """Return the sheet as a terminal shows it."""
     out = StringIO()
-    Console(file=out, width=80, color_system=None).print(as_text.render(SHEET, complete=complete))
+    Console(file=out, width=80, color_system=None).print(
+        render.render_text(SHEET, complete=complete)
+    )
     return out.getvalue()
 
 
@@ -36,7 +38,7 @@ def test_the_check_of_html_finds_planted_faults(bad):
 
 
 def test_html_has_everything_escaped():
-    html = as_html.render(SHEET)
+    html = render.render_html(SHEET)
     page = Page(html)
     for text in ("<K>", "a<b", "n<", "2>", "t<", "[b]x<y", "more<", "inside", "6 more rows", "8<"):
         assert text in page.texts
@@ -44,13 +46,13 @@ def test_html_has_everything_escaped():
 
 
 def test_html_aligns_numbers_and_draws_bars():
-    html = as_html.render(SHEET)
+    html = render.render_html(SHEET)
     assert html.count('<td class="n">') == 9
     assert html.count("<rect") == 8 + 9  # a bar with context 0 has one part
 
 
 def test_the_class_names_the_kind():
-    assert 'class="attnlab-sheet attnlab-k"' in as_html.render(SHEET)
+    assert 'class="attnlab-sheet attnlab-k"' in render.render_html(SHEET)
 
 
 def test_text_omits_folded_parts_and_rows():
@@ -67,4 +69,4 @@ def test_complete_text_has_every_row():
 
 def test_a_sheet_displays_itself():
     assert repr(SHEET) == SHEET.line
-    assert SHEET._repr_html_() == as_html.render(SHEET)
+    assert SHEET._repr_html_() == render.render_html(SHEET)

@@ -16,28 +16,24 @@ from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
 from attnlab.checker.report import Report
+from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
-from attnlab.contracts.kernel_contracts import contract
-from attnlab.contracts.target import Target
-from attnlab.contracts.violation import Violations
-from attnlab.contracts.violations import find_violations
+from attnlab.contracts.violations import Violations, find_violations
 from attnlab.diagnosis.diagnose import diagnose
-from attnlab.diagnosis.other_run import run_again
+from attnlab.diagnosis.distinction import run_again
 from attnlab.lab.decode_error import decode_error
 from attnlab.lab.lab import Lab
-from attnlab.lab.stage_table import stage_table
+from attnlab.lab.run import stage_table
+from attnlab.lab.writes.check_write import WriteReport, WriteResult
 from attnlab.lab.writes.write_case import WriteCase
-from attnlab.lab.writes.write_report import WriteReport, WriteResult
-from attnlab.mla.mla_report import MlaReport, VariantResult
+from attnlab.mla.run import MlaReport, VariantResult
 from attnlab.mutation.power import Mutant, MutationReport
-from attnlab.reports.baseline import Change
-from attnlab.reports.notebook_result import Outcome, Results
-from attnlab.serving.observation import Observation
+from attnlab.reports.notebook_result import Change, Outcome, Results
+from attnlab.serving.record import Observation
 from attnlab.serving.report import CaptureReport, Found, ProcessRecord
 from attnlab.show.notebook import Verdict, Verdicts
 from attnlab.show.sheets import SHEETS, html, plain, sheet_of, text
-from attnlab.show.sheets.inputs import describe
-from attnlab.show.sheets.results import place_lines
+from attnlab.show.sheets.results import describe, place_lines
 from attnlab.study.claims.ledger import Claim, Findings
 from attnlab.study.claims.ledger import Finding as ClaimFinding
 from attnlab.study.overview import Chapter, Chapters
@@ -213,7 +209,7 @@ def test_every_noun_that_displays_itself_has_a_sheet() -> None:
             importlib.import_module(module.name)
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in leaves(Shown)}
     # Bases of Case. @dataclass(slots=True) replaces a class, and the replaced one has no subclasses.
-    bases = {"attnlab.case.declaration.CaseFields", "attnlab.case.quantities.CaseQuantities"}
+    bases = {"attnlab.case.declaration.CaseFields", "attnlab.case.case.CaseQuantities"}
     own = {name for name in kinds if name.startswith("attnlab.")} - bases
     assert own == {*SHEETS} | {"attnlab.show.sheets.sheet.Sheet"}
 
@@ -240,7 +236,7 @@ def test_a_result_shows_case_kernels_violations_and_places(nouns: dict[str, Show
 
 
 def test_a_stage_table_shows_its_case_and_each_outcome(nouns: dict[str, Shown]) -> None:
-    table = nouns["attnlab.lab.stage_table.StageTable"]
+    table = nouns["attnlab.lab.run.StageTable"]
     page = Page(html(table)).text
     assert table.case.release in page
     for cell in table:

@@ -1,0 +1,271 @@
+"""The part of ``import attnlab`` that checks a library of kernels."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnlab.case.declaration import field_type
+from attnlab.case.errors import InvalidCase
+from attnlab.case.fields import ENTRY_POINT, Int, Number, check_plugin_file, is_plugin, refuse
+from attnlab.case.ops import RELEASES
+
+if TYPE_CHECKING:
+    from attnlab.checker.library import OnProgress, Progress, Report
+    from attnlab.checker.plan import Plan
+    from attnlab.checker.releases import Release, ReleasePlan
+    from attnlab.kernels.backend import Backend
+    from attnlab.tasks.task import Engine
+
+DEFAULT_CASES = (
+    36  # for each op in benchmarks: more than there are variants, so that all kinds of cases occur
+)
+_CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
+_MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
+_SHORT_S = 10.0  # models that take less run in this process
+
+
+def check(
+    kernel: str | None = None,
+    *,
+    source: Path | str | None = None,
+    installed: bool = False,
+    csrc: bool = False,
+    release: str = RELEASES[-1],
+    device: str = "cpu",
+    ops: Sequence[str] | None = None,
+    platform: str = "sm_90",
+    cases: int | None = None,
+    seconds: float | None = None,
+    case_seconds: float | None = None,
+    seed: int = 0,
+    on_op: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: "OnProgress | None" = None,
+    engine: str | None = None,
+    shard: str = "1/1",
+    out: Path | str | None = None,
+    known: Path | str | None = None,
+    times: Path | str | None = None,
+    coverage: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> "Report":
+    """Run the ops of a library, or one kernel, over hostile Cases and report what is wrong.
+
+    - ``kernel``: your own, "FILE.py:FUNCTION" or "plugin:NAME"; or ``source``: a vLLM wheel, sdist or
+      checkout; or ``installed``: the vLLM that is installed; or none of these: the lab's models of
+      ``release``.
+    - ``csrc``: instead of the Triton ops of ``source``, its CUDA cache write, on the emulated device.
+    - ``device``: "cpu" (Triton's interpreter, which traces every access) or "cuda" (native).
+    - ``cases``: for each op, None for the whole covering design. All of them run unless ``seconds`` is
+      given: after that time no other case starts, and ``not_run`` of the report has those that are left.
+    - ``case_seconds``: a case that takes more processor time is stopped. If other cases ran at the same time,
+      it runs again alone; then it is a finding. None for 60, or 180 s in all on a GPU, where kernels are
+      compiled.
+    - ``on_op`` is called with (ops done, ops in total), ``on_progress`` with a
+      :class:`attnlab.checker.library.Progress`, after each case.
+    - ``engine``: "local" or "local:N", N worker processes; "ray" or "ray://HOST:PORT", a Ray cluster; None
+      for one process per core, or per GPU.
+    - ``shard``: "i/n", this part of the cases; ``attnlab merge`` joins the stores of all parts.
+    - ``out``: a folder that keeps each verdict as it arrives; the same call continues there.
+    - ``known``: a file of expected findings (:mod:`attnlab.checker.finding`).
+    - ``times``: the store of an earlier check, whose times divide the shards.
+    - ``coverage``: measure which lines and branches of the kernels the cases reach (device "cpu").
+    - ``stop``: called often; when it returns True, the check ends with a report of what ran.
+
+    Raises InvalidCase for a wrong argument, Unavailable if a source or device is missing.
+    """
+    library: dict[str, Any] = {
+        "kernel": kernel,
+        "source": source,
+        "installed": installed,
+        "csrc": csrc,
+        "release": release,
+        "device": device,
+    }
+    check_library_flags(**library, coverage=coverage)
+    check_conditions(
+        platform=platform, cases=cases, seconds=seconds, case_seconds=case_seconds, seed=seed
+    )
+    check_scaling(engine=engine, shard=shard, times=times)
+
+    from attnlab.checker.finding import read_known
+    from attnlab.checker.library import check_library
+    from attnlab.checker.plan import Plan, costs_of_store, packaged_costs
+    from attnlab.tasks.store import Shard
+
+    expected = () if known is None else read_known(Path(known))
+    backend = backend_of(**library)
+    limit_s = _CASE_SECONDS[backend.device] if case_seconds is None else case_seconds
+    chosen = [op for op in ops or backend.ops if op in backend.ops]
+    if not chosen:
+        refuse("op", f"one of {', '.join(backend.ops)}", ", ".join(ops or ()))
+    plan = Plan(
+        backend=backend,
+        ops=tuple(chosen),
+        platform=platform,
+        cases=cases,
+        seed=seed,
+        case_limit_s=limit_s,
+        coverage=coverage,
+        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+
+    def note(progress: "Progress") -> None:
+        if progress.step == "cases":
+            on_op(progress.ops_done, progress.ops)
+        if on_progress is not None:
+            on_progress(progress)
+
+    part = Shard.parse(shard)
+    with engine_of(engine, plan, stop) as workers:
+        return check_library(
+            plan,
+            workers,
+            seconds=seconds,
+            shard=part,
+            out=None if out is None else Path(out),
+            known=expected,
+            on_progress=note,
+            stop=stop,
+        )
+
+
+def release_plan(
+    releases: "Sequence[Release]",
+    *,
+    ops: Sequence[str] | None = None,
+    platform: str = "sm_90",
+    cases: int | None = None,
+    case_seconds: float | None = None,
+    seed: int = 0,
+    times: Path | str | None = None,
+) -> "ReleasePlan":
+    """Return the plan of a check of many releases; the arguments are those of :func:`check`.
+
+    Raises InvalidCase for a wrong argument.
+    """
+    check_conditions(platform=platform, cases=cases, case_seconds=case_seconds, seed=seed)
+    check_scaling(times=times)
+    from attnlab.checker.plan import costs_of_store, packaged_costs
+    from attnlab.checker.releases import ReleasePlan
+
+    limit_s = _CASE_SECONDS[releases[0].backend.device] if case_seconds is None else case_seconds
+    known = releases[0].backend.ops
+    return ReleasePlan(
+        releases=tuple(releases),
+        ops=tuple(op for op in known if not ops or op in ops),
+        platform=platform,
+        cases=cases,
+        seed=seed,
+        case_limit_s=limit_s,
+        costs=packaged_costs() if times is None else costs_of_store(Path(times)),
+    )
+
+
+def engine_of(name: str | None, plan: "Plan", stop: Callable[[], bool] = lambda: False) -> "Engine":
+    """Return the engine of a name; without one, this process for short models, else ``local``."""
+    from attnlab.tasks.run import find_engine
+    from attnlab.tasks.task import InProcess
+
+    total = sum(task.cost_s for task in plan.tasks())
+    if name is None and plan.backend.name == "model" and total * _MODEL_SHARE < _SHORT_S:
+        return InProcess()
+    return find_engine(name or "local", plan.backend.device, stop)
+
+
+def backend_of(
+    kernel: str | None = None,
+    *,
+    source: Path | str | None = None,
+    installed: bool = False,
+    csrc: bool = False,
+    release: str = RELEASES[-1],
+    device: str = "cpu",
+) -> "Backend":
+    """Return what :func:`check` runs; raise InvalidCase if more than one thing is given."""
+    check_library_flags(
+        kernel, source=source, installed=installed, csrc=csrc, release=release, device=device
+    )
+    from attnlab.kernels import find_backend
+    from attnlab.kernels.model import ModelBackend
+
+    if csrc:
+        return find_backend("cuda", source)
+    if kernel is not None:
+        return find_backend(kernel)
+    if source is not None or installed:
+        return find_backend("vllm", source, device)
+    return ModelBackend(rules=release)
+
+
+def check_library_flags(
+    kernel: str | None = None,
+    *,
+    source: Path | str | None = None,
+    installed: bool = False,
+    csrc: bool = False,
+    release: str = RELEASES[-1],
+    device: str = "cpu",
+    coverage: bool = False,
+) -> None:
+    """Raise InvalidCase for arguments of :func:`check` that select no library, without importing torch.
+
+    Coverage needs Triton kernels under the interpreter: the models are none, and natively no Python line of a
+    kernel runs.
+    """
+    if sum((kernel is not None, source is not None, installed)) > 1:
+        raise InvalidCase("kernel, source and installed must not be given together", field="kernel")
+    if csrc and source is None:
+        raise InvalidCase("csrc must be given with source: an sdist or a checkout", field="csrc")
+    if device != "cpu" and (csrc or (kernel is None and source is None and not installed)):
+        refuse("device", "cpu with csrc" if csrc else "cpu without a vLLM", device)
+    if kernel is not None:
+        if not is_plugin(kernel):
+            refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
+        if not ENTRY_POINT.fullmatch(kernel):
+            check_plugin_file(kernel)
+    elif source is not None:
+        from attnlab.kernels.vllm.source import find_source
+
+        find_source(source)
+    field_type("release").check("release", release)
+    if coverage and (csrc or (kernel is None and source is None and not installed)):
+        raise InvalidCase(
+            "coverage must be given with Triton kernels: --source PATH, --installed or your own",
+            field="coverage",
+        )
+    if coverage and device != "cpu":
+        raise InvalidCase(
+            "coverage must be measured on device cpu, under Triton's interpreter", field="coverage"
+        )
+
+
+def check_conditions(
+    *,
+    platform: str,
+    cases: int | None = None,
+    seconds: float | None = None,
+    case_seconds: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Raise InvalidCase for a condition of :func:`check` that is not allowed, without importing torch."""
+    field_type("platform").check("platform", platform)
+    if cases is not None:
+        Int(1).check("cases", cases)
+    for name, value in (("seconds", seconds), ("case_seconds", case_seconds)):
+        if value is not None:
+            Number().check(name, value)
+    Int(0).check("seed", seed)
+
+
+def check_scaling(
+    *, engine: str | None = None, shard: str = "1/1", times: Path | str | None = None
+) -> None:
+    """Raise InvalidCase for arguments that say where a check runs, without importing torch."""
+    from attnlab.tasks.run import check_engine
+    from attnlab.tasks.store import Shard, read_header
+
+    if engine is not None:
+        check_engine(engine)
+    Shard.parse(shard)
+    if times is not None:
+        read_header(Path(times), "times")

@@ -1,0 +1,544 @@
+"""ConfirmedRule: a rule beyond the catalogue that explains an output and those of further cases."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.diagnosis.candidates import Candidate
+from attnlab.diagnosis.location.trials import Repair
+from attnlab.diagnosis.pattern import Pattern, Sizes, row_rules, sequence_rules
+from attnlab.kernels.triton.probe import Probe, TensorStores, probing, stores_of
+from attnlab.lab.result import Result
+from attnlab.weights.rule import Description
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedRule:
+    """A rule and the number of further cases with wrong outputs that it explained.
+
+    ``only_decodes``: no wrong output with several new tokens of a sequence was seen. ``others``: rules of
+    other kinds that give the same outputs in all of these cases.
+    """
+
+    candidate: Candidate
+    cases: int
+    only_decodes: bool = False
+    others: tuple[Candidate, ...] = ()
+
+    @property
+    def law(self) -> str:
+        """Return what the kernel does, with the rules that no case separates from it."""
+        laws = (self.candidate.text, *(one.text for one in self.others))
+        return ", or ".join(laws) + (": no case separates them" if self.others else "")
+
+    @property
+    def text(self) -> str:
+        """Return the rule in words, with its rows and the number of cases."""
+        scope = self.candidate.scope
+        where = "" if scope is None or scope.rows == "all" else f"{scope.text}: "
+        plural = "case" if self.cases == 1 else "cases"
+        ran = " (in batches of decodes)" if self.only_decodes else ""
+        return f"{where}{self.law}{ran} (confirmed on {self.cases} further {plural})"
+
+
+# LeakClaim: an output that is wrong only because NaN in slots without a token reaches it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakClaim:
+    """The statement that finite numbers in unwritten slots make every output right.
+
+    ``cases``: the number of further cases in which NaN in these slots gives a wrong output.
+    """
+
+    cases: int
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words."""
+        plural = "case" if self.cases == 1 else "cases"
+        return (
+            "slots that hold no token are read and multiplied by weight 0, so that only NaN in them reaches "
+            f"the output: with finite numbers there, every output is right (confirmed on {self.cases} "
+            f"further {plural})"
+        )
+
+
+# DescribedWeights: what an X-ray says of the weights, as far as outputs of further cases follow from it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedWeights:
+    """A description and the number of further cases with wrong outputs that follow from it.
+
+    ``only_decodes``: it holds for batches of decodes; other batches were right, or follow another rule.
+    ``right_decodes``: batches of decodes alone were right, as if another kernel computed them.
+    """
+
+    description: Description
+    cases: int
+    only_decodes: bool = False
+    right_decodes: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the description in words."""
+        plural = "case" if self.cases == 1 else "cases"
+        scope = " (in batches of decodes)" if self.only_decodes else ""
+        if self.right_decodes:
+            scope = " (batches of decodes alone are right)"
+        return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"
+
+
+# Statements about what the programs of a Triton kernel store, from their recorded addresses and values.
+
+UNWRITTEN = "no kernel writes"
+_CONFLICT = "stores other numbers to elements of"
+
+
+def store_facts(
+    case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is wrong with the stores of a Case, each with the rows and heads that it concerns.
+
+    ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output, as are the yielded
+    tensors. A conflict in scratch memory may concern all of them. Only the interpreter records stores.
+    """
+    if case.backend != "vllm":
+        return
+    # Stores of NaN by all programs would hide a conflict.
+    known = case.replace(empty_slots="garbage")
+    with probing(Probe(records=True)) as probe:
+        output = run(known).output
+    for stores in stores_of(probe.launches):
+        # the kernels of an op may have several names for the output
+        is_output = _is_output(stores.tensor, output)
+        name = "the output" if is_output else stores.name
+        for place, addresses in stores.conflicts.items():
+            cells = torch.ones_like(is_wrong)
+            if is_output:
+                cells = stores.holds(addresses)[: len(is_wrong)].any(-1)
+            yield f"{place} {_CONFLICT} {name} that another program stores to", cells
+        unwritten = _unwritten(stores, is_wrong) & is_wrong if is_output else is_wrong[:0]
+        if bool(unwritten.any()):
+            yield f"{UNWRITTEN} some elements of the output", unwritten
+
+
+def is_conflict(fact: str) -> bool:
+    """Answer whether a statement says that programs store different numbers to the same elements.
+
+    That is a fault even if the output is right: the order of the programs decides which number stays.
+    """
+    return _CONFLICT in fact
+
+
+def _is_output(tensor: torch.Tensor, output: torch.Tensor) -> bool:
+    """Answer whether a tensor is the output, maybe in FP8 or with rows of padding.
+
+    Scratch memory has other sizes.
+    """
+    is_format = tensor.dtype == output.dtype or tensor.element_size() == 1
+    return tensor.shape[1:] == output.shape[1:] and is_format and len(tensor) >= len(output)
+
+
+def _unwritten(stores: TensorStores, is_wrong: torch.Tensor) -> torch.Tensor:
+    """Return which rows and heads have elements that no program stores to."""
+    return stores.unwritten[: len(is_wrong)].any(-1)
+
+
+# RepairClaim: an edit of one expression of a kernel's source with which every output is right.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RepairClaim:
+    """The statement that a kernel is right with one expression changed, in a call and in further cases.
+
+    The edits that are tried are small: another operator, number, name or operand, or one more part. So the
+    claim finds faults of one expression. It does not say that the author meant this expression.
+
+    - ``repair``: the edit. With it, outputs and side outputs are right in every case, with NaN and with
+      finite numbers in slots without a token. ``source``: the text of its line.
+    - ``cases``: the number of further cases in which the unchanged kernel is wrong.
+    - ``is_stated``: whether the text names the edit. It does not if what the edit adds had one value in all
+      cases: then a rerun confirms the line alone.
+    - ``only_finite``: some outputs stay wrong with NaN in slots without a token, so the claim is about finite
+      numbers there.
+    - ``others``: other edits that pass the same cases.
+    """
+
+    repair: Repair
+    source: str
+    cases: int
+    only_finite: bool = False
+    is_stated: bool = True
+    others: tuple[Repair, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """Return the path of the source."""
+        return self.repair.line[0]
+
+    @property
+    def line(self) -> int:
+        """Return the line of the expression, from 1."""
+        return self.repair.line[1]
+
+    @property
+    def place(self) -> str:
+        """Return the name of the file and the line."""
+        return _place(self.repair)
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words, with its line."""
+        return f"{self.place}: {self.reason}"
+
+    @property
+    def reason(self) -> str:
+        """Return the edit in words, and the first equivalent edit of another line."""
+        finite = ", for finite numbers in slots without a token" if self.only_finite else ""
+        what = f"with {self.repair.edit.text}" if self.is_stated else "with a change of this line"
+        elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
+        other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.edit.text}"
+        return (
+            f"{what} the output is right, here and in {self.cases} further "
+            f"{_cases(self.cases)}{finite}{other}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        edit = self.repair.edit
+        return {
+            "file": self.file,
+            "line": self.line,
+            "source": self.source,
+            "before": edit.before,
+            "after": edit.after,
+            "cases": self.cases,
+            "only_finite": self.only_finite,
+            "stated": self.is_stated,
+            "others": [
+                {"file": one.line[0], "line": one.line[1], "edit": one.edit.text}
+                for one in self.others
+            ],
+            "text": self.text,
+        }
+
+
+def _place(repair: Repair) -> str:
+    return f"{Path(repair.line[0]).name}, line {repair.line[1]}"
+
+
+def _cases(count: int) -> str:
+    return "case" if count == 1 else "cases"
+
+
+# PatternClaim: what a pattern says about other cases, so that running one can contradict it.
+
+_SCALE = "the output of another softmax scale: "
+# What several facts have in common: the kinds of facts, and the statement.
+_MULTIPLES = "multiples of the correct output: only the sum of the weights is wrong"
+_ADDED = "the correct output and one number that is added to all elements of a head"
+_FAMILIES = ((_MULTIPLES, {"zeros", "factor", "factors"}), (_ADDED, {"added"}))
+_GENERAL = frozenset({_MULTIPLES, _ADDED})
+EVERY, ALL = "every sequence", "all rows of these sequences"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternClaim:
+    """Rules of the wrong places that hold in all cases that were looked at.
+
+    - ``sequences``, ``rows``: rules in words, each selects exactly the wrong ones, simplest first.
+    - ``heads``: the wrong heads; ``all_heads``: whether these are all. ``elements``: the wrong elements of
+      each head, None for all.
+    - ``only_decodes``: no sequence had several new tokens.
+    - ``values``: what the wrong cells hold, such as "all zeros", if that accounts for all of them. Of a wrong
+      softmax scale, all expressions that give its number.
+    """
+
+    sequences: tuple[str, ...]
+    rows: tuple[str, ...]
+    heads: tuple[int, ...]
+    all_heads: bool
+    elements: tuple[int, ...] | None
+    values: frozenset[str]
+    only_decodes: bool = False
+
+    @property
+    def is_rule(self) -> bool:
+        """Answer whether the claim excludes anything: some places, or some values."""
+        if self.values:
+            return True
+        if not self.sequences or not self.rows:
+            return False
+        is_everywhere = self.sequences[0] == EVERY and self.rows[0] == ALL and self.all_heads
+        return not is_everywhere or self.elements is not None
+
+    def common(self, other: "PatternClaim") -> "PatternClaim | None":
+        """Return the claim that both cases support, or None if heads or elements differ."""
+        if (self.all_heads, self.elements) != (other.all_heads, other.elements):
+            return None
+        if not self.all_heads and self.heads != other.heads:
+            return None
+        return PatternClaim(
+            sequences=tuple(text for text in self.sequences if text in other.sequences),
+            rows=tuple(text for text in self.rows if text in other.rows),
+            heads=self.heads,
+            all_heads=self.all_heads,
+            elements=self.elements,
+            values=self._common_values(other.values),
+            only_decodes=self.only_decodes and other.only_decodes,
+        )
+
+    def _common_values(self, others: frozenset[str]) -> frozenset[str]:
+        is_scale = any(text.startswith(_SCALE) for text in self.values)
+        if is_scale:
+            return self.values & others
+        return self.values if self.values == others else self.values & others & _GENERAL
+
+    def predicts_none(self, sizes: Sizes) -> bool:
+        """Answer whether no sequence of another batch has the rule, so that its output must be correct."""
+        members = {text: seqs for text, seqs in sequence_rules(sizes)}
+        return bool(self.sequences) and members.get(self.sequences[0], {0}) == set()
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words."""
+        has_rows = bool(self.rows) and self.rows[0] != ALL
+        words = ["some sequences have wrong rows" if has_rows else "some rows are wrong"]
+        if self.sequences and self.sequences[0] != EVERY:  # another call may have right sequences
+            words = [f"the wrong sequences are those {self.sequences[0]}"]
+        if has_rows:
+            words.append(self.rows[0])
+        if not self.all_heads:
+            words.append(f"in heads {', '.join(map(str, self.heads))}")
+        if self.elements is not None:
+            words.append(f"in {len(self.elements)} elements, the first of them {self.elements[0]}")
+        if self.values:
+            shown = self.values - _GENERAL or self.values
+            words = [f"{', '.join(words)}: {'; '.join(sorted(shown))}"]
+        return ", ".join(words) + (" (in batches of decodes)" if self.only_decodes else "")
+
+
+def claim_of(
+    is_wrong: torch.Tensor, ran_heads: list[int], sizes: Sizes, pattern: Pattern
+) -> PatternClaim | None:
+    """Return what an output's errors claim; None if nothing is wrong.
+
+    ``is_wrong``: [num_tokens, num_heads] bool; ``ran_heads``: the heads that ran.
+    """
+    rows, heads = is_wrong.any(1), torch.nonzero(is_wrong.any(0)).flatten().tolist()
+    if not heads:
+        return None
+    starts = sizes.row_starts
+    tokens = {
+        seq: torch.nonzero(rows[starts[seq] : starts[seq + 1]]).flatten().tolist()
+        for seq in sizes.seqs
+    }
+    tokens = {seq: found for seq, found in tokens.items() if found}
+    elements = [fact.values["elements"] for fact in pattern.of("elements")]
+    return PatternClaim(
+        sequences=_sequences(set(tokens), sizes),
+        rows=_rows(tokens, sizes),
+        heads=tuple(heads),
+        all_heads=heads == ran_heads,
+        elements=tuple(elements[0]) if elements else None,
+        values=_values(pattern) if pattern.is_complete else frozenset(),
+        only_decodes=max(sizes.query_lens, default=0) <= 1,
+    )
+
+
+def _values(pattern: Pattern) -> frozenset[str]:
+    scales = pattern.of("softmax_scale")
+    if scales:
+        return frozenset(f"{_SCALE}{name}" for name in scales[0].values["names"])
+    kinds = {fact.kind for fact in pattern.rules}
+    general = {text for text, family in _FAMILIES if kinds <= family}
+    if kinds == {"zeros"}:
+        general = set()
+    exact = set() if "factors" in kinds else {fact.what for fact in pattern.rules}
+    return frozenset(exact | general)
+
+
+def _sequences(wrong: set[int], sizes: Sizes) -> tuple[str, ...]:
+    every = {seq for seq in sizes.seqs if sizes.query_lens[seq]}
+    rules = [(EVERY, every), *sequence_rules(sizes)]
+    return tuple(text for text, members in rules if members == wrong)
+
+
+def _rows(tokens: dict[int, list[int]], sizes: Sizes) -> tuple[str, ...]:
+    """Return the rules that select exactly the wrong rows of the wrong sequences."""
+    rules: list[tuple[str, Callable[[int, int], bool]]] = [(ALL, lambda seq, token: True)]
+    return tuple(
+        text
+        for text, is_member in [*rules, *row_rules(tokens, sizes)]
+        if all(
+            found == [t for t in range(sizes.query_lens[seq]) if is_member(seq, t)]
+            for seq, found in tokens.items()
+        )
+    )
+
+
+# AccessClaim: accesses that a kernel must not make, or lacks, wherever its output is wrong.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AccessFacts:
+    """Statements about the accesses of one Case.
+
+    - ``places``: for each statement, the rows and heads that it concerns, [num_tokens, num_heads] bool.
+    - ``is_wrong``: the wrong rows and heads, of the same shape; empty if the Case cannot run.
+    - ``num_seqs``: the number of sequences.
+    """
+
+    places: Mapping[str, torch.Tensor]
+    is_wrong: torch.Tensor
+    num_seqs: int
+
+    def covers(self, *facts: str) -> bool:
+        """Answer whether each wrong row and head is a place of at least one of the statements."""
+        left = self.is_wrong.clone()
+        for fact in facts:
+            left &= ~self.places[fact] if fact in self.places else True
+        return not bool(left.any())
+
+    @property
+    def refuted(self) -> frozenset[str]:
+        """Return the statements that cannot be the fault: they are true of a right output.
+
+        A conflict between programs is a fault even then: their order decides which number stays.
+        """
+        if bool(self.is_wrong.any()):
+            return frozenset()
+        return frozenset(fact for fact in self.places if not is_conflict(fact))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessClaim:
+    """Statements about the slots that a kernel reads and the elements that it writes, of one kind.
+
+    - ``facts``: in every case, each concerns every wrong row and head.
+    - ``either``: in every case, each wrong row and head is concerned by at least one of these.
+    - ``some``: in every case with a wrong output, each concerns some rows.
+    - ``cases``: the number of further cases with wrong outputs.
+    - ``several``: it is about batches of several sequences.
+
+    None is true of a case with a right output, except that programs may store different numbers to the same
+    elements and leave the right one there.
+    """
+
+    facts: tuple[str, ...] = ()
+    either: tuple[str, ...] = ()
+    some: tuple[str, ...] = ()
+    cases: int
+    several: bool = False
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Answer whether the claim says that no kernel writes what is wrong."""
+        return any(fact.startswith(UNWRITTEN) for fact in self.facts)
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words."""
+        plural = "case" if self.cases == 1 else "cases"
+        said = "; ".join((*self.facts, *self.some))
+        if self.either:
+            said = f"of each wrong row, one of these is true: {'; '.join(self.either)}"
+        if self.several:
+            said = f"in batches of several sequences, {said}"
+        return f"{said} (confirmed on {self.cases} further {plural})"
+
+    def holds_in(self, found: AccessFacts) -> bool:
+        """Answer whether the claim is true of another case."""
+        if self.several and found.num_seqs < 2:
+            return True
+        if found.refuted & {*self.facts, *self.either, *self.some}:
+            return False
+        if not bool(found.is_wrong.any()):
+            return True
+        is_everywhere = all(found.covers(fact) for fact in self.facts)
+        is_split = not self.either or found.covers(*self.either)
+        return is_everywhere and is_split and set(self.some) <= set(found.places)
+
+
+# KernelLocation: where in the source of a kernel a fault may be.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLine:
+    """A line of a kernel's source that may hold the fault.
+
+    - ``file``: the path of the source; ``line``: from 1; ``source``: its text.
+    - ``score``: from 0 to 1, by which lines are ranked. ``evidence``: "edit", "spectrum", "outside", "part",
+      "load" or "role" (:mod:`attnlab.diagnosis.location.lines`). ``reason``: why, without a full stop.
+    """
+
+    file: str
+    line: int
+    source: str
+    score: float
+    evidence: str
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """Return the line and the reason."""
+        return f"{Path(self.file).name}, line {self.line}: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLocation:
+    """Lines that may hold a fault, ranked; or why there are none.
+
+    - ``lines``: by all evidence, as material: most of them are not the fault. ``confirmed``: the edit that
+      further cases confirm, or None if there is none or none was looked for.
+    - ``repairs``: edits that make the located call right, and a second case, the best first.
+    - ``why_none``: a clause, "" if there are lines. ``tried``: the number of trial edits. ``programs``:
+      (programs with wrong elements, programs that write elements).
+    """
+
+    lines: tuple[KernelLine, ...] = ()
+    confirmed: RepairClaim | None = None
+    repairs: tuple[Repair, ...] = ()
+    why_none: str = ""
+    tried: int = 0
+    programs: tuple[int, int] = (0, 0)
+
+    def sentences(self) -> list[str]:
+        """Return the line that reruns confirm in words, or that there is none."""
+        if self.confirmed is not None:
+            return [self.confirmed.text]
+        if not self.lines:
+            return [f"source line: unknown, because {self.why_none}"]
+        return [f"source line: unknown; further cases confirm none of {self.tried} trial edits"]
+
+    @property
+    def confirmed_lines(self) -> tuple[KernelLine, ...]:
+        """Return the lines of the confirmed edit, the first of them with what confirms it."""
+        if self.confirmed is None:
+            return ()
+        own = [one for one in self.lines if (one.file, one.line) == self.confirmed.repair.line]
+        return tuple(
+            dataclasses.replace(one, evidence="edit", reason=self.confirmed.reason)
+            for one in own[:1]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-able values."""
+        return {
+            "confirmed": None if self.confirmed is None else self.confirmed.to_dict(),
+            "lines": [one.to_dict() for one in self.lines],
+            "why_none": self.why_none,
+            "tried": self.tried,
+            "programs": list(self.programs),
+        }

@@ -1,0 +1,448 @@
+"""Confirm edits of a kernel in further cases, so that an edit that repairs one call by chance is no claim."""
+
+import ast
+import dataclasses
+import linecache
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.masks import DATA_OF_LENGTHS
+from attnlab.contracts.dispatch import decide
+from attnlab.diagnosis.claims import KernelLocation, RepairClaim
+from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.location.trials import Repair
+from attnlab.diagnosis.reruns import further_cases
+from attnlab.kernels.control import rows_equal
+from attnlab.kernels.triton.probe import Probe, probing
+from attnlab.kernels.triton.run_log import Budget, TooLong
+from attnlab.lab.lab import Lab
+
+_MOST_EDITS = 6  # that are compared with each other
+_MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
+_MOST_OTHERS_S = 6.0  # for others, which the claim mentions
+_MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
+_VARIED_LENGTHS: tuple[tuple[int, int], ...] = (
+    (3, 37),
+    (1, 66),
+    (18, 0),
+    (1, 20),
+)  # (query_len, ctx_len)
+_FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.37, "v_scale": 0.59}
+_NO_FP8 = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+# What an edit could hide behind; changes that an op does not know, or that change nothing, are left out.
+_VARIATIONS: tuple[dict[str, Any], ...] = (
+    {"num_heads": 6, "num_queries_per_kv": 2},
+    {"num_heads": 3, "num_queries_per_kv": 1},
+    {"num_heads": 6, "num_queries_per_kv": 6},
+    {"sliding_window": 5},
+    {"sliding_window": 0},
+    {"sliding_window": 5, "mask": "causal"},  # a window to the left alone
+    {"sliding_window": 5, "mask": "bidirectional"},
+    {"sliding_window": 5, "freed": "empty"},
+    {"softcap": 2.0},
+    {"softcap": None},
+    {"alibi": True},
+    {"alibi": False},
+    {"sinks": True},
+    {"sinks": False},
+    _FP8,
+    _NO_FP8,
+    {"dtype": "float32"},
+    {"dtype": "float16"},
+    {"block_size": 32},
+    {"block_size": 8},
+    {"head_size": 80},
+    {"head_size": 32},
+    {"sm_scale": 4.0},
+    {"num_splits": 4},
+    {"num_splits": 0},
+    {"kv_layout": "fused"},  # other strides of keys than of values
+    {"kv_layout": "HND"},
+)
+# One score of a row is above the others by 307, so that exp of their difference overflows.
+_LARGE_SCORES = {"distribution": "dominant_key", "sm_scale": 0.3, "softcap": None}
+_OBSERVER = "_attnlab_condition"
+# Of a run with an edit; a case that takes longer without it is not used (attnlab.diagnosis.location.lines).
+_MOST_OPERATIONS, _MOST_RUN_S = 2_000_000, 10.0
+
+
+def is_right(lab: Lab, case: Case, repair: Repair | None = None) -> bool | None:
+    """Answer whether a Case's output and side outputs are right up to rounding, with an edit.
+
+    None if the kernel raises; False for an edit with which it takes too long.
+    """
+    ran = _run(lab, case, repair, set())
+    return None if ran is None else ran[0]
+
+
+def _run(
+    lab: Lab, case: Case, repair: Repair | None, condition: set[bool]
+) -> tuple[bool, torch.Tensor] | None:
+    """Return whether a Case is right with an edit, and its output, which is empty if it takes too long.
+
+    None if the kernel raises. Adds the values of the condition of the edit to ``condition``.
+    """
+    probe = Probe()
+    if repair is not None:
+        limit = Budget(operations=_MOST_OPERATIONS, seconds=_MOST_RUN_S)
+        names = {_OBSERVER: lambda value: _observed(value, condition)}
+        probe = Probe(texts=repair.texts(_OBSERVER), names=names, budget=limit)
+    try:
+        with probing(probe):
+            ran = lab.run(case.replace(atol=None, rtol=0.0))
+    except TooLong:
+        return False, torch.empty(0)
+    except AttnLabError:
+        return None
+    if ran.status == "rejected":
+        return None
+    return ran.status == "match", ran.output.clone()  # it may be a view of a large buffer
+
+
+def _observed(value: Any, found: set[bool]) -> Any:
+    """Return a value of a kernel; add True or False to ``found`` if it is, or an element is, of type bool."""
+    handle = getattr(value, "handle", None)
+    plain = getattr(value, "value", value) if handle is None else handle.data
+    if isinstance(plain, bool | np.bool_):
+        found.add(bool(plain))
+    elif isinstance(plain, np.ndarray) and plain.dtype == np.bool_ and len(found) < 2:
+        found |= set(np.unique(plain).tolist())
+    return value
+
+
+def with_contents(case: Case, slots: str) -> Case:
+    """Return a Case with these contents of empty slots, and with an output buffer that can be recognised.
+
+    An op argument may ask for a buffer of its own, which stays.
+    """
+    known = case.replace(empty_slots=slots)
+    try:
+        return known.replace(output_init="recycled")
+    except InvalidCase:
+        return known
+
+
+def varied_cases(case: Case) -> Iterator[Case]:
+    """Yield small cases that differ from a Case in one feature or size each, as far as its op allows it.
+
+    An edit may be right only because a feature is off or a size is what it is: a factor that is 1, a branch
+    that is not taken, an index that is 0 with two KV heads.
+    """
+    return _changed_cases(case, _VARIATIONS)
+
+
+def large_score_cases(case: Case) -> Iterator[Case]:
+    """Yield small cases with large scores, in which a running maximum is needed."""
+    return _changed_cases(case, (_LARGE_SCORES,))
+
+
+def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator[Case]:
+    """Yield small cases with some changes each, except those that other kernels run."""
+    if case.block_table is not None or case.seq_range is not None:
+        return
+    pairs = _VARIED_LENGTHS
+    if max(case.lengths.query_lens, default=0) == 1:
+        pairs = tuple((1, query + ctx - 1) for query, ctx in pairs)
+    if not case.spec.context:
+        pairs = tuple((query + ctx, 0) for query, ctx in pairs)
+    sizes = ("num_blocks", "max_blocks_per_seq", "max_query_len", "max_seq_len", "kv_head_range")
+    small = {
+        **dict.fromkeys((*sizes, *DATA_OF_LENGTHS)),
+        "query_lens": tuple(query for query, _ in pairs),
+        "ctx_lens": tuple(ctx for _, ctx in pairs),
+        "first_block": 0,
+        "freed": "kept",
+    }
+    own, done = set(decide(case).kernels), {case}
+    for seed, changes in enumerate(variations, 71):
+        with suppress(InvalidCase):
+            changed = case.replace(**{**small, "seed": case.seed + seed, **changes})
+            plain = changed.replace(seed=case.seed)
+            if plain not in done and set(decide(changed).kernels) == own:
+                done.add(plain)
+                yield changed
+
+
+def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim | None:
+    """Return the claim of the first edit that holds in a Case and in all of its further cases, or None.
+
+    ``repairs``: edits that make a smaller run of the Case right, the best first. Those of the test of a
+    branch come last: they may only leave out the branch that has the fault.
+    """
+    end, others = time.process_time() + _MOST_S, list[Repair]()
+    further = sorted(further_cases(case), key=lambda one: one.lengths.num_tokens)
+    proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
+    varied = [_Proof(lab=lab, case=one) for one in varied_cases(case)]
+    large = [_Proof(lab=lab, case=one) for one in large_score_cases(case)]
+    claim: RepairClaim | None = None
+    for repair in sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test):
+        if time.process_time() > end:
+            break
+        found = _claim_of(proofs, varied, repair, end)
+        if found is not None and _unwraps_maximum(repair):
+            found = _with_large_scores(found, large)
+        if found is None:
+            continue
+        if claim is None or (found.is_stated and not claim.is_stated):
+            claim = found
+            more = _MOST_OTHERS_S if found.is_stated else _MOST_STATED_S
+            end = min(end, time.process_time() + more)
+        elif found.is_stated and found.only_finite == claim.only_finite:
+            others.append(repair)
+    if claim is None:
+        return None
+    return dataclasses.replace(claim, others=tuple(others) if claim.is_stated else ())
+
+
+def _claim_of(
+    proofs: Sequence["_Proof"], varied: Sequence["_Proof"], repair: Repair, end: float
+) -> RepairClaim | None:
+    """Return the claim of an edit, or None if it is refuted, if no further case is wrong without it, or if
+    the processor time is over."""
+    cases, leaks = 0, False
+    for at, proof in enumerate(proofs):
+        if time.process_time() > end or not proof.accepts(repair):
+            return None
+        cases += at > 0 and proof.is_decisive(repair)
+        leaks = leaks or proof.leaks(repair)
+    if not cases or (leaks and not proofs[0].is_about_numbers):
+        return None
+    for proof in varied:
+        if time.process_time() > end or proof.refutes(repair):
+            return None
+        cases += proof.is_repaired(repair)
+    is_constant = _is_constant(repair, [*proofs, *varied])
+    if is_constant and repair.is_in_test:
+        return None  # it switches a branch on or off, in which the fault may be
+    return RepairClaim(
+        repair=repair,
+        source=linecache.getline(*repair.line).strip(),
+        cases=cases,
+        only_finite=leaks,
+        is_stated=not is_constant,
+    )
+
+
+def _unwraps_maximum(repair: Repair) -> bool:
+    """Answer whether an edit leaves an operand of tl.maximum or tl.minimum in place of the call."""
+    before, after = (ast.parse(t.strip()).body for t in (repair.edit.before, repair.edit.after))
+    call, operand = (getattr(one[0], "value", None) if one else None for one in (before, after))
+    if not isinstance(call, ast.Call) or not isinstance(operand, ast.expr):
+        return False
+    is_limit = ast.unparse(call.func) in ("tl.maximum", "tl.minimum")
+    return is_limit and ast.unparse(operand) in map(ast.unparse, call.args)
+
+
+def _with_large_scores(claim: RepairClaim, proofs: Sequence["_Proof"]) -> RepairClaim | None:
+    """Return the claim of an edit after cases with large scores: None if one refutes it, the line alone if
+    none is right with it.
+
+    A softmax is right with any maximum, as long as no exponential overflows.
+    """
+    if any(proof.refutes(claim.repair) for proof in proofs):
+        return None
+    is_right = any(proof.accepts(claim.repair) for proof in proofs)
+    return dataclasses.replace(claim, is_stated=claim.is_stated and is_right)
+
+
+def _is_constant(repair: Repair, proofs: Sequence["_Proof"]) -> bool:
+    """Answer whether what an edit adds has one value in all launches, so that they show nothing of it.
+
+    That is a new name of an argument with one value, an expression of arguments alone with one value, or a
+    condition that is always true or never: such an edit disables a mask or a branch. In a product with an
+    argument that is always 1, no case separates a new factor from one in place of that argument.
+    """
+    if len(set[bool]().union(*(proof.conditions.get(id(repair), ()) for proof in proofs))) == 1:
+        return True
+    before, after = (_names(text) for text in (repair.edit.before, repair.edit.after))
+    if not after:
+        return False
+    launches = [values for proof in proofs for values in proof.arguments]
+    for name in after - before:
+        if len({values[name] for values in launches if name in values}) == 1:
+            return True
+    added = after - before
+    others = (names - added for names in _factors_at(repair) if names & added)
+    for name in set[str]().union(*others):
+        if {values[name] for values in launches if name in values} == {1}:
+            return True
+    results = set[Any]()
+    for values in launches:
+        if not after <= values.keys():
+            continue
+        try:
+            results.add(eval(repair.edit.after, {"__builtins__": {}}, dict(values)))
+        except Exception:  # an expression of tensors, or a statement
+            return False
+    return len(results) == 1
+
+
+def _factors_at(repair: Repair) -> Iterator[set[str]]:
+    """Yield the names among the factors of each product that an edited text has in the place of the edit."""
+    edit = repair.edit
+    text, end = edit.apply(repair.text), edit.start + len(edit.after.encode())
+    rows = [0, *accumulate(map(len, text.encode().splitlines(keepends=True)))]
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+            continue
+        first = rows[node.lineno - 1] + node.col_offset
+        last = rows[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        if first < end and last > edit.start:
+            yield _factors(node)
+
+
+def _factors(node: ast.expr) -> set[str]:
+    """Return the names among the factors of a product."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _factors(node.left) | _factors(node.right)
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def _names(text: str) -> set[str]:
+    """Return the names in an expression or a statement, without those of modules."""
+    nodes = list(ast.walk(ast.parse(text.strip())))
+    modules = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in modules}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Proof:
+    """A case in which edits must hold, with finite numbers and with NaN in slots without a token.
+
+    ``runs``: what :func:`_run` returned, by the contents of the slots and the edit. ``conditions``: the
+    values of the condition of each edit.
+    """
+
+    lab: Lab
+    case: Case
+    runs: dict[tuple[str, int | None], tuple[bool, torch.Tensor] | None] = dataclasses.field(
+        default_factory=dict
+    )
+    conditions: dict[int | None, set[bool]] = dataclasses.field(default_factory=dict)
+    _arguments: list[dict[str, Any]] | None = None
+
+    def _result(self, slots: str, repair: Repair | None) -> tuple[bool, torch.Tensor] | None:
+        key = (slots, None if repair is None else id(repair))
+        if key not in self.runs:
+            condition = self.conditions.setdefault(key[1], set())
+            self.runs[key] = _run(self.lab, with_contents(self.case, slots), repair, condition)
+        return self.runs[key]
+
+    def _is_right(self, slots: str, repair: Repair | None) -> bool | None:
+        ran = self._result(slots, repair)
+        return None if ran is None else ran[0]
+
+    @property
+    def arguments(self) -> list[dict[str, Any]]:
+        """Return the numbers among the arguments of each launch of the unchanged kernels, by name."""
+        if self._arguments is None:
+            self._arguments = []
+            with suppress(AttnLabError), probing(Probe(records=True)) as probe:
+                self.lab.run(with_contents(self.case, "garbage"))
+            for launch in probe.launches:
+                values = {
+                    name: getattr(one, "value", one) for name, one in launch.arguments.items()
+                }
+                self._arguments.append(
+                    {n: one for n, one in values.items() if isinstance(one, int | float | bool)}
+                )
+        return self._arguments
+
+    @property
+    def is_about_numbers(self) -> bool:
+        """Answer whether the output is wrong with finite numbers in slots without a token, too."""
+        return self._is_right("garbage", None) is False
+
+    def accepts(self, repair: Repair) -> bool:
+        """Answer whether the outputs are right with an edit, or the kernel raises with and without it.
+
+        With NaN, outputs may stay wrong if they are so without the edit: that is another fault.
+        """
+        right = self._is_right("garbage", repair)
+        if not right:
+            return right is None and self._is_right("garbage", None) is None
+        return self._is_right("nan", repair) is True or self._is_right("nan", None) is not True
+
+    def refutes(self, repair: Repair) -> bool:
+        """Answer whether an output is wrong with an edit, unless it has the same bits without it.
+
+        Such an output is wrong for another reason, for example a feature that the kernel ignores. In blocks
+        that a window freed, NaN must not reach more elements than without the edit: weights of 0 hide finite
+        numbers.
+        """
+        if self.case.freed == "empty" and self._spreads_nan(repair):
+            return True
+        edited, plain = (self._result("garbage", one) for one in (repair, None))
+        if edited is None:
+            return plain is not None
+        if edited[0] or plain is None or edited[1].shape != plain[1].shape:
+            return not edited[0]
+        return not bool(rows_equal(edited[1], plain[1]).all())
+
+    def _spreads_nan(self, repair: Repair) -> bool:
+        """Answer whether, with NaN in slots without a token, an edit adds elements that are NaN."""
+        edited, plain = (self._result("nan", one) for one in (repair, None))
+        if edited is None or plain is None or edited[1].shape != plain[1].shape:
+            return False
+        return bool((edited[1].float().isnan() & ~plain[1].float().isnan()).any())
+
+    def is_repaired(self, repair: Repair) -> bool:
+        """Answer whether the output is wrong without an edit and right with it, with finite numbers."""
+        return self._is_right("garbage", repair) is True and self.is_about_numbers
+
+    def is_decisive(self, repair: Repair) -> bool:
+        """Answer whether the kernel is wrong without an edit that makes it right."""
+        return any(
+            self._is_right(slots, repair) and not self._is_right(slots, None)
+            for slots in ("garbage", "nan")
+        )
+
+    def leaks(self, repair: Repair) -> bool:
+        """Answer whether NaN makes an output wrong that is right with finite numbers."""
+        return bool(self._is_right("garbage", repair)) and not self._is_right("nan", repair)
+
+
+def with_repair(lab: Lab, case: Case, diagnosis: Diagnosis, repairs: Sequence[Repair]) -> Diagnosis:
+    """Return the diagnosis with the edit that repairs the kernel, if further cases confirm one.
+
+    Names, rules, weights and leaks say what is wrong, and stay first. A weaker description of the output
+    becomes an observation about this call.
+    """
+    claim = find_claim(lab, case, repairs) if repairs else None
+    if claim is None:
+        return diagnosis
+    diagnosis = dataclasses.replace(diagnosis, repair=claim, location=_first(diagnosis, claim))
+    if not diagnosis.is_by_repair:
+        return diagnosis
+    return dataclasses.replace(
+        diagnosis,
+        status="described",
+        observed=() if diagnosis.accesses is None else diagnosis.accesses.facts,
+        accesses=None,
+        claim=None,
+        bad_lines=(),
+    )
+
+
+def with_confirmation(lab: Lab, case: Case, place: KernelLocation) -> KernelLocation:
+    """Return a location with the edit that further cases confirm, if there is one."""
+    if not place.repairs:
+        return place
+    return dataclasses.replace(place, confirmed=find_claim(lab, case, place.repairs))
+
+
+def _first(diagnosis: Diagnosis, claim: RepairClaim) -> KernelLocation | None:
+    """Return the location with the line of the claim first."""
+    place = diagnosis.location
+    if place is None:
+        return None
+    lines = sorted(place.lines, key=lambda one: (one.file, one.line) != claim.repair.line)
+    return dataclasses.replace(place, lines=tuple(lines))

@@ -1,0 +1,497 @@
+"""Trials: change one expression of an interpreted kernel and see whether wrong results become right."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.kernels.child_process import run_in_copy
+from attnlab.kernels.triton.kernel_text import (
+    KernelTree,
+    branch_lines,
+    called_functions,
+    compile_text,
+    place_of,
+    statement_lines,
+    text_of,
+    without_unused,
+)
+from attnlab.kernels.triton.probe import LaunchLog, Line
+from attnlab.kernels.triton.replay import Replay, Unit
+from attnlab.kernels.triton.run_log import TooLong
+from attnlab.kernels.triton.source_edits import Edit, edits
+from attnlab.lab.lab import Lab
+from attnlab.lab.result import Result
+from attnlab.tensors.quantised import OUTPUT_SCALE
+
+# Edited kernels: the text of a kernel that ran, and its interpreted forms with edits.
+
+_OBSERVED_SLACK = 2  # of a run that computes a statement and its edits, for each of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelText:
+    """A kernel or device function that ran, with its text from ``def`` on, and where that begins.
+
+    ``first``: the number of the line before ``def``. ``executed``: lines of statements that ran in programs
+    with wrong results, and ``ran``: in any program, as numbers in the text.
+    """
+
+    function: Any
+    text: str
+    file: str
+    first: int
+    executed: frozenset[int]
+    ran: frozenset[int]
+
+    def line(self, number: int) -> Line:
+        """Return the file and line of a line of the text."""
+        return self.file, self.first + number
+
+
+def kernel_text(function: Any, wrong: Collection[Line], ran: Collection[Line]) -> KernelText:
+    """Return a function with its lines among those that ran in wrong programs, and in any."""
+    text = text_of(function)
+    file, first = function.rewriter.filename, function.rewriter.def_file_lineno - 1
+    own = statement_lines(text)
+
+    def numbers(lines: Collection[Line]) -> frozenset[int]:
+        inside = (line - first for name, line in lines if name == file)
+        return frozenset(own[number] for number in inside if number in own)
+
+    return KernelText(
+        function=function,
+        text=text,
+        file=file,
+        first=first,
+        executed=numbers(wrong),
+        ran=numbers(ran),
+    )
+
+
+Found = tuple[KernelText, str, Edit]
+
+
+class EditedForms:
+    """Compiles edited kernels, those of one statement and cost together."""
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self._found = found
+        self._trees: dict[tuple[int, str], KernelTree] = {}
+        self._groups: dict[tuple[int, str, int, int], list[int]] = {}
+        for number, (kernel, text, edit) in enumerate(found):
+            key = (id(kernel), text, edit.statement, edit.cost)
+            self._groups.setdefault(key, []).append(number)
+        self._done: dict[int, Any] = {}
+        self._effective: dict[int, bool] = {}
+
+    def has_effect(self, number: int, replay: Replay, units: Sequence[Unit]) -> bool:
+        """Answer whether an edit changes a value in some units; True if that was not observed.
+
+        One run observes all edits of a statement. An edit with the same value each time changes nothing, and
+        one that raises before another value has no result.
+        """
+        if number not in self._effective:
+            kernel, text, edit = self._found[number]
+            group = self._group(number)
+            observer = _Observer(len(group))
+            changes = [self._found[one][2].change for one in group]
+            form = self._tree(kernel, text).observed(edit.statement, changes, observer)
+            try:
+                if form is None:
+                    raise ValueError("a statement without a value")
+                replay.run(units, {kernel.function.fn: form}, _OBSERVED_SLACK * (1 + len(group)))
+            except (Exception, TooLong):
+                self._effective |= dict.fromkeys(group, True)
+            else:
+                self._effective |= {one: at in observer.differ for at, one in enumerate(group)}
+        return self._effective[number]
+
+    def _group(self, number: int) -> list[int]:
+        kernel, text, edit = self._found[number]
+        return self._groups[id(kernel), text, edit.statement, edit.cost]
+
+    def _tree(self, kernel: KernelText, text: str) -> KernelTree:
+        key = (id(kernel), text)
+        if key not in self._trees:
+            self._trees[key] = KernelTree(kernel.function, text)
+        return self._trees[key]
+
+    def compiled(self, number: int) -> Any:
+        """Return the interpreted form with an edit, or None if Python or the interpreter rejects its text."""
+        kernel, text, edit = self._found[number]
+        if number not in self._done:
+            group = self._group(number)
+            changes = [self._found[one][2].change for one in group]
+            forms = self._tree(kernel, text).variants(edit.statement, changes)
+            self._done |= dict(zip(group, forms, strict=True))
+        if self._done[number] is None:
+            try:
+                return compile_text(kernel.function, edit.apply(text))
+            except (
+                Exception
+            ):  # an edited text may be no Python, or none that the interpreter accepts
+                return None
+        return self._done[number]
+
+
+class _Observer:
+    """Compares the value of a statement with those of its edits, each time the statement runs.
+
+    ``differ``: the edits that had another value.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._same = set(range(count))
+        self.differ: set[int] = set()
+
+    def __call__(self, value: Callable[[], Any], *others: Callable[[], Any]) -> Any:
+        own = value()
+        for at in list(self._same):
+            try:
+                is_same = _same_value(own, others[at]())
+            except Exception:
+                self._same.discard(at)
+                continue
+            if not is_same:
+                self._same.discard(at)
+                self.differ.add(at)
+        return own
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Answer whether two values of a kernel have the same type and the same bits; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if not hasattr(one, "handle"):
+        return bool(one == other)
+    a, b = one.handle.data, other.handle.data
+    return (
+        one.type.name == other.type.name
+        and a.shape == b.shape
+        and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
+
+
+# TrialTarget: the tensor that trial edits must make right: the output, padded rows, or the log-sum-exp.
+
+Judge = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrialTarget:
+    """What trial edits run and compare.
+
+    - ``replay``: of the recorded launches, with that tensor as the output. ``judge``: returns which of its
+      rows and heads are right, bool. ``right``: those of the unchanged kernels.
+    """
+
+    replay: Replay
+    judge: Judge
+    right: torch.Tensor
+
+
+def target_of(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialTarget:
+    """Return the first tensor of a run that is wrong: the output, rows of padding, or the log-sum-exp."""
+    judge = judge_of(lab, case)
+    right = judge(ran.output)
+    found = TrialTarget(replay=Replay(launches, ran.output.shape), judge=judge, right=right)
+    if not bool(right.all()):
+        return found
+    others = (_padded(ran, launches), _lse(lab, case, ran, launches))
+    return next((one for one in others if one is not None and not bool(one.right.all())), found)
+
+
+def judge_of(lab: Lab, case: Case) -> Judge:
+    """Return the function that answers which rows and heads of an output are right up to rounding.
+
+    An output in FP8 is decoded first.
+    """
+    own = case.replace(atol=None, rtol=0.0)
+    call, expected = lab.call(own), lab.reference(own)
+
+    def judge(output: torch.Tensor) -> torch.Tensor:
+        is_coded = output.element_size() == 1
+        call.buffer.copy_(output.float() * OUTPUT_SCALE if is_coded else output)
+        return lab.errors(own, call, expected).mismatches == 0
+
+    return judge
+
+
+def _padded(ran: Result, launches: list[LaunchLog]) -> TrialTarget | None:
+    """Return the output with its rows of padding, which must be 0."""
+    if ran.padded is None or "padding" not in ran.side_outputs:
+        return None
+    rows, heads, size = ran.output.shape
+    shape = torch.Size((rows + len(ran.padded), heads, size))
+    replay = Replay(launches, shape)
+
+    def judge(output: torch.Tensor) -> torch.Tensor:
+        right = (output.float() == 0).all(2)
+        right[:rows] = True  # of the batch, which the judge of the output compares
+        return right
+
+    if replay.output is None:
+        return None
+    return TrialTarget(replay=replay, judge=judge, right=judge(replay.contents()))
+
+
+def _lse(lab: Lab, case: Case, ran: Result, launches: list[LaunchLog]) -> TrialTarget | None:
+    """Return the log-sum-exp, with as many dimensions as it is stored; rows of padding must have -inf."""
+    stored = None if ran.lse is None else argument_at(launches, ran.lse.data_ptr())
+    if ran.lse is None or stored is None or stored.dim() != 2:
+        return None
+    expected, bound = (one.cpu().double() for one in lab.expected_lse(case))
+    is_turned = stored.stride() != ran.lse.stride() or stored.shape != ran.lse.shape
+    rows, heads = case.query_rows, case.query_heads
+    has_padding = "padding" in ran.side_outputs
+
+    def judge(output: torch.Tensor) -> torch.Tensor:
+        lse = output[..., 0].T if is_turned else output[..., 0]
+        right = torch.ones(lse.shape, dtype=torch.bool)
+        near = (lse[: len(expected)].double() - expected).abs() <= bound
+        ran_here = (_slice(rows), _slice(heads))
+        right[: len(expected)][ran_here] = near[ran_here]
+        if has_padding:
+            right[len(expected) :] = lse[len(expected) :] == -torch.inf
+        return right.T if is_turned else right
+
+    shape = torch.Size((*stored.shape, 1))
+    replay = Replay(launches, shape, stored)
+    return TrialTarget(replay=replay, judge=judge, right=judge(stored[..., None]))
+
+
+def argument_at(launches: list[LaunchLog], address: int) -> torch.Tensor | None:
+    """Return the tensor at an address among the arguments of launches, or None."""
+    for launch in launches:
+        for value in launch.arguments.values():
+            if isinstance(value, torch.Tensor) and value.data_ptr() == address:
+                return value
+    return None
+
+
+def _slice(span: range | None) -> slice:
+    return slice(None) if span is None else slice(span.start, span.stop)
+
+
+COSTS = (1, 2, 3)
+# What an edit that uses an unused name gains, in units of the cost: a fault may have left it out. The first
+# is for a statement with similar names.
+_REVIVED, _REVIVED_ELSEWHERE = 2.0, 0.8
+_MOST_IDLE = (
+    4  # programs that store nothing, of those that run if no program stores a wrong element
+)
+_GRACE_S = 15.0  # that trials may take longer than their limit: one run, and one of a second case
+_OFTEN = 50  # trials between two messages about their number
+_STEP = 0.003  # by which an edit of a statement comes after that before it, in units of the cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How many edits are tried, and for how long, in seconds of processor time."""
+
+    edits: int
+    seconds: float = math.inf
+
+
+FULL = Limit(edits=4000, seconds=20.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Repair:
+    """An edit that makes a ``share`` of the wrong elements right and no right one wrong.
+
+    ``text``: the text that it changes; a share below 1 is that of one program. ``holds``: not refuted by a
+    second case.
+    """
+
+    kernel: KernelText
+    text: str
+    edit: Edit
+    share: float
+    holds: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Answer whether it makes every element right, in a second case, too."""
+        return self.share == 1 and self.holds
+
+    @property
+    def line(self) -> Line:
+        """Return the file and the line of the expression."""
+        return self.kernel.line(self.edit.line)
+
+    @property
+    def is_in_test(self) -> bool:
+        """Answer whether it changes the test of a branch, so that another branch may run."""
+        return self.edit.is_in_test(self.text) if self.text else False
+
+    def texts(self, observer: str = "") -> dict[Line, str]:
+        """Return the edited text of the function by the place of the function, for a Probe.
+
+        ``observer``: the name of a function of one argument that the condition of the edit is passed to.
+        """
+        whole = self.kernel.text  # a further case may take a branch that ``text`` leaves out
+        edit = self.edit.moved(self.text, whole)
+        text, span = edit.apply(whole), edit.condition(whole) if observer else None
+        if span is not None:
+            data, (start, end) = text.encode(), span
+            call = f"{observer}(".encode() + data[start:end] + b")"
+            text = (data[:start] + call + data[end:]).decode()
+        return {place_of(self.kernel.function): text}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trials:
+    """Trial edits of a recorded call.
+
+    - ``judge``: returns which rows and heads of an output are right, [rows, heads] bool; ``right``: those of
+      the unchanged kernels.
+    - ``holds``: answers whether an edit that makes everything right does so in a second case; None if there
+      is none.
+    - ``repairs``: what was found; ``tried``: the number of edits, up to a few if the trials ended early.
+    - ``ended``: by what signal the trials ended early, or "".
+    - ``suspects``: the units with wrong elements or, if rows are wrong that no program stores, some programs
+      that store nothing, else some that store right elements.
+    """
+
+    replay: Replay
+    judge: Judge
+    right: torch.Tensor
+    holds: Callable[[Repair], bool] | None = None
+    tried: int = 0
+    ended: str = ""
+    repairs: list[Repair] = field(default_factory=list)
+    wrong_units: list[Unit] = field(init=False)
+    suspects: list[Unit] = field(init=False)
+    kernels: list[KernelText] = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = self.replay.units
+        self.wrong_units = [unit for unit in units if bool((unit.cells & ~self.right).any())]
+        idle = sorted(self.replay.idle, key=lambda unit: -len(unit.lines))
+        self.suspects = self.wrong_units or idle[:_MOST_IDLE] or units[:_MOST_IDLE]
+        every = [*units, *self.replay.idle]
+        wrong, ran = (
+            set[Line]().union(*(unit.lines for unit in some)) for some in (self.suspects, every)
+        )
+        self.kernels = [kernel_text(function, wrong, ran) for function in _functions(self.replay)]
+
+    def run(
+        self, suspicion: Callable[[Line], float], lines: Collection[Line], limit: Limit
+    ) -> None:
+        """Try edits up to the limit, the cheapest of the most suspicious lines first.
+
+        ``suspicion``: of a line, in units of the cost. Edits that add a part are tried on ``lines`` only.
+        If edits of one cost repair everything, more costly ones are not tried.
+
+        The trials run in a copy of this process: a crash, or a loop that nothing else stops, ends the trials
+        only. What was found before is kept.
+        """
+        repairs = list(self.repairs)
+
+        def receive(thing: Any) -> None:
+            if isinstance(thing, int):
+                self.tried = thing
+            else:
+                at, fields = thing
+                repairs.append(Repair(kernel=self.kernels[at], **fields))
+
+        def try_all(send: Callable[[Any], None]) -> None:
+            self._run(suspicion, lines, limit, send)
+            send(self.tried)
+
+        self.ended = run_in_copy(try_all, receive, limit.seconds + _GRACE_S)
+        self.repairs = repairs
+
+    def _run(
+        self,
+        suspicion: Callable[[Line], float],
+        lines: Collection[Line],
+        limit: Limit,
+        send: Callable[[Any], None],
+    ) -> None:
+        """Try edits as :meth:`run` says.
+
+        Sends the number of edits and, of each repair, the index of its kernel and the other fields.
+        """
+        end = time.process_time() + limit.seconds
+        forms = EditedForms(found := list(self._edits(suspicion, lines)))
+        first = [min(self.wrong_units, key=lambda unit: unit.cost)] if self.wrong_units else []
+        for number, (kernel, text, edit) in enumerate(found):
+            is_done = any(one.is_full and one.edit.cost < edit.cost for one in self.repairs)
+            if is_done or time.process_time() > end or self.tried >= limit.edits:
+                return
+            self.tried += 1
+            if not self.tried % _OFTEN:
+                send(self.tried)
+            if first and not forms.has_effect(number, self.replay, first):
+                continue
+            if (compiled := forms.compiled(number)) is None:
+                continue
+            edited = {kernel.function.fn: compiled}
+            share, is_elsewhere = self._share(first or self.suspects, edited)
+            if share == 1 or is_elsewhere:
+                share = max(self._share(None, edited)[0], 0.5 * (share == 1))
+            if share > 0:
+                fields: dict[str, Any] = {"text": text, "edit": edit, "share": share}
+                repair = Repair(kernel=kernel, **fields)
+                if share == 1 and self.holds is not None and not self.holds(repair):
+                    repair = replace(repair, holds=False)
+                self.repairs.append(repair)
+                send((self.kernels.index(kernel), {**fields, "holds": repair.holds}))
+
+    def _edits(
+        self, suspicion: Callable[[Line], float], lines: Collection[Line]
+    ) -> Iterator[Found]:
+        """Yield edits with the texts that they change, in the order in which they are tried."""
+        found = []
+        for kernel in self.kernels:
+            inside = {n for n in kernel.executed if kernel.line(n) in lines}
+            branches = branch_lines(kernel.text)  # an edit of them may take one that did not run
+            short = without_unused(kernel.text, kernel.ran)
+            for cost in COSTS:
+                wanted = kernel.executed if cost < COSTS[-1] else inside
+                for text, chosen in ((kernel.text, wanted & branches), (short, wanted - branches)):
+                    ranks = Counter[
+                        int
+                    ]()  # so that the edits of a statement take turns with the others
+                    for edit in edits(text, chosen, cost, kernel.text):
+                        order = cost - suspicion(kernel.line(edit.statement))
+                        order += _STEP * ranks[edit.statement]
+                        ranks[edit.statement] += 1
+                        if edit.revives:
+                            order -= _REVIVED if edit.is_kin else _REVIVED_ELSEWHERE
+                        found.append((order, kernel, text, edit))
+        found.sort(key=lambda one: one[0])
+        yield from ((kernel, text, edit) for _, kernel, text, edit in found)
+
+    def _share(self, units: Sequence[Unit] | None, edited: dict[Any, Any]) -> tuple[float, bool]:
+        """Return which share of the wrong elements of units an edit makes right, 0 if it makes one wrong.
+
+        The second result is whether it makes elements right that are not of the units: the edited programs
+        store other rows. None stands for all programs and all elements.
+        """
+        try:
+            right = self.judge(self.replay.run(units, edited))
+        except (Exception, TooLong):  # an edited kernel may raise anything
+            return 0.0, False
+        cells = torch.ones_like(right)
+        if units is not None:
+            cells = torch.stack([unit.cells for unit in units]).any(0)
+        gained, wrong = right & ~self.right, cells & ~self.right
+        is_elsewhere = bool((gained & ~cells).any())
+        if bool((cells & self.right & ~right).any()) or not bool(wrong.any()):
+            return 0.0, is_elsewhere
+        return float((gained & cells).sum() / wrong.sum()), is_elsewhere
+
+
+def _functions(replay: Replay) -> list[Any]:
+    """Return the kernels of the launches and the device functions that they call, each once."""
+    found = [one for launch in replay.launches for one in called_functions(launch.function)]
+    return list({one.fn: one for one in found}.values())

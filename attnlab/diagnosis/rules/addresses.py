@@ -1,0 +1,556 @@
+"""AddressMemory: the tensors of a call as flat memory, with the terms of their addresses.
+
+An address is a sum of terms, each a feature times a stride: the address of an element of the value cache is
+block × stride 0 + KV head × stride 1 + d × stride 2 + offset × stride 3.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from attnlab.case.ops import ENCODER, MERGE, PREFILL, WRAPPER
+from attnlab.defects.problem import (
+    AttentionInputs,
+    ChangeInputs,
+    Defect,
+    Problem,
+    RowSlice,
+    changing_inputs,
+)
+from attnlab.diagnosis.rules.divisions import divisions
+from attnlab.diagnosis.rules.rule import rule_defect
+from attnlab.tensors.cache import to_flash
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import flash, strided
+
+Term = tuple[str, str]  # feature, stride
+Features = Mapping[str, torch.Tensor]
+
+# Permutations of the query heads.
+_BY_GROUP = "head % num_queries_per_kv * num_kv_heads + head // num_queries_per_kv"
+_BY_KV_HEAD = "head % num_kv_heads * num_queries_per_kv + head // num_kv_heads"
+ROW_TERMS = (("row", "stride 0"), ("head", "stride 1"), ("d", "stride 2"))
+LSE_TERMS = (("head", "stride 0"), ("row", "stride 1"))
+TOKEN_TERMS = (("token", "stride 0"), ("KV head", "stride 1"), ("d", "stride 2"))
+_TRANSPOSABLE = (LSE_TERMS, ROW_TERMS, ROW_TERMS[:2], TOKEN_TERMS)
+TABLE_TERMS = (("sequence", "stride 0"), ("p // block_size", "stride 1"))
+_SPLIT_KEY_TERMS = (
+    ("block", "stride 0"),
+    ("KV head", "stride 1"),
+    ("d // x", "stride 2"),
+    ("p % block_size", "stride 3"),
+    ("d % x", "stride 4"),
+)
+_SPLIT_VALUE_TERMS = (
+    ("block", "stride 0"),
+    ("KV head", "stride 1"),
+    ("d", "stride 2"),
+    ("p % block_size", "stride 3"),
+)
+_FLASH_TERMS = (
+    ("block", "stride 0"),
+    ("p % block_size", "stride 1"),
+    ("KV head", "stride 2"),
+    ("d", "stride 3"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorMemory:
+    """One tensor as the op gets it.
+
+    - ``flat``: [n], the memory; ``base``: where the tensor begins in it.
+    - ``terms``: of the address of an element. ``strides``: in elements, by name.
+    """
+
+    flat: torch.Tensor
+    base: int
+    terms: tuple[Term, ...]
+    strides: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, terms: tuple[Term, ...]) -> "TensorMemory":
+        """Return the memory of a tensor on the CPU."""
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(
+            flat=tensor.as_strided((size,), (1,), 0),
+            base=int(tensor.storage_offset()),
+            terms=terms,
+            strides={f"stride {i}": stride for i, stride in enumerate(tensor.stride())},
+        )
+
+    def read(self, address: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is stored at addresses relative to the base, and which of them are inside."""
+        at = address + self.base
+        inside = (at >= 0) & (at < len(self.flat))
+        return self.flat[at.clamp(0, len(self.flat) - 1)], inside
+
+
+@lru_cache(maxsize=4)
+def memory_of(call: KernelCall) -> dict[str, TensorMemory]:
+    """Return the tensors of a call by name, with the strides with which the lab gives them to the op."""
+    ran = strided(call)
+    found = {"query": TensorMemory.of(ran.query, ROW_TERMS)}
+    if call.spec.cache_layout is not None:
+        found["block_table"] = TensorMemory.of(ran.block_table, TABLE_TERMS)
+    if call.spec.cache_layout == "x-split":
+        found["key_cache"] = TensorMemory.of(ran.key_cache, _SPLIT_KEY_TERMS)
+        if not call.interleave_v:
+            found["value_cache"] = TensorMemory.of(ran.value_cache, _SPLIT_VALUE_TERMS)
+    elif call.spec.cache_layout == "flash":
+        key, value = flash(*to_flash(call.key_cache, call.value_cache), call.strides)
+        found["key_cache"] = TensorMemory.of(key, _FLASH_TERMS)
+        found["value_cache"] = TensorMemory.of(value, _FLASH_TERMS)
+    if call.op in (ENCODER, PREFILL, WRAPPER):
+        found["key"] = TensorMemory.of(ran.key, TOKEN_TERMS)
+        found["value"] = TensorMemory.of(ran.value, TOKEN_TERMS)
+    return found
+
+
+def sizes_of(call: KernelCall) -> dict[str, int]:
+    """Return the sizes by which an address may be multiplied by mistake."""
+    return {
+        "1": 1,
+        "head_size": call.query.shape[2],
+        "num_heads": call.query.shape[1],
+        "num_kv_heads": call.key.shape[1],
+        "block_size": call.block_size,
+        "x": call.key_cache.shape[4],
+    }
+
+
+def key_features(
+    problem: Problem, seq: int, positions: torch.Tensor, heads: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the features of keys and values: tensors that broadcast to [positions, heads, head_size]."""
+    call = problem.call
+    size, x = call.block_size, call.key_cache.shape[4]
+    d, head, at = torch.arange(call.query.shape[2]), heads[:, None], positions[:, None, None]
+    context = problem.seq_len(seq) - problem.query_len(seq)
+    start = problem.row_starts()[seq]
+    return {
+        **_common(call, d, head),
+        "sequence": torch.tensor(seq),
+        "p": at,
+        "p // block_size": at // size,
+        "p % block_size": at % size,
+        "d // x": d // x,
+        "d % x": d % x,
+        "new token of the sequence": at - context,
+        "token": start + at - context,
+        "first token of the sequence": torch.tensor(start),
+    }
+
+
+def row_features(
+    problem: Problem, seq: int, tokens: torch.Tensor, heads: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the features of rows: tensors that broadcast to [tokens, heads, head_size]."""
+    call, start = problem.call, problem.row_starts()[seq]
+    at = tokens[:, None, None]
+    return {
+        **_common(call, torch.arange(call.query.shape[2]), heads[:, None]),
+        "sequence": torch.tensor(seq),
+        "row": start + at,
+        "new token of the sequence": at,
+        "first token of the sequence": torch.tensor(start),
+    }
+
+
+def _common(call: KernelCall, d: torch.Tensor, head: torch.Tensor) -> dict[str, torch.Tensor]:
+    group, num_kv_heads = call.num_queries_per_kv, call.key.shape[1]
+    return {
+        "0": torch.tensor(0),
+        "1": torch.tensor(1),
+        "d": d,
+        "head": head,
+        "number of row": torch.tensor(len(call.query)),
+        "number of token": torch.tensor(len(call.query)),
+        "number of head": torch.tensor(call.query.shape[1]),
+        "KV head": head // group,
+        "KV head // 2": head // group // 2,
+        "head within its group": head % group,
+        "head % num_kv_heads": head % num_kv_heads,
+        _BY_GROUP: head % group * num_kv_heads + head // group,
+        _BY_KV_HEAD: head % num_kv_heads * group + head // num_kv_heads,
+    }
+
+
+# What may be taken for a feature by mistake.
+INSTEAD: Mapping[str, tuple[str, ...]] = {
+    "block": ("p // block_size", "1", "0"),
+    "KV head": (
+        "head within its group",
+        "head % num_kv_heads",
+        "head",
+        "KV head // 2",
+        "1",
+        "0",
+    ),
+    "head": (
+        "KV head",
+        "head within its group",
+        _BY_GROUP,
+        _BY_KV_HEAD,
+        "1",
+        "0",
+    ),
+    "d": ("1", "0"),
+    "slot": ("p", "block", "1", "0"),
+    "part": ("head", "row", "1", "0"),
+    "d // x": ("d % x", "d", "1", "0"),
+    "d % x": ("d // x", "d", "1", "0"),
+    "p % block_size": ("p // block_size", "p", "1", "0"),
+    "p // block_size": ("p % block_size", "p", "1", "0"),
+    "token": ("new token of the sequence", "first token of the sequence", "p", "1", "0"),
+    "row": ("new token of the sequence", "first token of the sequence", "sequence", "1", "0"),
+    "sequence": ("1", "0"),
+}
+
+
+# Address rules: a kernel reads queries, keys, values or the block table at wrong addresses.
+#
+# Each rule changes one term of one tensor's address. It is a Defect that is made for a call, so that it is
+# compared with an output, and confirmed on further cases, as the catalogue's defects are.
+
+FAMILY = "addresses"
+SLOT, TRANSPOSED = -2, -3
+_OF_SLOT = ("block", "p % block_size")
+NOUNS = {
+    "query": "queries",
+    "key": "new keys",
+    "value": "new values",
+    "key_cache": "cached keys",
+    "value_cache": "cached values",
+    "block_table": "entries of the block table",
+    "output": "the output",
+    "lse": "the log-sum-exp",
+    "prefix_output": "outputs of the prefix",
+    "suffix_output": "outputs of the suffix",
+    "prefix_lse": "log-sum-exps of the prefix",
+    "suffix_lse": "log-sum-exps of the suffix",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRule:
+    """One changed term of the address of a tensor's elements.
+
+    - ``index``: which term; None if all terms are missing, so that the tensor's first element is read;
+      SLOT for the terms of the block and of the slot in it together, which a kernel may compute as one;
+      TRANSPOSED for the first two, as if the tensor had its first two dimensions exchanged.
+    - ``feature``, ``stride``: what the term is instead; ``sign``: -1 if it is subtracted.
+    """
+
+    tensor: str
+    index: int | None
+    feature: str = "0"
+    stride: str = "1"
+    sign: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other rule has."""
+        if self.index is None:
+            return f"{self.tensor} at 0"
+        return f"{self.tensor} term {self.index}: {self.sign} × {self.feature} × {self.stride}"
+
+    def address(
+        self, terms: tuple[Term, ...], features: Features, sizes: dict[str, int]
+    ) -> torch.Tensor:
+        """Return the wrong addresses, relative to the tensor's begin."""
+        if self.index is None:
+            return features["0"]
+        if self.index == TRANSPOSED:
+            (first, _), (second, _) = terms[:2]
+            inner = sizes["head_size"] if len(terms) > 2 else 1
+            found = features[second] * features[f"number of {first}"] + features[first]
+            return found * inner + (features["d"] if len(terms) > 2 else 0)
+        found = features["0"]
+        if self.index == SLOT:
+            found = found + features[self.feature] * sizes[self.stride]
+        for i, (feature, stride) in enumerate(terms):
+            if self.index == SLOT and feature in _OF_SLOT:
+                continue
+            if i == self.index:
+                found = found + self.sign * features[self.feature] * sizes[self.stride]
+            else:
+                found = found + features[feature] * sizes[stride]
+        return found
+
+    def text(self, terms: tuple[Term, ...]) -> str:
+        """Return the rule as a clause."""
+        verb = "is written to" if self.tensor in ("output", "lse") else "are read at"
+        what = f"{NOUNS.get(self.tensor, self.tensor)} {verb} a wrong address"
+        if self.index is None:
+            return f"{what}: always that of the first element"
+        if self.index == TRANSPOSED:
+            first, second = (f"{feature}s" for feature, _ in terms[:2])
+            return f"{what}: as [{second}, {first}] in place of [{first}, {second}]"
+        feature, stride = _own_term(terms, self.index)
+        right = f"{_braced(feature)} × {stride}"
+        if self.feature == "0":
+            return f"{what}: the term {right} is missing"
+        if (self.feature, self.stride) == (feature, stride):
+            return f"{what}: the term {right} is subtracted"
+        factor = {"1": ""}.get(self.feature, f"{_braced(self.feature)} × ")
+        sign = "-" if self.sign < 0 else ""
+        return f"{what}: with {sign}{factor}{self.stride} in place of {right}"
+
+
+def _own_term(terms: tuple[Term, ...], index: int) -> Term:
+    """Return the term that a rule changes."""
+    if index != SLOT:
+        return terms[index]
+    return "slot", next(stride for feature, stride in terms if feature == _OF_SLOT[1])
+
+
+def _braced(feature: str) -> str:
+    return f"({feature})" if " " in feature else feature
+
+
+def rules_of(
+    tensor: str, memory: TensorMemory, sizes: dict[str, int], of_others: Iterable[str] = ()
+) -> Iterator[AddressRule]:
+    """Yield the rules of a tensor that differ by their numbers.
+
+    ``sizes`` also has the strides; ``of_others`` are those of other tensors, which replace strides only.
+    """
+    others = set(of_others)
+    yield AddressRule(tensor, None)
+    if memory.terms in _TRANSPOSABLE:
+        yield AddressRule(tensor, TRANSPOSED)
+    has_slots = {feature for feature, _ in memory.terms} >= set(_OF_SLOT)
+    for index in (*range(len(memory.terms)), *([SLOT] if has_slots else [])):
+        own, stride = _own_term(memory.terms, index)
+        seen = {(own, sizes[stride])}
+        options = [(feature, stride) for feature in INSTEAD.get(own, ())]
+        options += [(own, other) for other in sizes if other != stride]
+        options += [("1", other) for other in sizes if other not in others]
+        for feature, other in options:
+            key = ("0", 0) if feature == "0" else (feature, sizes[other])
+            if key not in seen:
+                seen.add(key)
+                yield AddressRule(tensor, index, feature, other)
+        yield AddressRule(tensor, index, own, stride, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRule:
+    """A wrong number that the addresses of several tensors share.
+
+    ``feature`` is taken for ``instead``, or, if ``shift`` is not 0, positions are off by ``shift``.
+    """
+
+    tensors: tuple[str, ...]
+    feature: str
+    instead: str
+    shift: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other rule has."""
+        return f"{'+'.join(self.tensors)}: {self.instead} + {self.shift} for {self.feature}"
+
+    @property
+    def text(self) -> str:
+        """Return the rule as a clause."""
+        nouns = [NOUNS[tensor] for tensor in self.tensors]
+        what = f"{', '.join(nouns[:-1])} and {nouns[-1]}"
+        if self.shift:
+            return (
+                f"{what} are read from position p {'+' if self.shift > 0 else '-'} 1 in place of p"
+            )
+        return f"{what} are read at wrong addresses: with {self.instead} in place of {self.feature}"
+
+
+Rule = AddressRule | SharedRule
+OWN = AddressRule("", -1)  # changes no term
+_CACHES, _NEW = ("key_cache", "value_cache"), ("key", "value")
+
+
+def shared_rules(tensors: Iterable[str]) -> Iterator[SharedRule]:
+    """Yield the rules that concern several of the tensors at once."""
+    present = set(tensors)
+    groups = [group for group in (_CACHES, _NEW, (*_CACHES, *_NEW)) if present >= set(group)]
+    for group in groups:
+        features = ["KV head", *(["p % block_size"] if group == _CACHES else [])]
+        features += ["token"] if group == _NEW else []
+        for feature in features:
+            for instead in INSTEAD[feature]:
+                yield SharedRule(group, feature, instead)
+        if group in (_CACHES, _NEW):
+            yield from (SharedRule(group, "p", "p", shift) for shift in (1, -1))
+
+
+# Defects made of address rules: what rows attend to if a kernel reads at wrong addresses.
+
+
+def address_defects(problem: Problem) -> list[Defect]:
+    """Return the rules about reads that a call allows, each as a defect."""
+    if not _is_modelled(problem.call):
+        return []
+    memory = memory_of(problem.call)
+    found = [
+        _defect(rule.name, rule.text(one.terms), rule)
+        for tensor, one in memory.items()
+        for rule in rules_of(
+            tensor, one, _sizes(problem.call, tensor), _of_others(problem.call, tensor)
+        )
+    ]
+    return found + [_defect(one.name, one.text, one) for one in shared_rules(memory)]
+
+
+def _defect(name: str, text: str, rule: Rule) -> Defect:
+    return rule_defect(FAMILY, name, text, changing_inputs(_change(rule)), partial(_is_shown, rule))
+
+
+def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
+    """Answer whether rows of some sequences can show a rule.
+
+    Without the term p // block_size of the block table, each key comes from one block. That needs a part of
+    a sequence, however a kernel may divide it, in which the term has two values other than 0.
+    """
+    if not isinstance(rule, AddressRule) or rule.tensor != "block_table" or rule.index is None:
+        return True
+    if TABLE_TERMS[rule.index][0] != "p // block_size" or rule.feature not in ("0", "1"):
+        return True
+    size = problem.call.block_size
+    return all(
+        any(
+            (tiles[-1][1] - 1) // size > max(1, tiles[0][0] // size)
+            for seq in seqs
+            for tiles in division.parts(problem, seq)
+        )
+        for division in divisions(problem)
+        if division.merge
+    )
+
+
+def _is_modelled(call: KernelCall) -> bool:
+    """Answer whether every scale is one number, and a cache is small enough to be copied."""
+    scales = (call.k_scale, call.v_scale)
+    is_plain = all(not isinstance(scale, torch.Tensor) or scale.numel() == 1 for scale in scales)
+    return is_plain and call.key_cache.numel() <= 1 << 24 and call.op != MERGE
+
+
+def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
+    """Return the strides of a tensor, other sizes, and those of other tensors that differ, by name."""
+    memory = memory_of(call)
+    other = {
+        "key_cache": "value_cache",
+        "value_cache": "key_cache",
+        "key": "value",
+        "value": "key",
+    }.get(tensor, "")
+    strides = dict(memory[tensor].strides)
+    found = strides | sizes_of(call)
+    rest = [name for name in memory if name not in (tensor, other)]
+    for name in [other] * (other in memory) + rest:
+        own = {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
+        found |= {text: size for text, size in own.items() if size not in found.values()}
+    return found
+
+
+def _of_others(call: KernelCall, tensor: str) -> list[str]:
+    """Return the names of the strides of other tensors."""
+    return [name for name in _sizes(call, tensor) if " stride" in name]
+
+
+def _change(rule: Rule) -> ChangeInputs:
+    """Return the change of the inputs under a rule."""
+    tensors = rule.tensors if isinstance(rule, SharedRule) else (rule.tensor,)
+
+    def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
+        memory = memory_of(problem.call)
+        if tensors == ("query",):
+            features = row_features(problem, row_slice.seq, row_slice.tokens, row_slice.heads)
+            one = memory["query"]
+            query = _read(one, _address(rule, problem, "query", one, features))
+            return dataclasses.replace(inputs, query=query.expand_as(inputs.query))
+        return dataclasses.replace(
+            inputs,
+            key=_keys(rule, tensors, problem, row_slice, inputs.key, ("key_cache", "key")),
+            value=_keys(rule, tensors, problem, row_slice, inputs.value, ("value_cache", "value")),
+        )
+
+    return change
+
+
+def _keys(
+    rule: Rule,
+    tensors: tuple[str, ...],
+    problem: Problem,
+    row_slice: RowSlice,
+    right: torch.Tensor,
+    names: tuple[str, str],
+) -> torch.Tensor:
+    """Return keys or values, [keys, heads, head_size], under a rule about some tensors.
+
+    ``right``: what must be read. ``names``: the cache, and the tensor of new tokens.
+    """
+    memory, seq = memory_of(problem.call), row_slice.seq
+    cached, length = problem.cached_len(seq), problem.seq_len(seq)
+    old, new = right[:cached], right[cached:]
+    cache, arguments = names
+    if cached and cache in memory and (cache in tensors or tensors == ("block_table",)):
+        features = _features(rule, problem, row_slice, torch.arange(cached))
+        features["block"] = _blocks(rule, problem, features)
+        size = problem.call.block_size
+        features["slot"] = features["block"] * size + features["p % block_size"]
+        scale = problem.call.number("k_scale" if cache == "key_cache" else "v_scale")
+        address = _address(rule, problem, cache, memory[cache], features)
+        old = _read_cache(problem, memory[cache], address, scale).expand_as(old)
+    if length > cached and arguments in tensors and arguments in memory:
+        features = _features(rule, problem, row_slice, torch.arange(cached, length))
+        address = _address(rule, problem, arguments, memory[arguments], features)
+        new = _read(memory[arguments], address).expand_as(new)
+    return torch.cat([old, new])
+
+
+def _features(
+    rule: Rule, problem: Problem, row_slice: RowSlice, positions: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the features of keys, with what a shared rule takes for one of them."""
+    shift = rule.shift if isinstance(rule, SharedRule) else 0
+    features = key_features(problem, row_slice.seq, positions + shift, row_slice.heads)
+    if isinstance(rule, SharedRule):
+        features[rule.feature] = features[rule.instead]
+    return features
+
+
+def _blocks(rule: Rule, problem: Problem, features: Features) -> torch.Tensor:
+    """Return the block of each position; 0 for an entry outside of the block table."""
+    table = memory_of(problem.call)["block_table"]
+    block, inside = table.read(_address(rule, problem, "block_table", table, features))
+    return torch.where(inside, block.long(), 0)
+
+
+def _address(
+    rule: Rule, problem: Problem, tensor: str, memory: TensorMemory, features: Features
+) -> torch.Tensor:
+    """Return the addresses of a tensor's elements: wrong ones if the rule is about its terms."""
+    if isinstance(rule, AddressRule) and rule.tensor == tensor:
+        return rule.address(memory.terms, features, _sizes(problem.call, tensor))
+    return OWN.address(memory.terms, features, dict(memory.strides))
+
+
+def _read(memory: TensorMemory, address: torch.Tensor) -> torch.Tensor:
+    """Return what is read at addresses; the interpreter reads 0 outside of a tensor."""
+    stored, inside = memory.read(address)
+    return torch.where(inside, stored.double(), 0.0)
+
+
+def _read_cache(
+    problem: Problem, memory: TensorMemory, address: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the decoded elements of a cache at addresses; 0 outside of it."""
+    stored, inside = memory.read(address)
+    if problem.written.is_fp8:
+        read = problem.written.decode(stored.contiguous()).double() * scale
+    else:
+        read = stored.double()
+    return torch.where(inside, read, 0.0)

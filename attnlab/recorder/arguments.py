@@ -1,0 +1,568 @@
+"""The arguments of an attention op by the names that they have in vLLM, FlashAttention and FlashInfer.
+
+A :class:`Reading` has the arguments of :meth:`attnlab.tensors.call.KernelCall.from_tensors` that were found.
+Nothing is computed on tensors here: an argument is only looked up, so that reading is cheap on a GPU.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.case.ops import KV_CACHE_DTYPES
+from attnlab.tensors.call import KernelCall, Origin
+from attnlab.tensors.quantised import FP8_DTYPES
+
+Arguments = Mapping[str, Any]
+NAMES: dict[str, tuple[str, ...]] = {
+    "query": ("query", "q"),
+    "key_cache": ("key_cache", "k_cache", "k_buffer"),
+    "value_cache": ("value_cache", "v_cache", "v_buffer"),
+    "key": ("key", "k"),
+    "value": ("value", "v"),
+    "output": ("output", "out", "o"),
+    "block_table": (
+        "block_table",
+        "block_tables",
+        "b_loc",
+        "req_to_token",
+        "page_table",
+        "block_offsets",
+    ),
+    "request_index": ("b_req_idx", "req_pool_indices"),
+    "token_starts": ("kv_indptr",),
+    "token_slots": ("kv_indices",),
+    "seq_lens": ("seq_lens", "seqused_k", "b_seq_len", "cache_seqlens", "kv_seqlens"),
+    "query_start_loc": (
+        "query_start_loc",
+        "cu_seqlens_q",
+        "b_start_loc",
+        "cum_seq_lens_q",
+        "qo_indptr",
+        "q_start_loc",
+    ),
+    "slot_mapping": ("slot_mapping",),
+    "max_query_len": ("max_query_len", "max_seqlen_q", "max_input_len", "max_q_len"),
+    "max_seq_len": ("max_seq_len", "max_seqlen_k", "max_kv_len"),
+    "sm_scale": ("sm_scale", "softmax_scale", "scale"),
+    "k_scale": ("k_scale", "k_descale"),
+    "v_scale": ("v_scale", "v_descale"),
+    "softcap": ("softcap", "logit_cap", "logits_soft_cap"),
+    "alibi_slopes": ("alibi_slopes",),
+    "sinks": ("sinks", "s_aux"),
+    "sliding_window": ("sliding_window",),
+    "kv_cache_dtype": ("kv_cache_dtype",),
+    "q_scale": ("q_scale", "q_descale"),
+    "output_scale": ("output_scale", "fp8_out_scale"),
+    "causal": ("causal", "is_causal"),
+    "mm_prefix_range": ("mm_prefix_range",),
+    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
+    "rswa_prefix_lens": ("rswa_prefix_lens",),
+    "chunk_lookback": ("chunk_lookback",),
+    "qq_bias": ("qq_bias",),
+    "lse": ("lse", "softmax_lse"),
+    "before": ("before",),
+    "op": ("op",),
+    "layout": ("layout",),
+}
+REQUIRED = ("query", "key_cache", "value_cache", "block_table", "seq_lens")
+REQUIRED_OF_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+# Arguments that change the result and that attnlab has no reference for, and the values that change nothing.
+_UNMODELLED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("k_scale_cache", "v_scale_cache", "q_v", "mask_mod"), (None,)),
+    **dict.fromkeys(("attn_mask", "gather_kv_indices", "dynamic_causal", "mask"), (None,)),
+    "block_sparse_tensors": (None,),
+    **dict.fromkeys(("use_alibi_sqrt", "skip_decode", "use_interleaved_v_cache"), (False,)),
+    "interleaved_v": (False,),
+    "interleaved_v_pack_factor": (0,),
+    "blocksparse_vert_stride": (0,),
+    "dropout_p": (0.0,),
+    "cp_world_size": (1,),
+    "kv_quant_mode": (0, 1),
+}
+# Arguments that change no number beyond rounding: scratch memory, tuning, and what is only returned.
+_NEUTRAL = (
+    "attn_logits", "attn_logits_max", "attn_lse", "exp_sum", "exp_sums", "max_logits", "tmp_out",
+    "tmp_output", "workspace", "workspace_buffer", "scheduler_metadata", "softmax_segm_output",
+    "softmax_segm_max", "softmax_segm_expsum", "lean_Mp", "lean_Lp", "lean_Op", "lean_locks",
+    "num_splits", "num_kv_splits", "max_kv_splits", "num_par_softmax_segments", "seq_threshold_3D",
+    "use_td", "enable_pdl", "use_pdl", "enable_lean", "uneven_batch", "pack_gqa", "sm_margin",
+    "fa_version", "ver", "deterministic", "backend", "isa", "mfma_type", "num_warps", "num_stages",
+    "waves_per_eu", "return_softmax_lse", "return_attn_probs", "return_lse", "out_dtype",
+    "o_sf_vec_size", "cu_seqlens_k", "cum_seq_lens_kv", "max_len_in_batch", "rotary_interleaved",
+)  # fmt: skip
+# Arguments that repeat a size of the tensors: neutral if they have this value.
+_SIZES: dict[str, Callable[[KernelCall], int]] = {
+    **dict.fromkeys(("num_heads", "num_q_heads", "num_qo_heads"), lambda call: call.query.shape[1]),
+    **dict.fromkeys(("num_kv_heads", "kv_heads"), lambda call: call.key.shape[1]),
+    **dict.fromkeys(("head_size", "head_dim"), lambda call: call.query.shape[2]),
+    **dict.fromkeys(("block_size", "page_size"), lambda call: call.block_size),
+    **dict.fromkeys(("batch_size", "num_seqs"), lambda call: len(call.seq_lens)),
+    **dict.fromkeys(("kv_group_num", "num_queries_per_kv"), lambda call: call.num_queries_per_kv),
+}
+
+
+class BoundArguments(dict[str, Any]):
+    """The arguments of a call by name, with defaults. ``given``: the names of those not at their default."""
+
+    def __init__(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.given = {
+            name
+            for name, value in arguments.items()
+            if name not in defaults or not _is_same(value, defaults[name])
+        }
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reading:
+    """What was read from the arguments of a call.
+
+    - ``fields``: arguments of ``KernelCall.from_tensors``, by its names.
+    - ``unmodelled``: the names of arguments without a reference.
+    - ``unknown``: arguments that were not understood and differ from their defaults, by name.
+    - ``read_as``: how arguments of another form were read, in words.
+    - ``result``: returns (output, log-sum-exp or None) from what the op returned; None if the op writes
+      ``fields["output"]``.
+    """
+
+    fields: dict[str, Any]
+    unmodelled: list[str] = field(default_factory=list)
+    unknown: dict[str, Any] = field(default_factory=dict)
+    read_as: list[str] = field(default_factory=list)
+    result: Callable[[Any], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
+
+    def unknown_texts(self, call: KernelCall) -> tuple[str, ...]:
+        """Return the unknown arguments as "name=value", without those that repeat a size of the call."""
+        return tuple(
+            f"{name}={_shown(value)}"
+            for name, value in self.unknown.items()
+            if name not in _SIZES or _shown(value) != str(_SIZES[name](call))
+        )
+
+
+def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading:
+    """Return the fields that the arguments of an op hold, by the names in :data:`NAMES`.
+
+    Of :class:`BoundArguments`, those that are not understood are kept; ``known``: further names that are. A
+    dict of tensors may hold anything: only a window_size that is not understood is kept.
+    """
+    fields, used = {}, {*known, *_UNMODELLED, *_NEUTRAL}
+    for name, aliases in NAMES.items():
+        for alias in aliases:
+            if arguments.get(alias) is not None:
+                fields[name] = arguments[alias]
+                used.add(alias)
+                break
+    _take_caches(fields)
+    used |= _take_window(fields, arguments)
+    given = arguments.given if isinstance(arguments, BoundArguments) else {"window_size"}
+    unknown = {
+        name: arguments[name]
+        for name in arguments
+        if name in given and name not in used and arguments[name] is not None
+    }
+    unmodelled = [
+        name
+        for name, neutral in _UNMODELLED.items()
+        if name in arguments and not _is_one_of(arguments[name], neutral)
+    ]
+    if not isinstance(fields.get("causal", True), (bool, int, float, torch.Tensor)):
+        fields.pop("causal")
+    return Reading(fields=fields, unmodelled=unmodelled, unknown=unknown)
+
+
+def output_of(result: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return output and log-sum-exp of what an op returned: a tensor, or a sequence that starts with both.
+
+    The output is None if no tensor was returned.
+    """
+    tensors = result if isinstance(result, (tuple, list)) else (result,)
+    found = [one if isinstance(one, torch.Tensor) else None for one in (*tensors[:2], None, None)]
+    return found[0], found[1]
+
+
+def returned_output(result: Any) -> tuple[torch.Tensor | None, None]:
+    """Return the output of an op that attnlab has no record of; what else it returned is not known."""
+    return output_of(result)[0], None
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(default, torch.Tensor):
+        return value is default
+    try:
+        return value is default or (type(value) is type(default) and bool(value == default))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _shown(value: Any) -> str:
+    """Return an argument as short text; of a larger tensor, only its shape."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return str(value.item())
+        return f"a tensor {tuple(value.shape)}"
+    return " ".join(f"{value!r:.40}".split())
+
+
+def missing(fields: Mapping[str, Any], *, writes_cache: bool = False) -> list[str]:
+    """Return the required fields of an attention op, or of a cache write, that are not there.
+
+    Lists of token slots (``kv_indptr``, ``kv_indices``) stand for block table and lengths.
+    """
+    required = REQUIRED_OF_WRITE if writes_cache else REQUIRED
+    listed = {"token_starts", "token_slots"} <= fields.keys()
+    instead = ("block_table", "seq_lens") if listed else ()
+    return [name for name in required if name not in fields and name not in instead]
+
+
+def check_complete(reading: Reading, *, writes_cache: bool = False) -> None:
+    """Raise InvalidCall unless every required field was read."""
+    for name in missing(reading.fields, writes_cache=writes_cache):
+        names = " or ".join(NAMES[name])
+        raise InvalidCall(f"{name} must be among the arguments, as {names}, got none", field=name)
+
+
+def take_tables(reading: Reading) -> None:
+    """Bring tables and caches of other forms into those of a KernelCall. Changes the reading.
+
+    - Lists of token slots become a block table; their lengths are waited for on a GPU.
+    - A table for every request of an engine is read at the requests of the call.
+    - A cache without a dimension for its blocks gets one.
+    """
+    page_size, fields = reading.unknown.get("page_size", 1), reading.fields
+    reading.read_as += [
+        *_table_of_slots(fields),
+        *_table_of_requests(fields),
+        *_paged_caches(fields, page_size),
+    ]
+
+
+def _table_of_slots(fields: dict[str, Any]) -> list[str]:
+    """Make a block table and lengths from lists of the sequences' token slots, with blocks of one token."""
+    starts, slots = fields.pop("token_starts", None), fields.pop("token_slots", None)
+    tensors = isinstance(starts, torch.Tensor) and isinstance(slots, torch.Tensor)
+    if not tensors or "block_table" in fields or "seq_lens" in fields:
+        return []
+    counts = starts.long().diff()
+    columns = torch.arange(max(1, int(counts.max()) if len(counts) else 1), device=slots.device)
+    index = starts[:-1].long().to(slots.device)[:, None] + columns
+    inside = columns < counts.to(slots.device)[:, None]
+    fields["block_table"] = torch.where(inside, slots[index.clamp(max=max(0, len(slots) - 1))], 0)
+    fields["seq_lens"] = counts.int()
+    return ["kv_indptr and kv_indices as a block table with blocks of one token"]
+
+
+def _table_of_requests(fields: dict[str, Any]) -> list[str]:
+    """Take the rows of a table of all requests that belong to the call."""
+    index, table = fields.pop("request_index", None), fields.get("block_table")
+    if not isinstance(index, torch.Tensor) or not isinstance(table, torch.Tensor):
+        return []
+    fields["block_table"] = table[index.long().to(table.device)]
+    return ["the block table as the rows that the request index names"]
+
+
+def _paged_caches(fields: dict[str, Any], page_size: Any) -> list[str]:
+    """Give a cache [num_slots, num_kv_heads, head_size] a dimension for its blocks."""
+    size = page_size if type(page_size) is int and page_size > 0 else 1
+    caches = {name: fields.get(name) for name in ("key_cache", "value_cache")}
+    flat = {n: one for n, one in caches.items() if isinstance(one, torch.Tensor) and one.dim() == 3}
+    if len(flat) < 2 or any(len(one) % size for one in flat.values()):
+        return []
+    fields.update({name: one.unflatten(0, (-1, size)) for name, one in flat.items()})
+    fields.setdefault("layout", "flash")
+    tokens = "one token" if size == 1 else f"{size} tokens"
+    return [f"the caches with blocks of {tokens}"]
+
+
+def _take_caches(fields: dict[str, Any]) -> None:
+    """Take ``k`` and ``v`` for the cache if they have its dimensions and no other argument is the cache."""
+    for new, cache in (("key", "key_cache"), ("value", "value_cache")):
+        tensor = fields.get(new)
+        if cache not in fields and isinstance(tensor, torch.Tensor) and tensor.dim() >= 4:
+            fields[cache] = fields.pop(new)
+
+
+def _take_window(fields: dict[str, Any], arguments: Arguments) -> set[str]:
+    """Set ``sliding_window`` to the number of keys that a row sees, 0 for all; return the arguments read.
+
+    FlashAttention's window_size is (keys to the left, keys to the right), -1 for all; FlashInfer's
+    window_left is the first of them. A window_size of one number is not read: it may count the row's own key
+    or not. Nor is one that shows keys to the right.
+    """
+    window, used = arguments.get("window_size"), {"window_left", "rswa_window"}
+    left = arguments.get("window_left")
+    if isinstance(window, (tuple, list)) and len(window) == 2:
+        left = window[0]
+        used |= {"window_size"} if window[1] in (0, -1) else set()
+    if left is not None:
+        fields["sliding_window"] = left + 1 if left >= 0 else 0
+    if isinstance(fields.get("sliding_window"), (tuple, list)):
+        fields["sliding_window"] = fields["sliding_window"][0] + 1
+    if "sliding_window" in fields:
+        fields["sliding_window"] = max(0, int(fields["sliding_window"]))
+    if arguments.get("rswa_window") is None:  # R-SWA needs both arguments
+        fields.pop("rswa_prefix_lens", None)
+    elif "rswa_prefix_lens" in fields:
+        fields["sliding_window"] = int(arguments["rswa_window"])
+    return used
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return False
+    return value is None or value in neutral
+
+
+# From a Reading to a KernelCall: numbers out of tensors, dtypes, and the checks of from_tensors.
+
+_FP8_PLATFORM = {torch.float8_e4m3fn: "sm_90", torch.float8_e4m3fnuz: "gfx942"}
+
+
+def call_of_reading(
+    reading: Reading, origin: Origin, *, op: str | None = None, layout: str | None = None
+) -> KernelCall:
+    """Return the KernelCall of what was read. ``op``, ``layout``: as for ``from_tensors``.
+
+    Raises InvalidCall with one line that names the first argument that is missing or does not fit.
+    """
+    take_tables(reading)
+    check_complete(reading)
+    fields = {name: value for name, value in reading.fields.items() if value is not None}
+    read_as = [*reading.read_as, *_normalised(fields)]
+    for name, value in fields.items():
+        if name in _NUMBERS and name not in _SCALES and not _is_by_sequence(name, value):
+            fields[name] = number_of(name, value)
+    if getattr(fields["query"], "dtype", None) not in FP8_DTYPES:
+        fields.pop("q_scale", None)  # ops read it with a query in FP8 only
+    for name in _SCALES:
+        if name in fields:
+            fields[name] = _scale(name, fields[name], fields)
+    if not fields.get("softcap"):
+        fields.pop("softcap", None)
+    for name in _BY_SEQUENCE:  # an engine's buffers may have room for more sequences
+        if isinstance(fields.get(name), torch.Tensor) and fields[name].dim():
+            fields[name] = fields[name][: len(fields["seq_lens"])]
+    key_cache = fields["key_cache"]
+    fields["kv_cache_dtype"] = _kv_cache_dtype(fields.get("kv_cache_dtype"), key_cache)
+    if origin.platform is None and isinstance(key_cache, torch.Tensor):
+        origin = dataclasses.replace(origin, platform=_FP8_PLATFORM.get(key_cache.dtype))
+    fields.setdefault("op", op)
+    fields.setdefault("layout", layout)
+    _drop_new_tokens(fields)
+    call = KernelCall.from_tensors(
+        **fields, origin=origin, unmodelled=tuple(reading.unmodelled), read_as=tuple(read_as)
+    )
+    return dataclasses.replace(call, unknown_arguments=reading.unknown_texts(call))
+
+
+def _normalised(fields: dict[str, Any]) -> list[str]:
+    """Bring query and output into the shapes of a KernelCall; return what was done. Changes ``fields``.
+
+    Leading dimensions of 1 go, and so does a dimension for the new tokens of each sequence.
+    """
+    done: list[str] = []
+    query = fields["query"]
+    if not isinstance(query, torch.Tensor):
+        return done
+    shape = query.shape
+    seqs = len(fields["seq_lens"]) if isinstance(fields["seq_lens"], torch.Tensor) else -1
+    if query.dim() == 4 and query.shape[0] == seqs and "query_start_loc" not in fields:
+        starts = torch.arange(seqs + 1, dtype=torch.int32, device=query.device)
+        fields["query_start_loc"] = starts * query.shape[1]
+        query = query.flatten(0, 1)
+    while query.dim() > 3 and query.shape[0] == 1:
+        query = query[0]
+    if query.dim() == 3 and query.shape != shape:
+        fields["query"] = query
+        done.append(f"query {tuple(shape)} as {tuple(query.shape)}")
+    for name in ("output", "before"):
+        given = fields.get(name)
+        if isinstance(given, torch.Tensor) and _is_flat_output(given, shape, query):
+            fields[name] = given.reshape(*query.shape[:2], -1)
+            if name == "output":
+                done.append(f"output {tuple(given.shape)} as {tuple(fields[name].shape)}")
+    return done
+
+
+def _is_flat_output(output: torch.Tensor, given: torch.Size, query: torch.Tensor) -> bool:
+    """Answer whether an output has the elements of [num_tokens, num_heads, value_size] in this order.
+
+    It may have leading dimensions of 1, those of the query as it was ``given``, and heads and elements in
+    one.
+    """
+    if query.dim() != 3 or (output.dim() == 3 and output.shape[:2] == query.shape[:2]):
+        return False
+    tokens, heads, _ = query.shape
+    sizes = list(output.shape)
+    while len(sizes) > 2 and sizes[0] == 1:
+        del sizes[0]
+    if len(sizes) == len(given) and sizes[:-1] == list(given[:-1]):
+        return True
+    if len(sizes) == 2:
+        return sizes[0] == tokens and sizes[1] % heads == 0
+    return len(sizes) == 3 and sizes[:2] == [tokens, heads]
+
+
+_SCALES = ("k_scale", "v_scale", "q_scale")
+_NUMBERS = {
+    **dict.fromkeys(("sm_scale", "softcap", "output_scale", *_SCALES), float),
+    **dict.fromkeys(("max_query_len", "max_seq_len", "sliding_window"), int),
+    **dict.fromkeys(("chunk_lookback", "window_right"), int),
+    **dict.fromkeys(("causal", "mm_prefix_clamp_sliding_window"), bool),
+}
+_BY_SEQUENCE = ("causal", "mm_prefix_range", "rswa_prefix_lens")  # tensors with a row per sequence
+
+
+def _is_by_sequence(name: str, value: Any) -> bool:
+    """Answer whether a field that may be a number is a tensor with one number per sequence."""
+    return name in _BY_SEQUENCE and isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def number_of(name: str, value: Any) -> Any:
+    """Return a field that is a number, of a tensor with one element, too; raise InvalidCall."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return _NUMBERS[name](value)
+    except (TypeError, ValueError) as error:
+        kind = _NUMBERS[name].__name__
+        raise InvalidCall(f"{name} must be one {kind}, got {value!r:.60}", field=name) from error
+
+
+def _scale(name: str, scale: Any, fields: dict[str, Any]) -> float | torch.Tensor:
+    """Return a number for a tensor of one element; a scale per KV head as one per sequence and head."""
+    if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
+        return float(number_of(name, scale))
+    if scale.dim() == 1:
+        return scale.expand(len(fields["seq_lens"]), -1)
+    return scale
+
+
+def _kv_cache_dtype(given: Any, key_cache: Any) -> str | None:
+    """Return the name that ``from_tensors`` accepts. vLLM also has the names of 16-bit dtypes."""
+    dtype = getattr(key_cache, "dtype", None)
+    if dtype == torch.uint8:
+        return given if given in KV_CACHE_DTYPES else None
+    return None
+
+
+def _drop_new_tokens(fields: dict[str, Any]) -> None:
+    """Drop key and value unless both are there: a part of them means nothing."""
+    if ("key" in fields) != ("value" in fields):
+        fields.pop("key", None)
+        fields.pop("value", None)
+
+
+def plain_kv_cache_dtype(given: Any, key_cache: torch.Tensor, model: torch.dtype) -> str:
+    """Return the kv_cache_dtype of a cache; ``model``: the dtype of the tokens. Raises InvalidCall."""
+    if key_cache.dtype in FP8_DTYPES:
+        return "fp8_e5m2" if key_cache.dtype == torch.float8_e5m2 else "fp8"
+    if key_cache.dtype == torch.uint8:
+        if given in KV_CACHE_DTYPES[1:]:
+            return str(given)
+        text = f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES[1:])} for a uint8 cache"
+        raise InvalidCall(f"{text}, got {given!r:.40}", field="kv_cache_dtype")
+    if key_cache.dtype != model:
+        text = f"key_cache must be {model} like key, uint8 or FP8, got {key_cache.dtype}"
+        raise InvalidCall(text, field="key_cache")
+    return "auto"
+
+
+# RecordedOp: a function whose calls are recorded, and how its arguments are read.
+
+Adjust = Callable[[dict[str, Any], Reading], None]
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], BoundArguments]
+
+
+def no_change(arguments: dict[str, Any], reading: Reading) -> None:
+    """Change nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOp:
+    """A function whose calls are recorded.
+
+    - ``module``, ``function``: where it is defined.
+    - ``op``: the op of :data:`attnlab.case.ops.OPS` that describes its arguments; None chooses by the
+      layout of the cache. ``layout``: that of its cache, None to find it by the shapes.
+    - ``writes_cache``: the op writes a cache; otherwise it is an attention op.
+    - ``adjust``: completes what :func:`attnlab.recorder.arguments.read_arguments` found by the names of
+      the arguments. It changes the Reading and computes nothing that waits for a GPU.
+    - ``reads``: the names of further arguments that ``adjust`` reads, or that change no number. Others whose
+      names are not known are kept with the call, and what may depend on them is not decided.
+    """
+
+    module: str
+    function: str
+    op: str | None = None
+    layout: str | None = None
+    adjust: Adjust = no_change
+    writes_cache: bool = False
+    reads: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return "module.function"."""
+        return f"{self.module}.{self.function}"
+
+    def read(self, arguments: dict[str, Any]) -> Reading | None:
+        """Return what the arguments hold, or None if they are no paged attention and no cache write."""
+        reading = read_arguments(arguments, self.reads)
+        self.adjust(arguments, reading)
+        if reading.result is None and "output" not in reading.fields and not self.writes_cache:
+            reading.result = returned_output
+        if not self.writes_cache:
+            take_tables(reading)
+        is_other = missing(reading.fields, writes_cache=self.writes_cache)
+        return None if is_other else reading
+
+
+def binder(signature: inspect.Signature) -> Bind:
+    """Return a function (args, kwargs) that returns a call's arguments by name, with defaults.
+
+    It raises TypeError for arguments that there are no parameters for. ``inspect.Signature.bind`` takes many
+    times as long; it is used for parameters like *args.
+    """
+    parameters = signature.parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if any(one.kind not in named for one in parameters):
+        return functools.partial(_bound, signature)
+    positional = [one.name for one in parameters if one.kind is named[0]]
+    names = {one.name for one in parameters}
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
+        if len(args) > len(positional) or not names.issuperset(kwargs):
+            raise TypeError(f"there is no parameter for each argument of {signature}")
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        return BoundArguments({**defaults, **given}, defaults)
+
+    return bind
+
+
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> BoundArguments:
+    found = signature.bind(*args, **kwargs)
+    found.apply_defaults()
+    arguments, defaults = dict(found.arguments), dict[str, Any]()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name)
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            defaults[name] = ()
+        elif parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return BoundArguments(arguments, defaults)
+
+
+def op_of_text(text: str) -> RecordedOp:
+    """Return the op "module:function"; its arguments are found by their names. Raises InvalidCase."""
+    module, colon, function = text.partition(":")
+    if not (colon and module and function.isidentifier()):
+        raise InvalidCase(f"op must be MODULE:FUNCTION, got {text!r}", field="op")
+    return RecordedOp(module=module, function=function)

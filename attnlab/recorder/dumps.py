@@ -1,0 +1,494 @@
+"""Tensors from files of other programs. Nothing in a file is executed."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from attnlab.case.errors import InvalidCall
+from attnlab.case.ops import OPS, UNIFIED
+from attnlab.case.output_file import check_input_path
+from attnlab.recorder import capture as recording
+from attnlab.recorder.arguments import NAMES, Reading, RecordedOp, call_of_reading, read_arguments
+from attnlab.recorder.ops import other_ops
+from attnlab.tensors.call import KernelCall, Origin
+from attnlab.tensors.call_file import is_call_file
+
+
+def load_torch(path: Path) -> Any:
+    """Return what ``torch.save`` wrote: tensors, numbers, texts, lists and dicts.
+
+    Raises InvalidCall for a damaged file and for one that would execute code.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other pickle protocols; the error says enough
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+            text = f"{path} must hold only tensors and plain values: loading it would execute code"
+            raise InvalidCall(text) from error
+        raise InvalidCall(f"{path} must be a whole file of torch.save: {_line(error)}") from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise InvalidCall(f"{path} must be a whole file of torch.save: {_line(error)}") from error
+
+
+def load_npz(path: Path) -> dict[str, Any]:
+    """Return the arrays of an .npz file as tensors. Raises InvalidCall; object arrays are refused."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
+            arrays = {name: held[name] for name in held.files}
+        return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise InvalidCall(f"{path} must be a whole .npz file of numbers: {_line(error)}") from error
+
+
+def load_safetensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a safetensors file. Raises InvalidCall."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InvalidCall(f"{path} must be a whole safetensors file: {_line(error)}") from error
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Return the dict in a .pt, .npz or safetensors file; the end of the name decides."""
+    if path.suffix == ".npz":
+        return load_npz(path)
+    if path.suffix in (".pt", ".pth", ".bin"):
+        found = load_torch(path)
+        if not isinstance(found, dict):
+            raise InvalidCall(f"{path} must hold a dict, got {type(found).__name__}")
+        return found
+    return load_safetensors(path)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:159] + "…"
+
+
+# Calls from FlashInfer's level-10 log: a folder per call, with metadata.jsonl, inputs.pt and outputs.pt.
+#
+# Tensors have the keys ``arg_0``, …, ``kwarg_name``, ``result`` or ``result_0``, …; other arguments are in
+# the metadata under the same keys, and so is the function's signature (flashinfer/api_logging.py). A
+# wrapper's call is spread over three folders with the same process_id and self_id: ``__init__``, ``plan``
+# and ``run``.
+
+METADATA = "metadata.jsonl"
+_WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dump:
+    """One folder: the last record of its metadata, and its arguments by the parameters' names."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    arguments: dict[str, Any]
+
+    @property
+    def function(self) -> str:
+        """Return the name of the function, "Class.method" for a method."""
+        return str(self.record.get("function_name", ""))
+
+    @property
+    def owner(self) -> tuple[Any, Any]:
+        """Return what is equal for all calls of one wrapper."""
+        return self.record.get("process_id"), self.record.get("self_id")
+
+
+def read_flashinfer(folder: Path) -> KernelCall:
+    """Return the call in a folder of FlashInfer's log. Raises InvalidCall with one line."""
+    dump = _dump(folder)
+    class_, _, method = dump.function.rpartition(".")
+    if class_ in _WRAPPERS and method in ("run", "forward"):
+        reading = _wrapper_reading(dump)
+    else:
+        known = {op.function: op for op in other_ops() if op.module.startswith("flashinfer")}
+        if dump.function not in known:
+            names = ", ".join([*known, *(f"{name}.run" for name in _WRAPPERS)])
+            raise InvalidCall(f"{folder} must be a call of {names}, got {dump.function!r:.80}")
+        found = known[dump.function].read(dump.arguments)
+        if found is None:
+            raise InvalidCall(f"{folder} must hold query, kv_cache, block_tables and seq_lens")
+        reading = found
+    _add_result(dump, reading)
+    versions = dump.record.get("versions", {})
+    release = versions.get("flashinfer") if isinstance(versions, dict) else None
+    name = f"{dump.record.get('module', 'flashinfer')}.{dump.function}"
+    origin = Origin(op=name, program="flashinfer", release=release)
+    return call_of_reading(reading, origin, op=UNIFIED)
+
+
+def _dump(folder: Path) -> Dump:
+    record = _last_record(folder / METADATA)
+    tensors = _tensors(folder, "inputs")
+    arguments = record.get("input_metadata")
+    names = _parameters(str(record.get("function_signature", "")))
+    if not isinstance(arguments, dict):
+        raise InvalidCall(f"{folder / METADATA} must have input_metadata, got {arguments!r:.60}")
+    values = {key: _value(value, tensors) for key, value in arguments.items()} | {
+        key: value for key, value in tensors.items() if "__" not in key
+    }
+    found = {}
+    for key, value in values.items():
+        kind, _, rest = key.partition("_")
+        if kind == "kwarg":
+            found[rest] = value
+        elif kind == "arg" and rest.isdigit() and int(rest) < len(names):
+            found[names[int(rest)]] = value
+    return Dump(folder=folder, record=record, arguments=found)
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """Return the last line of a JSON-lines file: it is the most complete."""
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        record = json.loads(lines[-1])
+    except (OSError, UnicodeDecodeError, ValueError, IndexError) as error:
+        raise InvalidCall(f"{path} must have a JSON object on its last line: {error}") from error
+    if not isinstance(record, dict):
+        raise InvalidCall(f"{path} must have a JSON object on its last line, got {record!r:.60}")
+    return record
+
+
+def _tensors(folder: Path, kind: str) -> dict[str, Any]:
+    """Return the tensors of inputs or outputs; none if there is no such file."""
+    if (folder / f"{kind}.pt").exists():
+        found = load_torch(folder / f"{kind}.pt")
+        if not isinstance(found, dict):
+            raise InvalidCall(f"{folder / kind}.pt must hold a dict, got {type(found).__name__}")
+        return found
+    if (folder / f"{kind}.safetensors").exists():
+        return load_safetensors(folder / f"{kind}.safetensors")
+    return {}
+
+
+def _parameters(signature: str) -> list[str]:
+    """Return the names of positional parameters of "(self, q: torch.Tensor, n: int = 1, *, …)"."""
+    names, depth, start = [], 0, 1
+    for position, character in enumerate(signature):
+        depth += (character in "([{") - (character in ")]}")
+        ends = depth == 0 or (depth == 1 and character == ",")
+        if ends and position >= start:
+            name = signature[start:position].partition(":")[0].partition("=")[0].strip()
+            start = position + 1
+            if name.startswith("*"):
+                break
+            if name and name != "/":
+                names.append(name)
+        if depth == 0 and position:
+            break
+    return names
+
+
+def _value(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return an argument of the metadata; lists and tuples may hold tensors of the file."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "torch.Tensor":
+        return tensors.get(str(value.get("tensor_key")))
+    if value.get("type") in ("tuple", "list") and isinstance(value.get("items"), list):
+        return tuple(_value(item, tensors) for item in value["items"])
+    return None
+
+
+def _wrapper_reading(run: Dump) -> Reading:
+    """Return the reading of a wrapper's run, with the page table of its last plan."""
+    plan = _before(run, "plan")
+    made = _before(run, "__init__", required=False)
+    given = {**plan.arguments, **run.arguments}
+    pages = _pages(plan)
+    query, cache = given.get("q"), given.get("paged_kv_cache")
+    if isinstance(cache, torch.Tensor):
+        cache = cache.unbind(1)
+    if not isinstance(query, torch.Tensor) or not isinstance(cache, (tuple, list)):
+        raise InvalidCall(f"{run.folder} must hold the tensors q and paged_kv_cache")
+    layout = "NHD" if made is None else made.arguments.get("kv_layout", "NHD")
+    window = given.get("window_left", -1)
+    scales = [given.get(name) for name in ("q_scale", "k_scale")]
+    sm_scale = given.get("sm_scale") or query.shape[-1] ** -0.5
+    is_fp8 = cache[0].dtype.itemsize == 1
+    reading = Reading(
+        fields={
+            **pages,
+            "query": query,
+            "key_cache": cache[0],
+            "value_cache": cache[1],
+            "sm_scale": sm_scale * math.prod(1.0 if scale is None else scale for scale in scales),
+            "v_scale": given.get("v_scale") if is_fp8 else None,
+            "sliding_window": 0 if window is None or window < 0 else window + 1,
+            "softcap": given.get("logits_soft_cap"),
+            "sinks": given.get("sinks"),
+            "causal": True if "qo_indptr" not in given else bool(given.get("causal")),
+            "layout": "HND" if layout == "HND" else "flash",
+        }
+    )
+    neutral = {"custom_mask": None, "packed_custom_mask": None, "pos_encoding_mode": "NONE"}
+    for name, value in neutral.items():
+        if given.get(name, value) is not value and given.get(name) != value:
+            reading.unmodelled.append(name)
+    if query.dtype.itemsize == 1:
+        reading.unmodelled.append("query in FP8")  # how weights are rounded is not documented
+    if not is_fp8 and given.get("v_scale") not in (None, 1, 1.0):
+        reading.unmodelled.append("v_scale")
+    return reading
+
+
+def _before(run: Dump, method: str, *, required: bool = True) -> Any:
+    """Return the last call of a method of the same wrapper before ``run``. Folders are named by time."""
+    class_ = run.function.rpartition(".")[0]
+    for folder in sorted(run.folder.parent.iterdir(), reverse=True):
+        if folder.name >= run.folder.name or not (folder / METADATA).exists():
+            continue
+        record = _last_record(folder / METADATA)
+        owner = record.get("process_id"), record.get("self_id")
+        if record.get("function_name") == f"{class_}.{method}" and owner == run.owner:
+            return _dump(folder)
+    if required:
+        text = (
+            f"{run.folder.parent} must hold the call of {class_}.{method} before {run.folder.name}"
+        )
+        raise InvalidCall(text)
+    return None
+
+
+def _pages(plan: Dump) -> dict[str, torch.Tensor]:
+    """Return block_table, seq_lens and query_start_loc of a plan's lists of pages."""
+    given = plan.arguments
+    starts = given.get("paged_kv_indptr", given.get("indptr"))
+    pages = given.get("paged_kv_indices", given.get("indices"))
+    last = given.get("paged_kv_last_page_len", given.get("last_page_len"))
+    size = given.get("page_size")
+    if (
+        not isinstance(starts, torch.Tensor)
+        or not isinstance(pages, torch.Tensor)
+        or not isinstance(last, torch.Tensor)
+        or not isinstance(size, int)
+    ):
+        raise InvalidCall(f"{plan.folder} must hold the pages of the plan and their size")
+    starts, last = starts.long(), last.long()
+    if starts.dim() != 1 or last.shape != (len(starts) - 1,) or int(starts[-1]) > len(pages):
+        raise InvalidCall(f"{plan.folder} must hold a page list that fits its indptr")
+    counts = starts.diff()
+    table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+    for seq, count in enumerate(counts.tolist()):
+        table[seq, :count] = pages[int(starts[seq]) : int(starts[seq]) + count]
+    lens = torch.where(counts > 0, (counts - 1) * int(size) + last, 0).int()
+    found = {"block_table": table, "seq_lens": lens}
+    if isinstance(given.get("qo_indptr"), torch.Tensor):
+        found["query_start_loc"] = given["qo_indptr"]
+    return found
+
+
+def _add_result(dump: Dump, reading: Reading) -> None:
+    """Add the output that the call returned; FlashInfer's log-sum-exp is to base 2."""
+    results = _tensors(dump.folder, "outputs")
+    output = results.get("result", results.get("result_0"))
+    if output is None:
+        status = dump.record.get("execution_status", "unknown")
+        text = f"{dump.folder} must hold an output, got none (execution_status {status})"
+        raise InvalidCall(text, field="output")
+    reading.fields["output"] = output
+    reading.fields.pop("lse", None)
+    lse = results.get("result_1")
+    if isinstance(lse, torch.Tensor) and lse.dim() == 2:
+        reading.fields["lse"] = lse * math.log(2)
+
+
+# Calls from files of other tools: which format a path has, SGLang's dumper, and plain dicts of tensors.
+
+
+def read_call_file(
+    path: Path, names: Mapping[str, str] | None = None, *, op: str | None = None
+) -> KernelCall:
+    """Return the call in a file or folder; the format is found out.
+
+    - A file of :meth:`KernelCall.save`.
+    - A folder of FlashInfer's level-10 log, with metadata.jsonl.
+    - Files of SGLang's dumper, ``{"value": …, "meta": …}``: a folder with one step and layer, or one of the
+      files, which stands for those with the same step, rank and layer.
+    - A dict of tensors and numbers, as .pt, .npz or safetensors.
+
+    ``names``: for the last two, the key of each field, for example {"query": "q"}; a number instead of a
+    key is the value itself. Without it, fields are found by the names that vLLM, FlashAttention and
+    FlashInfer use. ``op``: the op that describes the call.
+
+    Nothing in a file is executed. Raises InvalidCall with one line.
+    """
+    path, names = Path(path), dict(names or {})
+    _check_names(names)
+    if op is not None and op not in OPS:
+        raise InvalidCall(f"op must be one of {', '.join(OPS)}, got {op!r}", field="op")
+    if path.is_dir():
+        if (path / METADATA).exists():
+            return read_flashinfer(path)
+        values, origin = _sglang_folder(path)
+        return _of_dict(path, values, names, origin, op)
+    check_input_path(path)
+    if path.suffix not in (".pt", ".pth", ".bin", ".npz") and is_call_file(path):
+        call = KernelCall.load(path)
+        return call if op is None else dataclasses.replace(call, op=op)
+    if path.suffix not in (".pt", ".pth", ".bin", ".npz") and not names:
+        return _own_or_dict(path, op)
+    values = load_tensors(path)
+    if set(values) == {"value", "meta"}:
+        values, origin = _sglang_group(path.parent, _key_of(path, values["meta"]))
+        return _of_dict(path, values, names, origin, op)
+    return _of_dict(path, values, names, Origin(), op)
+
+
+def _own_or_dict(path: Path, op: str | None) -> KernelCall:
+    """Return the call of a safetensors file without attnlab's document."""
+    return _of_dict(path, load_tensors(path), {}, Origin(), op)
+
+
+def parse_names(text: str) -> dict[str, str]:
+    """Return {"query": "q", …} of "query=q,…". Raises InvalidCall."""
+    names = {}
+    for word in text.split(","):
+        field, equals, key = word.partition("=")
+        if not (equals and field and key):
+            raise InvalidCall(f"map must be FIELD=KEY,…, got {word!r:.60}", field="map")
+        names[field.strip()] = key.strip()
+    _check_names(names)
+    return names
+
+
+def _check_names(names: Mapping[str, str]) -> None:
+    for field in names:
+        if field not in NAMES:
+            raise InvalidCall(f"map must name {', '.join(NAMES)}, got {field!r:.60}", field="map")
+
+
+def _of_dict(
+    path: Path, values: Mapping[str, Any], names: Mapping[str, str], origin: Origin, op: str | None
+) -> KernelCall:
+    """Return the call of tensors and numbers by name."""
+    arguments = {key: value for key, value in values.items() if key not in names.values()}
+    for field, key in names.items():
+        arguments[field] = values[key] if key in values else _number(path, field, key, values)
+    reading = read_arguments(arguments)
+    try:
+        return call_of_reading(reading, origin, op=op)
+    except InvalidCall as error:
+        raise InvalidCall(f"{path}: {error}", field=error.field) from error
+
+
+def _number(path: Path, field: str, key: str, values: Mapping[str, Any]) -> Any:
+    """Return the value of a map's entry that is no key: a number, or the name of a layout or dtype."""
+    if field in ("layout", "kv_cache_dtype", "op"):
+        return key
+    try:
+        return int(key) if key.lstrip("-").isdigit() else float(key)
+    except ValueError:
+        text = f"map must name keys of {path} ({', '.join(map(str, values))})"
+        raise InvalidCall(f"{text}, got {field}={key}", field="map") from None
+
+
+# SGLang's dumper: one file per tensor.
+
+
+def _sglang_folder(folder: Path) -> tuple[dict[str, Any], Origin]:
+    """Return the values of a folder that holds one step, rank and layer."""
+    keys = {_key_of(path, _sglang_file(path)["meta"]) for path in sorted(folder.glob("*.pt"))}
+    if not keys:
+        text = f"{folder} must hold {METADATA} or files of SGLang's dumper (*.pt), got neither"
+        raise InvalidCall(text)
+    if len(keys) > 1:
+        shown = "; ".join(
+            ", ".join(f"{n} {v}" for n, v in key) for key in sorted(map(tuple, keys), key=str)[:3]
+        )
+        text = f"{folder} must hold one step and layer, got {len(keys)} ({shown}; …)"
+        raise InvalidCall(f"{text}; give one of its files instead")
+    return _sglang_group(folder, keys.pop())
+
+
+def _sglang_group(folder: Path, key: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], Origin]:
+    """Return the values with a key, by name, the last of each name; and their origin."""
+    values = {}
+    for path in sorted(folder.glob("*.pt"), key=lambda path: _index(path)):
+        held = _sglang_file(path)
+        if _key_of(path, held["meta"]) == key:
+            values[str(held["meta"]["name"])] = held["value"]
+    known = dict(key)
+    layer = known.get("layer_id")
+    origin = Origin(
+        program="sglang",
+        step=known.get("step"),
+        rank=known.get("rank"),
+        layer=None if layer is None else str(layer),
+    )
+    return values, origin
+
+
+def _sglang_file(path: Path) -> dict[str, Any]:
+    held = load_torch(path)
+    if not isinstance(held, dict) or not isinstance(held.get("meta"), dict) or "value" not in held:
+        raise InvalidCall(f"{path} must hold value and meta, as SGLang's dumper writes them")
+    return held
+
+
+def _index(path: Path) -> int:
+    index = _sglang_file(path)["meta"].get("dump_index", 0)
+    return index if isinstance(index, int) else 0
+
+
+def _key_of(path: Path, meta: Any) -> tuple[tuple[str, Any], ...]:
+    """Return (step, rank, layer_id) of a file as pairs; those that it does not have are left out."""
+    if not isinstance(meta, dict) or "name" not in meta:
+        raise InvalidCall(f"{path} must have a name in its meta, got {meta!r:.60}")
+    found = [(name, meta[name]) for name in ("step", "rank", "layer_id") if name in meta]
+    for name, value in found:
+        if value is not None and type(value) is not int:
+            raise InvalidCall(f"{path} must have a whole number as {name}, got {value!r:.60}")
+    return tuple(found)
+
+
+# The part of ``import attnlab`` that records calls.
+
+
+def capture(
+    *, keep: int = 16, ops: Iterable[RecordedOp | str] = ()
+) -> contextlib.AbstractContextManager[recording.Calls]:
+    """Record the attention calls that a block of code makes: ``with attnlab.capture() as calls: …``.
+
+    Recorded are vLLM's attention ops, flash_attn_varlen_func with a block table, FlashInfer's stateless paged
+    calls, torch's scaled_dot_product_attention, the ops of the entry-point group ``attnlab.ops``, and
+    ``ops``. Each call is a :class:`attnlab.KernelCall` with copies of its inputs and of its output before
+    and after the call; an op that another op calls is not recorded. The program is not changed: an error
+    while recording is logged once.
+
+    - ``keep``: how many of the last calls are kept.
+    - ``ops``: further ops, "module:function". Their arguments are found by their names, for example
+      query or q, key_cache or k_cache, block_table, seq_lens.
+    """
+    return recording.capture(keep=keep, ops=ops)
+
+
+def read_call(
+    path: Path | str, names: Mapping[str, str] | None = None, *, op: str | None = None
+) -> KernelCall:
+    """Return the call in a file or folder of attnlab, FlashInfer's log or SGLang's dumper, or in a dict.
+
+    - ``names``: for a dict of tensors (.pt, .npz, safetensors), the key of each field, for example
+      {"query": "q"}; a number is the value itself. Other fields are found by the names that vLLM,
+      FlashAttention and FlashInfer use.
+    - ``op``: the op that describes the call.
+
+    Nothing in a file is executed. Raises InvalidCall with one line.
+    """
+    return read_call_file(Path(path), names, op=op)

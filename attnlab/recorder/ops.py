@@ -1,0 +1,460 @@
+"""Cache writes of vLLM that are recorded: reading, copying, and their KernelCall.
+
+The recorded cache is that before the write; the output is the cache after it, slot by slot. Of a large cache
+only the blocks that slot_mapping names are copied. A write has no sequences: its slot_mapping says where each
+token goes.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import InvalidCall, InvalidCase
+from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
+from attnlab.case.platforms import PLATFORMS
+from attnlab.kernels.model import written_cache
+from attnlab.recorder.arguments import (
+    Reading,
+    RecordedOp,
+    check_complete,
+    no_change,
+    number_of,
+    op_of_text,
+    output_of,
+    plain_kv_cache_dtype,
+)
+from attnlab.recorder.snapshot import copied, is_large
+from attnlab.tensors.cache import LAYOUTS, to_flash, to_x_split
+from attnlab.tensors.call import KernelCall, Origin
+from attnlab.tensors.call_file import copy_blocks, named_by
+from attnlab.tensors.formats import read_format
+from attnlab.tensors.quantised import FP8_DTYPES
+
+_CACHES = ("key_cache", "value_cache")
+_SLOT_AXIS = {"x-split": 3, "flash": 1, "HND": 2}  # of the keys
+
+
+def write_ops(folders: tuple[str, ...], custom: str) -> tuple[RecordedOp, ...]:
+    """Return the cache writes of vLLM: those of ``_custom_ops``, and the Triton one."""
+    places = [(custom, "reshape_and_cache_flash"), (custom, "reshape_and_cache")]
+    places += [(f"{folder}.{OPS[WRITE].module}", OPS[WRITE].function) for folder in folders]
+    return tuple(
+        RecordedOp(module=module, function=function, op=WRITE, writes_cache=True, adjust=_adjust)
+        for module, function in places
+    )
+
+
+def _adjust(arguments: dict[str, Any], reading: Reading) -> None:
+    """Set the layout: a key cache with five dimensions is x-split."""
+    cache = reading.fields.get("key_cache")
+    if isinstance(cache, torch.Tensor):
+        reading.fields["layout"] = "x-split" if cache.dim() == 5 else "flash"
+
+
+def copy_write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a write with copies of their tensors, before the op runs.
+
+    Of a large cache only the named blocks are copied: ``slot_mapping`` then has new numbers, and
+    ``block_ids`` the original ones.
+    """
+    caches = tuple(fields[name].detach() for name in _CACHES)
+    rest = {
+        name: copied(value) if isinstance(value, torch.Tensor) else value
+        for name, value in fields.items()
+        if name not in _CACHES
+    }
+    if not is_large(*caches):
+        return {**rest, **dict(zip(_CACHES, map(copied, caches), strict=True))}
+    size = caches[0].shape[_SLOT_AXIS[fields["layout"]]]
+    slots = rest["slot_mapping"]
+    named = copy_blocks(caches, named_by(slots.div(size, rounding_mode="floor"), len(caches[0])))
+    numbers = named.renumbered(slots.div(size, rounding_mode="floor"))
+    rest["slot_mapping"] = torch.where(slots < 0, slots, numbers * size + slots % size)
+    rest["block_ids"] = named.block_ids
+    return {**rest, **dict(zip(_CACHES, named.caches, strict=True))}
+
+
+def copy_written(fields: Mapping[str, Any], caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return copies of the caches after the write, with the blocks that ``fields`` has."""
+    both = tuple(caches[name].detach() for name in _CACHES)
+    ids = fields.get("block_ids")
+    after = tuple(map(copied, both)) if ids is None else copy_blocks(both, ids).caches
+    return {"key_after": after[0], "value_after": after[1]}
+
+
+def write_of_reading(reading: Reading, origin: Origin) -> KernelCall:
+    """Return the KernelCall of a recorded write; raise InvalidCall with one line."""
+    check_complete(reading, writes_cache=True)
+    fields = reading.fields
+    layout = fields.get("layout") or ("x-split" if fields["key_cache"].dim() == 5 else "flash")
+    if layout not in LAYOUTS:
+        raise InvalidCall(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r:.40}")
+    key, value = fields["key"], fields["value"]
+    kind = plain_kv_cache_dtype(fields.get("kv_cache_dtype"), fields["key_cache"], key.dtype)
+    before = _x_split(fields, _CACHES, layout, kind)
+    after = before
+    if "key_after" in fields:
+        after = _x_split(fields, ("key_after", "value_after"), layout, kind)
+    stored = fields["key_cache"].dtype
+    if stored == torch.uint8:
+        e4m3 = PLATFORMS[origin.platform].fp8_e4m3 if origin.platform in PLATFORMS else "fp8_e4m3fn"
+        stored = read_format(kind, key.dtype, e4m3).dtype
+    slots = fields["slot_mapping"].flatten()
+    _check_slots(slots, before[1].shape[0] * before[1].shape[3])
+    empty = torch.zeros(0, dtype=torch.int32, device=slots.device)
+    return KernelCall(
+        op=WRITE,
+        query=key.new_zeros(()).expand(key.shape),
+        key=key,
+        value=value,
+        key_cache=before[0],
+        value_cache=before[1],
+        output=written_cache(*(one.view(stored) for one in to_flash(*after))),
+        kv_cache_dtype=kind,
+        block_table=empty.view(0, 0),
+        query_start_loc=torch.zeros(1, dtype=torch.int32, device=slots.device),
+        seq_lens=empty,
+        max_seq_len=0,
+        max_query_len=0,
+        slot_mapping=slots,
+        block_ids=fields.get("block_ids"),
+        layout=layout,
+        unmodelled=tuple(reading.unmodelled),
+        origin=origin,
+        k_scale=_scale("k_scale", fields, before[1]),
+        v_scale=_scale("v_scale", fields, before[1]),
+    )
+
+
+def _x_split(
+    fields: Mapping[str, Any], names: tuple[str, str], layout: str, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = to_x_split(fields[names[0]], fields[names[1]], layout)
+    return (key, value) if kind == "auto" else (key.view(torch.uint8), value.view(torch.uint8))
+
+
+def _scale(name: str, fields: Mapping[str, Any], cache: torch.Tensor) -> float | torch.Tensor:
+    """Return a scale as a number, or as one for each slot and head where it has one for each head."""
+    scale = fields.get(name)
+    if scale is None or fields["key"].dtype in FP8_DTYPES:
+        return 1.0
+    if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
+        return float(number_of(name, scale))
+    blocks, heads, _, size = cache.shape
+    if tuple(scale.shape) != (heads,):
+        text = f"{name} must be a number or have shape ({heads},), got {tuple(scale.shape)}"
+        raise InvalidCall(text, field=name)
+    return scale.expand(blocks, size, heads)
+
+
+def _check_slots(slots: torch.Tensor, count: int) -> None:
+    """Raise InvalidCall for a slot that the cache does not have."""
+    beyond = torch.nonzero(slots >= count).flatten()
+    if len(beyond):
+        at = int(beyond[0])
+        text = f"slot_mapping[{at}] must be at most {count - 1}, got {int(slots[at])}"
+        raise InvalidCall(text, field="slot_mapping")
+
+
+# FlashAttention, FlashInfer's stateless paged calls, and torch's scaled_dot_product_attention.
+#
+# The record of unified_attention describes them: all keys and values come from the cache. The signatures
+# are those of flash_attn 2.8, vllm_flash_attn (vLLM 0.33.0) and flashinfer 0.4.
+
+
+def _flash(arguments: dict[str, Any], reading: Reading) -> None:
+    """Take the lengths of the keys, and the log-sum-exp as [num_tokens, num_heads]."""
+    starts = arguments.get("cu_seqlens_k")
+    if "seq_lens" not in reading.fields and isinstance(starts, torch.Tensor):
+        reading.fields["seq_lens"] = starts.diff()
+    reading.fields["causal"] = bool(arguments.get("causal", False))
+    right = _right(arguments.get("window_size"))
+    if reading.fields["causal"] and right > 0:
+        reading.unmodelled.append("window_size to the right")
+    if isinstance(arguments.get("window_size"), (tuple, list)):
+        reading.unknown.pop("window_size", None)
+    if not reading.fields["causal"] and right >= 0:
+        reading.fields["window_right"] = right
+        if not reading.fields.get("sliding_window"):
+            reading.unmodelled.append("window_size to the right alone")
+
+    def result(returned: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        output, lse = output_of(returned)
+        return output, None if lse is None or lse.dim() != 2 else lse.T
+
+    reading.result = result
+
+
+def _right(window: Any) -> int:
+    return int(window[1]) if isinstance(window, (tuple, list)) else -1
+
+
+def _trtllm(arguments: dict[str, Any], reading: Reading) -> None:
+    """Read the cache and the two scales: bmm1_scale has sm_scale, q_scale and k_scale, bmm2_scale v_scale."""
+    cache, fields = arguments.get("kv_cache"), reading.fields
+    if isinstance(cache, torch.Tensor):
+        cache = cache.unbind(1)  # [num_pages, 2, …]
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        fields["key_cache"], fields["value_cache"] = cache
+    fields["layout"] = "flash" if arguments.get("kv_layout", "HND") == "NHD" else "HND"
+    fields["sm_scale"], fields["v_scale"] = arguments.get("bmm1_scale"), arguments.get("bmm2_scale")
+    key, query = fields.get("key_cache"), fields.get("query")
+    if isinstance(key, torch.Tensor) and isinstance(query, torch.Tensor):
+        if key.dtype == query.dtype and fields.pop("v_scale") not in (None, 1, 1.0):
+            reading.unmodelled.append("bmm2_scale")
+        if query.dtype.itemsize == 1:
+            reading.unmodelled.append("query in FP8")
+    for name in ("q_len_per_req", "o_sf_scale", "skip_softmax_threshold_scale_factor"):
+        if arguments.get(name) not in (None, 1):
+            reading.unmodelled.append(name)
+    reading.result = output_of
+
+
+_OF_TRTLLM = (
+    "kv_cache", "bmm1_scale", "bmm2_scale", "kv_layout", "q_len_per_req", "o_sf_scale",
+    "skip_softmax_threshold_scale_factor", "batch_size",
+)  # fmt: skip
+
+
+def _sdpa(arguments: dict[str, Any], reading: Reading) -> None:
+    """View each batch element as a sequence with one block that holds all its keys.
+
+    A call with a mask is left out: it has no reference here, and is often a test's own one, whose copies
+    would be the largest.
+    """
+    if arguments.get("attn_mask") is not None:
+        reading.fields = {}
+        return
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    if query.dim() != 4:
+        query, key, value = (t.flatten(0, -3)[:, None] for t in (query, key, value))
+    batch, heads, rows, size = query.shape
+    keys = key.shape[2]
+    causal = bool(arguments.get("is_causal"))
+    if causal and rows > keys:
+        reading.unmodelled.append("is_causal with more rows than keys")
+    index = {"dtype": torch.int32, "device": query.device}
+    reading.fields = {
+        "query": query.transpose(1, 2).reshape(batch * rows, heads, size),
+        "key_cache": key,
+        "value_cache": value,
+        "block_table": torch.arange(batch, **index)[:, None],
+        "seq_lens": torch.full((batch,), rows if causal else keys, **index),
+        "query_start_loc": torch.arange(batch + 1, **index) * rows,
+        "sm_scale": arguments.get("scale"),
+        "causal": causal or rows == 1,
+    }
+
+    def result(returned: Any) -> tuple[torch.Tensor, None]:
+        shaped = returned.reshape(batch, heads, rows, -1).transpose(1, 2)
+        return shaped.reshape(batch * rows, heads, -1), None
+
+    reading.result = result
+
+
+def other_ops() -> tuple[RecordedOp, ...]:
+    """Return the ops of other libraries that are recorded."""
+    found = [
+        RecordedOp(
+            module=module,
+            function="flash_attn_varlen_func",
+            op=UNIFIED,
+            layout="flash",
+            adjust=_flash,
+        )
+        for module in (
+            "vllm.vllm_flash_attn.flash_attn_interface",
+            "flash_attn.flash_attn_interface",
+        )
+    ]
+    for module, function in (
+        ("flashinfer.decode", "trtllm_batch_decode_with_kv_cache"),
+        ("flashinfer.prefill", "trtllm_batch_context_with_kv_cache"),
+    ):
+        found.append(
+            RecordedOp(
+                module=module, function=function, op=UNIFIED, adjust=_trtllm, reads=_OF_TRTLLM
+            )
+        )
+    sdpa = RecordedOp(
+        module="torch.nn.functional",
+        function="scaled_dot_product_attention",
+        op=UNIFIED,
+        layout="HND",
+        adjust=_sdpa,
+        reads=("enable_gqa",),
+    )
+    return (*found, sdpa)
+
+
+# vLLM's attention ops in Python (releases 0.11.2 and 0.33.0), and what their names alone do not say.
+
+FOLDERS = ("vllm.attention.ops", "vllm.v1.attention.ops")  # of 0.11.2, and of later releases
+_CUSTOM = "vllm._custom_ops"
+
+
+def _wrapper(arguments: dict[str, Any], reading: Reading) -> None:
+    """Read every token from the cache if there are no new ones (0.33.0); a block table of pointers is no
+    table of block numbers."""
+    if "key" not in reading.fields and "value" not in reading.fields:
+        reading.fields["op"] = UNIFIED
+    if arguments.get("is_block_table_ptr"):
+        reading.unmodelled.append("is_block_table_ptr")
+
+
+def _unified(arguments: dict[str, Any], reading: Reading) -> None:
+    """Limit a window to the right as the op does: as far as to the left, in sequences that are not causal."""
+    window, both = reading.fields.get("sliding_window"), arguments.get("window_size")
+    if isinstance(both, (tuple, list)) and both[0] == both[1]:
+        reading.unknown.pop("window_size", None)
+    if window and reading.fields.get("causal", True) is not True:
+        reading.fields["window_right"] = window - 1
+
+
+def _decode(arguments: dict[str, Any], reading: Reading) -> None:
+    """Give each block a dimension of its own. With ``is_mla``, values are the first part of the keys."""
+    page_size = arguments.get("page_size", 1)
+    for name in ("key_cache", "value_cache", "key", "value"):
+        tensor = reading.fields.pop(name, None)
+        if isinstance(tensor, torch.Tensor):
+            paged = tensor.unflatten(0, (-1, page_size)) if tensor.dim() == 3 else tensor
+            reading.fields[name.removesuffix("_cache") + "_cache"] = paged
+    table = reading.fields.get("block_table")
+    if isinstance(table, torch.Tensor) and table.dim() == 3 and table.shape[2] == 1:
+        reading.fields["block_table"] = table[:, :, 0]  # as vLLM's own test passes it
+    query = reading.fields.get("query")
+    lens = reading.fields.get("seq_lens")
+    if isinstance(query, torch.Tensor) and isinstance(lens, torch.Tensor):
+        reading.fields["seq_lens"] = lens[: len(query)]
+    if arguments.get("is_mla") and "k_scale" in reading.fields:
+        reading.fields["v_scale"] = reading.fields["k_scale"]
+
+
+def _paged_v1(arguments: dict[str, Any], reading: Reading) -> None:
+    """One new token per sequence, read from the cache."""
+    reading.fields.pop("query_start_loc", None)
+
+
+def _rocm(arguments: dict[str, Any], reading: Reading) -> None:
+    """Sequences with several new tokens are left to another kernel: their rows are not this op's."""
+    if arguments.get("query_start_loc") is not None:
+        reading.unmodelled.append("query_start_loc")
+
+
+def _cpu(arguments: dict[str, Any], reading: Reading) -> None:
+    """View the cache as x-split: its keys have the tokens of a block innermost (0.32.0, "vec")."""
+    key, value = reading.fields.get("key_cache"), reading.fields.get("value_cache")
+    if not isinstance(key, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return
+    blocks, heads, block_size, head_size = key.shape
+    strides = (key.stride(0), key.stride(1), block_size, 1)
+    by_token = key.as_strided((blocks, heads, head_size, block_size), strides)
+    reading.fields["key_cache"] = by_token.unsqueeze(-1)
+    reading.fields["value_cache"] = value.transpose(2, 3)
+    if key.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        reading.unmodelled.append("key_cache, packed for AMX")
+
+
+_READS = {
+    **dict.fromkeys((WRAPPER, PREFILL), ("is_block_table_ptr",)),
+    DECODE_FWD: ("page_size", "is_mla"),
+}
+# Of the compiled ops; the sizes of block-sparse attention matter only with blocksparse_vert_stride.
+_OF_CUSTOM = (
+    "tp_rank", "blocksparse_local_blocks", "blocksparse_block_size", "blocksparse_head_sliding_step",
+    "block_size", "num_kv_heads",
+)  # fmt: skip
+
+
+def vllm_ops() -> tuple[RecordedOp, ...]:
+    """Return the attention ops and the cache writes of vLLM that are recorded."""
+    adjusts = {WRAPPER: _wrapper, PREFILL: _wrapper, UNIFIED: _unified, DECODE_FWD: _decode}
+    found = [
+        RecordedOp(
+            module=f"{folder}.{OPS[name].module}",
+            function=OPS[name].function,
+            op=name,
+            layout=OPS[name].cache_layout,
+            adjust=adjusts.get(name, no_change),
+            reads=_READS.get(name, ()),
+        )
+        for folder in FOLDERS
+        for name in (WRAPPER, PREFILL, UNIFIED, DECODE_FWD)
+    ]
+    customs = {
+        "paged_attention_v1": (WRAPPER, "x-split", _paged_v1),
+        "paged_attention_v2": (WRAPPER, "x-split", _paged_v1),
+        "paged_attention_rocm": (WRAPPER, "x-split", _rocm),
+        CPU_ATTENTION: (CPU_ATTENTION, "x-split", _cpu),
+    }
+    for function, (op, layout, adjust) in customs.items():
+        found.append(
+            RecordedOp(
+                module=_CUSTOM,
+                function=function,
+                op=op,
+                layout=layout,
+                adjust=adjust,
+                reads=_OF_CUSTOM,
+            )
+        )
+    return (*found, *write_ops(FOLDERS, _CUSTOM))
+
+
+# All ops that are recorded: those of attnlab, and those of the entry-point group ``attnlab.ops``.
+
+GROUP = "attnlab.ops"
+
+
+def recorded_ops(
+    further: Iterable[RecordedOp | str] = (), *, on_error: Callable[[str, Exception], None]
+) -> tuple[RecordedOp, ...]:
+    """Return every op to record. ``further``: more of them, as RecordedOp or "module:function".
+
+    An entry point that fails is passed to ``on_error`` with its name, and left out.
+    """
+    given = [op_of_text(one) if isinstance(one, str) else one for one in further]
+    found = [*vllm_ops(), *other_ops()]
+    for point in entry_points(group=GROUP):
+        try:
+            found += _ops_of(point.load())
+        except Exception as error:  # a plug-in of another package
+            on_error(f"entry point {point.name} of {GROUP}", error)
+    return (*found, *given)
+
+
+def _ops_of(loaded: Any) -> list[RecordedOp]:
+    """Return the ops of an entry point: RecordedOps, or a function whose arguments have known names."""
+    if isinstance(loaded, RecordedOp):
+        return [loaded]
+    if inspect.isfunction(loaded):
+        return [RecordedOp(module=loaded.__module__, function=loaded.__name__)]
+    if isinstance(loaded, (list, tuple)):
+        return [op for one in loaded for op in _ops_of(one)]
+    raise InvalidCase(f"{GROUP} must name a RecordedOp or a function, got {loaded!r:.60}")
+
+
+def signature_of(op: RecordedOp, function: Callable[..., Any]) -> inspect.Signature:
+    """Return the parameters of a function; those of torch's SDPA, which has no signature, are known."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        if op.function != "scaled_dot_product_attention":
+            raise
+    return inspect.signature(_sdpa_parameters)
+
+
+def _sdpa_parameters(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """Have the parameters of torch.nn.functional.scaled_dot_product_attention (torch 2.13)."""
