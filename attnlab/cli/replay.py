@@ -15,8 +15,8 @@ from attnlab.cli.command import Command, notice, print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
-    from attnlab.replay.replay_call import ReplayTarget
     from attnlab.replay.shrinking import Shrunk
+    from attnlab.replay.targets import ReplayTarget
     from attnlab.tensors.call import KernelCall
 
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -94,7 +94,7 @@ def _replay(args: argparse.Namespace) -> int:
     try:
         return _probe(args) if args.probe else _replay_replay(args)
     except Exception as error:
-        from attnlab.replay.replay_call import is_bisecting
+        from attnlab.replay.targets import is_bisecting
 
         if not is_bisecting(Path.cwd()):
             raise
@@ -116,7 +116,7 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
 
 def _targets(args: argparse.Namespace) -> "list[ReplayTarget]":
     """Return what runs the call; this imports no torch."""
-    from attnlab.replay.replay_call import replay_targets
+    from attnlab.replay.targets import replay_targets
 
     check_input_path(args.call)
     return replay_targets(args.source, args.backend, args.device)

@@ -8,8 +8,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.kernels.backend import Backend
 from attnlab.replay.probe import Probe, probe
-from attnlab.replay.replay_call import Replays, replay_all, replay_targets
+from attnlab.replay.replay_call import Replays, replay_all
 from attnlab.replay.shrinking import Judge, Shrunk, shrink
+from attnlab.replay.targets import replay_targets
 from attnlab.tensors.call import KernelCall
 
 

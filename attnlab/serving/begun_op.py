@@ -14,7 +14,8 @@ from attnlab.case.platforms import platform_of
 from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading
 from attnlab.recorder.snapshot import copied
 from attnlab.serving.batch import Integers, LayerCall, ReadArguments, Step
-from attnlab.serving.record import CaptureState, KeptCalls, Observation
+from attnlab.serving.capture_state import CaptureState, KeptCalls
+from attnlab.serving.record import Observation
 from attnlab.serving.slots import FollowedSlots
 from attnlab.serving.value_check import RowsOfOp, check_values, not_finite, wrong_values
 from attnlab.tensors.cache import find_layout

@@ -11,11 +11,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
 from attnlab.case.output_file import write_text
 from attnlab.case.shown import Shown
-from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.serving.record import KINDS, Observation, read_records
 from attnlab.show.sheets import html
 from attnlab.show.sheets.sheet import Facts, Grid, Lines, Part, Row, Sheet, Tone, Value, Words
-from attnlab.tensors.call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +248,9 @@ def with_diagnoses(
 
 def _diagnosis(path: Path) -> str:
     """Return the status of a saved call's diagnosis, and its cause, as text."""
+    from attnlab.diagnosis.captured import diagnose_captured
+    from attnlab.tensors.call import KernelCall
+
     try:
         diagnosis = diagnose_captured(KernelCall.load(path), Case())
     except AttnLabError as error:

@@ -20,7 +20,8 @@ from attnlab.serving.batch import (
     Requests,
     Step,
 )
-from attnlab.serving.record import CaptureState, Observation
+from attnlab.serving.capture_state import CaptureState
+from attnlab.serving.record import Observation
 
 # SlotShadows: which token each cache slot of each layer holds, by the writes that were seen.
 #

@@ -10,10 +10,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.lab.lab import Lab
 from attnlab.replay.parts import KeptSequence, with_kv_heads, with_sequences
+from attnlab.serving.capture_state import MOST_WRONG, KeptCalls
 from attnlab.serving.record import (
     CALLS,
-    MOST_WRONG,
-    KeptCalls,
     Observation,
     RecordFile,
     Tally,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnlab.mla.faults import MLA_FAULTS
 from attnlab.show.sheets.sheet import (
     Cell,
     Command,
@@ -485,6 +484,8 @@ def _cause(one: "MlaResult") -> str:
     if one.cause is None:
         return "no fault with a name explains it"
     others = ", ".join(one.candidates[1:])
+    from attnlab.mla.faults import MLA_FAULTS
+
     text = f"{one.cause}: {MLA_FAULTS[one.cause].text}"
     return f"{text} (or {others})" if others else text
 
