@@ -11,7 +11,7 @@ from attnlab.case.errors import AttnLabError
 from attnlab.contracts.contract import Target, contracts_of
 from attnlab.contracts.dispatch import decide
 from attnlab.contracts.slot_states import SlotState, contract_reads
-from attnlab.diagnosis.claims import UNWRITTEN, AccessClaim, AccessFacts, store_facts
+from attnlab.diagnosis.claims import UNWRITTEN, AccessClaim, AccessFacts, recorded_facts
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import PLACES, Pattern
@@ -135,7 +135,7 @@ def access_facts(lab: Lab, case: Case, run: Run) -> AccessFacts:
             *_reads(lab, traced, ran),
             *_writes(traced, ran, wrong.any(1), run),
             *_scratch(traced, ran, run),
-            *store_facts(traced, wrong, run),
+            *recorded_facts(traced, wrong, run),
         )
     except AttnLabError:
         return none

@@ -1,7 +1,7 @@
 """ConfirmedRule: a rule beyond the catalogue that explains an output and those of further cases."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ from attnlab.case.case import Case
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.location.trials import Repair
 from attnlab.diagnosis.pattern import Pattern, Sizes, row_rules, sequence_rules
-from attnlab.kernels.triton.probe import Probe, TensorStores, probing, stores_of
+from attnlab.kernels.triton.probe import (
+    Elements,
+    LaunchLog,
+    Probe,
+    TensorStores,
+    joined,
+    probing,
+    stores_of,
+    tensors_in,
+)
 from attnlab.lab.result import Result
 from attnlab.weights.rule import Description
 
@@ -95,19 +104,20 @@ class DescribedWeights:
         return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"
 
 
-# Statements about what the programs of a Triton kernel store, from their recorded addresses and values.
+# Statements about what the programs of a Triton kernel store and load, from their recorded addresses.
 
 UNWRITTEN = "no kernel writes"
 _CONFLICT = "stores other numbers to elements of"
 
 
-def store_facts(
+def recorded_facts(
     case: Case, is_wrong: torch.Tensor, run: Callable[[Case], Result]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is wrong with the stores of a Case, each with the rows and heads that it concerns.
+    """Yield what is wrong with the stores of a Case, and with the loads of what has one value per row, each
+    with the rows and heads that it concerns.
 
     ``is_wrong``: [num_tokens, num_heads] bool, the wrong rows and heads of its output, as are the yielded
-    tensors. A conflict in scratch memory may concern all of them. Only the interpreter records stores.
+    tensors. A conflict in scratch memory may concern all of them. Only the interpreter records accesses.
     """
     if case.backend != "vllm":
         return
@@ -127,6 +137,62 @@ def store_facts(
         unwritten = _unwritten(stores, is_wrong) & is_wrong if is_output else is_wrong[:0]
         if bool(unwritten.any()):
             yield f"{UNWRITTEN} some elements of the output", unwritten
+    if case.query_rows is None and case.query_heads is None:
+        yield from _unread_inputs(probe.launches, output, is_wrong)
+
+
+def _unread_inputs(
+    launches: Sequence[LaunchLog], output: torch.Tensor, is_wrong: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the inputs with numbers of each row and head that programs do not read completely for the rows
+    and heads that they store, each with these.
+
+    That are tensors [num_tokens, num_heads, head_size], as queries are, and [num_heads, num_tokens], as the
+    log-sum-exps of merged parts are. Where no program reads an input and stores the output, as with split
+    sequences, all programs count as one.
+    """
+    programs = [
+        (joined(log.loads), joined(log.stores)) for launch in launches for log in launch.programs
+    ]
+    tensors = tensors_in(launches)
+    outputs = [Elements(one) for _, one in tensors if _is_output(one, output)]
+    stores = [_cells([one.at(stored) for one in outputs], is_wrong) for _, stored in programs]
+    written = {one.tensor.data_ptr() for one in stores_of(launches)}
+    for name, tensor in tensors:
+        if tensor.data_ptr() in written or not tensor.is_floating_point():
+            continue
+        if not _has_cells(tensor, is_wrong):
+            continue
+        elements = Elements(tensor)
+        loads = [elements.at(loaded) for loaded, _ in programs]
+        both = [(load, cells) for load, cells in zip(loads, stores, strict=True) if load.any()]
+        unread = torch.zeros_like(is_wrong)
+        for load, cells in both:
+            unread |= cells & ~_cells([load], is_wrong, completely=True)
+        if not any(bool(cells.any()) for _, cells in both):
+            union = torch.stack(loads).any(0)
+            unread = ~_cells([union], is_wrong, completely=True)
+        if bool(unread.any()):
+            yield f"{name} is not read completely for the rows of the output", unread
+
+
+def _has_cells(tensor: torch.Tensor, cells: torch.Tensor) -> bool:
+    """Answer whether a tensor has numbers of each row and head: [tokens, heads, …] or [heads, tokens]."""
+    num_tokens, num_heads = cells.shape
+    if tensor.dim() == 3:
+        return tensor.shape[1] == num_heads and len(tensor) >= num_tokens
+    return tensor.shape == (num_heads, num_tokens)
+
+
+def _cells(
+    masks: Sequence[torch.Tensor], cells: torch.Tensor, *, completely: bool = False
+) -> torch.Tensor:
+    """Return the rows and heads of which one mask has some elements, or all of them, shape of ``cells``."""
+    found = torch.zeros_like(cells)
+    for mask in masks:
+        rows = mask if mask.dim() == 3 else mask.T[..., None]
+        found |= (rows.all(-1) if completely else rows.any(-1))[: len(cells)]
+    return found
 
 
 def is_conflict(fact: str) -> bool:

@@ -117,7 +117,7 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert (found.status, found.is_by_repair) == ("described", True)
     assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
     assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
-    assert (claim.only_finite, claim.cases) == (False, 5)
+    assert (claim.only_finite, claim.cases) == (False, 7)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert found.sentences()[0] == claim.text
@@ -180,6 +180,26 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
     assert f"line {line}: with a change of this line the output is right" in claim.text
     assert "out_dim" not in claim.text
     assert find_claim(lab, case, [claim.repair, right]).repair is right
+
+
+def test_an_edit_needs_seven_further_cases(tmp_path, monkeypatch):
+    """Cases like those that show the fault are added until there are seven, or one refutes the edit."""
+    lab = Lab(device="cpu")
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
+    other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
+    refuting = case.replace(query_lens=(1,), ctx_lens=(50,), num_blocks=6, seed=4)
+    similar = [case.replace(seed=seed) for seed in range(20, 40)]
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar[:5])
+    assert find_claim(lab, case, [right]) is None
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    assert find_claim(lab, case, [right]).cases == 7
+    limited = edit_of(lab, case, "first % BLOCK", "(first // BLOCK) % 3")  # blocks 0 to 2 are right
+    assert find_claim(lab, case, [limited]).cases == 7
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: [refuting, *similar])
+    assert find_claim(lab, case, [limited]) is None
 
 
 def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:
@@ -245,23 +265,9 @@ def test_an_edit_that_makes_a_mask_constant_is_not_named(tmp_path, monkeypatch, 
     case = case.replace(sliding_window=9)
     other = case.replace(query_lens=(1,), ctx_lens=(30,), seed=3)
     freed = case.replace(query_lens=(1,), ctx_lens=(40,), num_blocks=4, freed="empty")
-    with probing(Probe(records=True)) as probe:
-        assert lab.run(case).status == "mismatch"
-    kernel = kernel_text(probe.launches[0].function, (), ())
     before = "(pos > end - WINDOW) & (pos < end)"
-    start, row = kernel.text.index(before), line + 2 - kernel.first
-    edit = Edit(
-        line=row,
-        statement=row,
-        start=start,
-        end=start + len(before),
-        before=before,
-        after="((pos > end - WINDOW) | (pos < end))",
-        cost=1,
-    )
-    constant = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
-    good = dataclasses.replace(edit, after="(pos > end - WINDOW)")
-    right = dataclasses.replace(constant, edit=good)
+    constant = edit_of(lab, case, before, "((pos > end - WINDOW) | (pos < end))")
+    right = edit_of(lab, case, before, "(pos > end - WINDOW)")
     monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
     monkeypatch.setattr(repair_check, "varied_cases", lambda _: [freed])
     claim = find_claim(lab, case, [constant])
@@ -283,23 +289,9 @@ def test_an_edit_that_leaves_out_the_branch_with_the_fault_is_no_claim(tmp_path)
         "        begin = tl.maximum(0, (end - WINDOW + 1) // BLOCK + 1) * BLOCK\n"
         + loop.replace("range(0", "range(begin")
     )
-    case, line = planted(tmp_path, loop, pruned)
+    case, _ = planted(tmp_path, loop, pruned)
     case = case.replace(sliding_window=9)
-    with probing(Probe(records=True)) as probe:
-        assert lab.run(case).status == "mismatch"
-    kernel = kernel_text(probe.launches[0].function, (), ())
-    before = "WINDOW > 0"
-    start, row = kernel.text.index(before), line + 1 - kernel.first
-    edit = Edit(
-        line=row,
-        statement=row,
-        start=start,
-        end=start + len(before),
-        before=before,
-        after="WINDOW < 0",
-        cost=1,
-    )
-    switch = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+    switch = edit_of(lab, case, "WINDOW > 0", "WINDOW < 0")
     with probing(Probe(texts=switch.texts())):
         assert lab.run(case).status == "match"
     assert find_claim(lab, case, [switch]) is None

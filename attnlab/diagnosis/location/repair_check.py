@@ -6,7 +6,7 @@ import linecache
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ from attnlab.lab.lab import Lab
 _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
+_FEWEST = (
+    7  # further cases that an edit must make right; with fewer, one of four edits hid the fault
+)
+_MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
 _VARIED_LENGTHS: tuple[tuple[int, int], ...] = (
     (3, 37),
@@ -144,6 +148,13 @@ def large_score_cases(case: Case) -> Iterator[Case]:
     return _changed_cases(case, (_LARGE_SCORES,))
 
 
+def similar_cases(case: Case) -> Iterator[Case]:
+    """Yield cases that differ from a Case in its lengths, then cases that differ in one feature or size."""
+    yield from further_cases(case)
+    lengths = {"query_lens": case.lengths.query_lens, "ctx_lens": case.lengths.ctx_lens}
+    yield from _changed_cases(case, [{**lengths, **one} for one in _VARIATIONS])
+
+
 def _changed_cases(case: Case, variations: Iterable[dict[str, Any]]) -> Iterator[Case]:
     """Yield small cases with some changes each, except those that other kernels run."""
     if case.block_table is not None or case.seq_range is not None:
@@ -182,19 +193,20 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
     proofs = [_Proof(lab=lab, case=one) for one in (case, *further)]
     varied = [_Proof(lab=lab, case=one) for one in varied_cases(case)]
     large = [_Proof(lab=lab, case=one) for one in large_score_cases(case)]
+    more = dict[Case, _Proof]()
     claim: RepairClaim | None = None
     for repair in sorted(repairs[:_MOST_EDITS], key=lambda one: one.is_in_test):
         if time.process_time() > end:
             break
-        found = _claim_of(proofs, varied, repair, end)
+        found = _claim_of(proofs, varied, more, repair, end)
         if found is not None and _unwraps_maximum(repair):
             found = _with_large_scores(found, large)
         if found is None:
             continue
         if claim is None or (found.is_stated and not claim.is_stated):
             claim = found
-            more = _MOST_OTHERS_S if found.is_stated else _MOST_STATED_S
-            end = min(end, time.process_time() + more)
+            left_s = _MOST_OTHERS_S if found.is_stated else _MOST_STATED_S
+            end = min(end, time.process_time() + left_s)
         elif found.is_stated and found.only_finite == claim.only_finite:
             others.append(repair)
     if claim is None:
@@ -202,23 +214,47 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
     return dataclasses.replace(claim, others=tuple(others) if claim.is_stated else ())
 
 
+def _more(shown: Sequence["_Proof"], known: dict[Case, "_Proof"]) -> Iterator["_Proof"]:
+    """Yield proofs by cases like those that show a fault, of each of these in turn; ``known`` is extended."""
+    done = {proof.case for proof in shown}
+    for cases in zip_longest(*(similar_cases(proof.case) for proof in shown)):
+        for proof, case in zip(shown, cases, strict=True):
+            if case is not None and case not in done:
+                done.add(case)
+                yield known.setdefault(case, _Proof(lab=proof.lab, case=case))
+
+
 def _claim_of(
-    proofs: Sequence["_Proof"], varied: Sequence["_Proof"], repair: Repair, end: float
+    proofs: Sequence["_Proof"],
+    varied: Sequence["_Proof"],
+    more: dict[Case, "_Proof"],
+    repair: Repair,
+    end: float,
 ) -> RepairClaim | None:
-    """Return the claim of an edit, or None if it is refuted, if no further case is wrong without it, or if
-    the processor time is over."""
-    cases, leaks = 0, False
-    for at, proof in enumerate(proofs):
-        if time.process_time() > end or not proof.accepts(repair):
-            return None
-        cases += at > 0 and proof.is_decisive(repair)
-        leaks = leaks or proof.leaks(repair)
+    """Return the claim of an edit, or None if it is refuted, if too few further cases are wrong without it,
+    or if the processor time is over.
+
+    ``more``: proofs by further cases that an edit before needed, to which this one adds its own.
+    """
+    if any(time.process_time() > end or not proof.accepts(repair) for proof in proofs):
+        return None
+    cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
+    leaks = any(proof.leaks(repair) for proof in proofs)
     if not cases or (leaks and not proofs[0].is_about_numbers):
         return None
     for proof in varied:
         if time.process_time() > end or proof.refutes(repair):
             return None
         cases += proof.is_repaired(repair)
+    shown = [one for one in (*proofs, *varied) if one.is_decisive(repair)]
+    for proof in islice(_more(shown, more), _MOST_MORE):
+        if cases >= _FEWEST:
+            break
+        if time.process_time() > end or proof.refutes(repair):
+            return None
+        cases += proof.is_decisive(repair)
+    if cases < _FEWEST:
+        return None
     is_constant = _is_constant(repair, [*proofs, *varied])
     if is_constant and repair.is_in_test:
         return None  # it switches a branch on or off, in which the fault may be

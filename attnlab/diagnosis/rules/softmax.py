@@ -282,7 +282,7 @@ def _quotient(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 def _added_to(
     earlier: torch.Tensor, added: torch.Tensor, scale: torch.Tensor, scaled: str
 ) -> torch.Tensor:
-    """Return the sum of both, of which ``scaled`` is multiplied: "earlier", "added" or "both"."""
+    """Return earlier + added, with one of them ("earlier", "added") or "both" multiplied by ``scale``."""
     return (earlier if scaled == "added" else earlier * scale) + (
         added if scaled == "earlier" else added * scale
     )

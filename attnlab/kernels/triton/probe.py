@@ -212,26 +212,50 @@ class TensorStores:
 
     def holds(self, addresses: Any) -> torch.Tensor:
         """Return which elements of the tensor are at ``addresses`` (uint64), bool, with its shape."""
-        index = torch.zeros(self.tensor.shape, dtype=torch.int64)
-        for dim, (size, stride) in enumerate(
-            zip(self.tensor.shape, self.tensor.stride(), strict=True)
-        ):
-            shape = [size if at == dim else 1 for at in range(self.tensor.dim())]
+        return Elements(self.tensor).at(addresses)
+
+
+class Elements:
+    """The elements of a tensor by address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        index = torch.zeros(tensor.shape, dtype=torch.int64)
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            shape = [size if at == dim else 1 for at in range(tensor.dim())]
             index += stride * torch.arange(size).view(shape)
-        own = self.tensor.data_ptr() + index.numpy() * self.tensor.element_size()
-        return torch.from_numpy(np.isin(own.astype(np.uint64), addresses))
+        own = tensor.data_ptr() + index.numpy().ravel() * tensor.element_size()
+        self._own, self._element = np.unique(own.astype(np.uint64), return_inverse=True)
+
+    def at(self, addresses: Any) -> torch.Tensor:
+        """Return which elements are at ``addresses`` (uint64), bool, with the shape of the tensor."""
+        place = np.minimum(np.searchsorted(self._own, addresses), len(self._own) - 1)
+        found = np.zeros(len(self._own), dtype=np.bool_)
+        found[place[self._own[place] == addresses]] = True
+        return torch.from_numpy(found[self._element]).view(self.shape)
+
+
+def tensors_in(launches: Sequence[LaunchLog]) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors among the arguments of launches that have elements, each with its first name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for launch in launches:
+        for name, value in launch.arguments.items():
+            if isinstance(value, torch.Tensor) and value.numel():
+                found.setdefault(value.data_ptr(), (name, value))
+    return [*found.values()]
+
+
+def joined(parts: Mapping[Line, Sequence[Any]]) -> Any:
+    """Return the addresses of all lines of a log, sorted (uint64)."""
+    arrays = [one for some in parts.values() for one in some]
+    return np.unique(np.concatenate(arrays)) if arrays else np.zeros(0, dtype=np.uint64)
 
 
 def stores_of(launches: Sequence[LaunchLog]) -> list[TensorStores]:
     """Return the stores to each tensor that a program of the launches stores to."""
-    tensors: dict[int, tuple[str, torch.Tensor]] = {}
-    for launch in launches:
-        for name, value in launch.arguments.items():
-            if isinstance(value, torch.Tensor) and value.numel():
-                tensors.setdefault(value.data_ptr(), (name, value))
     programs = [log for launch in launches for log in launch.programs if log.stores]
     found = []
-    for name, tensor in tensors.values():
+    for name, tensor in tensors_in(launches):
         begin, size = tensor.data_ptr(), tensor.element_size()
         last = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
         span = (begin, begin + (last + 1) * size)

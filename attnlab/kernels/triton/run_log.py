@@ -343,7 +343,7 @@ class Memory:
         description of the first of these.
 
         The description is "" if all are in tensors. ``addresses``: uint64; ``mask``: bool, same shape;
-        ``size``: bytes of an element, all of which must be in the same tensor.
+        ``size``: of an element, in bytes; an element must be in one tensor.
         """
         live = addresses if mask.all() else addresses[mask]
         if not live.size:

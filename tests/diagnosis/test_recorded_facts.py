@@ -8,7 +8,7 @@ import torch
 from helpers.cases import hostile
 
 from attnlab.diagnosis.access_check import claim_of_facts
-from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, store_facts
+from attnlab.diagnosis.claims import AccessClaim, AccessFacts, is_conflict, recorded_facts
 from attnlab.kernels.triton.probe import LaunchLog, ProgramLog, current_probe
 
 CASE = hostile(op="unified_attention", backend="vllm", query_lens=(1, 1), ctx_lens=(20, 9))
@@ -46,7 +46,7 @@ def facts(launch: LaunchLog, wrong: torch.Tensor) -> set[str]:
         current_probe().launches.append(launch)
         return SimpleNamespace(output=torch.zeros(len(wrong), HEADS, SIZE))
 
-    return {name for name, _ in store_facts(CASE, wrong, run)}
+    return {name for name, _ in recorded_facts(CASE, wrong, run)}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,27 @@ def test_without_that_a_fact_of_each_wrong_output_is_stated():
     assert not claim.holds_in(of_case(ROW_1))
 
 
+def test_an_input_that_is_read_for_other_rows_is_not_read_for_its_own():
+    """Each program stores one row; the query of row 1 is read, but by no program that stores row 1."""
+    wrong = torch.zeros(ROWS, HEADS, dtype=torch.bool)
+    output, query = torch.zeros(ROWS, HEADS, SIZE), torch.zeros(ROWS, HEADS, SIZE)
+
+    def loading(rows_of_programs: list[list[int]]) -> LaunchLog:
+        launch = stores(output, 0, None)
+        launch.arguments = {**launch.arguments, "query_ptr": query}
+        for log, rows in zip(launch.programs, rows_of_programs, strict=True):
+            size = HEADS * SIZE
+            at = np.concatenate([np.arange(row * size, (row + 1) * size) for row in rows])
+            log.loads[LINE] = [(query.data_ptr() + at * 4).astype(np.uint64)]
+        return launch
+
+    assert not facts(loading([[0], [1]]), wrong)
+    assert not facts(loading([[0, 1], [0, 1]]), wrong)
+    assert facts(loading([[0, 1], [0]]), wrong) == {
+        "query_ptr is not read completely for the rows of the output"
+    }
+
+
 def test_a_fact_that_single_sequences_lack_is_about_several():
     found = [of_case(ROW_0, read=ROW_0), of_case(ROW_0, num_seqs=1), of_case(ROW_1, read=ROW_1)]
     claim = claim_of_facts(found)
@@ -131,4 +152,4 @@ def test_a_fact_that_single_sequences_lack_is_about_several():
 
 def test_nothing_is_stated_of_kernels_that_are_not_interpreted():
     wrong = torch.ones(1, 1, dtype=torch.bool)
-    assert not list(store_facts(CASE.replace(backend="model"), wrong, None))
+    assert not list(recorded_facts(CASE.replace(backend="model"), wrong, None))
