@@ -61,9 +61,13 @@ class Mutant:
     after: str
 
     def apply(self, text: str) -> str:
-        """Return the source text with the change."""
+        """Return the source text with the change, with as many lines as before."""
         data = text.encode()
-        return (data[: self.start] + self.after.encode() + data[self.end :]).decode()
+        first = data[: self.start].decode().rpartition("\n")[2]
+        margin = first[: len(first) - len(first.lstrip())]  # a row without it would end a block
+        rows = f"\n{margin}" * (self.before.count("\n") - self.after.count("\n"))
+        after = f"{self.after[:-1]}{rows})" if self.after.endswith(")") else self.after + rows
+        return (data[: self.start] + after.encode() + data[self.end :]).decode()
 
     @property
     def text(self) -> str:

@@ -7,6 +7,7 @@ with unwritten cache slots reads them.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _FURTHER = (
     ((150, 4), (1, 26), (263, 0)),  # several tiles of new tokens, for the largest of tiles
     ((1, 40), (1, 19), (1, 130)),  # decodes alone, which an op may compute in another way
 )
+_NEARBY = 12  # cases with lengths like those of a Case
 _SEED_OF_HEADS, _MOST_HEADS = 15, 32  # the case with more heads; of a Case that gets them
 # Few sequences: a statement about some of several sequences must also be true of one.
 _FEW = (((1, 300), (20, 37)), ((23, 40),), ((1, 33),), ((1, 0), (1, 9)), ((3, 30), (1, 0), (4, 0)))
@@ -90,6 +92,20 @@ def few_sequences(case: Case) -> Iterator[Case]:
     for seed, pairs in enumerate(_FEW, 31):
         chosen = [(1, ctx + query - 1) for query, ctx in pairs] if only_decodes else pairs
         other = _longer_case(case, chosen, seed, fewer_kernels=True)
+        if other is not None:
+            yield other
+
+
+def nearby_cases(case: Case) -> Iterator[Case]:
+    """Yield cases whose sequences have up to three tokens more or fewer; each keeps its kind."""
+    random = Random(case.seed)
+    for seed in range(_NEARBY):
+        pairs = [
+            (max(2, query + random.randint(-3, 3)) if query > 1 else 1, ctx and max(1, ctx + more))
+            for query, ctx in zip(case.lengths.query_lens, case.lengths.ctx_lens, strict=True)
+            for more in [random.randint(-3, 3)]
+        ]
+        other = _longer_case(case, pairs, 51 + seed)
         if other is not None:
             yield other
 

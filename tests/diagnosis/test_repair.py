@@ -117,7 +117,7 @@ def test_a_fault_of_one_expression_is_described_by_its_repair(tmp_path):
     assert (found.status, found.is_by_repair) == ("described", True)
     assert (claim.file, claim.line) == (case.backend.split(":")[0], line)
     assert claim.repair.edit.text == "`first // BLOCK` in place of `first % BLOCK`"
-    assert (claim.only_finite, claim.cases) == (False, 7)
+    assert (claim.only_finite, claim.cases) == (False, 10)
     assert (found.accesses, found.observed) == (None, ("a read is wrong",))
     assert found.locations[0].line == line
     assert found.sentences()[0] == claim.text
@@ -182,8 +182,8 @@ def test_an_edit_that_adds_a_constant_is_not_named(tmp_path):
     assert find_claim(lab, case, [claim.repair, right]).repair is right
 
 
-def test_an_edit_needs_seven_further_cases(tmp_path, monkeypatch):
-    """Cases like those that show the fault are added until there are seven, or one refutes the edit."""
+def test_an_edit_needs_ten_further_cases(tmp_path, monkeypatch):
+    """Cases like those that show the fault are added until there are ten, or one refutes the edit."""
     lab = Lab(device="cpu")
     case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
     right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
@@ -192,14 +192,28 @@ def test_an_edit_needs_seven_further_cases(tmp_path, monkeypatch):
     similar = [case.replace(seed=seed) for seed in range(20, 40)]
     monkeypatch.setattr(repair_check, "further_cases", lambda _: [other])
     monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
-    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar[:5])
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar[:8])
     assert find_claim(lab, case, [right]) is None
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
-    assert find_claim(lab, case, [right]).cases == 7
+    assert find_claim(lab, case, [right]).cases == 10
     limited = edit_of(lab, case, "first % BLOCK", "(first // BLOCK) % 3")  # blocks 0 to 2 are right
-    assert find_claim(lab, case, [limited]).cases == 7
+    assert find_claim(lab, case, [limited]).cases == 10
     monkeypatch.setattr(repair_check, "similar_cases", lambda _: [refuting, *similar])
     assert find_claim(lab, case, [limited]) is None
+
+
+def test_an_edit_that_holds_like_one_of_its_operands_states_its_line_alone(tmp_path, monkeypatch):
+    """The sum is right, and so is its first operand: the cases show the place, not the edit."""
+    lab = Lab(device="cpu")
+    case, _ = planted(tmp_path, "first // BLOCK).to", "first % BLOCK).to")
+    loose = edit_of(lab, case, "first % BLOCK", "(first // BLOCK + 0 * BLOCK)")
+    right = edit_of(lab, case, "first % BLOCK", "first // BLOCK")
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3)])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 40)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    assert find_claim(lab, case, [right]).is_stated
+    assert not find_claim(lab, case, [loose]).is_stated
 
 
 def edit_of(lab: Lab, case: Case, before: str, after: str) -> Repair:

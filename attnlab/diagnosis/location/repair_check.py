@@ -19,7 +19,7 @@ from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.claims import KernelLocation, RepairClaim
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import Repair
-from attnlab.diagnosis.reruns import further_cases
+from attnlab.diagnosis.reruns import further_cases, nearby_cases
 from attnlab.kernels.control import rows_equal
 from attnlab.kernels.triton.probe import Probe, probing
 from attnlab.kernels.triton.run_log import Budget, TooLong
@@ -29,7 +29,7 @@ _MOST_EDITS = 6  # that are compared with each other
 _MOST_S = 40.0  # processor time; edits that are not confirmed by then are no claim
 _MOST_OTHERS_S = 6.0  # for others, which the claim mentions
 _FEWEST = (
-    7  # further cases that an edit must make right; with fewer, one of four edits hid the fault
+    10  # further cases that an edit must make right: of edits with fewer than 7, 4 of 15 were wrong
 )
 _MOST_MORE = 40  # cases like those that show the fault, which run if the others are too few
 _MOST_STATED_S = 15.0  # for an edit that can be stated, after one that confirms its line alone
@@ -150,6 +150,7 @@ def large_score_cases(case: Case) -> Iterator[Case]:
 
 def similar_cases(case: Case) -> Iterator[Case]:
     """Yield cases that differ from a Case in its lengths, then cases that differ in one feature or size."""
+    yield from nearby_cases(case)
     yield from further_cases(case)
     lengths = {"query_lens": case.lengths.query_lens, "ctx_lens": case.lengths.ctx_lens}
     yield from _changed_cases(case, [{**lengths, **one} for one in _VARIATIONS])
@@ -203,6 +204,10 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
             found = _with_large_scores(found, large)
         if found is None:
             continue
+        if found.is_stated and any(
+            _claim_of(proofs, varied, more, other, end) for other in _neighbours(repair)
+        ):
+            found = dataclasses.replace(found, is_stated=False)
         if claim is None or (found.is_stated and not claim.is_stated):
             claim = found
             left_s = _MOST_OTHERS_S if found.is_stated else _MOST_STATED_S
@@ -265,6 +270,26 @@ def _claim_of(
         only_finite=leaks,
         is_stated=not is_constant,
     )
+
+
+def _neighbours(repair: Repair) -> Iterator[Repair]:
+    """Yield simpler edits of the same place: of an operation one operand, of a number the next ones.
+
+    If one of them holds in all cases, too, the cases do not show the edit, only its place.
+    """
+    before, after = (text.strip() for text in (repair.edit.before, repair.edit.after))
+    with suppress(SyntaxError):
+        given, new = (ast.parse(text, mode="eval").body for text in (before, after))
+        others: list[ast.expr] = []
+        if isinstance(new, ast.BinOp):
+            others = [new.left, new.right]
+        elif isinstance(new, ast.Constant) and type(new.value) is int:
+            others = [ast.Constant(new.value + step) for step in (1, -1)]
+        for other in others:
+            text = ast.unparse(other)
+            if text != ast.unparse(given):
+                edit = dataclasses.replace(repair.edit, after=f"({text})")
+                yield dataclasses.replace(repair, edit=edit)
 
 
 def _unwraps_maximum(repair: Repair) -> bool:
