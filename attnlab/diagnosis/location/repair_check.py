@@ -273,7 +273,8 @@ def _claim_of(
 
 
 def _neighbours(repair: Repair) -> Iterator[Repair]:
-    """Yield simpler edits of the same place: of an operation one operand, of a number the next ones.
+    """Yield simpler edits of the same place: of an operation or a call one operand, of a number the next
+    ones.
 
     If one of them holds in all cases, too, the cases do not show the edit, only its place.
     """
@@ -283,6 +284,8 @@ def _neighbours(repair: Repair) -> Iterator[Repair]:
         others: list[ast.expr] = []
         if isinstance(new, ast.BinOp):
             others = [new.left, new.right]
+        elif isinstance(new, ast.Call) and len(new.args) == 2:
+            others = new.args
         elif isinstance(new, ast.Constant) and type(new.value) is int:
             others = [ast.Constant(new.value + step) for step in (1, -1)]
         for other in others:
