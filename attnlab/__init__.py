@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.case.case import Case
     from attnlab.case.errors import AttnLabError, InvalidCase, Unavailable
     from attnlab.checker.check import check
+    from attnlab.checker.matrix import run_many
     from attnlab.contracts.dispatch import explain
     from attnlab.defects import DEFECTS
     from attnlab.diagnosis.public import diagnose, violations
@@ -63,6 +64,7 @@ __all__ = [
     "reference",
     "replay_call",
     "run",
+    "run_many",
     "run_mla",
     "shrink_call",
     "stages",
@@ -98,6 +100,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "reference": "attnlab.lab.run",
     "replay_call": "attnlab.replay.public",
     "run": "attnlab.lab.run",
+    "run_many": "attnlab.checker.matrix",
     "run_mla": "attnlab.mla.run",
     "shrink_call": "attnlab.replay.public",
     "stages": "attnlab.lab.run",

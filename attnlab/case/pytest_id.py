@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NoReturn
 
 from attnlab.case.declaration import FIELDS, CaseFields, field_type
@@ -601,3 +602,18 @@ def nearest_id(case: CaseFields) -> tuple[str, dict[str, Any]]:
     base = {name: field.default for name, field in FIELDS.items()} | fields_of(test_id)
     changes = {name: getattr(case, name) for name in base if getattr(case, name) != base[name]}
     return test_id, changes
+
+
+def vllm_test_ids() -> list[str]:
+    """Return the ids of the plain and the ALiBi test of vLLM 0.33.0's test_prefix_prefill.py, 192."""
+    name = "test_contexted_kv_attention"
+    ops, formats = (WRAPPER, PREFILL), ("auto", "fp8", "fp8_e5m2")
+    shapes = [*product(formats, ("dtype0",), (24, 128), (1, 64), (64,))]
+    devices, packs = ("cuda:0",), (False, True)
+    plain = product(packs, ops, (0, 16, 2048), devices, shapes)
+    alibi = product(packs, ops, devices, shapes)
+    return [
+        f"{test}[{'-'.join(str(word) for word in (*words[:-1], *words[-1]))}]"
+        for test, found in ((name, plain), (f"{name}_alibi", alibi))
+        for words in found
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnlab.case.errors import InvalidCase
-from attnlab.cli.command import Command
+from attnlab.cli.command import Command, print_json, show
 from attnlab.cli.releases import add_page, check_page, print_table
 from attnlab.cli.sharded import (
     CHECK_CODES,
@@ -48,7 +48,13 @@ def _run(args: argparse.Namespace) -> int:
     for field, owner in _OWNERS.items():
         if getattr(args, field) is not None and command != owner:
             raise InvalidCase(f"{field} must not be given with {command}", field=field)
-    runs = {"check": _check, "power": _power, "bench diagnose": _diagnose, "releases": _releases}
+    runs = {
+        "check": _check,
+        "power": _power,
+        "bench diagnose": _diagnose,
+        "releases": _releases,
+        "matrix": _matrix,
+    }
     run = runs.get(command)
     if run is None:
         raise InvalidCase(f"dir must be stores that merge can join, got {command}")
@@ -92,6 +98,17 @@ def _power(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes)
         return print_shard(ALL, found, args.json)
     seconds = sum(one.seconds for one in found.values())
     return print_power(power_report(case, found, seconds), args.json)
+
+
+def _matrix(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:
+    from attnlab.checker.matrix import merged_matrix
+
+    table = merged_matrix(header, outcomes)
+    if args.json:
+        print_json(table.to_dict())
+    else:
+        show(table)
+    return table.exit_code
 
 
 def _diagnose(args: argparse.Namespace, header: dict[str, Any], outcomes: Outcomes) -> int:

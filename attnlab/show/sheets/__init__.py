@@ -28,6 +28,7 @@ SHEETS: dict[str, str] = {
     "attnlab.lab.error_map.ErrorMap": "attnlab.show.sheets.results.errors",
     "attnlab.lab.result.Result": "attnlab.show.sheets.results.result",
     "attnlab.lab.run.StageTable": "attnlab.show.sheets.results.stages",
+    "attnlab.checker.matrix.MatrixTable": "attnlab.show.sheets.results.matrix",
     "attnlab.lab.decode_error.DecodedError": "attnlab.show.sheets.results.decoded_error",
     "attnlab.diagnosis.distinction.OtherRun": "attnlab.show.sheets.results.other_run",
     "attnlab.lab.decode_error.ErrorAnswer": "attnlab.show.sheets.results.error_answer",
