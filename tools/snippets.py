@@ -137,6 +137,7 @@ RULES = (
     Rule(
         pattern=r"for version in", reason="one release instead of two", added="", marker="releases"
     ),
+    Rule(pattern=r"^attnlab matrix --platform", reason="", added="", marker="slow"),
     Rule(pattern=r"^attnlab (bench|claims)( --json)?$", reason="", added="", marker="slow"),
     Rule(pattern=r"bench diagnose", reason="100 trials take minutes", added="--trials 1"),
     Rule(pattern=r"bench --source", reason="measures for minutes; tests/cli/bench measures less"),

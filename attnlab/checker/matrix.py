@@ -216,19 +216,21 @@ def matrix_job(changes: Mapping[str, Any], source: Path | None, device: str | No
 def matrix_tasks(ids: Sequence[str], changes: Mapping[str, Any]) -> list[Task]:
     """Return one task for the ids that share a cache, in the order of :func:`in_order`.
 
-    Ids that are no Case come last, together: their rows say why.
+    Ids that are no Case come last, together: their rows say why. Raises InvalidCase if no id is a Case.
     """
     cases: dict[Case, list[str]] = {}
-    invalid: list[str] = []
+    invalid: dict[str, InvalidCase] = {}
     for test_id in ids:
         try:
             cases.setdefault(Case.from_test_id(test_id, **changes), []).append(test_id)
-        except InvalidCase:
-            invalid.append(test_id)
+        except InvalidCase as error:
+            invalid[test_id] = error
+    if invalid and not cases:
+        raise next(iter(invalid.values()))
     groups: dict[Any, list[str]] = {}
     for case in in_order(list(cases)):
         groups.setdefault((batch_key(case), cache_key(case)), []).extend(cases[case])
-    found = [*groups.values(), *([invalid] if invalid else [])]
+    found = [*groups.values(), *([[*invalid]] if invalid else [])]
     return [
         Task(key=hashlib.sha256("\n".join(group).encode()).hexdigest()[:16], payload={"ids": group})
         for group in found

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlab.case.declaration import FIELDS
+from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import InvalidCase, Unavailable
 from attnlab.case.flags import add_field_flags, add_source_flag, given_fields
 from attnlab.case.output_file import HTML, check_output_file, write_text
@@ -88,6 +88,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     changes = given_fields(args, FIELDS)
+    for name, value in changes.items():
+        field_type(name).check(name, value)
     if args.engine is not None:
         check_engine(args.engine)
     if args.html is not None:
@@ -143,7 +145,7 @@ COMMAND = Command(
     purpose="Run all ids of a test, and print a table of their outcomes.",
     arguments="[ID …]",
     examples=(
-        "attnlab matrix --platform gfx942 --draw-max-query-len 64 --draw-max-ctx-len 64 --num-heads 8",
+        "attnlab matrix --platform gfx942 --draw-max-query-len 40 --draw-max-ctx-len 40",
         "attnlab matrix tests/kernels/attention/test_prefix_prefill.py --backend vllm --device cuda",
         "attnlab matrix ids.txt --platform gfx942 --html matrix.html --junit matrix.xml",
     ),

@@ -134,7 +134,6 @@ OWN_FLAGS = [
     (["matrix", "--stage", "nothing"], "stage must be"),
     (["matrix", "--html", "matrix.png"], "html must be"),
     (["matrix", "--shard", "1/2"], "out must be given with shard"),
-    (["matrix", "-"], "id must name at least one test"),
     (["shrink", "nowhere", "--out", "x.py"], "out must be a file that does not end with .py"),
     (["shrink", "nowhere", "--op", "softmax"], "op must be one of"),
     (["xray", "--op", "reshape_and_cache_flash"], "op must be an attention op"),

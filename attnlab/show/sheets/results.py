@@ -543,9 +543,12 @@ def matrix(table: "MatrixTable") -> Sheet:
     tests = list(dict.fromkeys(row.id.partition("[")[0] for row in table.rows))
     parts: list[Part] = []
     if bad:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in bad:
+            groups.setdefault((row.status, outcome_text(row)), []).append(row.id)
         rows: list[Row] = [
-            [Words(row.id, code=True), Words(outcome_text(row), _matrix_tone(row.status))]
-            for row in bad
+            [[Words(one, code=True) for one in ids], Words(text, _matrix_tone(status))]
+            for (status, text), ids in groups.items()
         ]
         parts.append(Grid(["id", "outcome"], rows, "ids that do not match"))
     parts += [

@@ -15,6 +15,7 @@ import attnlab
 from attnlab.case.case import Case
 from attnlab.case.shown import Shown
 from attnlab.checker.finding import Finding
+from attnlab.checker.matrix import MatrixRow, MatrixTable
 from attnlab.checker.report import Report
 from attnlab.contracts.contract import Target, contract
 from attnlab.contracts.dispatch import decide
@@ -112,6 +113,16 @@ def nouns(lab: Lab, case: Case) -> dict[str, Shown]:
         result.errors,
         result,
         stage_table(lab, case),
+        MatrixTable(
+            rows=(
+                MatrixRow.of("test_a[False-128-1]", result),
+                MatrixRow(id="test_a[True-64-1]", status="rejected", error="a < b"),
+                MatrixRow(id="test_b[2]", status="not run", error="no <Case>"),
+            ),
+            seconds=1.0,
+            changes={"platform": "gfx942"},
+            backend="model",
+        ),
         diagnose(case, lab=lab, propose=False),
         run_again(lab, case, result.output, {"empty_slots": "garbage"}),
         MutationReport(case=case, mutants=[mutant], sampled=(3, 34), heads=2),
