@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -143,10 +142,7 @@ def run_child(
 
 
 def test_ids() -> list[str]:
-    """Return the test ids of the matrix; those that share a batch are neighbours.
-
-    Batches with 64 query heads per KV head come first: they are smaller.
-    """
+    """Return the test ids of the matrix; those that share a batch are neighbours, the smallest first."""
     names = json.loads(IDS.read_text())["cases"]
     return sorted(names, key=lambda name: name.split("-")[::-1], reverse=True)
 
@@ -272,20 +268,19 @@ def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, A
 
     module.find_violations = find_violations
     outcomes, steps, greatest = dict[str, int](), dict[str, float](), 0.0
-    each = list[dict[str, float]]()
+    each = dict[Any, dict[str, float]]()
     torch.cuda.synchronize()
     start = time.perf_counter()
+    clock.begin("other")
     try:
-        with ahead(lab, matrix, wait) as coming:
-            for case in coming:
-                clock.begin("other")
-                result = lab.run(case)
-                torch.cuda.synchronize()
-                outcomes[result.status] = outcomes.get(result.status, 0) + 1
-                greatest = max(greatest, result.errors.greatest_abs.value if result.errors else 0.0)
-                each.append({"batch": 0.0, **result.seconds})
-                for step, seconds in result.seconds.items():
-                    steps[step] = steps.get(step, 0.0) + seconds
+        for result in results(lab, matrix, wait):
+            torch.cuda.synchronize()
+            outcomes[result.status] = outcomes.get(result.status, 0) + 1
+            greatest = max(greatest, result.errors.greatest_abs.value if result.errors else 0.0)
+            each[result.case] = {"batch": 0.0, **result.seconds}
+            for step, seconds in result.seconds.items():
+                steps[step] = steps.get(step, 0.0) + seconds
+            clock.begin("other")
     finally:
         module.find_violations = search
     seconds = time.perf_counter() - start
@@ -296,17 +291,18 @@ def one_pass(source: Path, matrix: list[Any], wait: bool = False) -> dict[str, A
         "by_step": steps,
         "outcomes": outcomes,
         "greatest_error": greatest,
-        "each": each,
+        "each": [each[case] for case in matrix],
     }
 
 
-def ahead(lab: Any, matrix: list[Any], wait: bool) -> AbstractContextManager[Iterable[Any]]:
-    """Return the Cases, with batches drawn ahead unless every step waits, or this is an old version."""
-    if wait or find_spec("attnlab.lab.lab") is None:
-        return nullcontext(matrix)
-    from attnlab.lab.lab import drawing_ahead
+def results(lab: Any, matrix: list[Any], wait: bool) -> Iterable[Any]:
+    """Return the Results of the Cases as ``attnlab.run_many`` does, or one by one if every step waits, or if
+    this is an old version without it."""
+    if wait or find_spec("attnlab.checker.matrix") is None:
+        return (lab.run(case) for case in matrix)
+    from attnlab.checker.matrix import run_many
 
-    return drawing_ahead(lab, matrix)
+    return run_many(matrix, lab=lab)
 
 
 class Clock:
