@@ -13,7 +13,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import FIELDS, field_type
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.fields import Number, suggestion
-from attnlab.case.flags import add_case_flags, case_of, notebook_parameters, read_text
+from attnlab.case.flags import add_case_flags, case_of, given_fields, notebook_parameters, read_text
 from attnlab.case.output_file import check_output_file
 from attnlab.case.platforms import machine_platform
 from attnlab.cli import command
@@ -179,8 +179,19 @@ DECODE_ERROR_COMMAND = Command(
 _MOST_PLACES = 200  # in the JSON document
 
 
+# A Case without flags has the size of the test, which takes 10 to 50 s; this one takes less than 1 s.
+_REDUCED = {"num_heads": 8, "draw_max_query_len": 128, "draw_max_ctx_len": 128}
+_NOT_OF_SIZE = {"platform", "release", "stage", "backend"}
+
+
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to run")
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="run the size of the test; without it, a Case that is given by nothing or by "
+        "--platform, --release, --stage and --backend alone is reduced to 8 heads and lengths up to 128",
+    )
     group.add_argument(
         "--stages",
         action="store_true",
@@ -225,6 +236,7 @@ def _run_case(args: argparse.Namespace) -> int:
     if args.against and args.stages:
         raise InvalidCase("against must not be given with stages", field="against")
     args.against = _changes(args.against or ())
+    case = _reduced(args, case)
     check_memory(case)
     if args.stages:
         return _run_stages(args, case)
@@ -235,6 +247,14 @@ def _run_case(args: argparse.Namespace) -> int:
         return run_limited(_run_run_case, args, case, seconds)
     with progress("running") as on_step:
         return _run_run_case(args, case, on_step)
+
+
+def _reduced(args: argparse.Namespace, case: Case) -> Case:
+    """Return the Case, or a smaller one if no flag says what to run."""
+    if args.full or args.test_id or args.case or given_fields(args, FIELDS).keys() - _NOT_OF_SIZE:
+        return case
+    notice("reduced to 8 heads and lengths up to 128; --full runs the size of the test")
+    return case.replace(**_REDUCED)
 
 
 def _changes(words: Sequence[str]) -> dict[str, Any]:
