@@ -173,7 +173,10 @@ def _unread_inputs(
             union = torch.stack(loads).any(0)
             unread = ~_cells([union], is_wrong, completely=True)
         if bool(unread.any()):
-            yield f"{name} is not read completely for the rows of the output", unread
+            yield (
+                f"programs store rows of the output and do not read all of {name} for these rows",
+                unread,
+            )
 
 
 def _has_cells(tensor: torch.Tensor, cells: torch.Tensor) -> bool:

@@ -137,7 +137,7 @@ def test_an_input_that_is_read_for_other_rows_is_not_read_for_its_own():
     assert not facts(loading([[0], [1]]), wrong)
     assert not facts(loading([[0, 1], [0, 1]]), wrong)
     assert facts(loading([[0, 1], [0]]), wrong) == {
-        "query_ptr is not read completely for the rows of the output"
+        "programs store rows of the output and do not read all of query_ptr for these rows"
     }
 
 
