@@ -60,7 +60,12 @@ def _id_of(line: str) -> str:
 def _collected(file: Path) -> list[str]:
     """Return the ids that pytest collects from a test file."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_COLLECT_S, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COLLECT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"pytest collects no tests from {file} in {_COLLECT_S} s") from error
     found = [_id_of(line) for line in done.stdout.splitlines() if "::" in line and _ID.search(line)]
     if not found:
         lines = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
