@@ -25,7 +25,6 @@ from attnlab.replay.replay_call import (
     is_bisecting,
     on_device,
     other_bits,
-    replay_targets,
 )
 
 
