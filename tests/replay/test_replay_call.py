@@ -22,10 +22,10 @@ from attnlab.replay.replay_call import (
     Replay,
     Replays,
     distance,
-    is_bisecting,
     on_device,
     other_bits,
 )
+from attnlab.replay.targets import is_bisecting, replay_targets
 
 
 def test_verdicts_and_agreement(tmp_path):
