@@ -54,6 +54,7 @@ from attnlab.kernels.triton.launch_plan import (
     is_recorded,
     one_at_a_time,
 )
+from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep
 from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import Accesses, Launch, Memory, RunLog, Trace, limited
@@ -321,6 +322,10 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     ]
 
     probe = current_probe()
+    if probe is None and is_lockstep() and _run_together(
+        function, arguments, converted, programs, sizes, plan
+    ):
+        return
     if probe is not None:
         plan = replace(plan, processes=1)
         plan.observed.budget = probe.budget
@@ -343,6 +348,37 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         _run_all(run, programs, plan)
 
 
+def _run_together(
+    function: Any,
+    arguments: dict[str, Any],
+    converted: dict[str, Any],
+    programs: list[Program],
+    sizes: Program,
+    plan: LaunchPlan,
+) -> bool:
+    """Run the programs of a launch together; return False, and note why, if they must run one by one."""
+    trace = None
+    if plan.watched is not None:
+        trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+    kernel = function.fn
+    together = Together(
+        function=function,
+        arguments=arguments,
+        converted=converted,
+        programs=programs,
+        trace=trace,
+        prepare=lambda observed, extension: prepared(
+            kernel, arguments, sizes, observed, extension=extension
+        ),
+        on_programs=plan.on_programs,
+        observed=plan.observed,
+    )
+    why = together.run() if programs else ""
+    if why:
+        plan.observed.alone.setdefault(kernel.__name__, why)
+    return not why
+
+
 @contextmanager
 def prepared(
     kernel: Any,
@@ -350,13 +386,18 @@ def prepared(
     sizes: Program,
     observed: RunLog,
     trace: Accesses | None = None,
+    extension: Any = None,
 ) -> Iterator[None]:
     """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
     from triton.runtime import interpreter
 
+    form = _launched_type().of
+    if extension is not None:
+        form = _together_form
+
     with (
         one_at_a_time(),
-        language(interpreter, kernel, observed, _launched_type().of, Memory(arguments, trace)),
+        language(interpreter, kernel, observed, form, Memory(arguments, trace), extension),
         warnings.catch_warnings(),
         np.errstate(all="ignore"),
     ):
@@ -364,6 +405,12 @@ def prepared(
         warnings.filterwarnings("ignore", "tl.where with a non-boolean condition", UserWarning)
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         yield
+
+
+def _together_form(function: Any) -> Any:
+    """Return a function as a batch of programs runs it; Triton's own functions as they are."""
+    found = _launched_type().of(function)
+    return Form(found) if isinstance(found, _launched_type()) else found
 
 
 def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
