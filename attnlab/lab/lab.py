@@ -201,6 +201,7 @@ class Lab:
             launches=tuple(launch.text() for launch in ran.log.launches),
             wraps=tuple(wrap.text() for wrap in ran.log.wraps.values()),
             outside=tuple(access.text() for access in ran.log.outside.values()),
+            alone=tuple(f"{kernel}: {why}" for kernel, why in ran.log.alone.items()),
             lse=ran.log.lse,
             padded=ran.log.padded,
             side_errors=wrong_sides,

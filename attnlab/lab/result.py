@@ -382,6 +382,7 @@ class Result(Shown):
     - ``memory``: what the kernels read from the cache; None unless the Case has ``trace_reads``.
     - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
+    - ``alone``: the kernels whose programs Triton's interpreter could not run together, and why.
     - ``lse``, ``padded``: what the op returned in addition to the output, or None
       (:class:`attnlab.kernels.triton.run_log.RunLog`). ``side_errors``: what is wrong with them.
     - ``compare_with_rounding``: returns the ErrorMap with the rounding bound of each element as tolerance.
@@ -403,6 +404,7 @@ class Result(Shown):
     launches: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
     side_errors: tuple[SideError, ...] = ()
@@ -486,6 +488,7 @@ class Result(Shown):
             "launches": list(self.launches),
             "wraps": list(self.wraps),
             "outside": list(self.outside),
+            "alone": list(self.alone),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }

@@ -28,9 +28,7 @@ import inspect
 import itertools
 import mmap
 import os
-import pickle
 import re
-import signal
 import sys
 import time
 import warnings
@@ -45,7 +43,7 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.kernels.child_process import end_with_parent, restorable
+from attnlab.kernels.child_process import fork
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
     LaunchPlan,
@@ -372,6 +370,7 @@ def _run_together(
         ),
         on_programs=plan.on_programs,
         observed=plan.observed,
+        processes=plan.processes,
     )
     why = together.run() if programs else ""
     if why:
@@ -460,7 +459,8 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
     if not rest:
         return
     children = [
-        _fork(run, rest[i :: plan.processes], plan.observed) for i in range(1, plan.processes)
+        fork(functools.partial(_run_part, run, rest[i :: plan.processes], plan.observed))
+        for i in range(1, plan.processes)
     ]
     mine = rest[:: plan.processes]
     try:
@@ -468,42 +468,24 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
             run(program)
             plan.on_programs(done + i * len(rest) // len(mine), len(programs))
     except BaseException:  # on_programs may cancel the launch
-        for child, _ in children:
-            os.kill(child, signal.SIGKILL)
+        for child in children:
+            child.kill()
         raise
     finally:
-        errors = [_join(*child, plan.observed) for child in children]
-    error = next((error for error in errors if error is not None), None)
-    if error is not None:
-        raise error
+        ended = [child.result() for child in children]
+    for observed, error in ended:
+        if error is not None:
+            raise error
+        plan.observed.take(observed)
 
 
-def _fork(
+def _run_part(
     run: Callable[[Program], None], programs: list[Program], observed: RunLog
-) -> tuple[int, int]:
-    """Run programs in a child process; return its id and the read end of its result pipe.
-
-    The child uses one thread and ends with os._exit, because the threads of the parent do not exist in it.
-    """
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
-        parent = os.getpid()
-        child = os.fork()
-    if child:
-        os.close(writer)
-        return child, reader
-    end_with_parent(parent)
-    problem: Exception | None = None
-    torch.set_num_threads(1)
-    try:
-        for program in programs:
-            run(program)
-    except BaseException as error:
-        problem = restorable(error)
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(pickle.dumps((problem, observed)))
-    os._exit(0)
+) -> RunLog:
+    """Run programs in a copy of the process; return its log."""
+    for program in programs:
+        run(program)
+    return observed
 
 
 @contextmanager
@@ -550,16 +532,3 @@ def _own_failure(error: Exception) -> str:
     )
     cannot = f"the interpreter of Triton {triton.__version__} cannot run this kernel"
     return cannot if is_removed or is_missing else ""
-
-
-def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
-    """Wait for a child, merge its log into ``observed``, and return its exception or None."""
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        return RuntimeError(f"a process of the interpreter ended with status {status}")
-    problem, seen = pickle.loads(answer)
-    observed.take(seen)
-    found: Exception | None = problem
-    return found

@@ -5,7 +5,9 @@ attempt is recorded: the launch then runs one program after another.
 """
 
 import ast
+import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from attnlab.kernels.child_process import fork
 from attnlab.kernels.triton.coverage import is_measuring, marked_tree
 from attnlab.kernels.triton.kernel_text import text_of
 from attnlab.kernels.triton.lockstep import control
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Refused
-from attnlab.kernels.triton.lockstep.memory import MOST_PROGRAMS, Tensors, patch_memory
+from attnlab.kernels.triton.lockstep.memory import Part, Tensors, patch_memory
 from attnlab.kernels.triton.lockstep.notes import Notes
 from attnlab.kernels.triton.lockstep.operations import Operations
 from attnlab.kernels.triton.lockstep.reads import Reads
@@ -29,7 +32,8 @@ from attnlab.kernels.triton.run_log import Memory, RunLog, Trace
 Program = tuple[int, int, int]
 
 _ORDER = (0, 2, 1)  # of the grid's axes: programs of neighbouring heads, axis 1, are alike
-_MOST = 1024  # programs of a batch
+MOST = 256  # programs of a batch, at first
+ALONE_S = 0.3  # a longer launch is split over processes
 _MOST_ELEMENTS = 1 << 20  # of the largest value of a batch
 _BYTES = 512  # of memory per element of the largest value, with all others that live at a time
 
@@ -99,7 +103,7 @@ class Together:
     - ``function``: of Triton. ``converted``: its arguments as a program gets them. ``programs``: those that
       run, in order. ``trace``: the regions whose accesses are recorded, with ``reads`` that it changes.
     - ``prepare``: patches the language for a log and an extension, inside a ``with`` block. ``observed``: the
-      log of the launch.
+      log of the launch. ``processes``: as in :class:`attnlab.kernels.triton.launch_plan.LaunchPlan`.
     """
 
     function: Any
@@ -110,6 +114,7 @@ class Together:
     prepare: Callable[[Any, Any], Any]
     on_programs: Callable[[int, int], None]
     observed: RunLog
+    processes: int = 1
 
     def run(self) -> str:
         """Run all programs; return "", or why they must run one after another.
@@ -121,21 +126,16 @@ class Together:
         if any(hasattr(value, "block_shape") for value in self.arguments.values()):
             return "a tensor descriptor"
         reads = None if self.trace is None else Reads(self.trace.regions)
-        tensors = Tensors(Memory(self.arguments), Notes(), reads)
+        tensors = Tensors(Memory(self.arguments), Notes(), reads, is_shared=self.processes > 1)
         extension = Extension(Operations(interpreter), tensors, interpreter)
         try:
             kernel = Form(self.function).rewrite()
             with self.prepare(tensors.notes, extension), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                done = 0
-                for size in self._batches(kernel, interpreter, tensors):
-                    done += size
-                    self.on_programs(done, len(self.programs))
-        except _Failed as failed:
+                warnings.simplefilter("ignore")  # torch: an array is not writable
+                self._run_all(Runner(kernel, self.converted, self.programs, interpreter, tensors))
+        except (Failed, Refused) as failed:
             tensors.undo()
             return str(failed)
-        except Refused as refused:
-            return str(refused)
         finally:
             control.begin(None)
         tensors.notes.tell(self.observed)
@@ -144,39 +144,96 @@ class Together:
                 self.trace.reads.setdefault(key, set()).update(slots)
         return ""
 
-    def _batches(self, kernel: Any, interpreter: Any, tensors: Tensors) -> Iterator[int]:
-        """Run the programs in batches; yield the number of programs of each that ended."""
+    def _run_all(self, runner: "Runner") -> None:
+        """Run all batches: in this process for a short time, then the rest in several."""
+        todo, start = runner.batches(), time.perf_counter()
+        while todo and (self.processes == 1 or time.perf_counter() - start < ALONE_S):
+            if runner.step(todo):
+                self.on_programs(runner.done, len(self.programs))
+        if not todo:
+            return
+        before = runner.tensors.stored_elements()
+        copies = [
+            fork(functools.partial(runner.run_part, todo[i :: self.processes]))
+            for i in range(1, self.processes)
+        ]
+        mine, first = todo[:: self.processes], runner.done
+        share = (len(self.programs) - first) / max(1, sum(map(len, mine)))
+        try:
+            while mine:
+                if runner.step(mine):
+                    done = first + int((runner.done - first) * share)
+                    self.on_programs(min(done, len(self.programs)), len(self.programs))
+        except BaseException:
+            for one in copies:
+                one.kill()
+            raise
+        finally:
+            ended = [one.result() for one in copies]
+        for part, error in ended:
+            if error is not None:
+                raise Failed(str(error))
+            runner.tensors.take(part, before)
+        runner.tensors.check_apart()
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """Runs batches of a launch's programs. ``done``: the number of programs that ended."""
+
+    kernel: Any
+    converted: Mapping[str, Any]
+    programs: Sequence[Program]
+    interpreter: Any
+    tensors: Tensors
+    done: int = 0
+
+    def batches(self) -> list[Any]:
+        """Return the batches, the last one first: arrays of positions in ``programs``."""
         ids = np.array(self.programs, dtype=np.int32)
         order = np.lexsort([ids[:, axis] for axis in reversed(_ORDER)])
-        todo = [
-            order[i : i + _MOST] for i in reversed(range(0, len(order), min(_MOST, MOST_PROGRAMS)))
-        ]
-        limit = most_elements()
-        while todo:
-            numbers = todo.pop()
-            batch = Batch(ids[numbers], numbers, interpreter, limit=limit)
-            control.begin(batch)
-            tensors.forget()
-            try:
-                kernel(**self.converted)
-                tensors.commit()
-            except Diverged as diverged:
-                todo += [numbers[group] for group in reversed(diverged.groups)]
-                continue
-            except Refused as refused:
-                raise _Failed(str(refused)) from refused
-            except MemoryError as error:
-                if len(numbers) == 1:
-                    raise _Failed("too little memory") from error
-                todo += np.array_split(numbers, 2)
-                continue
-            except Exception as error:  # the same program alone raises it, or does not
-                raise _Failed(f"{type(error).__name__}: {error}") from error
-            yield len(numbers)
+        return [order[i : i + MOST] for i in reversed(range(0, len(order), MOST))]
+
+    def step(self, todo: list[Any]) -> bool:
+        """Run the last batch of ``todo``, or replace it by its parts; return whether it ended.
+
+        Raises Failed if the launch must run one program after another.
+        """
+        numbers = todo.pop()
+        ids = np.array([self.programs[i] for i in numbers], dtype=np.int32)
+        control.begin(Batch(ids, numbers, self.interpreter, limit=most_elements()))
+        self.tensors.forget()
+        try:
+            self.kernel(**self.converted)
+            self.tensors.commit()
+        except Diverged as diverged:
+            todo += [numbers[group] for group in reversed(diverged.groups)]
+            return False
+        except Refused as refused:
+            raise Failed(str(refused)) from refused
+        except MemoryError as error:
+            if len(numbers) == 1:
+                raise Failed("too little memory") from error
+            todo += np.array_split(numbers, 2)
+            return False
+        except Exception as error:  # the same program alone raises it, or does not
+            raise Failed(f"{type(error).__name__}: {error}") from error
+        self.done += len(numbers)
+        return True
+
+    def run_part(self, todo: list[Any]) -> Part:
+        """Run batches in a copy of the process; return what they did, or why not."""
+        self.tensors.is_copy = True
+        try:
+            while todo:
+                self.step(todo)
+        except Failed as failed:
+            return Part(failed=str(failed))
+        return self.tensors.part()
 
 
-class _Failed(Exception):
-    """A batch failed."""
+class Failed(Exception):
+    """A batch cannot run together; the text says why."""
 
 
 def most_elements() -> int:

@@ -8,7 +8,8 @@
 """
 
 import ctypes
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
 from attnlab.kernels.triton.run_log import Memory, values_outside
 
 _EARLIER = np.uint16(0xFFFF)  # the owner of an element that an earlier batch stored
-MOST_PROGRAMS = 0xFFFE  # of a batch
+_CHUNK = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +31,10 @@ class Storage:
     """The memory of a tensor of the launch.
 
     - ``own``: its first address. ``bytes``: its contents, uint8, not a copy.
-    - ``before``: a copy from before the first store; ``owner``: for each element, 0, or 1 + the number in
-      the batch of the program that stored it.
+    - ``owner``: for each element, 0, or 1 + the number in the batch of the program that stored it.
+      ``before``: the bits of stored elements from before the launch. Both have the length of the storage, and
+      take memory only where elements are stored. ``stored``: 1 for each stored element; processes share it,
+      if several run.
     """
 
     own: int
@@ -40,6 +43,7 @@ class Storage:
     is_stored: bool = False
     before: Any = None
     owner: Any = None
+    stored: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +56,42 @@ class Store:
     bits: Any
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Part:
+    """What a copy of the process did: why it ``failed``, or what its programs did.
+
+    ``loaded``, ``stored``: first addresses of storages; the latter with the number of stored elements.
+    """
+
+    failed: str = ""
+    notes: Notes | None = None
+    reads: Reads | None = None
+    loaded: frozenset[int] = frozenset()
+    stored: dict[int, int] = field(default_factory=dict)
+
+
+def _zeros(length: int, dtype: Any, is_shared: bool) -> Any:
+    """Return an array of zeros, which takes memory only where it is written."""
+    if not is_shared:
+        return np.zeros(length, dtype=dtype)
+    size = length * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+
+
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of a launch; ``stores`` are those of the batch that runs."""
+    """The tensors of a launch; ``stores`` are those of the batch that runs.
+
+    ``is_shared``: copies of this process may store, too. ``is_copy``: this is one.
+    """
 
     memory: Memory
     notes: Notes
     reads: Reads | None = None
+    is_shared: bool = False
+    is_copy: bool = False
     stores: list[Store] = field(default_factory=list)
+    _apart: dict[int, int] = field(default_factory=dict)
     _storages: dict[int, Storage] = field(default_factory=dict)
 
     def storage(self, low: int, high: int) -> tuple[Storage, int]:
@@ -92,26 +124,72 @@ class Tensors:
         for store in stores:
             storage, elements = store.storage, store.storage.bytes.view(store.bits.dtype)
             if storage.before is None:
-                storage.before = storage.bytes.copy()
-                storage.owner = np.zeros(len(elements), dtype=np.uint16)
-            elif len(storage.owner) != len(elements):
-                raise Refused("stores of elements of several sizes in one tensor")
-            mine = (store.program + 1).astype(np.uint16)
+                if self.is_copy:
+                    raise Refused("a tensor that only late programs store")
+                storage.before = _zeros(len(elements), elements.dtype, self.is_shared)
+                storage.owner = _zeros(len(elements), np.uint16, is_shared=False)
+                storage.stored = _zeros(len(elements), np.uint8, self.is_shared)
+            elif storage.before.dtype != elements.dtype:
+                raise Refused("stores of elements of several types in one tensor")
+            mine = store.program + np.uint16(1)
             known = storage.owner[store.index]
+            if known.any():
+                if ((known != 0) & (known != mine)).any():
+                    raise Refused("several programs store the same element")
+                new = known == 0
+                storage.before[store.index[new]] = elements[store.index[new]]
+            else:
+                storage.before[store.index] = elements[store.index]
             storage.owner[store.index] = mine
-            if ((known != 0) & (known != mine)).any() or (
-                storage.owner[store.index] != mine
-            ).any():
-                raise Refused("several programs store the same element")
+            storage.stored[store.index] = 1
             elements[store.index] = store.bits
+            if (storage.owner[store.index] != mine).any():
+                raise Refused("several programs store the same element")
         for store in stores:
             store.storage.owner[store.index] = _EARLIER
 
     def undo(self) -> None:
         """Give the tensors the contents from before the launch."""
         for storage in self._storages.values():
-            if storage.before is not None:
-                storage.bytes[:] = storage.before
+            for begin in range(0, 0 if storage.before is None else len(storage.before), _CHUNK):
+                stored = begin + np.flatnonzero(storage.stored[begin : begin + _CHUNK])
+                storage.bytes.view(storage.before.dtype)[stored] = storage.before[stored]
+
+    def stored_elements(self) -> dict[int, int]:
+        """Return how many elements the programs of this process stored, by storage."""
+        return {
+            own: int(np.count_nonzero(one.owner))
+            for own, one in self._storages.items()
+            if one.before is not None
+        }
+
+    def part(self) -> Part:
+        """Return what this copy of the process did, with what was done before it was made."""
+        loaded = frozenset(own for own, one in self._storages.items() if one.is_loaded)
+        return Part(
+            notes=self.notes, reads=self.reads, loaded=loaded, stored=self.stored_elements()
+        )
+
+    def take(self, part: Part, before: Mapping[int, int]) -> None:
+        """Add what a copy did; ``before``: the stored elements when it was made. Raises Refused."""
+        if part.failed or part.notes is None:
+            raise Refused(part.failed)
+        for own in part.loaded:
+            if own in self._storages and self._storages[own].is_stored:
+                raise Refused("a tensor that is both loaded and stored")
+        for own, number in part.stored.items():
+            if self._storages[own].is_loaded:
+                raise Refused("a tensor that is both loaded and stored")
+            self._apart[own] = self._apart.get(own, 0) + number - before[own]
+        self.notes.take(part.notes)
+        if self.reads is not None and part.reads is not None:
+            self.reads.take(part.reads)
+
+    def check_apart(self) -> None:
+        """Raise Refused if two processes stored the same element."""
+        for own, number in self.stored_elements().items():
+            if number + self._apart.get(own, 0) != np.count_nonzero(self._storages[own].stored):
+                raise Refused("several programs store the same element")
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Return loaded elements of a NumPy dtype, (P or 1, …).

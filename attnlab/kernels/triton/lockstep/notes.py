@@ -77,6 +77,11 @@ class Notes:
                     kept[line] = noted
         self.forget()
 
+    def take(self, other: "Notes") -> None:
+        """Add the notes of batches that a copy of the process ran."""
+        self._new = other._wraps, other._outside
+        self.end()
+
     def tell(self, log: RunLog) -> None:
         """Add the notes to the log of the launch."""
         for kept, known in ((self._wraps, log.wraps), (self._outside, log.outside)):

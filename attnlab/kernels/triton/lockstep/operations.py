@@ -7,7 +7,6 @@ What is not listed here is refused.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -348,9 +347,7 @@ def converted(data: Any, dtype: torch.dtype) -> Any:
 
     Torch makes NaN quiet. So NumPy converts blocks that have one.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of an array that is not writable
-        found = torch.from_numpy(data).to(dtype).numpy()
+    found = torch.from_numpy(data).to(dtype).numpy()
     wide = data if data.dtype == np.float32 else found
     return data.astype(found.dtype) if np.isnan(wide).any() else found
 

@@ -66,6 +66,11 @@ class Reads:
             self.found.append((number, found))
         self.clear()
 
+    def take(self, other: "Reads") -> None:
+        """Add what a copy of the process recorded, which has what this one recorded before, too."""
+        known = {number for number, _ in self.found}
+        self.found += [one for one in other.found if one[0] not in known]
+
     def by_program(self) -> Iterator[tuple[Key, set[int]]]:
         """Yield the slots of each program, in the order in which programs run one after the other."""
         for _, found in sorted(self.found, key=lambda one: one[0]):
