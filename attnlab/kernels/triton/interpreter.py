@@ -20,6 +20,8 @@ functions defined here. The launch differs from Triton's own in these points:
   read in place of another. Overflows of int32 products are recorded, too.
 - Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
   compare the result bit by bit with the whole grid in one process.
+- All programs of a launch run together (:mod:`attnlab.kernels.triton.lockstep.launch`), unless a probe is
+  active, or the launch does what lockstep refuses.
 """
 
 import functools
@@ -50,9 +52,10 @@ from attnlab.kernels.triton.launch_plan import (
     Program,
     current_plan,
     is_recorded,
+    launching,
     one_at_a_time,
 )
-from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep
+from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep, using_lockstep
 from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import Accesses, Launch, Memory, RunLog, Trace, limited
@@ -218,6 +221,24 @@ def interpreting() -> Iterator[None]:
 
 
 @contextmanager
+def interpret(*, lockstep: bool = True) -> Iterator[RunLog]:
+    """Run every launch of a ``@triton.jit`` function inside the block on the CPU, with attnlab's checks.
+
+    With ``lockstep``, all programs of a launch run together, in batches; what that does not support runs one
+    program after another, with the same result. The tensors must be on the CPU, and the environment variable
+    TRITON_INTERPRET must be 1 before Triton is imported.
+
+    Yields a log, filled during the block: ``launches``; ``alone``, by kernel, why its programs ran one after
+    another; ``wraps``, int32 products that overflowed; ``outside``, accesses outside of all tensors.
+    Raises Unavailable if Triton cannot interpret here.
+    """
+    load_triton(interpret=True)
+    plan = LaunchPlan()
+    with launching(plan), interpreting(), using_lockstep(lockstep):
+        yield plan.observed
+
+
+@contextmanager
 def noting_bfloat16() -> Iterator[list[str]]:
     """Yield a list that gets the operations on bfloat16 that Triton's own interpreter computes in the block.
 
@@ -320,8 +341,10 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     ]
 
     probe = current_probe()
-    if probe is None and is_lockstep() and _run_together(
-        function, arguments, converted, programs, sizes, plan
+    if (
+        probe is None
+        and is_lockstep()
+        and _run_together(function, arguments, converted, programs, sizes, plan)
     ):
         return
     if probe is not None:
@@ -371,6 +394,7 @@ def _run_together(
         on_programs=plan.on_programs,
         observed=plan.observed,
         processes=plan.processes,
+        alone_s=_ALONE_S,
     )
     why = together.run() if programs else ""
     if why:
@@ -479,9 +503,7 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
         plan.observed.take(observed)
 
 
-def _run_part(
-    run: Callable[[Program], None], programs: list[Program], observed: RunLog
-) -> RunLog:
+def _run_part(run: Callable[[Program], None], programs: list[Program], observed: RunLog) -> RunLog:
     """Run programs in a copy of the process; return its log."""
     for program in programs:
         run(program)

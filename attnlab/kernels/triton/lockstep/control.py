@@ -13,6 +13,7 @@ it is the same for all programs. A scalar has shape (P,) or (1,). A kernel's fun
 Values of programs that are not active mean nothing. They are never stored, and conditions ignore them.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -303,8 +304,12 @@ def chain(left: Any, *rest: Callable[..., Any]) -> Any:
             return found
         left, before = right(), left
         one = compare(before, left)
-        found = one if found is True else both(found, lambda one=one: one)
+        found = one if found is True else both(found, functools.partial(_same, one))
     return found
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def negated(value: Any) -> Any:
@@ -343,7 +348,7 @@ class Range:
         for one in (begin, step):
             if not is_uniform(one):
                 some = running().live(one)
-                is_small = 0 <= int(some.min()) and int(np.abs(end).max()) < _SMALL
+                is_small = int(some.min()) >= 0 and int(np.abs(end).max()) < _SMALL
                 if not may_differ or not is_small:
                     raise split(one)
 
@@ -361,9 +366,7 @@ def _numbers(value: Any) -> Any:
     return np.array([value.__index__()]) if data is None else data.astype(np.int64)
 
 
-def loop(
-    items: Any, masks: bool, any_begin: bool, marks: Marks | None = None
-) -> Iterator[Any]:
+def loop(items: Any, masks: bool, any_begin: bool, marks: Marks | None = None) -> Iterator[Any]:
     """Yield the items of a ``for`` loop; with ``masks``, programs that have fewer are masked off.
 
     With ``any_begin``, the loop may have another begin or step for each program, and its variable is a scalar

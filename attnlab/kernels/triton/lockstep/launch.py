@@ -6,6 +6,7 @@ attempt is recorded: the launch then runs one program after another.
 
 import ast
 import functools
+import math
 import os
 import time
 import warnings
@@ -33,7 +34,6 @@ Program = tuple[int, int, int]
 
 _ORDER = (0, 2, 1)  # of the grid's axes: programs of neighbouring heads, axis 1, are alike
 MOST = 256  # programs of a batch, at first
-ALONE_S = 0.3  # a longer launch is split over processes
 _MOST_ELEMENTS = 1 << 20  # of the largest value of a batch
 _BYTES = 512  # of memory per element of the largest value, with all others that live at a time
 
@@ -42,7 +42,7 @@ _FORMS: dict[tuple[Any, bool], Any] = {}  # compiled functions, or the reason of
 
 
 @contextmanager
-def lockstep(is_on: bool) -> Iterator[None]:
+def using_lockstep(is_on: bool) -> Iterator[None]:
     """Run the programs of launches together inside the block, or one after another."""
     token = _ON.set(is_on)
     try:
@@ -103,7 +103,8 @@ class Together:
     - ``function``: of Triton. ``converted``: its arguments as a program gets them. ``programs``: those that
       run, in order. ``trace``: the regions whose accesses are recorded, with ``reads`` that it changes.
     - ``prepare``: patches the language for a log and an extension, inside a ``with`` block. ``observed``: the
-      log of the launch. ``processes``: as in :class:`attnlab.kernels.triton.launch_plan.LaunchPlan`.
+      log of the launch. ``processes``: as in :class:`attnlab.kernels.triton.launch_plan.LaunchPlan`,
+      which share what is left after ``alone_s`` seconds.
     """
 
     function: Any
@@ -115,6 +116,7 @@ class Together:
     on_programs: Callable[[int, int], None]
     observed: RunLog
     processes: int = 1
+    alone_s: float = math.inf
 
     def run(self) -> str:
         """Run all programs; return "", or why they must run one after another.
@@ -131,7 +133,7 @@ class Together:
         try:
             kernel = Form(self.function).rewrite()
             with self.prepare(tensors.notes, extension), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch: an array is not writable
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 self._run_all(Runner(kernel, self.converted, self.programs, interpreter, tensors))
         except (Failed, Refused) as failed:
             tensors.undo()
@@ -147,7 +149,11 @@ class Together:
     def _run_all(self, runner: "Runner") -> None:
         """Run all batches: in this process for a short time, then the rest in several."""
         todo, start = runner.batches(), time.perf_counter()
-        while todo and (self.processes == 1 or time.perf_counter() - start < ALONE_S):
+        while todo and (
+            self.processes == 1
+            or not runner.done  # the copies must have the stored tensors
+            or time.perf_counter() - start < self.alone_s
+        ):
             if runner.step(todo):
                 self.on_programs(runner.done, len(self.programs))
         if not todo:

@@ -104,7 +104,7 @@ class Tensors:
             raise Refused("an access outside of all tensors")
         base, own, size = found
         if own not in self._storages:
-            bytes_ = np.frombuffer((ctypes.c_uint8 * size).from_address(own), dtype=np.uint8)
+            bytes_ = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(own))
             self._storages[own] = Storage(own=own, bytes=bytes_)
         return self._storages[own], base
 
@@ -259,7 +259,7 @@ class Tensors:
         return data
 
     def _pieces(self, live: Any, size: int) -> Iterator[tuple[Storage, int, Any]]:
-        """Yield the storages of addresses that are in tensors: storage, base, and which addresses are in it."""
+        """Yield the storages of addresses in tensors: storage, base, and which addresses are in it."""
         rest = live
         while rest.size:
             low = int(rest.min())
@@ -399,7 +399,7 @@ def separated(pointers: Any, size: int) -> tuple[int, Any, int, int, int] | None
     numbers = np.arange(count)
     if step < 0 or (steps != numbers // run * step + numbers % run).any():
         return None
-    rows = np.uint64(first)
+    rows: Any = np.uint64(first)
     for part in parts:
         if part is not columns[0]:
             rows = part + rows
@@ -422,7 +422,9 @@ def patch_memory(interpreter: Any, scope: Any, tensors: Tensors) -> None:
             raise Refused("an access with different numbers of axes")
         return data
 
-    def loaded(self: Any, pointers: Any, mask: Any, other: Any = None, *rest: Any, **named: Any) -> Any:
+    def loaded(
+        self: Any, pointers: Any, mask: Any, other: Any = None, *rest: Any, **named: Any
+    ) -> Any:
         kind, dtype, is_short = element(pointers)
         allowed, fill = data_of(mask, pointers), data_of(other, pointers)
         if is_short and fill is not None:
@@ -440,7 +442,9 @@ def patch_memory(interpreter: Any, scope: Any, tensors: Tensors) -> None:
             bits = bits.astype(dtype)
         if allowed is None:
             allowed = np.ones((1,) * bits.ndim, np.bool_)
-        tensors.store(pointers, allowed, bits.view(f"u{dtype.itemsize}") if bits.dtype != np.bool_ else bits)
+        tensors.store(
+            pointers, allowed, bits.view(f"u{dtype.itemsize}") if bits.dtype != np.bool_ else bits
+        )
 
     scope.set_attr(builder, "create_masked_load", loaded)
     scope.set_attr(builder, "create_masked_store", stored)

@@ -7,6 +7,7 @@ What is not listed here is refused.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,17 @@ from attnlab.kernels.triton.lockstep.control import (
     same_for_all,
 )
 
-_ELEMENTWISE = """
+_ELEMENTWISE = re.findall(
+    r"\w+",
+    """
 fadd fsub fmul fdiv frem fneg fabs fma mul sub precise_divf approx_divf sdiv udiv srem urem idiv shl lshr ashr
 minsi minui minimumf minnumf maxsi maxui maximumf maxnumf clampf select and xor or iabs umulhi
 icmpSLE icmpSLT icmpSGE icmpSGT icmpULE icmpULT icmpUGE icmpUGT icmpEQ icmpNE
 fcmpOLT fcmpOGT fcmpOLE fcmpOGE fcmpOEQ fcmpONE fcmpULT fcmpUGT fcmpULE fcmpUGE fcmpUEQ fcmpUNE
 cos sin exp exp2 log log2 sqrt precise_sqrt rsqrt floor ceil erf
 bitcast int_to_ptr ptr_to_int fp_to_fp si_to_fp ui_to_fp fp_to_si fp_to_ui fp_ext fp_trunc
-""".split()
+""",
+)
 _AS_IT_IS = {"create_barrier", "create_get_num_programs", "create_split"}
 _FEW = 4096  # elements from which torch converts faster than NumPy
 
@@ -44,7 +48,8 @@ def sum_handle_type(interpreter: Any) -> Any:
         """
 
         def __init__(self, parts: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
-            self.parts, self.shape, self.dtype, self.attr = parts, shape, dtype, {}
+            self.parts, self.shape, self.dtype = parts, shape, dtype
+            self.attr: dict[str, Any] = {}
             self._sum: Any = None
 
         @property
@@ -104,6 +109,11 @@ def _aligned(*arrays: Any) -> list[Any]:
     return [np.broadcast_to(one, (size, *one.shape[1:])) for one in arrays]
 
 
+def _taken(data: Any, index: Any, axis: int) -> Any:
+    data, index = _aligned(data, index)
+    return np.take_along_axis(data, index, axis)
+
+
 class Operations:
     """The builder's operations for one interpreter."""
 
@@ -117,7 +127,9 @@ class Operations:
         handle = self._handle
         own: dict[str, Callable[..., Any]] = {
             "get_program_id": self._program_id,
-            "make_range": lambda _, ty, a, b: handle(np.arange(a, b, dtype=np.int32)[None], tl.int32),
+            "make_range": lambda _, ty, a, b: handle(
+                np.arange(a, b, dtype=np.int32)[None], tl.int32
+            ),
             "splat": lambda _, ty, arg: handle(
                 _spread(_rank(arg.data, ty.shape), ty.shape), arg.dtype.scalar
             ),
@@ -139,7 +151,7 @@ class Operations:
                 np.stack(_aligned(left.data, right.data), -1), left.dtype.scalar
             ),
             "gather": lambda _, source, index, axis: handle(
-                np.take_along_axis(*_aligned(source.data, index.data), axis + 1),
+                _taken(source.data, index.data, axis + 1),
                 source.dtype.scalar,
             ),
             "add": self._add,
@@ -168,17 +180,15 @@ class Operations:
     def patch_language(self, scope: Any) -> None:
         """Replace what the language itself does with values, through ``scope``."""
         interpreter, tl = self._interpreter, self._interpreter.tl
-        reduced, scanned = _reductions(interpreter)
+        reductions = Reductions(interpreter)
         for lang in (tl, tl.core):
-            scope.set_attr(lang, "reduce", reduced)
-            scope.set_attr(lang, "associative_scan", scanned)
+            scope.set_attr(lang, "reduce", reductions.reduce)
+            scope.set_attr(lang, "associative_scan", reductions.scan)
             scope.set_attr(lang, "range", Range)
             scope.set_attr(lang, "static_range", Range)
             scope.set_attr(lang, "static_print", _refusing("static_print"))
         scope.set_attr(tl.tensor, "__bool__", _truth_of)
-        scope.set_attr(
-            tl.tensor, "__index__", lambda tensor: int(same_for_all(_one_each(tensor)))
-        )
+        scope.set_attr(tl.tensor, "__index__", lambda tensor: int(same_for_all(_one_each(tensor))))
         scope.set_attr(tl.tensor, "T", property(self._transposed))
 
     def _checked(self, make: Any) -> Any:
@@ -285,7 +295,9 @@ class Operations:
         _check_ranks(left, right, acc)
         interpreter, tl = self._interpreter, self._interpreter.tl
         x, y, dtype = left.data, right.data, acc.data.dtype
-        if any(one.dtype.primitive_bitwidth == 8 and one.dtype.is_floating() for one in (left, right)):
+        if any(
+            one.dtype.primitive_bitwidth == 8 and one.dtype.is_floating() for one in (left, right)
+        ):
             x, y = (
                 interpreter._convert_float(data, one.dtype, tl.float16, None).view(np.float16)
                 for data, one in ((x, left), (y, right))
@@ -295,11 +307,15 @@ class Operations:
         return self._handle(np.matmul(x, y, dtype=dtype) + acc.data, acc.dtype.scalar)
 
     def _load(self, builder: Any, pointers: Any, *rest: Any) -> Any:
-        mask = self._handle(np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1)
+        mask = self._handle(
+            np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1
+        )
         return builder.create_masked_load(pointers, mask, None, *rest)
 
     def _store(self, builder: Any, pointers: Any, value: Any, *rest: Any) -> Any:
-        mask = self._handle(np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1)
+        mask = self._handle(
+            np.ones((1,) * len(shape_of(pointers)), np.bool_), self._interpreter.tl.int1
+        )
         return builder.create_masked_store(pointers, value, mask, *rest)
 
     def _assert(self, builder: Any, condition: Any, message: Any) -> None:
@@ -364,53 +380,63 @@ def _truth_of(tensor: Any) -> bool:
     return True if data.size != data.shape[0] else is_same_for_all(tensor)
 
 
-def _reductions(interpreter: Any) -> tuple[Any, Any]:
-    """Return ``reduce`` and ``associative_scan`` of values with an axis of programs."""
-    tl, standard = interpreter.tl, interpreter.tl.standard
-    largest, smallest = np.fmax.reduce, np.fmin.reduce  # as np.nanmax and np.nanmin
-    operations: dict[Any, tuple[Any, Any]] = {
-        standard._sum_combine: (np.sum, None),
-        standard._elementwise_max: (largest, None),
-        standard._elementwise_min: (smallest, None),
-    }
-    for tie in ("left", "fast"):
-        for name, of, at in (("max", largest, np.nanargmax), ("min", smallest, np.nanargmin)):
-            combine = getattr(standard, f"_arg{name}_combine_tie_break_{tie}", None)
-            if combine is not None:
-                operations[combine] = (of, at)
+class Reductions:
+    """``reduce`` and ``associative_scan`` of values with an axis of programs, for one interpreter."""
 
-    def made(data: Any, dtype: Any) -> Any:
-        data = np.asarray(data).astype(interpreter._get_np_dtype(dtype), copy=False)
-        handle = interpreter.TensorHandle(data, dtype.scalar)
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter, standard = interpreter, interpreter.tl.standard
+        largest, smallest = np.fmax.reduce, np.fmin.reduce  # as np.nanmax and np.nanmin
+        self._sum = standard._sum_combine
+        self._operations: dict[Any, tuple[Any, Any]] = {
+            self._sum: (np.sum, None),
+            standard._elementwise_max: (largest, None),
+            standard._elementwise_min: (smallest, None),
+        }
+        for tie in ("left", "fast"):
+            for name, of, at in (("max", largest, np.nanargmax), ("min", smallest, np.nanargmin)):
+                combine = getattr(standard, f"_arg{name}_combine_tie_break_{tie}", None)
+                if combine is not None:
+                    self._operations[combine] = (of, at)
+
+    def _made(self, data: Any, dtype: Any) -> Any:
+        tl = self._interpreter.tl
+        data = np.asarray(data).astype(self._interpreter._get_np_dtype(dtype), copy=False)
+        handle = self._interpreter.TensorHandle(data, dtype.scalar)
         sizes = list(data.shape[1:])
         return tl.tensor(handle, tl.block_type(dtype.scalar, sizes) if sizes else dtype.scalar)
 
-    def over(operation: Any, data: Any, axis: int | None, keep: bool) -> Any:
-        if axis is not None:
-            return operation(data, axis=axis + 1 if axis >= 0 else axis, keepdims=keep)
-        if operation in (np.nanargmax, np.nanargmin):
-            raise Refused("the place of an extreme of all elements")
-        found = operation(data, axis=tuple(range(1, data.ndim)))
-        return _rank(found, data.shape[1:]) if keep else found
-
-    def reduced(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **rest: Any) -> Any:
-        values = input if isinstance(input, tuple) else (input,)
-        axis, keep = (getattr(one, "value", one) for one in (axis, keep_dims))
-        if combine_fn not in operations or (axis is not None and axis >= len(values[0].shape)):
-            raise Refused("a reduction with a function of the kernel")
-        value = values[0]
-        of, at = operations[combine_fn]
-        found = made(over(of, value.handle.data, axis, keep), value.dtype)
-        if at is not None:
-            found = (found, made(over(at, value.handle.data, axis, keep), tl.int32))
-        return found if not isinstance(input, tuple) or isinstance(found, tuple) else (found,)
-
-    def scanned(input: Any, axis: int, combine_fn: Any, reverse: Any = False, **rest: Any) -> Any:
+    def reduce(
+        self, input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **rest: Any
+    ) -> Any:
+        """Return a reduction, as Triton's; refuse one with a function of the kernel."""
         value = input[0] if isinstance(input, tuple) else input
-        if combine_fn is not standard._sum_combine or getattr(reverse, "value", reverse):
-            raise Refused("a scan with a function of the kernel")
-        data = np.cumsum(value.handle.data, axis=axis + 1 if axis >= 0 else axis)
-        found = made(data, value.dtype)
+        axis, keep = (getattr(one, "value", one) for one in (axis, keep_dims))
+        if combine_fn not in self._operations or (axis is not None and axis >= len(value.shape)):
+            raise Refused("a reduction with a function of the kernel")
+        of, at = self._operations[combine_fn]
+        data = value.handle.data
+        found = self._made(_over(of, data, axis, keep), value.dtype)
+        if at is not None:
+            return found, self._made(_over(at, data, axis, keep), self._interpreter.tl.int32)
         return (found,) if isinstance(input, tuple) else found
 
-    return reduced, scanned
+    def scan(
+        self, input: Any, axis: int, combine_fn: Any, reverse: Any = False, **rest: Any
+    ) -> Any:
+        """Return a prefix sum, as Triton's; refuse any other scan."""
+        value = input[0] if isinstance(input, tuple) else input
+        if combine_fn is not self._sum or getattr(reverse, "value", reverse):
+            raise Refused("a scan with a function of the kernel")
+        data = np.cumsum(value.handle.data, axis=axis + 1 if axis >= 0 else axis)
+        found = self._made(data, value.dtype)
+        return (found,) if isinstance(input, tuple) else found
+
+
+def _over(operation: Any, data: Any, axis: int | None, keep: bool) -> Any:
+    """Return a reduction of each program's block."""
+    if axis is not None:
+        return operation(data, axis=axis + 1 if axis >= 0 else axis, keepdims=keep)
+    if operation in (np.nanargmax, np.nanargmin):
+        raise Refused("the place of an extreme of all elements")
+    found = operation(data, axis=tuple(range(1, data.ndim)))
+    return _rank(found, data.shape[1:]) if keep else found

@@ -1,4 +1,4 @@
-"""Record which rows and slots each program of a batch accesses, as a trace of one program after another does."""
+"""Record which rows and slots each program of a batch accesses, as a trace of one after another does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,9 @@ import numpy as np
 from attnlab.kernels.triton.lockstep.control import running
 from attnlab.kernels.triton.run_log import Key, Region
 
-Accessed = tuple[str, Any]  # a region's name; program × _FAR + index of each access, without repetition
+Accessed = tuple[
+    str, Any
+]  # a region's name; program × _FAR + index of each access, without repetition
 _FAR = 1 << 40
 
 
@@ -44,12 +46,16 @@ class Reads:
             inside = index >= 0
             if program is None:
                 batch = running()
-                active = np.arange(batch.size) if batch.active is None else np.flatnonzero(batch.active)
+                active = (
+                    np.arange(batch.size) if batch.active is None else np.flatnonzero(batch.active)
+                )
                 keys = np.unique(index[inside])[None] + active[:, None] * _FAR
             else:
                 keys = index[inside] + program[inside].astype(np.int64) * _FAR
             part = np.unique(keys)
-            (self._slots.setdefault(region.name, []) if region.is_cache else self._rows).append(part)
+            (self._slots.setdefault(region.name, []) if region.is_cache else self._rows).append(
+                part
+            )
 
     def clear(self) -> None:
         """Forget the accesses of a batch that does not end."""

@@ -29,7 +29,11 @@ Names = set[str]
 def check_statements(function: ast.FunctionDef) -> None:
     """Raise Refused for what cannot be rewritten."""
     for node in ast.walk(function):
-        if isinstance(node, ast.stmt) and node is not function and not isinstance(node, _STATEMENTS):
+        if (
+            isinstance(node, ast.stmt)
+            and node is not function
+            and not isinstance(node, _STATEMENTS)
+        ):
             raise Refused(f"a statement {type(node).__name__.lower()}")
         if isinstance(node, ast.For | ast.While) and node.orelse:
             raise Refused("a loop with else")
@@ -143,132 +147,138 @@ def _takes_a_scalar(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Compare | ast.Assign | ast.Subscript)
 
 
+class Rewriter(ast.NodeTransformer):
+    """Replaces what decides which statements run, and combines conditions."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        check_statements(node)
+        self._number = 0
+        self._live = Liveness(node)
+        node.decorator_list = []
+        node.body = self._block(node.body)
+        return node
+
+    def _block(self, block: Sequence[ast.stmt]) -> list[ast.stmt]:
+        found: list[ast.stmt] = []
+        for statement in block:
+            visited = self.visit(statement)
+            new = visited if isinstance(visited, list) else [visited]
+            found += [ast.copy_location(one, statement) for one in new]
+        return found
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"__attnlab_{self._number}"
+
+    def visit_If(self, node: ast.If) -> list[ast.stmt]:
+        parts, after = [*node.body, *node.orelse], self._live.after[node]
+        read = after | self._live.otherwise[node]
+        names = tuple(n for n in stored(parts) if n in read)
+        masks = not _has_jump(parts)
+        test, body, orelse = (
+            self._test(node.test),
+            self._block(node.body),
+            self._block(node.orelse),
+        )
+        name, targets = self._name(), _targets(names)
+        begin = _parsed(f"{name} = {CONTROL}.Branch(0, {names!r}, locals(), {masks})")
+        begin.value.args[0] = test
+        then, flip, other, end = (
+            _parsed(f"if {name}.{condition}: {what}")
+            for condition, what in (
+                ("then", "pass"),
+                ("differs", f"{targets}{name}.flip({names!r}, locals())"),
+                ("otherwise", "pass"),
+                ("differs", f"{targets}{name}.end({names!r}, locals())"),
+            )
+        )
+        then.body = body
+        other.body = orelse or [ast.Pass()]
+        return [begin, then, flip, other, end]
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        items: Any
+        masks = not _has_jump(node.body) and self._keeps_target(node)
+        exact = is_exact(node)
+        marks = ""
+        items = node.iter
+        if _is_call(items, FOR_MARK):
+            marks = f", ({RAN_MARK}, {items.args[0].value!r})"
+            items = items.args[1]
+        items = self.visit(items)
+        if _is_call(items, "range"):
+            items.func = _expression(f"{CONTROL}.Range")
+        call = _expression(f"{CONTROL}.loop(0, {masks}, {exact}{marks})")
+        call.args[0] = items
+        node.iter = ast.copy_location(call, node.iter)
+        node.body = self._iteration(node, masks)
+        return node
+
+    def _keeps_target(self, node: ast.For) -> bool:
+        """Answer whether nothing reads the loop's variable after an iteration."""
+        names = set(stored([node.target]))
+        return isinstance(node.target, ast.Name) and names.isdisjoint(
+            self._live.at_end[node] | set(stored(node.body))
+        )
+
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
+        masks, name = not _has_jump(node.body), self._name()
+        test = self._test(node.test)
+        begin = _parsed(f"{name} = {CONTROL}.While({masks})")
+        node.body = self._iteration(node, masks)
+        call = _expression(f"{name}.goes_on(0)")
+        call.args[0] = test
+        node.test = ast.copy_location(call, node.test)
+        return [begin, node]
+
+    def _iteration(self, node: ast.For | ast.While, masks: bool) -> list[ast.stmt]:
+        """Return the body of a loop, with the variables that it carries kept for masked programs."""
+        names = tuple(n for n in stored(node.body) if n in self._live.at_end[node])
+        body = self._block(node.body)
+        if not names or not masks:
+            return body
+        name = self._name()
+        first = _parsed(f"{name} = {CONTROL}.save({names!r}, locals())")
+        last = _parsed(
+            f"if {name} is not None: "
+            f"{_targets(names)}{CONTROL}.restore({name}, {names!r}, locals())"
+        )
+        ast.copy_location(first, node)
+        ast.copy_location(last, node.body[-1])
+        return [first, *body, last]
+
+    def _test(self, test: Any) -> Any:
+        """Return a condition that Python does not ask for its truth."""
+        if _is_call(test, IF_MARK):
+            call = _expression(f"{CONTROL}.marked({RAN_MARK}, {test.args[0].value!r}, 0)")
+            call.args[2] = self.visit(test.args[1])
+            return ast.copy_location(call, test)
+        return self.visit(test)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        call = _expression(f"{CONTROL}.chosen(0, lambda: 0, lambda: 0)")
+        call.args[0] = self._test(node.test)
+        call.args[1].body, call.args[2].body = self.visit(node.body), self.visit(node.orelse)
+        return ast.copy_location(call, node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Not):
+            return node
+        call = _expression(f"{CONTROL}.negated(0)")
+        call.args[0] = node.operand
+        return ast.copy_location(call, node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        return _combined(super().visit_BoolOp(node))
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        return _combined(super().visit_Compare(node))
+
+
 def lockstep_transformer(base: type) -> Any:
     """Return the transformer of the syntax tree of a function, based on that of the lab's interpreter."""
-
-    class Transformer(base):  # type: ignore[misc]
-        """Replaces what decides which statements run, and combines conditions."""
-
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-            check_statements(node)
-            self._number = 0
-            self._live = Liveness(node)
-            node.decorator_list = []
-            node.body = self._block(node.body)
-            return node
-
-        def _block(self, block: Sequence[ast.stmt]) -> list[ast.stmt]:
-            found: list[ast.stmt] = []
-            for statement in block:
-                visited = self.visit(statement)
-                new = visited if isinstance(visited, list) else [visited]
-                found += [ast.copy_location(one, statement) for one in new]
-            return found
-
-        def _name(self) -> str:
-            self._number += 1
-            return f"__attnlab_{self._number}"
-
-        def visit_If(self, node: ast.If) -> list[ast.stmt]:
-            parts, after = [*node.body, *node.orelse], self._live.after[node]
-            read = after | self._live.otherwise[node]
-            names = tuple(n for n in stored(parts) if n in read)
-            masks = not _has_jump(parts)
-            test, body, orelse = self._test(node.test), self._block(node.body), self._block(node.orelse)
-            name, targets = self._name(), _targets(names)
-            begin = _parsed(f"{name} = {CONTROL}.Branch(0, {names!r}, locals(), {masks})")
-            begin.value.args[0] = test
-            then, flip, other, end = (
-                _parsed(f"if {name}.{condition}: {what}")
-                for condition, what in (
-                    ("then", "pass"),
-                    ("differs", f"{targets}{name}.flip({names!r}, locals())"),
-                    ("otherwise", "pass"),
-                    ("differs", f"{targets}{name}.end({names!r}, locals())"),
-                )
-            )
-            then.body = body
-            other.body = orelse or [ast.Pass()]
-            return [begin, then, flip, other, end]
-
-        def visit_For(self, node: ast.For) -> ast.AST:
-            masks = not _has_jump(node.body) and self._keeps_target(node)
-            exact = is_exact(node)
-            marks = ""
-            items = node.iter
-            if _is_call(items, FOR_MARK):
-                marks = f", ({RAN_MARK}, {items.args[0].value!r})"
-                items = items.args[1]
-            items = self.visit(items)
-            if _is_call(items, "range"):
-                items.func = _expression(f"{CONTROL}.Range")
-            call = _expression(f"{CONTROL}.loop(0, {masks}, {exact}{marks})")
-            call.args[0] = items
-            node.iter = ast.copy_location(call, node.iter)
-            node.body = self._iteration(node, masks)
-            return node
-
-        def _keeps_target(self, node: ast.For) -> bool:
-            """Answer whether nothing reads the loop's variable after an iteration."""
-            names = set(stored([node.target]))
-            return isinstance(node.target, ast.Name) and names.isdisjoint(
-                self._live.at_end[node] | set(stored(node.body))
-            )
-
-        def visit_While(self, node: ast.While) -> list[ast.stmt]:
-            masks, name = not _has_jump(node.body), self._name()
-            test = self._test(node.test)
-            begin = _parsed(f"{name} = {CONTROL}.While({masks})")
-            node.body = self._iteration(node, masks)
-            node.test = ast.copy_location(_expression(f"{name}.goes_on(0)"), node.test)
-            node.test.args[0] = test
-            return [begin, node]
-
-        def _iteration(self, node: ast.For | ast.While, masks: bool) -> list[ast.stmt]:
-            """Return the body of a loop, with the variables that it carries kept for masked programs."""
-            names = tuple(n for n in stored(node.body) if n in self._live.at_end[node])
-            body = self._block(node.body)
-            if not names or not masks:
-                return body
-            name = self._name()
-            first = _parsed(f"{name} = {CONTROL}.save({names!r}, locals())")
-            last = _parsed(
-                f"if {name} is not None: "
-                f"{_targets(names)}{CONTROL}.restore({name}, {names!r}, locals())"
-            )
-            ast.copy_location(first, node)
-            ast.copy_location(last, node.body[-1])
-            return [first, *body, last]
-
-        def _test(self, test: ast.expr) -> ast.expr:
-            """Return a condition that Python does not ask for its truth."""
-            if _is_call(test, IF_MARK):
-                call = _expression(f"{CONTROL}.marked({RAN_MARK}, {test.args[0].value!r}, 0)")
-                call.args[2] = self.visit(test.args[1])
-                return ast.copy_location(call, test)
-            return self.visit(test)
-
-        def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-            call = _expression(f"{CONTROL}.chosen(0, lambda: 0, lambda: 0)")
-            call.args[0] = self._test(node.test)
-            call.args[1].body, call.args[2].body = self.visit(node.body), self.visit(node.orelse)
-            return ast.copy_location(call, node)
-
-        def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-            self.generic_visit(node)
-            if not isinstance(node.op, ast.Not):
-                return node
-            call = _expression(f"{CONTROL}.negated(0)")
-            call.args[0] = node.operand
-            return ast.copy_location(call, node)
-
-        def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-            return _combined(super().visit_BoolOp(node))
-
-        def visit_Compare(self, node: ast.Compare) -> ast.AST:
-            return _combined(super().visit_Compare(node))
-
-    return Transformer()
+    return type("LockstepTransformer", (Rewriter, base), {})()
 
 
 def _combined(node: Any) -> Any:
