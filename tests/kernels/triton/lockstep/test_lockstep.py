@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from helpers.lockstep_kernels import block_kernels, control_kernels, refused_kernels, run_both
+from helpers.cases import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,52 +27,60 @@ NUMBERS = torch.tensor([5, 3, 0, 8, 4, 9, 3, 12, 1, 7, 6, 2, 5], dtype=torch.int
 
 
 @pytest.fixture(scope="module")
-def triton():
-    """Provide the lab's interpreted Triton."""
-    return interpreter.interpreted_triton()
+def kernels():
+    """Provide the module of small kernels."""
+    from helpers import lockstep_kernels
+
+    return lockstep_kernels
 
 
-@pytest.fixture(scope="module")
-def ways(triton):
-    return control_kernels(triton)
+def run_both(kernel, grid, *args, **fixed):
+    """Run a launch one program after another, and in lockstep; return the log of the latter.
+
+    Checks that the tensors have the same bits, and the logs the same overflows and accesses outside, in the
+    same order. Afterwards the tensors have the results.
+    """
+    copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+    alone, together = LaunchPlan(), LaunchPlan()
+    with using_lockstep(False), launching(alone):
+        kernel[grid](*copies, **fixed)
+    with using_lockstep(True), launching(together):
+        kernel[grid](*args, **fixed)
+    for expected, found in zip(copies, args, strict=True):
+        assert not isinstance(expected, torch.Tensor) or same_bits(found, expected)
+    log = together.observed
+    assert list(log.wraps.items()) == list(alone.observed.wraps.items())
+    assert list(log.outside.items()) == list(alone.observed.outside.items())
+    assert not alone.observed.alone
+    return log
 
 
-@pytest.fixture(scope="module")
-def blocks(triton):
-    return block_kernels(triton)
-
-
-@pytest.fixture(scope="module")
-def refused(triton):
-    return refused_kernels(triton)
-
-
-def run_control(ways, name: str, numbers: torch.Tensor):
+def run_control(kernels, name: str, numbers: torch.Tensor):
     """Run a kernel whose programs take different ways; return the log of lockstep."""
     fixed = {"SIZE": 4} if name in SIZED else {}
     out = torch.full((len(numbers) * 4,), -1.0)
-    return run_both(getattr(ways, name), (len(numbers),), numbers, out, **fixed)
+    return run_both(getattr(kernels, name), (len(numbers),), numbers, out, **fixed)
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_programs_that_take_different_ways(ways, name):
-    assert not run_control(ways, name, NUMBERS).alone
+def test_programs_that_take_different_ways(kernels, name):
+    assert not run_control(kernels, name, NUMBERS).alone
 
 
 @settings(max_examples=15, deadline=None)
 @given(numbers=st.lists(st.integers(0, 12), min_size=1, max_size=9), name=st.sampled_from(CONTROL))
-def test_any_programs_together(ways, numbers, name):
-    assert not run_control(ways, name, torch.tensor(numbers, dtype=torch.int32)).alone
+def test_any_programs_together(kernels, numbers, name):
+    assert not run_control(kernels, name, torch.tensor(numbers, dtype=torch.int32)).alone
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_a_batch_that_is_split_for_its_memory(ways, name, monkeypatch):
+def test_a_batch_that_is_split_for_its_memory(kernels, name, monkeypatch):
     """Values of at most 6 elements: batches shrink to one program of a block of 4."""
     monkeypatch.setattr(launch, "most_elements", lambda: 6)
-    assert not run_control(ways, name, NUMBERS).alone
+    assert not run_control(kernels, name, NUMBERS).alone
 
 
-def test_memory_that_runs_out_splits_a_batch(ways, monkeypatch):
+def test_memory_that_runs_out_splits_a_batch(kernels, monkeypatch):
     """The first runs fail; halves of the batch run."""
     commit, fails = memory.Tensors.commit, [3]
 
@@ -83,23 +91,23 @@ def test_memory_that_runs_out_splits_a_batch(ways, monkeypatch):
         commit(tensors)
 
     monkeypatch.setattr(memory.Tensors, "commit", scarce)
-    assert not run_control(ways, "loops", NUMBERS).alone
+    assert not run_control(kernels, "loops", NUMBERS).alone
     fails[0] = 1000
-    assert run_control(ways, "loops", NUMBERS).alone == {"loops": "too little memory"}
+    assert run_control(kernels, "loops", NUMBERS).alone == {"loops": "too little memory"}
 
 
 @pytest.mark.parametrize("programs", [1, 4, 8, 16, 5])
-def test_as_many_programs_as_elements(blocks, programs):
+def test_as_many_programs_as_elements(kernels, programs):
     """The axis of programs is never taken for one of a tile, also if it is as long."""
     numbers = torch.arange(programs, dtype=torch.int32) * 3 + 1
     out = torch.zeros(programs * 8, dtype=torch.int32)
-    assert not run_both(blocks.scalars, (programs,), numbers, out, SIZE=8).alone
+    assert not run_both(kernels.scalars, (programs,), numbers, out, SIZE=8).alone
     source, scale = torch.randn(programs * 8), torch.randn(programs)
     tiles = torch.zeros(programs * 64)
-    assert not run_both(blocks.shapes, (programs,), source, scale, tiles, SIZE=8).alone
+    assert not run_both(kernels.shapes, (programs,), source, scale, tiles, SIZE=8).alone
 
 
-def test_an_extension_to_the_left_is_refused(blocks, monkeypatch):
+def test_an_extension_to_the_left_is_refused(kernels, monkeypatch):
     """A scalar of each of 8 programs that is not made a block of 8 would be added along the tile."""
     from triton.language.semantic import TritonSemantic
 
@@ -114,7 +122,7 @@ def test_an_extension_to_the_left_is_refused(blocks, monkeypatch):
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", careless)
     plan = LaunchPlan()
     with launching(plan):
-        blocks.scalars[(8,)](torch.arange(8, dtype=torch.int32), out, SIZE=8)
+        kernels.scalars[(8,)](torch.arange(8, dtype=torch.int32), out, SIZE=8)
     assert plan.observed.alone == {
         "scalars": "an operation on values with different numbers of axes"
     }
@@ -122,7 +130,7 @@ def test_an_extension_to_the_left_is_refused(blocks, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
-def test_products_and_blocks(blocks, dtype, size):
+def test_products_and_blocks(kernels, dtype, size):
     """Also with rows of one element, and blocks that torch converts."""
     torch.manual_seed(0)
     left, right = torch.randn(9 * size * 16), torch.randn(size * 16)
@@ -130,30 +138,30 @@ def test_products_and_blocks(blocks, dtype, size):
     out = torch.zeros(9 * size * size)
     fixed = {"M": size, "N": size, "K": 16}
     given = left.to(dtype), right.to(dtype), out
-    assert not run_both(blocks.product, (9,), *given, **fixed).alone
+    assert not run_both(kernels.product, (9,), *given, **fixed).alone
 
 
-def test_rows_of_a_table(blocks):
+def test_rows_of_a_table(kernels):
     """Loads of rows that are partly masked, and of one that is outside, which is noted."""
     source = torch.randn(40 * 16)
     where = torch.randint(0, 40, (12 * 16,), dtype=torch.int32)
     where[::5] = -1
     out = torch.full((12 * 16,), 7.0)
-    log = run_both(blocks.gather, (12,), source, where, out, 180, SIZE=16)
+    log = run_both(kernels.gather, (12,), source, where, out, 180, SIZE=16)
     assert not log.alone
     assert not log.outside
     assert out[180:].eq(7).all()
     where[37], where[100] = 40, 45
-    log = run_both(blocks.gather, (12,), source, where, out, 180, SIZE=16)
+    log = run_both(kernels.gather, (12,), source, where, out, 180, SIZE=16)
     (stray,) = log.outside.values()
     assert stray.place == "0 bytes after the end of source"
     assert not log.alone
 
 
-def test_overflows_are_noted_in_order(blocks):
+def test_overflows_are_noted_in_order(kernels):
     """Of each line the first, in the order of programs; those of loops that programs have left are none."""
     numbers = torch.tensor([1, 0, 4, 2, 3, 1], dtype=torch.int32)
-    log = run_both(blocks.wraps, (6,), numbers, torch.zeros(6, dtype=torch.int32))
+    log = run_both(kernels.wraps, (6,), numbers, torch.zeros(6, dtype=torch.int32))
     assert len(log.wraps) == 2
     assert not log.alone
 
@@ -169,14 +177,14 @@ def test_overflows_are_noted_in_order(blocks):
         ("walrus", "an assignment expression in walrus"),
     ],
 )
-def test_what_is_refused_runs_one_program_after_another(refused, name, why):
+def test_what_is_refused_runs_one_program_after_another(kernels, name, why):
     """With the same result, and the reason in the log."""
-    log = run_both(getattr(refused, name), (8,), torch.zeros(16), 8)
+    log = run_both(getattr(kernels, name), (8,), torch.zeros(16), 8)
     assert log.alone == {name: why}
     assert [one.text() for one in log.launches] == [f"{name}[8]"]
 
 
-def test_the_order_of_stores_is_lost_without_the_check(refused, monkeypatch):
+def test_the_order_of_stores_is_lost_without_the_check(kernels, monkeypatch):
     """Programs 0 and 1 store one element; in lockstep the wrong store would be the last."""
 
     def careless(tensors):
@@ -186,20 +194,20 @@ def test_the_order_of_stores_is_lost_without_the_check(refused, monkeypatch):
     out = torch.zeros(16)
     monkeypatch.setattr(memory.Tensors, "commit", careless)
     with pytest.raises(AssertionError):
-        run_both(refused.same_element, (8,), out, 8)
+        run_both(kernels.same_element, (8,), out, 8)
     assert out[:4].tolist() == [0.0, 4.0, 8.0, 12.0]
 
 
-def test_a_late_refusal_restores_the_tensors(refused, monkeypatch):
+def test_a_late_refusal_restores_the_tensors(kernels, monkeypatch):
     """Batches that ended before are undone: the launch then finds what it found at first."""
     monkeypatch.setattr(launch, "MOST", 2)
     out = torch.arange(16.0)
-    assert run_both(refused.same_element, (7,), out, 8).alone
-    assert run_both(refused.loaded_first, (8,), torch.arange(16.0), 8).alone
+    assert run_both(kernels.same_element, (7,), out, 8).alone
+    assert run_both(kernels.loaded_first, (8,), torch.arange(16.0), 8).alone
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_processes_share_a_launch(blocks, monkeypatch, processes):
+def test_processes_share_a_launch(kernels, monkeypatch, processes):
     """With the same result, notes and number of programs."""
     monkeypatch.setattr(interpreter, "_ALONE_S", -1.0)
     monkeypatch.setattr(launch, "MOST", 2)
@@ -210,7 +218,7 @@ def test_processes_share_a_launch(blocks, monkeypatch, processes):
     outs = [interpreter.shared_copy(torch.zeros(11, dtype=torch.int32)) for _ in range(2)]
     for out, one, on in ((outs[0], plan, True), (outs[1], alone, False)):
         with launching(one), using_lockstep(on):
-            blocks.wraps[(11,)](numbers, out)
+            kernels.wraps[(11,)](numbers, out)
     assert outs[0].equal(outs[1])
     assert list(plan.observed.wraps.items()) == list(alone.observed.wraps.items())
     assert not plan.observed.alone
@@ -219,13 +227,13 @@ def test_processes_share_a_launch(blocks, monkeypatch, processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_conflict_of_two_processes_is_found(refused, monkeypatch, processes):
+def test_a_conflict_of_two_processes_is_found(kernels, monkeypatch, processes):
     """Programs 2 and 4 store one element, each in a process of its own."""
     monkeypatch.setattr(interpreter, "_ALONE_S", -1.0)
     monkeypatch.setattr(launch, "MOST", 2)
     out = interpreter.shared_copy(torch.zeros(16))
     with launching(plan := LaunchPlan(processes=processes)):
-        refused.far_element[(6,)](out, 8)
+        kernels.far_element[(6,)](out, 8)
     assert plan.observed.alone == {"far_element": "several programs store the same element"}
     if processes == 1:
         assert out[:4].tolist() == [0.0, 1.0, 4.0, 5.0]
@@ -261,9 +269,9 @@ def test_a_loop_that_does_not_end_is_refused(monkeypatch):
     control.begin(Batch(np.zeros((2, 3), np.int32), np.arange(2), stock))
     try:
         steps = control.While(masks=True)
+        goes_on = iter(lambda: steps.goes_on(True), False)
         with pytest.raises(Refused, match="more than 5 iterations"):
-            while steps.goes_on(True):
-                pass
+            list(goes_on)
         with pytest.raises(Refused, match="step 0"):
             Range(0, 5, 0)
     finally:
