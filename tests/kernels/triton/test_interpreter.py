@@ -246,15 +246,15 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
         if forked:
             raise Enough
 
-    interpreter_fork = interpreter._fork
+    interpreter_fork = interpreter.fork
     plan = LaunchPlan(processes=2, on_programs=on_programs)
     programs = [(i, 0, 0) for i in range(2000)]  # more than 100 s per process
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_fork", fork)
+        patch.setattr(interpreter, "fork", fork)
         with pytest.raises(Enough):
             interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
     assert time.monotonic() - start < 30
-    ((child, _),) = forked
+    (one,) = forked
     with pytest.raises(ChildProcessError):  # no child remains
-        os.waitpid(child, os.WNOHANG)
+        os.waitpid(one.child, os.WNOHANG)
