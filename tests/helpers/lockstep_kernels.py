@@ -56,6 +56,16 @@ def begins(numbers, out):
 
 
 @triton.jit
+def negative(numbers, out):
+    i = tl.program_id(0)
+    n = tl.load(numbers + i)
+    total = 0
+    for j in range(n, n + 3):
+        total = total * 3 + (j - 6) // 2
+    tl.store(out + i, total)
+
+
+@triton.jit
 def returns(numbers, out, SIZE: tl.constexpr):
     i = tl.program_id(0)
     n = tl.load(numbers + i)

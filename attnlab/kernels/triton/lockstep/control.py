@@ -77,8 +77,8 @@ class Batch:
 
     def check_size(self, elements: int) -> None:
         """Raise Diverged if a value with so many elements per program is too large for the batch."""
-        most = max(1, self.limit // elements)
-        if self.size > most:
+        if len(self.numbers) * elements > self.limit and len(self.numbers) > 1:
+            most = max(1, self.limit // elements)
             raise Diverged(np.array_split(np.arange(self.size), -(-self.size // most)))
 
     def live(self, data: Any) -> Any:

@@ -6,7 +6,6 @@ operands must have the same number of axes, and every value the shape of its typ
 What is not listed here is refused.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -169,8 +168,11 @@ class Operations:
             if hasattr(builder, f"create_{name}"):
                 compute = getattr(builder, f"create_{name}")
                 scope.set_attr(builder, f"create_{name}", _same_rank(handle, compute))
+        for name in ("sdiv", "srem"):
+            divide = getattr(builder, f"create_{name}")
+            scope.set_attr(builder, f"create_{name}", _positive(divide))
         for name, function in own.items():
-            scope.set_attr(builder, f"create_{name}", functools.partialmethod(_called, function))
+            scope.set_attr(builder, f"create_{name}", _method(function))
         scope.set_attr(builder, "cast_impl", self._cast(builder.cast_impl))
         scope.set_attr(tl.tensor, "__init__", self._checked(tl.tensor.__init__))
         for name in dir(builder):
@@ -200,14 +202,15 @@ class Operations:
             make(tensor, handle, type)
             if handle is None:  # of a store
                 return
-            if type.name not in known:
+            found = known.get(type.name)
+            if found is None:
                 sizes = tuple(type.shape) if type.is_block() else ()
-                known[type.name] = sizes, int(np.prod(sizes, initial=1))
-            sizes, elements = known[type.name]
+                found = known[type.name] = sizes, int(np.prod(sizes, initial=1))
+            sizes, elements = found
             shape, batch = shape_of(handle), running()
-            if shape[1:] != sizes or shape[0] not in (1, batch.size):
+            if shape[1:] != sizes or (shape[0] != 1 and shape[0] != batch.size):
                 raise Refused(f"a value of shape {shape} for {batch.size} programs and {type.name}")
-            if elements * batch.size > batch.limit:
+            if elements > 1:
                 batch.check_size(elements)
 
         return init
@@ -340,15 +343,39 @@ def _check_ranks(*handles: Any) -> None:
 def _same_rank(handle: Any, compute: Any) -> Any:
     """Return an operation on elements that refuses operands with different numbers of axes."""
 
-    def operation(builder: Any, *args: Any) -> Any:
-        _check_ranks(*(one for one in args if isinstance(one, handle)))
-        return compute(builder, *args)
+    def operation(builder: Any, first: Any, *rest: Any) -> Any:
+        for other in rest:
+            if isinstance(other, handle) and other.data.ndim != first.data.ndim:
+                raise Refused("an operation on values with different numbers of axes")
+        return compute(builder, first, *rest)
 
     return operation
 
 
-def _called(builder: Any, function: Any, *args: Any, **named: Any) -> Any:
-    return function(builder, *args, **named)
+def _positive(divide: Any) -> Any:
+    """Return a division that refuses negative integers where an int of Python may stand in for one.
+
+    Python rounds down, Triton toward zero. A loop variable that is a scalar here is an int there.
+    """
+
+    def operation(builder: Any, left: Any, right: Any) -> Any:
+        batch = running()
+        if batch.scalar_loops and (
+            (batch.live(left.data) < 0).any() or (batch.live(right.data) <= 0).any()
+        ):
+            raise Refused("a division of negative integers in a loop")
+        return divide(builder, left, right)
+
+    return operation
+
+
+def _method(function: Callable[..., Any]) -> Any:
+    """Return a function as a method of the builder, which it gets first."""
+
+    def method(builder: Any, *args: Any, **named: Any) -> Any:
+        return function(builder, *args, **named)
+
+    return method
 
 
 def _refusing(name: str) -> Any:

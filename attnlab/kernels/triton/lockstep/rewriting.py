@@ -20,7 +20,8 @@ _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.If, ast.For, ast.While, ast.Return, ast.Pass,
     ast.Assert, ast.Break, ast.Continue,
 )  # fmt: skip
-_EXACT = (ast.Add, ast.Sub, ast.Mult)  # the same for an int of Python and one of Triton
+# The same for an int of Python and a scalar of Triton; the last two unless a number is negative.
+_EXACT = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _JUMPS = (ast.Return, ast.Break, ast.Continue)
 
 Names = set[str]
@@ -119,7 +120,8 @@ class Liveness:
 def is_exact(node: ast.For) -> bool:
     """Answer whether the variable of a loop may be a scalar of Triton instead of an int of Python.
 
-    Sums, differences and products are the same; a quotient is not.
+    A true quotient is not the same, for example. Divisions of negative integers differ, too; they are refused
+    when they occur.
     """
     if not isinstance(node.target, ast.Name):
         return False

@@ -67,6 +67,13 @@ def test_programs_that_take_different_ways(kernels, name):
     assert not run_control(kernels, name, NUMBERS).alone
 
 
+def test_a_loop_variable_is_an_int_of_python(kernels):
+    """Python rounds a negative quotient down, a scalar of Triton toward zero."""
+    why = {"negative": "a division of negative integers in a loop"}
+    assert run_control(kernels, "negative", NUMBERS).alone == why
+    assert not run_control(kernels, "negative", NUMBERS + 6).alone
+
+
 @settings(max_examples=15, deadline=None)
 @given(numbers=st.lists(st.integers(0, 12), min_size=1, max_size=9), name=st.sampled_from(CONTROL))
 def test_any_programs_together(kernels, numbers, name):
