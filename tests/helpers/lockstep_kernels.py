@@ -100,6 +100,18 @@ def jumps(numbers, out):
 
 
 @triton.jit
+def stores(numbers, out):
+    i = tl.program_id(0)
+    n = tl.load(numbers + i)
+    if n > 4:
+        tl.store(out + 2 * i, 1.5 + n)
+    else:
+        tl.store(out + 2 * i, 0.5 - n)
+        if n > 2:
+            tl.store(out + 2 * i + 1, 0.25)
+
+
+@triton.jit
 def conditions(numbers, out):
     i = tl.program_id(0)
     n = tl.load(numbers + i)
@@ -168,7 +180,7 @@ def wraps(numbers, out):
     i = tl.program_id(0)
     n = tl.load(numbers + i)
     for _j in range(n):
-        n = n * 60000
+        n = n * 300
     tl.store(out + i, n * 50000)
 
 

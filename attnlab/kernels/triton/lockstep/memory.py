@@ -132,9 +132,9 @@ class Tensors:
             elif storage.before.dtype != elements.dtype:
                 raise Refused("stores of elements of several types in one tensor")
             mine = store.program + np.uint16(1)
-            known = storage.owner[store.index]
-            if known.any():
-                if ((known != 0) & (known != mine)).any():
+            known, is_stored = storage.owner[store.index], storage.stored[store.index]
+            if is_stored.any():
+                if ((is_stored != 0) & (known != mine)).any():  # also by another process
                     raise Refused("several programs store the same element")
                 new = known == 0
                 storage.before[store.index[new]] = elements[store.index[new]]

@@ -21,7 +21,7 @@ from attnlab.kernels.triton.lockstep.operations import converted
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"
 )
-CONTROL = ("branch", "loops", "begins", "returns", "jumps", "conditions")
+CONTROL = ("branch", "loops", "begins", "returns", "jumps", "stores", "conditions")
 SIZED = ("branch", "loops", "returns")
 NUMBERS = torch.tensor([5, 3, 0, 8, 4, 9, 3, 12, 1, 7, 6, 2, 5], dtype=torch.int32)
 
@@ -166,8 +166,8 @@ def test_rows_of_a_table(kernels):
 
 
 def test_overflows_are_noted_in_order(kernels):
-    """Of each line the first, in the order of programs; those of loops that programs have left are none."""
-    numbers = torch.tensor([1, 0, 4, 2, 3, 1], dtype=torch.int32)
+    """Of each line the first, in the order of programs: program 0 overflows later than program 2."""
+    numbers = torch.tensor([7, 0, 100, 2, 3, 1], dtype=torch.int32)
     log = run_both(kernels.wraps, (6,), numbers, torch.zeros(6, dtype=torch.int32))
     assert len(log.wraps) == 2
     assert not log.alone
@@ -205,12 +205,25 @@ def test_the_order_of_stores_is_lost_without_the_check(kernels, monkeypatch):
     assert out[:4].tolist() == [0.0, 4.0, 8.0, 12.0]
 
 
-def test_a_late_refusal_restores_the_tensors(kernels, monkeypatch):
-    """Batches that ended before are undone: the launch then finds what it found at first."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_late_refusal_restores_the_tensors(kernels, monkeypatch, processes):
+    """Batches that ended before are undone, also those of another process."""
+    monkeypatch.setattr(interpreter, "_ALONE_S", -1.0)
     monkeypatch.setattr(launch, "MOST", 2)
-    out = torch.arange(16.0)
-    assert run_both(kernels.same_element, (7,), out, 8).alone
-    assert run_both(kernels.loaded_first, (8,), torch.arange(16.0), 8).alone
+    run, found = interpreter._run_all, []
+
+    def looked_at(*args):
+        found.append(out.clone())
+        run(*args)
+
+    monkeypatch.setattr(interpreter, "_run_all", looked_at)
+    out = interpreter.shared_copy(torch.arange(16.0) + 20)
+    with launching(plan := LaunchPlan(processes=processes)):
+        kernels.far_element[(6,)](out, 8)
+    assert plan.observed.alone == {"far_element": "several programs store the same element"}
+    assert found[0].equal(torch.arange(16.0) + 20)
+    if processes == 1:
+        assert out[:4].tolist() == [0.0, 1.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -231,19 +244,6 @@ def test_processes_share_a_launch(kernels, monkeypatch, processes):
     assert not plan.observed.alone
     assert seen[0] == (2, 11)
     assert seen[-1][0] >= 9
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_conflict_of_two_processes_is_found(kernels, monkeypatch, processes):
-    """Programs 2 and 4 store one element, each in a process of its own."""
-    monkeypatch.setattr(interpreter, "_ALONE_S", -1.0)
-    monkeypatch.setattr(launch, "MOST", 2)
-    out = interpreter.shared_copy(torch.zeros(16))
-    with launching(plan := LaunchPlan(processes=processes)):
-        kernels.far_element[(6,)](out, 8)
-    assert plan.observed.alone == {"far_element": "several programs store the same element"}
-    if processes == 1:
-        assert out[:4].tolist() == [0.0, 1.0, 4.0, 5.0]
 
 
 def test_conversions_are_those_of_numpy():
