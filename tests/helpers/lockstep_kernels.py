@@ -184,6 +184,17 @@ def wraps(numbers, out):
     tl.store(out + i, n * 50000)
 
 
+@triton.jit
+def walk(numbers, cache, out, SIZE: tl.constexpr):
+    i = tl.program_id(0)
+    n = tl.load(numbers + i)
+    at = tl.arange(0, SIZE)
+    total = tl.zeros([SIZE], dtype=tl.float32)
+    for j in range(n):
+        total += tl.load(cache + j * SIZE + at, mask=at != n, other=0.5)
+    tl.store(out + i * SIZE + at, total)
+
+
 # What lockstep does not run.
 
 

@@ -17,6 +17,7 @@ from attnlab.kernels.triton.lockstep import control, launch, memory
 from attnlab.kernels.triton.lockstep.control import Batch, Diverged, Range, Refused
 from attnlab.kernels.triton.lockstep.launch import using_lockstep
 from attnlab.kernels.triton.lockstep.operations import converted
+from attnlab.kernels.triton.run_log import Watched
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"
@@ -171,6 +172,24 @@ def test_overflows_are_noted_in_order(kernels):
     log = run_both(kernels.wraps, (6,), numbers, torch.zeros(6, dtype=torch.int32))
     assert len(log.wraps) == 2
     assert not log.alone
+
+
+def test_reads_are_those_of_each_program(kernels):
+    """Slots of a cache by the rows of a program; programs that have left a loop read nothing there."""
+    cache, numbers = torch.randn(8, 4), torch.tensor([3, 0, 8, 1, 5, 2], dtype=torch.int32)
+    reads = []
+    for on in (False, True):
+        out = torch.zeros(6, 4)
+        watched = Watched(rows=(6, 4), new=(0, 0), caches={(8, 4): (0, 1)})
+        plan = LaunchPlan(watched=watched)
+        with launching(plan), using_lockstep(on):
+            kernels.walk[(6,)](numbers, cache, out, SIZE=4)
+        assert not plan.observed.alone
+        reads.append(plan.observed.reads)
+    assert reads[0] == reads[1]
+    assert list(reads[0]) == list(reads[1])
+    assert reads[1][("cache", (3,))] == {0, 2, 3}
+    assert reads[1][("cache", (2,))] == set(range(32))
 
 
 @pytest.mark.parametrize(
