@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.cases import same_bits
 from helpers.sources import needs_triton, of_release
-from helpers.triton_example import CASE, EXAMPLE
+from helpers.triton_example import CASE, EXAMPLE, planted
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
@@ -88,6 +88,20 @@ def test_the_example(monkeypatch, dtype, cover):
     found = check_same(Lab(device="cpu"), case, monkeypatch, cover=cover)
     assert not found.alone
     assert found.facts[3]
+
+
+def test_a_result_states_what_ran_alone(monkeypatch, tmp_path):
+    """A kernel with an atomic operation: the same output, and the reason in the result."""
+    store = "    tl.store(place, mixed / total, mask=d < DIM)"
+    case, _ = planted(tmp_path, store, "    tl.atomic_add(out, 0.0, mask=row < 0)\n" + store)
+    case = case.replace(dtype="float32")
+    found = check_same(Lab(device="cpu"), case, monkeypatch, cover=False)
+    assert set(found.alone) == {"the operation atomic_rmw"}
+    result = Lab(device="cpu").run(case)
+    assert result.status == "match"
+    assert result.alone == ("row_kernel: the operation atomic_rmw",)
+    assert result.to_dict(1)["alone"] == list(result.alone)
+    assert "one program at a time" in result._repr_html_()
 
 
 def cases_of(ops: tuple[str, ...], platform: str, count: int | None) -> tuple[Lab, list[Case]]:
