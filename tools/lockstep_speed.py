@@ -164,7 +164,8 @@ def real_rows(lab: Lab, source: Source) -> Iterator[str]:
             raise SystemExit("it does not run in lockstep")
         if processes == 1:
             yield f"| lockstep, all heads | {seconds:.1f} s | {seconds:.0f} s |"
-        yield f"| the same in {processes} process{'es' * (processes > 1)}, time that passed | {passed:.1f} s | |"
+        many = "es" if processes > 1 else ""
+        yield f"| the same in {processes} process{many}, time that passed | {passed:.1f} s | |"
 
 
 def main() -> None:

@@ -56,6 +56,16 @@ def begins(numbers, out):
 
 
 @triton.jit
+def kinds(numbers, out):
+    i = tl.program_id(0)
+    n = tl.load(numbers + i)
+    found = n
+    for _j in range(n):
+        found = found * 0.5 + 1  # an int32 before the loop
+    tl.store(out + i, found)
+
+
+@triton.jit
 def negative(numbers, out):
     i = tl.program_id(0)
     n = tl.load(numbers + i)
@@ -233,6 +243,20 @@ def same_element(out, count):
     i = tl.program_id(0)
     tl.store(out + i // 2, 1.0 * i)
     tl.store(out + i // 2, 2.0 * i, mask=i % 2 == 0)
+
+
+@triton.jit
+def equal_element(out, count):
+    i = tl.program_id(0)
+    tl.store(out + i // 2, 0.5 * (i // 2))
+    tl.store(out + 8 + i % 4, 1.0 * (i % 4))
+
+
+@triton.jit
+def equal_then_other(out, count):
+    i = tl.program_id(0)
+    tl.store(out + i // 2, 5.0)
+    tl.store(out + i // 2, 6.0, mask=i % 2 == 0)
 
 
 @triton.jit

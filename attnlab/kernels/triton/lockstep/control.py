@@ -179,10 +179,10 @@ def merged(mask: Any, one: Any, other: Any) -> Any:
     if any(value is None for value in plain):
         if type(one) is type(other) and not isinstance(one, Missing) and one == other:
             return one
-        raise split(mask)
+        raise Diverged([np.flatnonzero(mask), np.flatnonzero(~mask)])
     left, right = plain
     if left.type != right.type:
-        raise split(mask)
+        raise Diverged([np.flatnonzero(mask), np.flatnonzero(~mask)])
     data = _chosen(mask, left.handle.data, right.handle.data)
     return batch.interpreter.tl.tensor(
         batch.interpreter.TensorHandle(data, left.handle.dtype), left.type

@@ -2,8 +2,8 @@
 
 - Offsets of a tile are mostly a sum of rows and columns. Such a load gathers whole rows.
 - Stores are kept until the programs have ended; then :meth:`Tensors.commit` writes them.
-- Programs that run one after the other see each other's stores. So a tensor that is both loaded and stored,
-  and an element that two programs store, are refused.
+- Programs that run one after the other see each other's stores. So a tensor that is both loaded and stored is
+  refused, and an element that two programs store, unless they store the same bits.
 - Accesses outside of all tensors are masked and noted.
 """
 
@@ -22,7 +22,7 @@ from attnlab.kernels.triton.lockstep.reads import Reads
 from attnlab.kernels.triton.patches import decoded, encoded, is_bfloat16
 from attnlab.kernels.triton.run_log import Memory, values_outside
 
-_EARLIER = np.uint16(0xFFFF)  # the owner of an element that an earlier batch stored
+_EARLIER = np.uint16(0xFFFF)  # owns elements that an earlier batch, or several programs, stored
 _CHUNK = 1 << 24
 
 
@@ -31,7 +31,8 @@ class Storage:
     """The memory of a tensor of the launch.
 
     - ``own``: its first address. ``bytes``: its contents, uint8, not a copy.
-    - ``owner``: for each element, 0, or 1 + the number in the batch of the program that stored it.
+    - ``owner``: for each element, 0, 1 + the number in the batch of the program that stored it, or
+      ``_EARLIER``.
       ``before``: the bits of stored elements from before the launch. Both have the length of the storage, and
       take memory only where elements are stored. ``stored``: 1 for each stored element; processes share it,
       if several run.
@@ -132,19 +133,17 @@ class Tensors:
             elif storage.before.dtype != elements.dtype:
                 raise Refused("stores of elements of several types in one tensor")
             mine = store.program + np.uint16(1)
-            known, is_stored = storage.owner[store.index], storage.stored[store.index]
-            if is_stored.any():
-                if ((is_stored != 0) & (known != mine)).any():  # also by another process
-                    raise Refused("several programs store the same element")
-                new = known == 0
-                storage.before[store.index[new]] = elements[store.index[new]]
-            else:
-                storage.before[store.index] = elements[store.index]
+            is_stored = storage.stored[store.index] != 0
+            other = is_stored & (storage.owner[store.index] != mine)  # also of another process
+            _check_equal(elements, store, other)
+            new = store.index[~is_stored] if is_stored.any() else store.index
+            storage.before[new] = elements[new]
             storage.owner[store.index] = mine
             storage.stored[store.index] = 1
             elements[store.index] = store.bits
-            if (storage.owner[store.index] != mine).any():
-                raise Refused("several programs store the same element")
+            other |= storage.owner[store.index] != mine
+            _check_equal(elements, store, other)
+            storage.owner[store.index[other]] = _EARLIER
         for store in stores:
             store.storage.owner[store.index] = _EARLIER
 
@@ -344,6 +343,12 @@ class Tensors:
                 self.reads.stored(own, program[chosen])
             _, index = _indexed(storage, live[chosen] - np.uint64(base), bits.dtype)
             self.stores.append(Store(storage, index, program[chosen], bits[chosen]))
+
+
+def _check_equal(elements: Any, store: Store, other: Any) -> None:
+    """Raise Refused unless what a program stores where ``other`` programs did, too, is what is there."""
+    if other.any() and (elements[store.index[other]] != store.bits[other]).any():
+        raise Refused("several programs store the same element")
 
 
 def _filled(shape: tuple[int, ...], other: Any, dtype: Any) -> Any:

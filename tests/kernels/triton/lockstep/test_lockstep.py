@@ -22,7 +22,7 @@ from attnlab.kernels.triton.run_log import Watched
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="the interpreter needs the triton extra"
 )
-CONTROL = ("branch", "loops", "begins", "returns", "jumps", "stores", "conditions")
+CONTROL = ("branch", "loops", "begins", "returns", "jumps", "stores", "kinds", "conditions")
 SIZED = ("branch", "loops", "returns")
 NUMBERS = torch.tensor([5, 3, 0, 8, 4, 9, 3, 12, 1, 7, 6, 2, 5], dtype=torch.int32)
 
@@ -200,6 +200,7 @@ def test_reads_are_those_of_each_program(kernels):
         ("stored_first", "a tensor that is both loaded and stored"),
         ("loaded_first", "a tensor that is both loaded and stored"),
         ("same_element", "several programs store the same element"),
+        ("equal_then_other", "several programs store the same element"),
         ("walrus", "an assignment expression in walrus"),
     ],
 )
@@ -208,6 +209,13 @@ def test_what_is_refused_runs_one_program_after_another(kernels, name, why):
     log = run_both(getattr(kernels, name), (8,), torch.zeros(16), 8)
     assert log.alone == {name: why}
     assert [one.text() for one in log.launches] == [f"{name}[8]"]
+
+
+@pytest.mark.parametrize("most", [3, 256])
+def test_programs_may_store_the_same_bits(kernels, monkeypatch, most):
+    """In one batch and in several: the order of the programs does not matter."""
+    monkeypatch.setattr(launch, "MOST", most)
+    assert not run_both(kernels.equal_element, (8,), torch.zeros(16), 8).alone
 
 
 def test_the_order_of_stores_is_lost_without_the_check(kernels, monkeypatch):
