@@ -154,6 +154,24 @@ def case_of_flags(args: argparse.Namespace) -> Case:
     return case_of(args)
 
 
+def add_kernel_flag(group: Any) -> None:
+    """Add --kernel to a command that has --call, too."""
+    group.add_argument(
+        "--kernel", metavar="FILE.py:FUNCTION", help="your kernel; the same as --backend"
+    )
+
+
+def case_with_runner(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags of a command with --call and --kernel; --source alone runs a call."""
+    if args.kernel is not None:
+        if args.field_backend is not None:
+            raise InvalidCase("kernel and backend must not both be given", field="kernel")
+        args.field_backend = args.kernel
+    if args.call is not None and args.source is not None and args.field_backend is None:
+        args.field_backend = "vllm"
+    return case_with_source(args)
+
+
 def case_with_source(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise InvalidCase if --source is given but not used."""
     case = case_of_flags(args)
@@ -163,8 +181,9 @@ def case_with_source(args: argparse.Namespace) -> Case:
             field="source",
         )
     if args.source is not None:
-        from attnlab.kernels.vllm.source import find_source
+        from attnlab.kernels.vllm.source import find_source, source_path
 
+        args.source = source_path(str(args.source))
         find_source(args.source)
     return case
 

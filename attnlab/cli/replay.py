@@ -15,7 +15,7 @@ from attnlab.cli.command import Command, notice, print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
-    from attnlab.replay.replay_call import ReplayTarget
+    from attnlab.kernels.runner import Runner
     from attnlab.replay.shrinking import Shrunk
     from attnlab.tensors.call import KernelCall
 
@@ -114,12 +114,12 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _targets(args: argparse.Namespace) -> "list[ReplayTarget]":
+def _targets(args: argparse.Namespace) -> "list[Runner]":
     """Return what runs the call; this imports no torch."""
-    from attnlab.replay.replay_call import replay_targets
+    from attnlab.kernels.runner import runners
 
     check_input_path(args.call)
-    return replay_targets(args.source, args.backend, args.device)
+    return runners(args.source, args.backend, args.device)
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -214,7 +214,7 @@ def _shrink(args: argparse.Namespace) -> int:
     check_output_file(out, "out")
     call, case, given = read_given(args)
 
-    from attnlab.replay.public import one_backend
+    from attnlab.kernels.runner import one_backend
     from attnlab.replay.shrinking import Judge, shrink
 
     backend = one_backend(args.source, args.backend, args.device)

@@ -29,11 +29,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "kernel, so give the one to measure: --kernel, --backend or --source; of the Case only the platform, "
         "the release and the backend are used",
     )
-    group.add_argument(
-        "--kernel",
-        metavar="FILE.py:FUNCTION",
-        help="your kernel; the same as --backend",
-    )
+    command.add_kernel_flag(group)
     group.add_argument(
         "--limit-s",
         type=float,
@@ -59,19 +55,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _checked_case(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
-    if args.kernel is not None:
-        if args.field_backend is not None:
-            raise InvalidCase("kernel and backend must not both be given", field="kernel")
-        args.field_backend = args.kernel
-    if args.call is not None and args.source is not None and args.field_backend is None:
-        args.field_backend = "vllm"
     if not args.limit_s > 0:
         raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
     if args.html is not None:
         check_output_file(args.html, "html", HTML)
     if args.call is not None:
         check_input_path(args.call)
-    case = command.case_with_source(args)
+    case = command.case_with_runner(args)
     if args.call is None:
         check_weighs_values(case.spec)
         check_memory(case)

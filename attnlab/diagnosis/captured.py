@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall
+from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.ops import MERGE, RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.contracts.violations import Violations, find_violations
-from attnlab.diagnosis.decision import check_output
+from attnlab.diagnosis.decision import check_output, examine
 from attnlab.diagnosis.diagnose import diagnose, diagnose_call
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.trials import FULL
+from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.pattern import Fact, Pattern, list_text
 from attnlab.kernels import model as paged
+from attnlab.kernels.backend import Backend, OnStep
+from attnlab.kernels.control import uncontrolled
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
+from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
@@ -317,8 +321,16 @@ def diagnose_captured(
     *,
     given: Collection[str] = (),
     output: torch.Tensor | None = None,
+    runner: Backend | None = None,
+    limit: Limit | None = FULL,
+    on_step: OnStep | None = None,
 ) -> Diagnosis:
     """Diagnose a call that ran somewhere else. ``case`` and ``given``: as for :func:`where_it_ran`.
+
+    - ``runner``: what computed the output. With it, the diagnosis is that of a Case with the call's tensors
+      (:mod:`attnlab.lab.call_lab`): reruns, varied Cases, X-ray and source lines. Without it, or if no Case
+      has the call's arguments, it rests on the call alone, and says so.
+    - ``limit``: of the search for source lines, None for none. ``on_step``: called before each step.
 
     Arguments that attnlab does not know leave what they may change undecided. Raises InvalidCall for a call
     that is no attention, has arguments without a reference, or has no output.
@@ -348,7 +360,67 @@ def diagnose_captured(
         output=output,
         unknown=unknown_about(call, ran),
     )
-    return _undecided(found, call)
+    if call.unknown_arguments:
+        return _undecided(found, call)
+    if not found.is_wrong and runner is None:
+        return found
+    if runner is None:
+        return _with_unknown(found, NO_RUNNER)
+    call = call.cpu() if output is None else dataclasses.replace(call.cpu(), output=output.cpu())
+    where = ran.case if "release" in given else ran.case.replace(release=runner.release)
+    return _with_runner(call, where, runner, found, limit, on_step)
+
+
+NO_RUNNER = (
+    "what runs of the kernel would show: no kernel is given, so there are no reruns, no varied calls, no "
+    "X-ray and no source lines"
+)
+
+
+def _with_unknown(found: Diagnosis, *texts: str) -> Diagnosis:
+    return dataclasses.replace(found, unknown=[*found.unknown, *texts])
+
+
+def _with_runner(
+    call: KernelCall,
+    ran: Case,
+    runner: Backend,
+    alone: Diagnosis,
+    limit: Limit | None,
+    on_step: OnStep | None,
+) -> Diagnosis:
+    """Return the diagnosis of a call by runs of its kernel; ``alone`` is that without any.
+
+    A runner that gives no wrong output for the call says nothing about the recorded one.
+    """
+    began = time.perf_counter()
+    try:
+        lab = call_lab(call, ran, runner, on_step=on_step)
+        with uncontrolled():
+            output = lab.output(lab.case).cpu()
+    except AttnLabError as error:
+        return _with_unknown(alone, f"what runs of {runner.version} would show: {error}")
+    wrong, again = (_wrong_cells(lab, one) for one in (lab.given.buffer, output))
+    if not bool(again.any()) and bool(wrong.any()):
+        text = "whether the kernel is at fault: run on this call, {} gives the right output"
+        return _with_unknown(alone, text.format(runner.version))
+    found = diagnose(lab.case, lab=lab, limit=limit)
+    unknown = [text for text in alone.unknown if text != UNKNOWN_BUFFER]
+    if not torch.equal(wrong, again):
+        rows, others = (int(one.any(1).sum()) for one in (wrong, again))
+        unknown.append(
+            f"whether this is the fault of the recorded output, of which {rows} rows are wrong: "
+            f"{runner.version} gives another output for this call, of which {others} are"
+        )
+    return dataclasses.replace(
+        found, tolerance=None, unknown=unknown, seconds=time.perf_counter() - began
+    )
+
+
+def _wrong_cells(lab: CallLab, output: torch.Tensor) -> torch.Tensor:
+    """Return which rows and heads of an output of the call are wrong, [num_tokens, num_heads] bool."""
+    on_cpu = lab if lab.where(lab.case) == "cpu" else dataclasses.replace(lab, device="cpu")
+    return examine(on_cpu, lab.case, output, (), Pattern()).evidence.locations.is_wrong
 
 
 def _undecided(found: Diagnosis, call: KernelCall) -> Diagnosis:
@@ -422,6 +494,11 @@ def _nearest(release: str) -> str:
     return older[-1] if older else RELEASES[0]
 
 
+UNKNOWN_BUFFER = (
+    "the output buffer before the call: unwritten rows are found by the contracts alone"
+)
+
+
 def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     """Return what a diagnosis of the call cannot conclude, each in one sentence."""
     found = [
@@ -431,9 +508,7 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     if call.new_tokens != "given":
         found.append("the new keys and values: they are taken from the cache")
     if call.before is None and not call.is_foreign:
-        found.append(
-            "the output buffer before the call: unwritten rows are found by the contracts alone"
-        )
+        found.append(UNKNOWN_BUFFER)
     found += [f"whether the form is right: {text}" for text in call.read_as]
     if call.is_foreign:
         found.append(f"the contracts of {call.origin.op}: no violations are looked for")

@@ -294,7 +294,7 @@ def _with_side_outputs(
 
 def _cpu_lab(lab: Lab, case: Case) -> Lab:
     """Return a Lab with its tensors on the CPU, where candidates are computed."""
-    return lab if lab.where(case) == "cpu" else Lab(source=lab.source, device="cpu")
+    return lab if lab.where(case) == "cpu" else dataclasses.replace(lab, device="cpu", on_step=None)
 
 
 def _rejected(lab: Lab, case: Case, rejection: str) -> Diagnosis:

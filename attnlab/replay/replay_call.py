@@ -1,8 +1,5 @@
 """Replay a call on several targets, and compare each output with the correct and with the recorded one."""
 
-import dataclasses
-import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,137 +15,19 @@ from attnlab.case.errors import (
     KernelRejected,
     NotDeterministic,
     Unavailable,
-    Unsupported,
 )
-from attnlab.case.fields import refuse
-from attnlab.case.masks import MASKS
 from attnlab.case.shown import Shown, json_number
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
-from attnlab.kernels import find_backend
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
-from attnlab.kernels.control import controlled, run_backend
-from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.vllm.source import fetched_wheel, find_source
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import controlled
+from attnlab.kernels.runner import Runner, git, run_call
 from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.call_file import moved
-from attnlab.tensors.quantised import Formats, has_fp8_query, has_scaled_output
-
-# Targets: the backends on which a call is replayed, from names and paths.
-
-_OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayTarget:
-    """A backend by name, the vLLM whose kernels it runs (None: the installed one) and its device.
-
-    ``given``: the source as the user named it.
-    """
-
-    backend: str
-    source: Path | None = None
-    device: str | None = None
-    given: str = ""
-
-    @property
-    def name(self) -> str:
-        """Return the target as text: its source, or its backend."""
-        if self.backend not in _OF_SOURCE:
-            return self.backend
-        source = "installed vLLM" if self.source is None else self.given
-        return source if self.backend == "vllm" else f"{source} ({self.backend})"
-
-    def find(self) -> "Backend":
-        """Return the backend. Raises InvalidCase or Unavailable if it cannot be loaded."""
-        return find_backend(self.backend, self.source, self.device)
-
-
-def replay_targets(
-    sources: Sequence[str], backends: Sequence[str], device: str | None = None
-) -> list[ReplayTarget]:
-    """Return one target per source, and one per backend that needs no source; without any, the models.
-
-    - ``sources``: paths of wheels, sdists and checkouts, or versions that ``attnlab fetch`` downloaded.
-      Backend "rocm" runs each of them if it is named, otherwise backend "vllm" does.
-    - ``backends``: names as in ``Case.backend``. "vllm" without a source is the installed vLLM.
-
-    Raises InvalidCase for a source or a file of a backend that does not exist, and for a source that is no
-    vLLM. A folder in git may be none: another of its commits may have the attention ops.
-    """
-    if not sources and not backends:
-        return [ReplayTarget(backend="model")]
-    paths = [_source_path(text) for text in sources]
-    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
-    for path in paths:
-        if not is_in_git(path):
-            find_source(path)
-    names = list(dict.fromkeys(backends))
-    if paths and not any(name in _OF_SOURCE for name in names):
-        names.insert(0, "vllm")
-    targets = []
-    for name in names:
-        if name not in _OF_SOURCE:
-            _check_backend(name)
-            targets.append(ReplayTarget(backend=name))
-            continue
-        on = device if name == "vllm" else None
-        targets += [
-            ReplayTarget(backend=name, source=path, device=on, given=text)
-            for path, text in named or [(None, "")]
-        ]
-    return targets
-
-
-def _source_path(text: str) -> Path:
-    """Return the path of a source that exists: itself, or the wheel of a version that was downloaded."""
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    if re.fullmatch(r"\d+\.\d+[\w.]*", text):
-        wheel = fetched_wheel(text)
-        if wheel is None:
-            raise InvalidCase(
-                f"source must be a release that was downloaded, got {text}; run attnlab fetch {text}",
-                field="source",
-            )
-        return wheel
-    refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
-
-
-def _check_backend(name: str) -> None:
-    """Raise InvalidCase for a backend that does not exist; a file that cannot be loaded does."""
-    file = name.rpartition(":")[0]
-    if file.endswith(".py") and Path(file).expanduser().is_file():
-        return
-    find_backend(name)
-
-
-def is_in_git(path: Path) -> bool:
-    """Answer whether a folder is inside a git repository."""
-    return path.is_dir() and bool(_git("rev-parse", "--git-dir", folder=path))
-
-
-def is_bisecting(folder: Path) -> bool:
-    """Answer whether git bisects the repository of a folder."""
-    log = _git("rev-parse", "--git-path", "BISECT_LOG", folder=folder)
-    return bool(log) and (folder / log).is_file()
-
-
-def _git(*words: str, folder: Path) -> str:
-    """Return what git prints, or "" if there is no git or no repository."""
-    try:
-        done = subprocess.run(
-            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
+from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.
 
@@ -246,9 +125,7 @@ def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return differs & ~(one.double().isnan() & other.double().isnan())
 
 
-# Run a KernelCall on a backend, in the memory layout in which it was saved.
-
-_UNREAD = ("lse", "block_ids")  # tensors that no op reads
+# The call and the Case that say where it runs.
 
 
 def check_replayable(call: KernelCall) -> None:
@@ -265,55 +142,10 @@ def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[st
     return ran if "release" in given else ran.replace(release=backend.release)
 
 
-def run_call(
-    call: KernelCall, backend: Backend, ran: Case, on_step: OnStep = ignore_step
-) -> torch.Tensor:
-    """Run a call and return its output, on the CPU. The call itself is not changed.
-
-    The output buffer starts as the call's ``before``, or as NaN if that is unknown. ``ran`` has the platform
-    and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
-    that the backend does not have.
-    """
-    _check_runs(call, backend)
-    call = call.with_buffer()
-    fresh = call.buffer.new_full(call.buffer.shape, float("nan"))
-    output = fresh if call.before is None else call.before.clone()
-    slots = call.slot_mapping if call.spec.writes_cache else None
-    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
-    there = on_device(given, backend.device)
-    options = RunOptions(on_step=on_step)
-    run_backend(backend, there, Target.of(ran), kernels_of(ran, call), options)
-    return there.buffer.cpu()
-
-
-def _check_runs(call: KernelCall, backend: Backend) -> None:
-    """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
-    if call.op not in backend.ops:
-        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
-    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
-        allowed = " or ".join(backend.kv_cache_dtypes)
-        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
-    if isinstance(backend, PluginBackend):
-        return
-    for name in call.visibility.masks:
-        if name not in backend.masks or not MASKS[name].is_in(call.op, backend.release):
-            where = f"{call.op} and backend {backend.name} of vLLM {backend.release}"
-            raise Unsupported(f"mask must be causal with {where}, got {name}")
-    if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
-        raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
-    for name in ("k_scale", "v_scale"):
-        call.number(name)
-
-
-def on_device(call: KernelCall, device: str) -> KernelCall:
-    """Return the call with its tensors on a device, "cpu" or "cuda".
-
-    Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
-    still do. The output is a tensor of its own.
-    """
-    read = {name: one for name, one in call.tensors().items() if name not in _UNREAD}
-    changes: dict[str, Any] = {**moved(read, device)}
-    return dataclasses.replace(call, **changes)
+def is_bisecting(folder: Path) -> bool:
+    """Answer whether git bisects the repository of a folder."""
+    log = git("rev-parse", "--git-path", "BISECT_LOG", folder=folder)
+    return bool(log) and (folder / log).is_file()
 
 
 # Replay: what one backend made of a call. Replays: those of several backends, as one table.
@@ -523,7 +355,7 @@ def compare_outputs(
 
 def replay_all(
     call: KernelCall,
-    targets: Sequence[ReplayTarget],
+    targets: Sequence[Runner],
     case: Case,
     given: tuple[str, ...] = (),
     *,
@@ -556,7 +388,7 @@ def replay_all(
     )
 
 
-def _replay(call: KernelCall, target: ReplayTarget, case: Case, given: tuple[str, ...]) -> Replay:
+def _replay(call: KernelCall, target: Runner, case: Case, given: tuple[str, ...]) -> Replay:
     """Run a call on one target."""
     try:
         backend = target.find()

@@ -17,15 +17,14 @@ import attnlab
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.cli.main import main
 from attnlab.contracts.contract import Target
+from attnlab.kernels.runner import on_device, runners
 from attnlab.kernels.vllm.op_calls import OP_CALLS
 from attnlab.replay.replay_call import (
     Replay,
     Replays,
     distance,
     is_bisecting,
-    on_device,
     other_bits,
-    replay_targets,
 )
 
 
@@ -137,12 +136,12 @@ def test_exit_codes(found, code):
 
 def test_targets_of_sources_and_backends(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    names = [(one.backend, one.given) for one in replay_targets([str(tmp_path)], ["model"])]
+    names = [(one.backend, one.given) for one in runners([str(tmp_path)], ["model"])]
     assert names == [("vllm", str(tmp_path)), ("model", "")]
-    names = [one.name for one in replay_targets([str(tmp_path)], ["rocm"])]
+    names = [one.name for one in runners([str(tmp_path)], ["rocm"])]
     assert names == [f"{tmp_path} (rocm)"]
-    assert [one.name for one in replay_targets([], ["vllm"])] == ["installed vLLM"]
-    assert [one.name for one in replay_targets([], [])] == ["model"]
+    assert [one.name for one in runners([], ["vllm"])] == ["installed vLLM"]
+    assert [one.name for one in runners([], [])] == ["model"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_targets_of_sources_and_backends(tmp_path):
 def test_targets_that_do_not_exist(tmp_path, monkeypatch, sources, backends, words):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidCase, match=words):
-        replay_targets(sources, backends)
+        runners(sources, backends)
 
 
 def test_bad_calls(capsys, tmp_path):

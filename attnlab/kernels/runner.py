@@ -1,0 +1,190 @@
+"""Runners: what maps a recorded call to its output, from the names that a user gives.
+
+A :class:`Runner` names a backend; :func:`run_call` runs a call on it. Replay, shrink, probe, X-ray and
+diagnosis of a call take their backend from here.
+"""
+
+import dataclasses
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab.case.case import Case
+from attnlab.case.errors import InvalidCase, Unsupported
+from attnlab.case.fields import refuse
+from attnlab.case.masks import MASKS
+from attnlab.contracts.call_dispatch import kernels_of
+from attnlab.contracts.contract import Target
+from attnlab.kernels import find_backend
+from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
+from attnlab.kernels.control import run_backend
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.vllm.source import find_source, source_path
+from attnlab.tensors.call import KernelCall
+from attnlab.tensors.call_file import moved
+from attnlab.tensors.quantised import has_fp8_query, has_scaled_output
+
+# Runner: a backend by name, the vLLM whose kernels it runs, and its device.
+
+_OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """A backend by name, the vLLM whose kernels it runs (None: the installed one) and its device.
+
+    ``given``: the source as the user named it.
+    """
+
+    backend: str
+    source: Path | None = None
+    device: str | None = None
+    given: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the target as text: its source, or its backend."""
+        if self.backend not in _OF_SOURCE:
+            return self.backend
+        source = "installed vLLM" if self.source is None else self.given
+        return source if self.backend == "vllm" else f"{source} ({self.backend})"
+
+    def find(self) -> "Backend":
+        """Return the backend. Raises InvalidCase or Unavailable if it cannot be loaded."""
+        return find_backend(self.backend, self.source, self.device)
+
+
+def runners(
+    sources: Sequence[str], backends: Sequence[str], device: str | None = None
+) -> list[Runner]:
+    """Return one target per source, and one per backend that needs no source; without any, the models.
+
+    - ``sources``: paths of wheels, sdists and checkouts, or versions that ``attnlab fetch`` downloaded.
+      Backend "rocm" runs each of them if it is named, otherwise backend "vllm" does.
+    - ``backends``: names as in ``Case.backend``. "vllm" without a source is the installed vLLM.
+
+    Raises InvalidCase for a source or a file of a backend that does not exist, and for a source that is no
+    vLLM. A folder in git may be none: another of its commits may have the attention ops.
+    """
+    if not sources and not backends:
+        return [Runner(backend="model")]
+    paths = [source_path(text) for text in sources]
+    named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
+    for path in paths:
+        if not is_ingit(path):
+            find_source(path)
+    names = list(dict.fromkeys(backends))
+    if paths and not any(name in _OF_SOURCE for name in names):
+        names.insert(0, "vllm")
+    targets = []
+    for name in names:
+        if name not in _OF_SOURCE:
+            _check_backend(name)
+            targets.append(Runner(backend=name))
+            continue
+        on = device if name == "vllm" else None
+        targets += [
+            Runner(backend=name, source=path, device=on, given=text)
+            for path, text in named or [(None, "")]
+        ]
+    return targets
+
+
+def _check_backend(name: str) -> None:
+    """Raise InvalidCase for a backend that does not exist; a file that cannot be loaded does."""
+    file = name.rpartition(":")[0]
+    if file.endswith(".py") and Path(file).expanduser().is_file():
+        return
+    find_backend(name)
+
+
+def is_ingit(path: Path) -> bool:
+    """Answer whether a folder is inside a git repository."""
+    return path.is_dir() and bool(git("rev-parse", "--git-dir", folder=path))
+
+
+def git(*words: str, folder: Path) -> str:
+    """Return what git prints, or "" if there is no git or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def one_backend(
+    source: Path | str | None, backend: str | None, device: str | None
+) -> Backend | None:
+    """Return the backend of a source, or of a name, or None without both. Raises InvalidCase or
+    Unavailable."""
+    if source is None and backend is None:
+        return None
+    sources = [] if source is None else [str(source)]
+    found = runners(sources, [] if backend is None else [backend], device)
+    if len(found) > 1:
+        raise InvalidCase(
+            f"backend must be vllm or rocm with a source, got {backend}", field="backend"
+        )
+    return found[0].find()
+
+
+# Run a KernelCall on a backend, in the memory layout in which it was saved.
+
+_UNREAD = ("lse", "block_ids")  # tensors that no op reads
+
+
+def run_call(
+    call: KernelCall, backend: Backend, ran: Case, on_step: OnStep = ignore_step
+) -> torch.Tensor:
+    """Run a call and return its output, on the CPU. The call itself is not changed.
+
+    The output buffer starts as the call's ``before``, or as NaN if that is unknown. ``ran`` has the platform
+    and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
+    that the backend does not have.
+    """
+    _check_runs(call, backend)
+    call = call.with_buffer()
+    fresh = call.buffer.new_full(call.buffer.shape, float("nan"))
+    output = fresh if call.before is None else call.before.clone()
+    slots = call.slot_mapping if call.spec.writes_cache else None
+    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
+    there = on_device(given, backend.device)
+    options = RunOptions(on_step=on_step)
+    run_backend(backend, there, Target.of(ran), kernels_of(ran, call), options)
+    return there.buffer.cpu()
+
+
+def _check_runs(call: KernelCall, backend: Backend) -> None:
+    """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
+    if call.op not in backend.ops:
+        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
+    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
+        allowed = " or ".join(backend.kv_cache_dtypes)
+        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
+    if isinstance(backend, PluginBackend):
+        return
+    for name in call.visibility.masks:
+        if name not in backend.masks or not MASKS[name].is_in(call.op, backend.release):
+            where = f"{call.op} and backend {backend.name} of vLLM {backend.release}"
+            raise Unsupported(f"mask must be causal with {where}, got {name}")
+    if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
+        raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
+    for name in ("k_scale", "v_scale"):
+        call.number(name)
+
+
+def on_device(call: KernelCall, device: str) -> KernelCall:
+    """Return the call with its tensors on a device, "cpu" or "cuda".
+
+    Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
+    still do. The output is a tensor of its own.
+    """
+    read = {name: one for name, one in call.tensors().items() if name not in _UNREAD}
+    changes: dict[str, Any] = {**moved(read, device)}
+    return dataclasses.replace(call, **changes)
