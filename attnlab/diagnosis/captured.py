@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
-from attnlab.case.ops import MERGE, RELEASES
+from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
@@ -457,7 +457,7 @@ def check_diagnosable(call: KernelCall, *, writes: bool = False, unknown: bool =
 
     ``writes``: a cache write has one. ``unknown``: a call with arguments that attnlab does not know may pass.
     """
-    if (call.spec.writes_cache and not writes) or call.op == MERGE:
+    if call.spec.writes_cache and not writes:
         raise InvalidCall(f"op must be an attention op to be diagnosed, got {call.op}", field="op")
     if call.unmodelled:
         text = ", ".join(call.unmodelled)

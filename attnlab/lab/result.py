@@ -31,6 +31,7 @@ from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import NOBODY, PagedCache, Provenance
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output
 from attnlab.tensors.visibility import Visibility
 
 # What a kernel read from the cache, counted by the state of each slot, and reads of unwritten scratch.
@@ -413,6 +414,12 @@ class Result(Shown):
     def output(self) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
         return self.call.buffer
+
+    @property
+    def recorded_call(self) -> KernelCall:
+        """Return the call as a recording has it: with its output, what that held before, and a rejection."""
+        before = make_output(self.case, self.output.device)
+        return dataclasses.replace(self.call, before=before, rejection=self.error or "")
 
     @property
     def beyond_rounding(self) -> int | None:
