@@ -14,6 +14,7 @@ from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.kernels.backend import Backend
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,16 +60,21 @@ def _of_call(
     """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
     from attnlab.diagnosis.location.trials import FULL
-    from attnlab.kernels.runner import one_backend
+    from attnlab.kernels.runner import ORIGIN, backend_of_origin, one_backend
     from attnlab.recorder.dumps import parse_names
     from attnlab.recorder.dumps import read_call_file as read_call
 
     names = None if args.map is None else parse_names(args.map)
+    call = read_call(args.call, names, op=op)
+    if args.kernel == ORIGIN:
+        runner: Backend | None = backend_of_origin(call, args.device)
+    else:
+        runner = one_backend(args.source, args.field_backend, args.device)
     return diagnose_captured(
-        read_call(args.call, names, op=op),
+        call,
         case,
         given=_given(args),
-        runner=one_backend(args.source, args.field_backend, args.device),
+        runner=runner,
         limit=None if args.no_location else FULL,
         on_step=on_step,
     )

@@ -112,6 +112,7 @@ def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.kernels.runner import ORIGIN, backend_of_origin
     from attnlab.recorder.dumps import read_call_file as read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
@@ -124,10 +125,12 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 if getattr(args, f"field_{name}") is not None
             ]
             call = read_call(args.call)
-            if args.field_backend is None and case.backend == "model":
+            is_origin = args.kernel == ORIGIN
+            if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")
             ran = where_it_ran(call, case, given).case
-            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s), None
+            runner = backend_of_origin(call, args.device) if is_origin else None
+            return xray_of_call(call, ran, runner, lab=lab, limit_s=args.limit_s), None
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None

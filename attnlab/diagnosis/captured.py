@@ -26,6 +26,7 @@ from attnlab.diagnosis.pattern import Fact, Pattern, list_text
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend, OnStep
 from attnlab.kernels.control import uncontrolled
+from attnlab.kernels.runner import for_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
@@ -367,6 +368,7 @@ def diagnose_captured(
     if runner is None:
         return _with_unknown(found, NO_RUNNER)
     call = call.cpu() if output is None else dataclasses.replace(call.cpu(), output=output.cpu())
+    runner = for_call(call, runner)
     where = ran.case if "release" in given else ran.case.replace(release=runner.release)
     return _with_runner(call, where, runner, found, limit, on_step)
 
@@ -412,6 +414,8 @@ def _with_runner(
             f"whether this is the fault of the recorded output, of which {rows} rows are wrong: "
             f"{runner.version} gives another output for this call, of which {others} are"
         )
+    if call.is_foreign:
+        found = dataclasses.replace(found, violations=Violations())
     return dataclasses.replace(
         found, tolerance=None, unknown=unknown, seconds=time.perf_counter() - began
     )

@@ -134,6 +134,32 @@ def one_backend(
     return found[0].find()
 
 
+ORIGIN = "origin"  # the name of a kernel: the op that a call's origin names
+
+
+def for_call(call: KernelCall, runner: Backend) -> Backend:
+    """Return a backend as what runs a call: a user's function that declares no op stands for the call's."""
+    if isinstance(runner, PluginBackend) and not runner.declares_op:
+        return dataclasses.replace(runner, stands_for=call.op)
+    return runner
+
+
+def backend_of_origin(call: KernelCall, device: str | None = None) -> Backend:
+    """Return the installed op that a call's origin names: vLLM's, or a function that Python can import.
+
+    A file that states an origin so chooses which module is imported. Raises InvalidCase or Unavailable if
+    there is none.
+    """
+    name = call.origin.op
+    if name is None and call.origin.backend is None:
+        text = "a kernel's name for a call whose origin names no op"
+        raise InvalidCase(f"kernel must be {text}, got {ORIGIN}", field="kernel")
+    if name is None or not call.is_foreign:
+        return find_backend("vllm" if call.spec.is_triton else "vllm-cpu", None, device)
+    module, _, function = name.rpartition(".")
+    return for_call(call, find_backend(f"{module}:{function}"))
+
+
 # Run a KernelCall on a backend, in the memory layout in which it was saved.
 
 _UNREAD = ("lse", "block_ids")  # tensors that no op reads

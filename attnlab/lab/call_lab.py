@@ -14,7 +14,7 @@ from attnlab.case.case import Case
 from attnlab.case.declaration import DTYPE_BYTES
 from attnlab.case.errors import InvalidCall
 from attnlab.case.masks import CAUSAL, MASKS
-from attnlab.kernels.backend import Backend
+from attnlab.kernels.backend import Backend, RunOutput
 from attnlab.lab.lab import Lab
 from attnlab.lab.products import batch_key, cache_key
 from attnlab.tensors.batch import Batch, distribution_of
@@ -65,6 +65,15 @@ class CallLab(Lab):
         where = self.where(case)
         make = lambda: _moved(self.own_batch, where)  # noqa: E731
         return self.shared.get("batch", (batch_key(case), where), make)[0]
+
+    def call(self, case: Case, cache: PagedCache | None = None) -> KernelCall:
+        """Return the Case's call, which names the layout of the given call's cache."""
+        return dataclasses.replace(Lab.call(self, case, cache), layout=self.given.layout)
+
+    def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
+        if self.on_step is not None:
+            self.on_step("kernels")  # it may end the work
+        return Lab._run_kernels(self, case, call)
 
     def cache(self, case: Case) -> PagedCache:
         """Return the call's cache for its Case, with other contents of empty slots if the Case has them."""
