@@ -190,6 +190,8 @@ def _formed(value: Any, example: Any, *, at: int = 0) -> Any:
     if not isinstance(example, torch.Tensor):
         return value
     if isinstance(value, int | float):
+        if example.numel() != 1:
+            raise Unsupported(f"a tensor {tuple(example.shape)} must be one number")
         return torch.full_like(example, value)
     if not isinstance(value, torch.Tensor):
         return value

@@ -144,12 +144,12 @@ def unshared(call: KernelCall) -> KernelCall:
     """Return the call with a copy of each block for every sequence and column that reads it.
 
     Sequences with a common prefix share blocks; those of a Case share none. Columns after the end of a
-    sequence stay.
+    sequence stay, and so do those before its window, whose blocks may be recycled.
     """
     table, size = call.block_table.clone(), call.block_size
-    seen, copies = set[int](), list[int]()
+    seen, copies, freed = set[int](), list[int](), _hidden_blocks(call)
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
-        for column in range(-(-seq_len // size)):
+        for column in range(freed[seq], -(-seq_len // size)):
             block = int(table[seq, column])
             if block in seen:
                 table[seq, column] = len(call.key_cache) + len(copies)
@@ -163,6 +163,14 @@ def unshared(call: KernelCall) -> KernelCall:
         if isinstance(cache := getattr(call, name), torch.Tensor) and cache.dim() > 2
     }
     return dataclasses.replace(call, block_table=table, block_ids=None, **caches)
+
+
+def _hidden_blocks(call: KernelCall) -> list[int]:
+    """Return how many blocks of each sequence are before the window of its first new token."""
+    first = call.seq_lens.long() - call.query_lens - call.sliding_window + 1
+    has_window = call.sliding_window and call.visibility.is_plain and call.spec.attends_to_cache
+    found: list[int] = (first.clamp(min=0) // call.block_size * bool(has_window)).tolist()
+    return found
 
 
 def _case_of(call: KernelCall, ran: Case, runner: Backend) -> Case:
@@ -205,6 +213,7 @@ def _case_of(call: KernelCall, ran: Case, runner: Backend) -> Case:
         max_seq_len=call.max_seq_len,
         x=None if call.key_cache.shape[4] == _default_x(call) else call.key_cache.shape[4],
         output_init=_init(call.before),
+        reference_dtype="float64",
         **dtypes,
         **_mask_fields(call),
     )
@@ -330,13 +339,20 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _freed(call: KernelCall, case: Case) -> str:
-    """Return "empty" if blocks before the window hold numbers that are not finite."""
-    if not case.sliding_window or case.mask != CAUSAL or not case.spec.attends_to_cache:
-        return "kept"
-    format = written_format(case)
+    """Return what blocks before the window are: recycled, or empty if their numbers are not all finite."""
+    format, size, hidden = written_format(case), case.block_size, _hidden_blocks(call)
     halves = [format.decode(half) for half in _flat(call, case)]
-    for seq, count in enumerate(freed_blocks(case.replace(freed="empty"))):
-        slots = _slots(call, seq, 0, count * case.block_size)
+    rows = [row.tolist() for row in call.block_table]
+    ends = [-(-seq_len // size) for seq_len in case.lengths.seq_lens]
+    used = {
+        block
+        for row, first, end in zip(rows, hidden, ends, strict=True)
+        for block in row[first:end]
+    }
+    if any(used & set(row[:count]) for row, count in zip(rows, hidden, strict=True)):
+        return "recycled"
+    for seq, count in enumerate(hidden):
+        slots = _slots(call, seq, 0, count * size)
         if not all(bool(half[slots].isfinite().all()) for half in halves):
             return "empty"
     return "kept"
