@@ -41,7 +41,7 @@ from attnlab.diagnosis.location.lines import locate_lines
 from attnlab.diagnosis.location.repair_check import with_repair
 from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
-from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.reruns import Rerun, keeping
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
@@ -96,7 +96,7 @@ def diagnose(
     own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
-    with controlled() as control:
+    with controlled() as control, keeping(own.backend(case).fixed_fields):
         if kernel is not None:
             kernel.check_repeats(control, case, output, diagnosis)
         if ran is not None:

@@ -108,6 +108,13 @@ class ByName:
         """Return the op that the function stands for: its attribute, or unified_attention."""
         return getattr(self.function, "op", UNIFIED)
 
+    @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        """Return the scales for which the function has no argument."""
+        parameters = inspect.signature(self.function).parameters
+        given = {self._field(name, parameters) for name in parameters}
+        return tuple(name for name in ("sm_scale", "k_scale", "v_scale") if name not in given)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("kv_cache_dtypes", "masks", "large_caches"):  # attributes of a user's kernel
             return getattr(self.function, name)
@@ -129,8 +136,9 @@ class ByName:
             elif parameter.default is _MISSING:
                 raise Unsupported(f"argument {name} must be one that a call holds")
         fields_given = {self._field(name, parameters) for name in given}
-        if "query_start_loc" not in fields_given and bool((call.query_lens != 1).any()):
-            raise Unsupported("query_lens must be 1 for a function without query_start_loc")
+        for name, is_needed in _needed(call).items():
+            if is_needed and name not in fields_given:
+                raise Unsupported(f"the function must have an argument {name} for this call")
         positional = [
             name for name in given if parameters[name].kind is parameters[name].POSITIONAL_ONLY
         ]
@@ -142,7 +150,7 @@ class ByName:
 
     def _field(self, name: str, parameters: Mapping[str, Any]) -> str | None:
         """Return the field of a KernelCall, or of NAMES, that an argument is; None if it is none."""
-        found = _FIELDS.get(name)
+        found = "sliding_window" if name in _WINDOWS else _FIELDS.get(name)
         if found not in _CACHES or any(cache in parameters for cache in NAMES[_CACHES[found]]):
             return found
         example = self.example.get(name)
@@ -152,9 +160,9 @@ class ByName:
     def _argument(self, name: str, parameters: Mapping[str, Any], call: KernelCall) -> Any:
         """Return the value of an argument, _MISSING to leave it at its default."""
         example = self.example.get(name, parameters[name].default)
-        if name in _WINDOWS or self._field(name, parameters) == "sliding_window":
-            return _window(name, call.sliding_window, example)
         field_name = self._field(name, parameters)
+        if field_name == "sliding_window":
+            return _window(name, call.sliding_window, example)
         if field_name is None:
             if name in SIZES:
                 return SIZES[name](call)
@@ -180,6 +188,32 @@ class ByName:
             layout = "flash"
         key, value = in_layout(call.key_cache, call.value_cache, layout)
         return (key if name == "key_cache" else value).contiguous()
+
+
+def _needed(call: KernelCall) -> dict[str, bool]:
+    """Return, by field, whether a call's output depends on it."""
+    scale, default = call.sm_scale, call.query.shape[2] ** -0.5
+    needed = {
+        "query_start_loc": bool((call.query_lens != 1).any()),
+        "sm_scale": scale is not None and abs(scale - default) > 1e-6 * default,
+        "sliding_window": call.sliding_window > 0,
+        "causal": call.causal is not True,
+    }
+    optional: tuple[str, ...] = (
+        "softcap",
+        "alibi_slopes",
+        "sinks",
+        "q_scale",
+        "output_scale",
+        "qq_bias",
+    )
+    optional += ("mm_prefix_range", "rswa_prefix_lens")
+    needed |= {name: getattr(call, name) is not None for name in optional}
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        is_one = not isinstance(scale, torch.Tensor) and scale == 1.0
+        needed[name] = call.kv_cache_dtype != "auto" and not is_one
+    return needed
 
 
 def _formed(value: Any, example: Any, *, at: int = 0) -> Any:

@@ -220,6 +220,10 @@ class PluginBackend(Backend):
         return self.stands_for or own
 
     @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        return self.kernel.fixed_fields if isinstance(self.kernel, ByName) else ()
+
+    @property
     def declares_op(self) -> bool:
         """Return whether the function says which op it stands for."""
         kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
