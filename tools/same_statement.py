@@ -9,6 +9,9 @@ hostile or random case is taken whose output is wrong, and right without the fau
 then saved as `attnlab run --save-call` saves it, loaded, and diagnosed with the kernel as its runner. The
 search for source lines is left out of both. Compared is the main claim, the first sentence; the numbers of
 further cases and of candidates do not count. Each fault has a process of its own.
+
+A call does not hold the seed of its Case, so its varied cases have other numbers. Where the claims differ,
+the Case is diagnosed again with two other seeds: if one says what the call says, the numbers make the difference.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from real_faults import HELPERS, mutated_file, plant
 from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.op_arguments import NONE
-from attnlab.case.ops import MERGE, TRITON_OPS
+from attnlab.case.ops import MERGE, OPS, TRITON_OPS
 from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
 from attnlab.cli.bench.fault_injection import applicable, random_case
@@ -42,6 +45,7 @@ from attnlab.defects import DEFECTS
 from attnlab.defects.problem import Problem
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
+from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.kernels import find_backend
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.interpreter import limit_processes
@@ -82,6 +86,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no fault after this")
     parser.add_argument("--out", type=Path, metavar="FILE", help="one JSON object a fault")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="only faults of which a file has wrong outputs"
+    )
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print the table of a file")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -99,6 +106,9 @@ def run_all(args: argparse.Namespace) -> None:
     source = find_source(args.source)
     orders = [*source_orders(source, args.count, args.seed), *catalogue_orders(args.seed)]
     random.Random(args.seed).shuffle(orders)
+    if args.again is not None:
+        known = {fault_of(one) for one in read(args.again) if one["class"] in ("same", "other")}
+        orders = [order for order in orders if fault_of(order) in known]
     with tempfile.TemporaryDirectory() as folder, args.out.open("a") as out:
         for order in orders:
             if wanted[order["kind"]] <= 0 or time.perf_counter() - began > args.limit_s:
@@ -118,9 +128,21 @@ def run_all(args: argparse.Namespace) -> None:
     print_summary(args.out)
 
 
+def fault_of(one: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what identifies a fault in orders and results."""
+    return one["kind"], one["op"], one["text"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def source_orders(source: Source, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield what plants each fault in the sources: those written by hand, and drawn mutants."""
     for op in TRITON_OPS:
+        if OPS[op].writes_cache:
+            continue
         own = mutated_file(source, "vllm", op)
         common = {"kind": "source", "root": str(source.root), "op": op, "seed": seed}
         for fault in (one for one in HAND_FAULTS if one.op == op):
@@ -167,15 +189,24 @@ def compared(case: Case, lab: Lab, file: Path) -> dict[str, Any]:
     again = diagnose_captured(
         KernelCall.load(file), case, given=given, runner=lab.backend(case), limit=None
     )
-    claims = [_NUMBERS.sub("", one.conclusion) for one in (first, again)]
+    claims = [_claim(first), _claim(again)]
+    seeds = () if claims[0] == claims[1] else (case.seed + 1, case.seed + 2)
     return {
-        "class": "same" if claims[0] == claims[1] else "other",
+        "class": "other" if seeds else "same",
         "case": case.to_cli(),
         "claims": claims,
+        "other_seeds": [
+            _claim(diagnose(case.replace(seed=seed), lab=lab, propose=False, limit=None))
+            for seed in seeds
+        ],
         "status": [first.status, again.status],
         "unknown": again.unknown,
         "seconds": [round(middle - began, 1), round(time.process_time() - middle, 1)],
     }
+
+
+def _claim(found: Diagnosis) -> str:
+    return _NUMBERS.sub("", found.conclusion)
 
 
 def wrong_source_case(order: dict[str, Any], folder: Path) -> tuple[Case, Lab] | None:
@@ -227,16 +258,21 @@ def wrong_catalogue_case(order: dict[str, Any], folder: Path) -> tuple[Case, Lab
 
 def print_summary(path: Path) -> None:
     """Print how many main claims are the same, and those that are not."""
-    results = [json.loads(line) for line in path.read_text().splitlines()]
-    print("| faults | wrong output seen | same main claim |\n| --- | --- | --- |")
+    results = read(path)
+    head = "| faults | wrong output seen | same main claim | that of the Case with another seed |"
+    print(f"{head}\n| --- | --- | --- | --- |")
     for kind in ("source", "catalogue"):
         classes = Counter(one["class"] for one in results if one["kind"] == kind)
         seen = classes["same"] + classes["other"]
-        print(f"| {kind} | {seen} | {classes['same']} ({classes['same'] / max(1, seen):.1%}) |")
+        others = [one for one in results if one["kind"] == kind and one["class"] == "other"]
+        drawn = sum(one["claims"][1] in one["other_seeds"] for one in others)
+        share = f"{classes['same']} ({classes['same'] / max(1, seen):.1%})"
+        print(f"| {kind} | {seen} | {share} | {drawn} |")
     for one in results:
         if one["class"] == "other":
             print(f"\n{one['kind']} {one['op']}: {one['text']}\n  {one['case']}")
             print(f"  Case  {one['claims'][0]}\n  call  {one['claims'][1]}")
+            print("\n".join(f"  seeds {text}" for text in one["other_seeds"]))
             print("\n".join(f"  unknown: {text}" for text in one["unknown"][1:]))
     print(dict(Counter(one.get("error", one["class"]) for one in results)))
 

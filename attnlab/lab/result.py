@@ -157,6 +157,8 @@ def _visible(rows: tuple[int, ...], lengths: Lengths, visibility: Visibility) ->
     visible: dict[int, range] = {}
     for row in rows:
         seq, token = lengths.locate(row)
+        if row >= lengths.num_tokens:
+            continue  # a row of padding belongs to no sequence
         position = lengths.ctx_lens[seq] + token
         mask = visibility.of_seq(seq, lengths.ctx_lens[seq], lengths.seq_lens[seq])
         span = mask.span(position, position)
