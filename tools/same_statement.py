@@ -11,7 +11,7 @@ search for source lines is left out of both. Compared is the main claim, the fir
 further cases and of candidates do not count. Each fault has a process of its own.
 
 A call does not hold the seed of its Case, so its varied cases have other numbers. Where the claims differ,
-the Case is diagnosed again with two other seeds: if one says what the call says, the numbers make the difference.
+the Case is diagnosed with two other seeds: if one says what the call says, the numbers make the difference.
 """
 
 import argparse

@@ -18,15 +18,18 @@ from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.contracts.violations import Violations, find_violations
-from attnlab.diagnosis.decision import check_output, examine
-from attnlab.diagnosis.diagnose import diagnose, diagnose_call
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.claims import ConfirmedRule
+from attnlab.diagnosis.decision import check_output, examine, withdraw
+from attnlab.diagnosis.diagnose import diagnose, diagnose_call, if_stable
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.pattern import Fact, Pattern, list_text
+from attnlab.diagnosis.rules.search import is_general, rules_of
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend, OnStep
-from attnlab.kernels.control import rows_equal, uncontrolled
-from attnlab.kernels.runner import for_call
+from attnlab.kernels.control import controlled, rows_close, rows_equal, uncontrolled
+from attnlab.kernels.runner import for_call, run_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
@@ -398,6 +401,9 @@ def _with_runner(
     began = time.perf_counter()
     try:
         lab = call_lab(call, ran, runner, on_step=on_step)
+    except AttnLabError as error:
+        return _by_varied_calls(call, ran, runner, alone, str(error))
+    try:
         with uncontrolled():
             output = lab.output(lab.case).cpu()
     except AttnLabError as error:
@@ -418,6 +424,89 @@ def _with_runner(
     return dataclasses.replace(
         found, tolerance=None, unknown=unknown, seconds=time.perf_counter() - began
     )
+
+
+def _by_varied_calls(
+    call: KernelCall, ran: Case, runner: Backend, alone: Diagnosis, why: str
+) -> Diagnosis:
+    """Return the diagnosis of a call that no Case states, by runs of it and of calls with other contents.
+
+    Explanations must hold for the varied calls, too; without one, a rule beyond the catalogue that holds for
+    all of them describes the output. ``why``: the field that no Case has.
+    """
+    found = _with_unknown(
+        alone,
+        f"what other lengths, an X-ray and source lines would show: no Case has this call: {why}",
+    )
+    try:
+        with controlled() as control:
+            found = _confirmed_by_calls(call, ran, runner, found)
+    except AttnLabError as error:
+        return _with_unknown(found, f"what runs of {runner.version} would show: {error}")
+    return found if control.found is None else if_stable(found, found, control)
+
+
+def _confirmed_by_calls(
+    call: KernelCall, ran: Case, runner: Backend, alone: Diagnosis
+) -> Diagnosis:
+    """Return a diagnosis with what runs of the call, in place and with other contents, confirm."""
+    target, kernels = Target.of(ran), kernels_of(ran, call)
+    output = run_call(call, runner, ran)
+    if not bool((rows_equal(output, call.buffer) | rows_close(output, call.buffer)).all()):
+        return _with_unknown(
+            alone, f"whether {runner.version} is at fault: it gives another output"
+        )
+    left = alone.explanations
+    if not left:
+        rules = rules_of(Problem.of_call(call, target, kernels))
+        found = diagnose_call(call, target, kernels, defects=rules)
+        left = [one for one in found.candidates if is_general(one)]
+    cases = 0
+    for varied in _varied_calls(call):
+        given = run_call(varied, runner, ran)
+        defects = [one.defect for one in left]
+        again = diagnose_call(varied, target, kernels, output=given, defects=defects)
+        if again.is_wrong:
+            cases += 1
+            kept = {one.name for one in again.candidates if one.verdict in _HOLDS}
+            left = [one for one in left if one.name in kept]
+    if alone.explanations:
+        names, reason = (
+            [one.name for one in left],
+            "{names} does not explain a call with other contents",
+        )
+        return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)
+    if not left or not cases:
+        return alone
+    only_decodes = bool((call.query_lens <= 1).all())
+    rule = ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
+    return dataclasses.replace(alone, status="described", rule=rule)
+
+
+_HOLDS = ("explains", "less likely")  # verdicts of a rule that a further call does not refute
+_ODD = 0.73  # a scale of the scores, in units of the call's
+
+
+def _varied_calls(call: KernelCall) -> Iterator[KernelCall]:
+    """Yield calls with other contents and an odd scale: the elements of each head in another order.
+
+    Elements that are not finite stay in their slots.
+    """
+    generator, size = torch.Generator().manual_seed(7), call.query.shape[2]
+    for factor in (1.0, _ODD):
+        by_query, by_key = (torch.randperm(size, generator=generator) for _ in range(2))
+        by_value = torch.randperm(call.value_cache.shape[2], generator=generator)
+        keys = call.key_cache.permute(0, 1, 3, 2, 4)
+        shuffled = keys.flatten(3)[..., by_key].unflatten(3, keys.shape[3:]).permute(0, 1, 3, 2, 4)
+        yield dataclasses.replace(
+            call,
+            query=call.query[..., by_query],
+            key=call.key[..., by_key],
+            value=call.value[..., by_value],
+            key_cache=shuffled,
+            value_cache=call.value_cache[:, :, by_value],
+            sm_scale=None if call.sm_scale is None else call.sm_scale * factor,
+        )
 
 
 _SAME = 4.0  # rounding bounds by which two runs of a kernel may differ, on another device, too

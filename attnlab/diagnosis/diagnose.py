@@ -107,7 +107,7 @@ def diagnose(
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
-    diagnosis = _if_stable(diagnosis, examination.diagnosis, control)
+    diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = None
     if propose and len(diagnosis.explanations) > 1 and diagnosis.cause is None:
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -132,7 +132,7 @@ def _with_runs(
     return _with_location(own, case, diagnosis, limit)
 
 
-def _if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:
+def if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:
     """Return a diagnosis by runs, unless equal runs differ; then what ``first`` says of one output.
 
     Defects may explain that output by chance, and rows that equal the buffer or depend on slots were compared
@@ -162,7 +162,7 @@ def _with_argument(
     found = Diagnosis(status="described")
     with controlled() as control:
         found = _of_argument(lab, case, output, diagnose_in, limit)
-    return _if_stable(found, found, control)
+    return if_stable(found, found, control)
 
 
 def _of_argument(

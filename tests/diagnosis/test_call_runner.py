@@ -149,17 +149,57 @@ def test_a_kernel_that_is_right_explains_no_recorded_output(tmp_path):
     assert "gives the right output" in found.unknown[-1]
 
 
-def test_an_argument_that_no_case_has_is_named(tmp_path):
-    call = call_of()
-    scale = torch.full((12, 16, 2), 0.5)
-    scale[0] = 0.25
-    blocks = len(call.key_cache)
-    odd = dataclasses.replace(
-        call, k_scale=scale[:1].expand(blocks, 16, 2) * torch.rand(blocks, 1, 1)
-    )
+SCALED = """
+import dataclasses
+
+from attnlab.case.case import Case
+from attnlab.contracts.contract import Target
+from attnlab.defects.problem import Problem, all_rows
+
+
+def kernel(call):
+    problem = Problem.of_call(call, Target.of(Case(platform="sm_90")), ("unified_attention",))
+    for rows in all_rows(problem.with_kernel_rounding()):
+        inputs = problem.attention_inputs(rows)
+        wrong = dataclasses.replace(inputs, sm_scale=inputs.sm_scale * FACTOR)
+        call.output[problem.rows(rows)] = problem.predict(wrong).output.to(call.output.dtype)
+
+
+kernel.op = "unified_attention"
+"""
+
+
+@pytest.mark.parametrize(("factor", "status"), [(2.0, "explained"), (1.0, "nothing wrong")])
+def test_a_call_that_no_case_has_is_confirmed_on_varied_calls(tmp_path, factor, status):
+    """The keys of its FP8 cache have a scale per token, which the report names."""
+    call = call_of(kv_cache_dtype="fp8", k_scale=0.7, v_scale=0.3)
+    scale = 0.5 + torch.rand(len(call.key_cache), call.block_size, call.key.shape[1])
+    odd = dataclasses.replace(call, k_scale=scale, before=torch.full_like(call.buffer, 7.0))
+    file = tmp_path / "scaled.py"
+    file.write_text(SCALED.replace("FACTOR", str(factor)))
+    kernel = find_backend(f"{file}:kernel")
     with pytest.raises(InvalidCall) as error:
-        call_lab(odd, attnlab.Case(platform="sm_90"), find_backend("model"))
+        call_lab(odd, attnlab.Case(platform="sm_90"), kernel)
     assert error.value.field == "k_scale"
+    output = run_call(odd, kernel, attnlab.Case(platform="sm_90"))
+    found = attnlab.diagnose(dataclasses.replace(odd, output=output), backend=kernel.name)
+    assert found.status == status
+    assert any("no Case has this call: k_scale must be" in text for text in found.unknown)
+    assert found.conclusion.startswith("scale_doubled") == (factor == 2.0)
+
+
+def test_a_rule_is_searched_for_without_a_case(tmp_path, monkeypatch):
+    def refused(*given, **options):
+        raise InvalidCall("mask must be one, got two", field="mask")
+
+    monkeypatch.setattr("attnlab.diagnosis.captured.call_lab", refused)
+    case = CASE.replace(backend=f"{FAULTY}:nothing_rescaled", empty_slots="garbage")
+    call = saved(case, Lab(), tmp_path)
+    found = attnlab.diagnose(call, backend=case.backend)
+    words = "with tiles of 32, earlier tiles are not rescaled (confirmed on 2 further cases)"
+    assert found.conclusion == words
+    assert attnlab.diagnose(call).status == "unexplained"
+    assert any("mask must be one" in text for text in found.unknown)
 
 
 BY_NAME = '''
