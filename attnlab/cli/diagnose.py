@@ -60,7 +60,8 @@ def _of_call(
     """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
     from attnlab.diagnosis.location.trials import FULL
-    from attnlab.kernels.runner import ORIGIN, backend_of_origin, one_backend
+    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names
     from attnlab.recorder.dumps import read_call_file as read_call
 

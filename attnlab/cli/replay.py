@@ -94,7 +94,7 @@ def _replay(args: argparse.Namespace) -> int:
     try:
         return _probe(args) if args.probe else _replay_replay(args)
     except Exception as error:
-        from attnlab.replay.replay_call import is_bisecting
+        from attnlab.kernels.runner import is_bisecting
 
         if not is_bisecting(Path.cwd()):
             raise

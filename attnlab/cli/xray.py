@@ -112,7 +112,8 @@ def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
-    from attnlab.kernels.runner import ORIGIN, backend_of_origin
+    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN
     from attnlab.recorder.dumps import read_call_file as read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 

@@ -29,7 +29,7 @@ from attnlab.diagnosis.rules.search import is_general, rules_of
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend, OnStep
 from attnlab.kernels.control import controlled, rows_close, rows_equal, uncontrolled
-from attnlab.kernels.runner import for_call, run_call
+from attnlab.kernels.run_call import for_call, run_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab

@@ -20,7 +20,7 @@ from attnlab.case.platforms import platform_of
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.by_name import ByName
 from attnlab.kernels.plugin import PluginBackend
-from attnlab.kernels.runner import backend_of_origin
+from attnlab.kernels.run_call import backend_of_origin
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.arguments import Bind, Reading, RecordedOp, binder, call_of_reading
 from attnlab.recorder.failing_side import Comparison

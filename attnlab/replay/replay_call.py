@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import controlled
-from attnlab.kernels.runner import Runner, git, run_call
+from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import Runner
 from attnlab.lab.cache_write import expected_write
 from attnlab.tensors.call import KernelCall
 from attnlab.tensors.quantised import Formats
@@ -140,12 +140,6 @@ def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[st
     """
     ran = where_it_ran(call, case, given).case
     return ran if "release" in given else ran.replace(release=backend.release)
-
-
-def is_bisecting(folder: Path) -> bool:
-    """Answer whether git bisects the repository of a folder."""
-    log = git("rev-parse", "--git-path", "BISECT_LOG", folder=folder)
-    return bool(log) and (folder / log).is_file()
 
 
 # Replay: what one backend made of a call. Replays: those of several backends, as one table.

@@ -18,7 +18,7 @@ from attnlab.cli.main import main
 from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.kernels import find_backend
-from attnlab.kernels.runner import backend_of_origin, run_call
+from attnlab.kernels.run_call import backend_of_origin, run_call
 from attnlab.lab.call_lab import call_lab
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall, Origin

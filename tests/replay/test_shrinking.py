@@ -16,7 +16,8 @@ from helpers.upstream import script_outcome
 import attnlab
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.contract import Target
-from attnlab.kernels.runner import one_backend, run_call
+from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import one_backend
 from attnlab.kernels.vllm.source import find_source
 from attnlab.replay.parts import (
     KeptSequence,
