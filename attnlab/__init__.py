@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     from attnlab.contracts.dispatch import explain
     from attnlab.defects import DEFECTS
     from attnlab.diagnosis.public import diagnose, violations
+    from attnlab.kernels.triton.interpreter import interpret
     from attnlab.lab.lab import Lab
     from attnlab.lab.result import Result
     from attnlab.lab.run import compare, decode_error, reference, run, stages
@@ -56,6 +57,7 @@ __all__ = [
     "diagnose",
     "explain",
     "explorer",
+    "interpret",
     "panel",
     "plot",
     "power",
@@ -92,6 +94,7 @@ _PLACES = {  # of each public name: its module, and its name there if that diffe
     "diagnose": "attnlab.diagnosis.public",
     "explain": "attnlab.contracts.dispatch",
     "explorer": "attnlab.show.panels",
+    "interpret": "attnlab.kernels.triton.interpreter",
     "panel": "attnlab.show.panels",
     "plot": "attnlab.show.plot",
     "power": "attnlab.mutation.power",

@@ -169,21 +169,23 @@ class OneOf:
         return str(value)
 
 
-# A user's kernel as a backend: a function in a file, or an entry point of group attnlab.kernels.
+# A user's kernel as a backend: a function in a file or a module, or an entry point of group attnlab.kernels.
 ENTRY_POINT = re.compile(r"plugin:[\w.-]+")
+MODULE_FUNCTION = re.compile(r"(?!plugin:)(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _FILE_FUNCTION = re.compile(r"[^\n]+\.py:[^\W\d]\w*")
 
 
 @dataclass(frozen=True)
 class BackendName(OneOf):
-    """One of a few names, or a user's kernel: "FILE.py:FUNCTION", or "plugin:NAME" for an entry point.
+    """One of a few names, or a user's kernel: "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an
+    entry point.
 
     Only the form is checked; :mod:`attnlab.kernels.plugin` loads the function.
     """
 
     @property
     def allowed(self) -> str:
-        return f"one of {', '.join(self.choices)}, FILE.py:FUNCTION or plugin:NAME"
+        return f"one of {', '.join(self.choices)}, FILE.py:FUNCTION, MODULE:FUNCTION or plugin:NAME"
 
     def check(self, name: str, value: Any) -> str:
         if isinstance(value, str) and is_plugin(value):
@@ -193,7 +195,13 @@ class BackendName(OneOf):
 
 def is_plugin(backend: str) -> bool:
     """Return whether the name of a backend has the form of a user's kernel."""
-    return bool(ENTRY_POINT.fullmatch(backend) or _FILE_FUNCTION.fullmatch(backend))
+    forms = (ENTRY_POINT, MODULE_FUNCTION, _FILE_FUNCTION)
+    return any(form.fullmatch(backend) for form in forms)
+
+
+def names_file(backend: str) -> bool:
+    """Return whether the name of a user's kernel is not one of a module or an entry point."""
+    return not (ENTRY_POINT.fullmatch(backend) or MODULE_FUNCTION.fullmatch(backend))
 
 
 def check_plugin_file(backend: str) -> Path:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.declaration import field_type
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import ENTRY_POINT, Int, Number, check_plugin_file, is_plugin, refuse
+from attnlab.case.fields import Int, Number, check_plugin_file, is_plugin, names_file, refuse
 from attnlab.case.ops import RELEASES
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def check_library_flags(
     if kernel is not None:
         if not is_plugin(kernel):
             refuse("kernel", "FILE.py:FUNCTION or plugin:NAME", kernel)
-        if not ENTRY_POINT.fullmatch(kernel):
+        if names_file(kernel):
             check_plugin_file(kernel)
     elif source is not None:
         from attnlab.kernels.vllm.source import find_source

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import ENTRY_POINT, check_plugin_file, difference, is_plugin
+from attnlab.case.fields import check_plugin_file, difference, is_plugin, names_file
 from attnlab.case.flags import add_case_flags, add_source_flag, case_of
 from attnlab.case.shown import Shown, json_value
 
@@ -146,12 +146,34 @@ def case_of_flags(args: argparse.Namespace) -> Case:
     """Return the Case of the flags. If no flag names the op of a user's kernel, it is the kernel's own."""
     from_scratch = not (args.test_id or args.case or args.field_op)
     if args.field_backend is not None and is_plugin(args.field_backend) and from_scratch:
-        if not ENTRY_POINT.fullmatch(args.field_backend):
+        if names_file(args.field_backend):
             check_plugin_file(args.field_backend)
         from attnlab.kernels.plugin import PluginBackend
 
         args.field_op = PluginBackend(spec=args.field_backend).op
     return case_of(args)
+
+
+def add_kernel_flag(group: Any) -> None:
+    """Add --kernel to a command that has --call, too."""
+    group.add_argument(
+        "--kernel",
+        metavar="NAME",
+        help="your kernel, FILE.py:FUNCTION or MODULE:FUNCTION; the same as --backend; of a call also "
+        "origin: the installed op that the call names, whose module is imported",
+    )
+
+
+def case_with_runner(args: argparse.Namespace) -> Case:
+    """Return the Case of the flags of a command with --call and --kernel; --source alone runs a call."""
+    if args.kernel is not None:
+        if args.field_backend is not None:
+            raise InvalidCase("kernel and backend must not both be given", field="kernel")
+        is_origin = args.call is not None and args.kernel == "origin"
+        args.field_backend = None if is_origin else args.kernel
+    if args.call is not None and args.source is not None and args.field_backend is None:
+        args.field_backend = "vllm"
+    return case_with_source(args)
 
 
 def case_with_source(args: argparse.Namespace) -> Case:
@@ -163,8 +185,9 @@ def case_with_source(args: argparse.Namespace) -> Case:
             field="source",
         )
     if args.source is not None:
-        from attnlab.kernels.vllm.source import find_source
+        from attnlab.kernels.vllm.source import find_source, source_path
 
+        args.source = source_path(str(args.source))
         find_source(args.source)
     return case
 

@@ -1,6 +1,7 @@
 """The command ``attnlab diagnose``."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from attnlab.lab.products import check_memory
 
 if TYPE_CHECKING:
     from attnlab.diagnosis.diagnosis import Diagnosis
+    from attnlab.kernels.backend import Backend
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +31,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a call with its output: a saved KernelCall, a folder of FlashInfer's log, files of SGLang's "
         "dumper, or a dict of tensors (.pt, .npz, safetensors); of the Case only the op, the platform and "
-        "the release are used, if they are given",
+        "the release are used, if they are given; it holds no kernel, so give the one that ran (--source, "
+        "--kernel or --backend) for reruns, varied calls, an X-ray and source lines",
     )
+    command.add_kernel_flag(group)
     group.add_argument(
         "--map",
         metavar="FIELD=KEY,…",
@@ -50,19 +54,36 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [name for name in ("platform", "release") if getattr(args, f"field_{name}") is not None]
 
 
-def _of_call(case: Case, args: argparse.Namespace) -> "Diagnosis":
-    """Diagnose the call at a path; the flags that were given win over its origin."""
+def _of_call(
+    case: Case, args: argparse.Namespace, op: str | None, on_step: Callable[..., None] | None
+) -> "Diagnosis":
+    """Diagnose the call at a path; the flags that were given win over its origin, and ``op`` over its op."""
     from attnlab.diagnosis.captured import diagnose_captured
+    from attnlab.diagnosis.location.trials import FULL
+    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN, one_backend
     from attnlab.recorder.dumps import parse_names
     from attnlab.recorder.dumps import read_call_file as read_call
 
     names = None if args.map is None else parse_names(args.map)
-    op = None if args.field_op is None else case.op
-    return diagnose_captured(read_call(args.call, names, op=op), case, given=_given(args))
+    call = read_call(args.call, names, op=op)
+    if args.kernel == ORIGIN:
+        runner: Backend | None = backend_of_origin(call, args.device)
+    else:
+        runner = one_backend(args.source, args.field_backend, args.device)
+    return diagnose_captured(
+        call,
+        case,
+        given=_given(args),
+        runner=runner,
+        limit=None if args.no_location else FULL,
+        on_step=on_step,
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
-    case = command.case_with_source(args)
+    op = args.field_op
+    case = command.case_with_runner(args)
     if args.call is not None and args.output_file is not None:
         raise InvalidCase("output-file and call must not both be given", field="output-file")
     if args.map is not None and args.call is None:
@@ -77,10 +98,10 @@ def _run(args: argparse.Namespace) -> int:
     from attnlab.diagnosis.captured import diagnose_file
 
     with progress("diagnosing") as on_step:
-        lab = command.lab_of(args, on_step)
         if args.call is not None:
-            diagnosis = _of_call(case, args)
+            diagnosis = _of_call(case, args, op, on_step)
         else:
+            lab = command.lab_of(args, on_step)
             diagnosis = diagnose_file(case, lab, args.output_file, locate=not args.no_location)
     if args.json:
         print_json(diagnosis.to_dict())
@@ -96,7 +117,8 @@ COMMAND = Command(
     purpose="Find the defect that explains an output, or report that none of the known ones does.",
     examples=(
         "attnlab diagnose --query-lens 5,1 --ctx-lens 40,33 --stage int32_before_cumsum",
-        "attnlab diagnose --call call.safetensors --platform gfx942",
+        "attnlab diagnose --call call.safetensors --source vllm-0.33.0.whl",
+        "attnlab diagnose --call call.safetensors --kernel mine.py:my_attention",
         "attnlab diagnose --call dump.pt --map query=q,key_cache=k,value_cache=v --op unified_attention",
     ),
     exit_codes="0 nothing is wrong; 1 something is; 3 not decided",

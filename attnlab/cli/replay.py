@@ -15,8 +15,8 @@ from attnlab.cli.command import Command, notice, print_json, progress, show
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
+    from attnlab.kernels.runner import Runner
     from attnlab.replay.shrinking import Shrunk
-    from attnlab.replay.targets import ReplayTarget
     from attnlab.tensors.call import KernelCall
 
 STOP_BISECT = 129  # from 128 on, git bisect stops
@@ -94,7 +94,7 @@ def _replay(args: argparse.Namespace) -> int:
     try:
         return _probe(args) if args.probe else _replay_replay(args)
     except Exception as error:
-        from attnlab.replay.targets import is_bisecting
+        from attnlab.kernels.runner import is_bisecting
 
         if not is_bisecting(Path.cwd()):
             raise
@@ -114,12 +114,12 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _targets(args: argparse.Namespace) -> "list[ReplayTarget]":
+def _targets(args: argparse.Namespace) -> "list[Runner]":
     """Return what runs the call; this imports no torch."""
-    from attnlab.replay.targets import replay_targets
+    from attnlab.kernels.runner import runners
 
     check_input_path(args.call)
-    return replay_targets(args.source, args.backend, args.device)
+    return runners(args.source, args.backend, args.device)
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -214,7 +214,7 @@ def _shrink(args: argparse.Namespace) -> int:
     check_output_file(out, "out")
     call, case, given = read_given(args)
 
-    from attnlab.replay.public import one_backend
+    from attnlab.kernels.runner import one_backend
     from attnlab.replay.shrinking import Judge, shrink
 
     backend = one_backend(args.source, args.backend, args.device)

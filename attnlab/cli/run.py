@@ -278,7 +278,7 @@ def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., N
     lab = command.lab_of(args, on_step)
     result = lab.run(case)
     if args.save_call is not None:
-        result.call.save(args.save_call)
+        result.recorded_call.save(args.save_call)
     other = None
     if args.against and result.error is None:
         other = run_again(lab, case, result.output, args.against)

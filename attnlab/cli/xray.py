@@ -29,11 +29,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "kernel, so give the one to measure: --kernel, --backend or --source; of the Case only the platform, "
         "the release and the backend are used",
     )
-    group.add_argument(
-        "--kernel",
-        metavar="FILE.py:FUNCTION",
-        help="your kernel; the same as --backend",
-    )
+    command.add_kernel_flag(group)
     group.add_argument(
         "--limit-s",
         type=float,
@@ -59,19 +55,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _checked_case(args: argparse.Namespace) -> Case:
     """Return the Case of the flags; raise for a flag that cannot work, before anything is measured."""
-    if args.kernel is not None:
-        if args.field_backend is not None:
-            raise InvalidCase("kernel and backend must not both be given", field="kernel")
-        args.field_backend = args.kernel
-    if args.call is not None and args.source is not None and args.field_backend is None:
-        args.field_backend = "vllm"
     if not args.limit_s > 0:
         raise InvalidCase(f"limit-s must be positive, got {args.limit_s:g}", field="limit-s")
     if args.html is not None:
         check_output_file(args.html, "html", HTML)
     if args.call is not None:
         check_input_path(args.call)
-    case = command.case_with_source(args)
+    case = command.case_with_runner(args)
     if args.call is None:
         check_weighs_values(case.spec)
         check_memory(case)
@@ -122,6 +112,8 @@ def _with_line(found: "XRay", location: "KernelLocation | None") -> "XRay":
 def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation | None]":
     """Return the X-ray and, if the weights of a Case are wrong, the lines of the source that may be why."""
     from attnlab.diagnosis.captured import where_it_ran
+    from attnlab.kernels.run_call import backend_of_origin
+    from attnlab.kernels.runner import ORIGIN
     from attnlab.recorder.dumps import read_call_file as read_call
     from attnlab.weights.conclude import NO_RUNNER, xray, xray_of_call
 
@@ -134,10 +126,12 @@ def _xray(args: argparse.Namespace, case: Case) -> "tuple[XRay, KernelLocation |
                 if getattr(args, f"field_{name}") is not None
             ]
             call = read_call(args.call)
-            if args.field_backend is None and case.backend == "model":
+            is_origin = args.kernel == ORIGIN
+            if args.field_backend is None and case.backend == "model" and not is_origin:
                 raise InvalidCase(NO_RUNNER, field="backend")
             ran = where_it_ran(call, case, given).case
-            return xray_of_call(call, ran, lab=lab, limit_s=args.limit_s), None
+            runner = backend_of_origin(call, args.device) if is_origin else None
+            return xray_of_call(call, ran, runner, lab=lab, limit_s=args.limit_s), None
         found = xray(case, lab=lab, limit_s=args.limit_s, confirm=not args.no_confirm)
         if not found.is_wrong or args.no_location or case.backend == "model":
             return found, None

@@ -51,12 +51,12 @@ class ArgumentLab(Lab):
             return call
         return dataclasses.replace(call, output_scale=OUTPUT_SCALE)
 
-    def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
+    def bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element, with that of an FP8 output."""
         if self.op_argument != FP8_OUTPUT or case.backend == "model":  # which takes no argument
-            return Lab._bound(self, case, call)
+            return Lab.bound(self, case, call)
         plain = dataclasses.replace(call, output_scale=None)
-        return Lab._bound(self, case.replace(op_argument=FP8_OUTPUT), plain)
+        return Lab.bound(self, case.replace(op_argument=FP8_OUTPUT), plain)
 
     def _run_kernels(self, case: Case, call: KernelCall) -> RunOutput:
         plain = dataclasses.replace(call, output_scale=None)  # the op argument passes the scale

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCall
-from attnlab.case.ops import MERGE, RELEASES
+from attnlab.case.errors import AttnLabError, InvalidCall
+from attnlab.case.ops import RELEASES
 from attnlab.case.platforms import PLATFORMS
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.contracts.violations import Violations, find_violations
-from attnlab.diagnosis.decision import check_output
-from attnlab.diagnosis.diagnose import diagnose, diagnose_call
+from attnlab.defects.problem import Problem
+from attnlab.diagnosis.claims import ConfirmedRule
+from attnlab.diagnosis.decision import check_output, examine, withdraw
+from attnlab.diagnosis.diagnose import diagnose, diagnose_call, if_stable
 from attnlab.diagnosis.diagnosis import Diagnosis
-from attnlab.diagnosis.location.trials import FULL
+from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.pattern import Fact, Pattern, list_text
+from attnlab.diagnosis.rules.search import is_general, rules_of
 from attnlab.kernels import model as paged
+from attnlab.kernels.backend import Backend, OnStep
+from attnlab.kernels.control import controlled, rows_close, rows_equal, uncontrolled
+from attnlab.kernels.run_call import for_call, run_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
+from attnlab.lab.call_lab import CallLab, call_lab
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import STOCK_BFLOAT16, KernelCall
 from attnlab.tensors.call_file import is_call_file
@@ -317,8 +325,16 @@ def diagnose_captured(
     *,
     given: Collection[str] = (),
     output: torch.Tensor | None = None,
+    runner: Backend | None = None,
+    limit: Limit | None = FULL,
+    on_step: OnStep | None = None,
 ) -> Diagnosis:
     """Diagnose a call that ran somewhere else. ``case`` and ``given``: as for :func:`where_it_ran`.
+
+    - ``runner``: what computed the output. With it, the diagnosis is that of a Case with the call's tensors
+      (:mod:`attnlab.lab.call_lab`): reruns, varied Cases, X-ray and source lines. Without it, or if no Case
+      has the call's arguments, it rests on the call alone, and says so.
+    - ``limit``: of the search for source lines, None for none. ``on_step``: called before each step.
 
     Arguments that attnlab does not know leave what they may change undecided. Raises InvalidCall for a call
     that is no attention, has arguments without a reference, or has no output.
@@ -348,7 +364,180 @@ def diagnose_captured(
         output=output,
         unknown=unknown_about(call, ran),
     )
-    return _undecided(found, call)
+    if call.unknown_arguments:
+        return _undecided(found, call)
+    if not found.is_wrong and runner is None:
+        return found
+    if runner is None:
+        return _with_unknown(found, NO_RUNNER)
+    call = call.cpu() if output is None else dataclasses.replace(call.cpu(), output=output.cpu())
+    runner = for_call(call, runner)
+    where = ran.case if "release" in given else ran.case.replace(release=runner.release)
+    return _with_runner(call, where, runner, found, limit, on_step)
+
+
+NO_RUNNER = (
+    "what runs of the kernel would show: no kernel is given, so there are no reruns, no varied calls, no "
+    "X-ray and no source lines"
+)
+
+
+def _with_unknown(found: Diagnosis, *texts: str) -> Diagnosis:
+    return dataclasses.replace(found, unknown=[*found.unknown, *texts])
+
+
+def _with_runner(
+    call: KernelCall,
+    ran: Case,
+    runner: Backend,
+    alone: Diagnosis,
+    limit: Limit | None,
+    on_step: OnStep | None,
+) -> Diagnosis:
+    """Return the diagnosis of a call by runs of its kernel; ``alone`` is that without any.
+
+    A runner that gives another output for the call says nothing about the recorded one.
+    """
+    began = time.perf_counter()
+    try:
+        lab = call_lab(call, ran, runner, on_step=on_step)
+    except AttnLabError as error:
+        return _by_varied_calls(call, ran, runner, alone, str(error))
+    try:
+        with uncontrolled():
+            output = lab.output(lab.case).cpu()
+    except AttnLabError as error:
+        return _with_unknown(alone, f"what runs of {runner.version} would show: {error}")
+    other = _other_rows(lab, output)
+    if other:
+        which = (
+            f"another wrong output, in {other} rows"
+            if _is_wrong(lab, output)
+            else "the right output"
+        )
+        text = f"whether {runner.version} is at fault: run on this call, it gives {which}"
+        return _with_unknown(alone, text)
+    found = diagnose(lab.case, lab=lab, limit=limit)
+    unknown = [text for text in alone.unknown if text != UNKNOWN_BUFFER]
+    if call.is_foreign:
+        found = dataclasses.replace(found, violations=Violations())
+    return dataclasses.replace(
+        found, tolerance=None, unknown=unknown, seconds=time.perf_counter() - began
+    )
+
+
+def _by_varied_calls(
+    call: KernelCall, ran: Case, runner: Backend, alone: Diagnosis, why: str
+) -> Diagnosis:
+    """Return the diagnosis of a call that no Case states, by runs of it and of calls with other contents.
+
+    Explanations must hold for the varied calls, too; without one, a rule beyond the catalogue that holds for
+    all of them describes the output. ``why``: the field that no Case has.
+    """
+    found = _with_unknown(
+        alone,
+        f"what other lengths, an X-ray and source lines would show: no Case has this call: {why}",
+    )
+    try:
+        with controlled() as control:
+            found = _confirmed_by_calls(call, ran, runner, found)
+    except AttnLabError as error:
+        return _with_unknown(found, f"what runs of {runner.version} would show: {error}")
+    return found if control.found is None else if_stable(found, found, control)
+
+
+def _confirmed_by_calls(
+    call: KernelCall, ran: Case, runner: Backend, alone: Diagnosis
+) -> Diagnosis:
+    """Return a diagnosis with what runs of the call, in place and with other contents, confirm."""
+    target, kernels = Target.of(ran), kernels_of(ran, call)
+    output = run_call(call, runner, ran)
+    if not bool((rows_equal(output, call.buffer) | rows_close(output, call.buffer)).all()):
+        return _with_unknown(
+            alone, f"whether {runner.version} is at fault: it gives another output"
+        )
+    left = alone.explanations
+    if not left:
+        rules = rules_of(Problem.of_call(call, target, kernels))
+        found = diagnose_call(call, target, kernels, defects=rules)
+        left = [one for one in found.candidates if is_general(one)]
+    cases = 0
+    for varied in _varied_calls(call):
+        given = run_call(varied, runner, ran)
+        defects = [one.defect for one in left]
+        again = diagnose_call(varied, target, kernels, output=given, defects=defects)
+        if again.is_wrong:
+            cases += 1
+            kept = {one.name for one in again.candidates if one.verdict in _HOLDS}
+            left = [one for one in left if one.name in kept]
+    if alone.explanations:
+        names, reason = (
+            [one.name for one in left],
+            "{names} does not explain a call with other contents",
+        )
+        return withdraw(alone, lambda one: one.name not in names, "excluded by rerun", reason)
+    if not left or not cases:
+        return alone
+    only_decodes = bool((call.query_lens <= 1).all())
+    rule = ConfirmedRule(candidate=left[0], cases=cases, only_decodes=only_decodes)
+    return dataclasses.replace(alone, status="described", rule=rule)
+
+
+_HOLDS = ("explains", "less likely")  # verdicts of a rule that a further call does not refute
+_ODD = 0.73  # a scale of the scores, in units of the call's
+
+
+def _varied_calls(call: KernelCall) -> Iterator[KernelCall]:
+    """Yield calls with other contents and an odd scale: the elements of each head in another order.
+
+    Elements that are not finite stay in their slots.
+    """
+    generator, size = torch.Generator().manual_seed(7), call.query.shape[2]
+    for factor in (1.0, _ODD):
+        by_query, by_key = (torch.randperm(size, generator=generator) for _ in range(2))
+        by_value = torch.randperm(call.value_cache.shape[2], generator=generator)
+        keys = call.key_cache.permute(0, 1, 3, 2, 4)
+        shuffled = keys.flatten(3)[..., by_key].unflatten(3, keys.shape[3:]).permute(0, 1, 3, 2, 4)
+        yield dataclasses.replace(
+            call,
+            query=call.query[..., by_query],
+            key=call.key[..., by_key],
+            value=call.value[..., by_value],
+            key_cache=shuffled,
+            value_cache=call.value_cache[:, :, by_value],
+            sm_scale=None if call.sm_scale is None else call.sm_scale * factor,
+        )
+
+
+_SAME = 4.0  # rounding bounds by which two runs of a kernel may differ, on another device, too
+
+
+def _other_rows(lab: CallLab, output: torch.Tensor) -> int:
+    """Return in how many rows an output of the call differs from the recorded one by more than rounding.
+
+    Rows that keep the contents of the buffer in both are equal.
+    """
+    lab, case, recorded = _on_cpu(lab), lab.case, lab.given.buffer
+    own = lab.call(case)
+    right, bound = lab.reference(case).double(), lab.bound(case, own).double()
+    both = [one.double() for one in (recorded, output)]
+    size = torch.stack(both).abs().amax((0, 3)) / right.abs().amax(2)
+    limit = _SAME * bound * size.nan_to_num(1.0).clamp(min=1.0)[..., None]
+    near = (both[0] - both[1]).abs() <= limit
+    near |= (both[0] == both[1]) | (both[0].isnan() & both[1].isnan())
+    kept = rows_equal(output, own.buffer)
+    if lab.given.before is not None:
+        kept &= rows_equal(recorded, lab.given.before)
+    return int((~(near.flatten(1).all(1) | kept)).sum())
+
+
+def _is_wrong(lab: CallLab, output: torch.Tensor) -> bool:
+    """Answer whether an output of the call is wrong."""
+    return examine(_on_cpu(lab), lab.case, output, (), Pattern()).diagnosis.is_wrong
+
+
+def _on_cpu(lab: CallLab) -> CallLab:
+    return lab if lab.where(lab.case) == "cpu" else dataclasses.replace(lab, device="cpu")
 
 
 def _undecided(found: Diagnosis, call: KernelCall) -> Diagnosis:
@@ -385,7 +574,7 @@ def check_diagnosable(call: KernelCall, *, writes: bool = False, unknown: bool =
 
     ``writes``: a cache write has one. ``unknown``: a call with arguments that attnlab does not know may pass.
     """
-    if (call.spec.writes_cache and not writes) or call.op == MERGE:
+    if call.spec.writes_cache and not writes:
         raise InvalidCall(f"op must be an attention op to be diagnosed, got {call.op}", field="op")
     if call.unmodelled:
         text = ", ".join(call.unmodelled)
@@ -422,6 +611,11 @@ def _nearest(release: str) -> str:
     return older[-1] if older else RELEASES[0]
 
 
+UNKNOWN_BUFFER = (
+    "the output buffer before the call: unwritten rows are found by the contracts alone"
+)
+
+
 def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     """Return what a diagnosis of the call cannot conclude, each in one sentence."""
     found = [
@@ -431,9 +625,7 @@ def unknown_about(call: KernelCall, ran: Ran) -> list[str]:
     if call.new_tokens != "given":
         found.append("the new keys and values: they are taken from the cache")
     if call.before is None and not call.is_foreign:
-        found.append(
-            "the output buffer before the call: unwritten rows are found by the contracts alone"
-        )
+        found.append(UNKNOWN_BUFFER)
     found += [f"whether the form is right: {text}" for text in call.read_as]
     if call.is_foreign:
         found.append(f"the contracts of {call.origin.op}: no violations are looked for")

@@ -41,7 +41,7 @@ from attnlab.diagnosis.location.lines import locate_lines
 from attnlab.diagnosis.location.repair_check import with_repair
 from attnlab.diagnosis.location.trials import FULL, Limit
 from attnlab.diagnosis.refinement import Kernel, kernel_of, with_reruns
-from attnlab.diagnosis.reruns import Rerun
+from attnlab.diagnosis.reruns import Rerun, keeping
 from attnlab.diagnosis.side_claim import confirmed_side_claims, side_claims
 from attnlab.kernels.control import Control, controlled, repeated, rows_equal
 from attnlab.lab.lab import Lab
@@ -96,7 +96,7 @@ def diagnose(
     own, output, lab = lab, output.cpu(), _cpu_lab(lab, case)
     examination = examine(lab, case, output, defects)
     diagnosis = examination.diagnosis
-    with controlled() as control:
+    with controlled() as control, keeping(own.backend(case).fixed_fields):
         if kernel is not None:
             kernel.check_repeats(control, case, output, diagnosis)
         if ran is not None:
@@ -107,7 +107,7 @@ def diagnose(
         if ran is not None:
             diagnosis = dataclasses.replace(diagnosis, outside_rows=outside_rows)
             diagnosis = _with_runs(lab, own, case, ran, diagnosis, limit)
-    diagnosis = _if_stable(diagnosis, examination.diagnosis, control)
+    diagnosis = if_stable(diagnosis, examination.diagnosis, control)
     distinction = None
     if propose and len(diagnosis.explanations) > 1 and diagnosis.cause is None:
         distinction = _distinguish(case, examination.problem, diagnosis)
@@ -132,7 +132,7 @@ def _with_runs(
     return _with_location(own, case, diagnosis, limit)
 
 
-def _if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:
+def if_stable(diagnosis: Diagnosis, first: Diagnosis, control: Control) -> Diagnosis:
     """Return a diagnosis by runs, unless equal runs differ; then what ``first`` says of one output.
 
     Defects may explain that output by chance, and rows that equal the buffer or depend on slots were compared
@@ -162,7 +162,7 @@ def _with_argument(
     found = Diagnosis(status="described")
     with controlled() as control:
         found = _of_argument(lab, case, output, diagnose_in, limit)
-    return _if_stable(found, found, control)
+    return if_stable(found, found, control)
 
 
 def _of_argument(
@@ -294,7 +294,7 @@ def _with_side_outputs(
 
 def _cpu_lab(lab: Lab, case: Case) -> Lab:
     """Return a Lab with its tensors on the CPU, where candidates are computed."""
-    return lab if lab.where(case) == "cpu" else Lab(source=lab.source, device="cpu")
+    return lab if lab.where(case) == "cpu" else dataclasses.replace(lab, device="cpu", on_step=None)
 
 
 def _rejected(lab: Lab, case: Case, rejection: str) -> Diagnosis:

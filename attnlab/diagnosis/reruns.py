@@ -4,8 +4,10 @@ This needs no candidate: a row that changes with the output buffer was not writt
 with unwritten cache slots reads them.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -204,7 +206,20 @@ def _other_scales(case: Case) -> dict[str, Any]:
         changes["sm_scale"] = round(_SCALE * (case.sm_scale or case.head_size**-0.5), 5)
     if case.is_fp8 and (case.k_scale, case.v_scale) != (1.0, 1.0):
         changes |= SECOND_SCALES
-    return changes
+    return {name: value for name, value in changes.items() if name not in _FIXED.get()}
+
+
+_FIXED: ContextVar[tuple[str, ...]] = ContextVar("fixed", default=())
+
+
+@contextlib.contextmanager
+def keeping(fields: tuple[str, ...]) -> Iterator[None]:
+    """Leave some fields as they are in the further cases of the block, because the kernel ignores them."""
+    token = _FIXED.set(fields)
+    try:
+        yield
+    finally:
+        _FIXED.reset(token)
 
 
 Rerun = Callable[[Case], torch.Tensor]

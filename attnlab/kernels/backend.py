@@ -164,6 +164,11 @@ class Backend(ABC):
         return False
 
     @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        """Return the scales of a Case, by the names of its fields, for which the kernels have no argument."""
+        return ()
+
+    @property
     def traces_reads(self) -> bool:
         """Return whether a run can record what it reads from the cache."""
         return False

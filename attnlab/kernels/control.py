@@ -83,7 +83,7 @@ class Control:
             second = run()
         if bool(rows_equal(first, second).all()):
             return
-        if bool(_rows_close(first, second).all()):
+        if bool(rows_close(first, second).all()):
             self.reorders = True
             return
         outputs = [first, second]
@@ -192,10 +192,10 @@ def rows_agree(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """
     control = _ACTIVE.get()
     same = rows_equal(first, second)
-    return same | _rows_close(first, second) if control is not None and control.reorders else same
+    return same | rows_close(first, second) if control is not None and control.reorders else same
 
 
-def _rows_close(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def rows_close(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return which rows differ by no more than another order of sums explains, [num_tokens] bool."""
     if not first.is_floating_point():
         return rows_equal(first, second)
@@ -211,11 +211,11 @@ def _rows_close(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _instability(outputs: Sequence[torch.Tensor]) -> Instability:
     """Return how the outputs of equal calls differ from the most frequent of them."""
-    alike = [[bool(_rows_close(one, two).all()) for two in outputs] for one in outputs]
+    alike = [[bool(rows_close(one, two).all()) for two in outputs] for one in outputs]
     most = max(range(len(outputs)), key=lambda at: sum(alike[at]))
     others = [one for one, is_alike in zip(outputs, alike[most], strict=True) if not is_alike]
     usual = outputs[most]
-    rows = torch.stack([~_rows_close(one, usual) for one in others]).any(0)
+    rows = torch.stack([~rows_close(one, usual) for one in others]).any(0)
     sizes = [(one.double() - usual.double())[rows] for one in others]
     both_nan = [(one.isnan() & usual.isnan())[rows] for one in others]
     largest = torch.stack(

@@ -1,4 +1,4 @@
-"""Backends of users: a function in a file, or an entry point of the group ``attnlab.kernels``.
+"""Backends of users: a function in a file or in a module, or an entry point of the group ``attnlab.kernels``.
 
 The function takes a KernelCall and writes every row of ``call.output``. Its attributes describe it:
 
@@ -6,6 +6,10 @@ The function takes a KernelCall and writes every row of ``call.output``. Its att
 - ``kv_cache_dtypes``: the cache dtypes that it supports (all).
 - ``masks``: the values of ``Case.mask`` that it supports (causal); ``call.visibility`` has the rules.
 - ``large_caches``: whether it runs without copying the cache, so that a check can use large ones (False).
+
+A function with several parameters gets the call's tensors by the names of its arguments, those of vLLM,
+FlashAttention and FlashInfer (:mod:`attnlab.kernels.by_name`), and returns the output or writes its argument
+``output``. It stands for unified_attention unless it declares an op.
 
 It raises NotImplementedError for a call that it does not support. What it returns is ignored:
 
@@ -18,15 +22,17 @@ An exception of the function, sys.exit and os._exit are failures of the kernel.
 """
 
 import builtins
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -43,11 +49,12 @@ from attnlab.case.errors import (
     Unavailable,
     Unsupported,
 )
-from attnlab.case.fields import ENTRY_POINT, check_plugin_file
+from attnlab.case.fields import ENTRY_POINT, MODULE_FUNCTION, check_plugin_file
 from attnlab.case.masks import CAUSAL
 from attnlab.case.ops import DEFAULT_OP, KV_CACHE_DTYPES, TRITON_OPS
 from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
+from attnlab.kernels.by_name import ByName
 from attnlab.kernels.triton.interpreter import (
     NO_DRIVER,
     VARIABLE,
@@ -168,11 +175,14 @@ _LOADED: dict[tuple[str, int], Kernel] = {}  # by name and time of the last chan
 class PluginBackend(Backend):
     """A user's function.
 
-    ``spec`` is "FILE.py:FUNCTION", or "plugin:NAME" for an entry point. Raises InvalidCase if it cannot be
-    resolved or the function does not declare a known op.
+    ``spec`` is "FILE.py:FUNCTION", "MODULE:FUNCTION", or "plugin:NAME" for an entry point; ``function``: what
+    it names, None to load it. ``stands_for``: the op, None for what the function declares. Raises InvalidCase
+    if ``spec`` cannot be resolved or the function does not declare a known op.
     """
 
     spec: str
+    function: Kernel | None = field(default=None, compare=False)
+    stands_for: str | None = None
 
     traces_reads = True
 
@@ -190,23 +200,34 @@ class PluginBackend(Backend):
 
     @cached_property
     def kernel(self) -> Kernel:
-        """Return the function."""
-        return load_kernel(self.spec)
+        """Return the function of a KernelCall."""
+        return as_kernel(self.function or load_kernel(self.spec))
 
     @property
     def file(self) -> str | None:
         """Return the file that defines the function, or None if it has none."""
-        code = getattr(inspect.unwrap(self.kernel), "__code__", None)
+        kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
+        code = getattr(inspect.unwrap(kernel), "__code__", None)
         return None if code is None else str(code.co_filename)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plugin, (self.spec,)
+        return _plugin, (self.spec, self.stands_for)
 
     @property
     def op(self) -> str:
         """Return the op that the function stands for."""
-        op: str = getattr(self.kernel, "op", DEFAULT_OP)
-        return op
+        own: str = getattr(self.kernel, "op", DEFAULT_OP)
+        return self.stands_for or own
+
+    @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        return self.kernel.fixed_fields if isinstance(self.kernel, ByName) else ()
+
+    @property
+    def declares_op(self) -> bool:
+        """Return whether the function says which op it stands for."""
+        kernel = self.kernel.function if isinstance(self.kernel, ByName) else self.kernel
+        return self.stands_for is not None or hasattr(kernel, "op")
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -278,19 +299,30 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _plugin(spec: str) -> PluginBackend:
+def _plugin(spec: str, stands_for: str | None) -> PluginBackend:
     """Restore a backend in another process, which loads the function again."""
-    return PluginBackend(spec=spec)
+    return PluginBackend(spec=spec, stands_for=stands_for)
+
+
+def as_kernel(function: Callable[..., Any]) -> Kernel:
+    """Return a function of a KernelCall: the function itself if it has one parameter."""
+    try:
+        count = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return function
+    return function if count < 2 or isinstance(function, ByName) else ByName(function=function)
 
 
 def load_kernel(name: str) -> Kernel:
-    """Return the function of "FILE.py:FUNCTION" or "plugin:NAME"; a file runs once
+    """Return the function of "FILE.py:FUNCTION", "MODULE:FUNCTION" or "plugin:NAME"; a file runs once
     until it changes.
 
     Raises InvalidCase if there is no such file, function or entry point, or if the file raises.
     """
     if ENTRY_POINT.fullmatch(name):
         spec, attribute = _entry_point(name.partition(":")[2])
+    elif MODULE_FUNCTION.fullmatch(name):
+        return _of_module(*name.split(":"))
     else:
         spec, attribute = _file(name)
     changed = Path(spec.origin).stat().st_mtime_ns if spec.origin and spec.has_location else 0
@@ -310,6 +342,34 @@ def _file(name: str) -> tuple[ModuleSpec, str]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     return spec, name.rpartition(":")[2]
+
+
+def _of_module(name: str, attribute: str) -> Kernel:
+    """Return a function of a module that Python can import, as it is without a recorder's wrapper."""
+    interpret_if_possible()
+    try:
+        with contained(), _importing_from(os.getcwd()):
+            module = importlib.import_module(name)
+    except Exception as error:
+        text = text_of(error, None)
+        raise InvalidCase(
+            f"module {name} of backend cannot be imported: {text}", field="backend"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise InvalidCase(f"{name} must have a function {attribute!r}", field="backend")
+    kernel: Kernel = inspect.unwrap(found)
+    return kernel
+
+
+@contextmanager
+def _importing_from(folder: str) -> Iterator[None]:
+    """Let the block import modules of a folder, after those that Python finds elsewhere."""
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _entry_point(name: str) -> tuple[ModuleSpec, str]:

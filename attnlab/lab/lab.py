@@ -201,6 +201,7 @@ class Lab:
             launches=tuple(launch.text() for launch in ran.log.launches),
             wraps=tuple(wrap.text() for wrap in ran.log.wraps.values()),
             outside=tuple(access.text() for access in ran.log.outside.values()),
+            alone=tuple(f"{kernel}: {why}" for kernel, why in ran.log.alone.items()),
             lse=ran.log.lse,
             padded=ran.log.padded,
             side_errors=wrong_sides,
@@ -228,7 +229,7 @@ class Lab:
                 call.buffer,
                 expected,
                 case.lengths,
-                self._bound(case, call) if tolerance is None else tolerance,
+                self.bound(case, call) if tolerance is None else tolerance,
                 case.rtol,
                 case.query_heads,
                 case.query_rows,
@@ -239,7 +240,7 @@ class Lab:
         bound = write_bound(case, plain, is_native=self.is_native_run(case))
         return compare(*slots, slot_lengths(case), tolerance or bound, case.rtol)
 
-    def _bound(self, case: Case, call: KernelCall) -> torch.Tensor:
+    def bound(self, case: Case, call: KernelCall) -> torch.Tensor:
         """Return the rounding bound of each element of the Case's output, shared."""
         kernels = decide(case).kernels
         native = functools.partial(bound_with_argument, is_native=self.is_native_run(case))

@@ -31,6 +31,7 @@ from attnlab.lab.rounding import Rounding
 from attnlab.tensors.batch import Batch
 from attnlab.tensors.cache import NOBODY, PagedCache, Provenance
 from attnlab.tensors.call import KernelCall
+from attnlab.tensors.case_call import make_output
 from attnlab.tensors.visibility import Visibility
 
 # What a kernel read from the cache, counted by the state of each slot, and reads of unwritten scratch.
@@ -156,6 +157,8 @@ def _visible(rows: tuple[int, ...], lengths: Lengths, visibility: Visibility) ->
     visible: dict[int, range] = {}
     for row in rows:
         seq, token = lengths.locate(row)
+        if row >= lengths.num_tokens:
+            continue  # a row of padding belongs to no sequence
         position = lengths.ctx_lens[seq] + token
         mask = visibility.of_seq(seq, lengths.ctx_lens[seq], lengths.seq_lens[seq])
         span = mask.span(position, position)
@@ -382,6 +385,7 @@ class Result(Shown):
     - ``memory``: what the kernels read from the cache; None unless the Case has ``trace_reads``.
     - ``launches``: the kernels that Triton's interpreter launched, with their grids; ``wraps``: source lines
       with int32 overflow; ``outside``: source lines with out-of-bounds access. One text each.
+    - ``alone``: the kernels whose programs Triton's interpreter could not run together, and why.
     - ``lse``, ``padded``: what the op returned in addition to the output, or None
       (:class:`attnlab.kernels.triton.run_log.RunLog`). ``side_errors``: what is wrong with them.
     - ``compare_with_rounding``: returns the ErrorMap with the rounding bound of each element as tolerance.
@@ -403,6 +407,7 @@ class Result(Shown):
     launches: tuple[str, ...] = ()
     wraps: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     lse: torch.Tensor | None = None
     padded: torch.Tensor | None = None
     side_errors: tuple[SideError, ...] = ()
@@ -413,6 +418,12 @@ class Result(Shown):
     def output(self) -> torch.Tensor:
         """Return the output, [num_tokens, num_heads, head_size]; see :class:`KernelCall`."""
         return self.call.buffer
+
+    @property
+    def recorded_call(self) -> KernelCall:
+        """Return the call as a recording has it: with its output, what that held before, and a rejection."""
+        before = make_output(self.case, self.output.device)
+        return dataclasses.replace(self.call, before=before, rejection=self.error or "")
 
     @property
     def beyond_rounding(self) -> int | None:
@@ -486,6 +497,7 @@ class Result(Shown):
             "launches": list(self.launches),
             "wraps": list(self.wraps),
             "outside": list(self.outside),
+            "alone": list(self.alone),
             "seconds": sum(self.seconds.values()),
             "seconds_by_step": self.seconds,
         }

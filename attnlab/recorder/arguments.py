@@ -15,61 +15,11 @@ import torch
 
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import KV_CACHE_DTYPES
+from attnlab.kernels.by_name import NAMES, SIZES, output_of
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.quantised import FP8_DTYPES
 
 Arguments = Mapping[str, Any]
-NAMES: dict[str, tuple[str, ...]] = {
-    "query": ("query", "q"),
-    "key_cache": ("key_cache", "k_cache", "k_buffer"),
-    "value_cache": ("value_cache", "v_cache", "v_buffer"),
-    "key": ("key", "k"),
-    "value": ("value", "v"),
-    "output": ("output", "out", "o"),
-    "block_table": (
-        "block_table",
-        "block_tables",
-        "b_loc",
-        "req_to_token",
-        "page_table",
-        "block_offsets",
-    ),
-    "request_index": ("b_req_idx", "req_pool_indices"),
-    "token_starts": ("kv_indptr",),
-    "token_slots": ("kv_indices",),
-    "seq_lens": ("seq_lens", "seqused_k", "b_seq_len", "cache_seqlens", "kv_seqlens"),
-    "query_start_loc": (
-        "query_start_loc",
-        "cu_seqlens_q",
-        "b_start_loc",
-        "cum_seq_lens_q",
-        "qo_indptr",
-        "q_start_loc",
-    ),
-    "slot_mapping": ("slot_mapping",),
-    "max_query_len": ("max_query_len", "max_seqlen_q", "max_input_len", "max_q_len"),
-    "max_seq_len": ("max_seq_len", "max_seqlen_k", "max_kv_len"),
-    "sm_scale": ("sm_scale", "softmax_scale", "scale"),
-    "k_scale": ("k_scale", "k_descale"),
-    "v_scale": ("v_scale", "v_descale"),
-    "softcap": ("softcap", "logit_cap", "logits_soft_cap"),
-    "alibi_slopes": ("alibi_slopes",),
-    "sinks": ("sinks", "s_aux"),
-    "sliding_window": ("sliding_window",),
-    "kv_cache_dtype": ("kv_cache_dtype",),
-    "q_scale": ("q_scale", "q_descale"),
-    "output_scale": ("output_scale", "fp8_out_scale"),
-    "causal": ("causal", "is_causal"),
-    "mm_prefix_range": ("mm_prefix_range",),
-    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
-    "rswa_prefix_lens": ("rswa_prefix_lens",),
-    "chunk_lookback": ("chunk_lookback",),
-    "qq_bias": ("qq_bias",),
-    "lse": ("lse", "softmax_lse"),
-    "before": ("before",),
-    "op": ("op",),
-    "layout": ("layout",),
-}
 REQUIRED = ("query", "key_cache", "value_cache", "block_table", "seq_lens")
 REQUIRED_OF_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 # Arguments that change the result and that attnlab has no reference for, and the values that change nothing.
@@ -96,15 +46,6 @@ _NEUTRAL = (
     "waves_per_eu", "return_softmax_lse", "return_attn_probs", "return_lse", "out_dtype",
     "o_sf_vec_size", "cu_seqlens_k", "cum_seq_lens_kv", "max_len_in_batch", "rotary_interleaved",
 )  # fmt: skip
-# Arguments that repeat a size of the tensors: neutral if they have this value.
-_SIZES: dict[str, Callable[[KernelCall], int]] = {
-    **dict.fromkeys(("num_heads", "num_q_heads", "num_qo_heads"), lambda call: call.query.shape[1]),
-    **dict.fromkeys(("num_kv_heads", "kv_heads"), lambda call: call.key.shape[1]),
-    **dict.fromkeys(("head_size", "head_dim"), lambda call: call.query.shape[2]),
-    **dict.fromkeys(("block_size", "page_size"), lambda call: call.block_size),
-    **dict.fromkeys(("batch_size", "num_seqs"), lambda call: len(call.seq_lens)),
-    **dict.fromkeys(("kv_group_num", "num_queries_per_kv"), lambda call: call.num_queries_per_kv),
-}
 
 
 class BoundArguments(dict[str, Any]):
@@ -142,7 +83,7 @@ class Reading:
         return tuple(
             f"{name}={_shown(value)}"
             for name, value in self.unknown.items()
-            if name not in _SIZES or _shown(value) != str(_SIZES[name](call))
+            if name not in SIZES or _shown(value) != str(SIZES[name](call))
         )
 
 
@@ -175,16 +116,6 @@ def read_arguments(arguments: Arguments, known: Collection[str] = ()) -> Reading
     if not isinstance(fields.get("causal", True), (bool, int, float, torch.Tensor)):
         fields.pop("causal")
     return Reading(fields=fields, unmodelled=unmodelled, unknown=unknown)
-
-
-def output_of(result: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return output and log-sum-exp of what an op returned: a tensor, or a sequence that starts with both.
-
-    The output is None if no tensor was returned.
-    """
-    tensors = result if isinstance(result, (tuple, list)) else (result,)
-    found = [one if isinstance(one, torch.Tensor) else None for one in (*tensors[:2], None, None)]
-    return found[0], found[1]
 
 
 def returned_output(result: Any) -> tuple[torch.Tensor | None, None]:

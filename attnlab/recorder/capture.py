@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -16,6 +17,10 @@ import torch
 
 from attnlab.case.fields import refuse
 from attnlab.case.platforms import platform_of
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.by_name import ByName
+from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.run_call import backend_of_origin
 from attnlab.kernels.triton.interpreter import noting_bfloat16
 from attnlab.recorder.arguments import Bind, Reading, RecordedOp, binder, call_of_reading
 from attnlab.recorder.failing_side import Comparison
@@ -40,6 +45,7 @@ class Recorded:
 
     - ``reading``: its arguments, with copies of all tensors; ``op``, ``layout``: what describes them.
     - ``is_write``: whether it is a cache write.
+    - ``function``, ``forms``: what was called, and the form of each argument (:func:`forms_of`).
     - ``writes``: during the call, the caller's tensors that it writes.
     - ``rejection``: the error that the op raised, or "".
     """
@@ -51,7 +57,30 @@ class Recorded:
     writes: dict[str, Any] = field(default_factory=dict)
     rejection: str = ""
     is_write: bool = False
+    function: Function | None = None
+    forms: dict[str, Any] = field(default_factory=dict)
     _call: KernelCall | None = None
+
+    @property
+    def kernel(self) -> str:
+        """Return the name by which the commands run the function, "MODULE:FUNCTION"."""
+        module, _, function = (self.origin.op or "").rpartition(".")
+        return f"{module}:{function}"
+
+    @property
+    def runner(self) -> Backend | None:
+        """Return what runs the call again in this process: the installed vLLM, or the function.
+
+        None of a cache write.
+
+        Raises Unavailable for an op of vLLM that is not installed.
+        """
+        if self.is_write or self.function is None:
+            return None
+        if not self.call.is_foreign:
+            return backend_of_origin(self.call)
+        kernel = ByName(function=inspect.unwrap(self.function), example=self.forms)
+        return PluginBackend(spec=self.kernel, function=kernel, stands_for=self.call.op)
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -81,6 +110,18 @@ class Recorded:
                 call = call_of_reading(self.reading, self.origin, op=self.op, layout=self.layout)
             self._call = dataclasses.replace(call, rejection=self.rejection)
         return self._call
+
+
+def forms_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call without the numbers of its tensors, but for those with one element."""
+    return {
+        name: value
+        if not isinstance(value, torch.Tensor)
+        else value.detach().clone()
+        if value.numel() == 1
+        else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for name, value in arguments.items()
+    }
 
 
 _log = logging.getLogger("attnlab.recorder")
@@ -188,7 +229,9 @@ class Capture:
             if is_op or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             before = self._before(op, bind, args, kwargs)
-            with _inner(), noting_bfloat16() as undecided:
+            if before is not None:
+                before.function = original
+            with not_recording(), noting_bfloat16() as undecided:
                 try:
                     result = original(*args, **kwargs)
                 except Exception as error:
@@ -204,10 +247,11 @@ class Capture:
     def _before(self, op: RecordedOp, bind: Bind, args: Any, kwargs: Any) -> Recorded | None:
         """Return the call with copies of its inputs, or None if it is not recorded."""
         try:
-            with torch.no_grad(), _inner():
+            with torch.no_grad(), not_recording():
                 if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError("a CUDA graph is captured; run eagerly to record its calls")
-                reading = op.read(bind(args, kwargs))
+                bound = bind(args, kwargs)
+                reading = op.read(bound)
                 if reading is None:
                     return None
                 names = ("key_cache", "value_cache") if op.writes_cache else ("output", "lse")
@@ -226,6 +270,7 @@ class Capture:
                     layout=op.layout,
                     origin=_origin(self.origin, op, reading.fields["key_cache"].device),
                     writes=writes,
+                    forms=forms_of(bound),
                 )
         except Exception as error:
             self._failed(op.name, error)
@@ -236,7 +281,7 @@ class Capture:
         if one is None:
             return
         try:
-            with torch.no_grad(), _inner():
+            with torch.no_grad(), not_recording():
                 if one.reading.result is not None and not rejection:
                     both = zip(("output", "lse"), one.reading.result(result), strict=True)
                     one.writes = {name: tensor for name, tensor in both if tensor is not None}
@@ -269,7 +314,7 @@ def _written(one: Recorded) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _inner() -> Iterator[None]:
+def not_recording() -> Iterator[None]:
     """Record no ops that are called inside: an op's own, and those of attnlab."""
     outer = getattr(_inside, "is_op", False)
     _inside.is_op = True

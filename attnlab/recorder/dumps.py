@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from attnlab.case.errors import InvalidCall
 from attnlab.case.ops import OPS, UNIFIED
 from attnlab.case.output_file import check_input_path
+from attnlab.kernels.by_name import NAMES
 from attnlab.recorder import capture as recording
-from attnlab.recorder.arguments import NAMES, Reading, RecordedOp, call_of_reading, read_arguments
+from attnlab.recorder.arguments import Reading, RecordedOp, call_of_reading, read_arguments
 from attnlab.recorder.ops import other_ops
 from attnlab.tensors.call import KernelCall, Origin
 from attnlab.tensors.call_file import is_call_file

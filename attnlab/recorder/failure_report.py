@@ -4,25 +4,30 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import signal
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 import torch
 
+from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCall
 from attnlab.case.output_file import write_text
+from attnlab.diagnosis.captured import diagnose_captured
 from attnlab.diagnosis.diagnosis import Diagnosis
 from attnlab.diagnosis.pattern import list_text
-from attnlab.recorder.capture import Recorded
+from attnlab.kernels.child_process import can_copy, run_in_copy
+from attnlab.kernels.triton.interpreter import limit_processes
+from attnlab.recorder.capture import Recorded, not_recording
 from attnlab.recorder.failing_side import Comparison, Judgement, judge, match_of, output_matches
 from attnlab.show import sheets
-from attnlab.tensors.call import KernelCall
 
 MOST_LINES = 15
 _WIDTH = 100
+_WALL = 4  # seconds for each second of processor time
 _MOST_NAME = 120  # characters of a folder's name
 
 
@@ -68,14 +73,16 @@ def report_failure(
     recorded: Sequence[Recorded],
     comparisons: Sequence[Comparison],
     folder: Path,
+    seconds: float = 0.0,
 ) -> FailureReport:
     """Return the report of a failing test, and write its call and page to ``folder``/<node id>/.
 
     ``recorded`` must not be empty. A call that cannot be read or written is reported in one line.
+    ``seconds``: of processor time, for runs of the kernel.
     """
     report = FailureReport()
     try:
-        _fill(report, node_id, recorded, comparisons, folder)
+        _fill(report, node_id, recorded, comparisons, folder, seconds)
     except RuntimeError as error:  # torch's, after a kernel has broken the GPU's context
         lost = FailureReport()
         lost.add("op", f"{recorded[-1].origin.op}, the last of {len(recorded)} calls")
@@ -87,7 +94,7 @@ def report_failure(
     return report
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -97,6 +104,7 @@ def _fill(
     recorded: Sequence[Recorded],
     comparisons: Sequence[Comparison],
     folder: Path,
+    seconds: float,
 ) -> None:
     """Add all facts to a report, and write its files."""
     one, comparison = _call_and_comparison(recorded, comparisons)
@@ -110,8 +118,10 @@ def _fill(
     if unknown:
         report.add("not decided", f"because of {', '.join(unknown)}, unknown to attnlab")
     report.add("op", f"{one.origin.op}, call {number} of the last {len(recorded)}")
+    found = None
     if judgement is not None:
-        _add_judgement(report, judgement)
+        found = _by_runs(one, judgement.diagnosis, seconds)
+        _add_judgement(report, judgement, found)
     if isinstance(failure, InvalidCall) and failure.field == "block_table":
         report.add("wrong side", "the arguments of the call")
     if one.rejection and judgement is None:
@@ -120,7 +130,47 @@ def _fill(
         report.add("diagnosis", f"none: {failure}")
     if isinstance(failure, InvalidCall) and failure.field == "output" and not one.outputs:
         report.add("advice", "return the output, or name its argument output, out or o")
-    _write(report, node_id, one, judgement, folder)
+    _write(report, node_id, one, judgement, found, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundByRuns:
+    """What runs of the kernel showed: the conclusion and the sheet, or why there is neither."""
+
+    conclusion: str = ""
+    sheet: str = ""
+    why_none: str = ""
+
+
+def _by_runs(one: Recorded, alone: Diagnosis, seconds: float) -> FoundByRuns | None:
+    """Diagnose a wrong output by runs of its kernel, in a copy of this process.
+
+    None if there is nothing to do.
+    A kernel may end its process, or hang with other lengths: the copy is ended after ``seconds`` of processor
+    time, or four times as long. No copy of a process that uses a GPU could use it.
+    """
+    decided = alone.is_wrong and alone.status not in ("rejected", "not decided")
+    if seconds <= 0 or not decided or one.is_write or _is_torch(one) or one.function is None:
+        return None
+    if not can_copy():
+        return FoundByRuns(why_none="this process uses a GPU")
+    found: list[FoundByRuns] = []
+
+    def diagnose(send: Callable[[FoundByRuns], None]) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
+        limit_processes(1)
+        with not_recording():
+            again = diagnose_captured(one.call, Case(), runner=one.runner, limit=None)
+        send(FoundByRuns(conclusion=_conclusion(again), sheet=sheets.html(again)))
+
+    try:
+        ended = run_in_copy(diagnose, found.append, seconds)
+    except Exception as error:  # of the test's own kernel
+        return FoundByRuns(why_none=_first_line(error))
+    if not found and ended in ("SIGXCPU", "SIGALRM", "SIGKILL"):
+        return FoundByRuns(why_none=f"they take more than {seconds:g} s")
+    return found[0] if found else FoundByRuns(why_none=f"they end with {ended}")
 
 
 def _judged(
@@ -202,10 +252,13 @@ def _exchanged(one: Comparison) -> Comparison:
     return dataclasses.replace(one, actual=one.expected, expected=one.actual)
 
 
-def _add_judgement(report: FailureReport, judgement: Judgement) -> None:
+def _add_judgement(report: FailureReport, judgement: Judgement, found: FoundByRuns | None) -> None:
     diagnosis = judgement.diagnosis
     report.add("wrong side", judgement.side)
-    report.add("diagnosis", _conclusion(diagnosis))
+    by_runs = "" if found is None else found.conclusion
+    report.add("diagnosis", by_runs or _conclusion(diagnosis))
+    if found is not None and found.why_none:
+        report.add("not run", f"the kernel, again and varied: {found.why_none}")
     report.add("evidence", judgement.evidence)
     rows = _rows(diagnosis)
     if rows:
@@ -243,6 +296,7 @@ def _write(
     node_id: str,
     one: Recorded,
     judgement: Judgement | None,
+    found: FoundByRuns | None,
     folder: Path,
 ) -> None:
     """Write the call and the page; add their paths, or the reason why they are missing."""
@@ -252,7 +306,7 @@ def _write(
         call = one.call
         call.save(target / "call.safetensors")
         report.add("call", str(target / "call.safetensors"))
-        write_text(target / "report.html", page(node_id, report, call, judgement))
+        write_text(target / "report.html", page(node_id, report, one, judgement, found))
         report.add("page", str(target / "report.html"))
     except (AttnLabError, OSError) as error:
         report.add("not written", str(error))
@@ -286,20 +340,31 @@ dt {{ opacity: .7 }} dd {{ margin: 0; overflow-wrap: anywhere }}
 <h1>{title}</h1>
 <dl>{facts}</dl>
 {sheets}
-<p>To repeat the diagnosis: <code>attnlab diagnose --call call.safetensors</code></p>
+<p>To repeat the diagnosis: <code>attnlab diagnose --call call.safetensors{kernel}</code></p>
 </body>
 </html>
 """
 
 
-def page(node_id: str, report: FailureReport, call: KernelCall, judgement: Judgement | None) -> str:
+def page(
+    node_id: str,
+    report: FailureReport,
+    recorded: Recorded,
+    judgement: Judgement | None,
+    found: FoundByRuns | None = None,
+) -> str:
     """Return the report as one self-contained HTML page, with the diagnosis and the call."""
-    facts = list(report.facts)
+    facts, call = list(report.facts), recorded.call
     if judgement is not None and judgement.comparison is not None:
         one = judgement.comparison
         facts.append(("tolerance", f"atol {one.atol:g}, rtol {one.rtol:g}"))
     facts.append(("origin", str(call.origin)))
     rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in facts)
     nouns = [] if judgement is None else [sheets.html(judgement.diagnosis)]
+    if found is not None and found.sheet:
+        nouns = [found.sheet]
+    kernel = "" if recorded.is_write else f" --kernel {recorded.kernel}"
+    if not call.is_foreign:
+        kernel = " --source VLLM"
     body = "\n".join([*nouns, sheets.html(call)])
-    return _PAGE.format(title=escape(node_id), facts=rows, sheets=body)
+    return _PAGE.format(title=escape(node_id), facts=rows, sheets=body, kernel=escape(kernel))

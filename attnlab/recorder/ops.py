@@ -15,6 +15,7 @@ import torch
 from attnlab.case.errors import InvalidCall, InvalidCase
 from attnlab.case.ops import CPU_ATTENTION, DECODE_FWD, OPS, PREFILL, UNIFIED, WRAPPER, WRITE
 from attnlab.case.platforms import PLATFORMS
+from attnlab.kernels.by_name import output_of
 from attnlab.kernels.model import written_cache
 from attnlab.recorder.arguments import (
     Reading,
@@ -23,7 +24,6 @@ from attnlab.recorder.arguments import (
     no_change,
     number_of,
     op_of_text,
-    output_of,
     plain_kv_cache_dtype,
 )
 from attnlab.recorder.snapshot import copied, is_large

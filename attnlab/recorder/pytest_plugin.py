@@ -30,6 +30,14 @@ def pytest_addoption(parser: "pytest.Parser") -> None:
         help="copy calls to CPU memory: slower, but they survive an illegal memory access on the GPU",
     )
     group.addoption(
+        "--attnlab-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds of processor time for further runs of the kernel of a failing test, six times as many "
+        "for all tests; 0 for none (default: 30)",
+    )
+    group.addoption(
         "--attnlab-dir",
         default="attnlab-failures",
         metavar="DIR",

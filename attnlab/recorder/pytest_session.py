@@ -6,6 +6,7 @@ reports carry.
 
 import json
 import logging
+import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -145,6 +146,7 @@ def write_powers(path: Path, powers: Sequence[TestPower]) -> None:
 
 
 _log = logging.getLogger("attnlab.recorder")
+_TESTS = 6  # failing tests that may use all of their time
 _POWER = "attnlab_power"  # the property that carries a test's power
 
 
@@ -157,6 +159,8 @@ class Session:
         self._json = config.getoption("attnlab_power_json")
         self._scores = bool(config.getoption("attnlab_power") or self._json)
         self._folder = Path(config.getoption("attnlab_dir")).absolute()
+        self._seconds = config.getoption("attnlab_seconds")
+        self._seconds_left = _TESTS * self._seconds  # of all tests
         self._powers: list[TestPower] = []
         self._is_controller = bool(getattr(config.option, "numprocesses", None)) and not hasattr(
             config, "workerinput"
@@ -239,9 +243,15 @@ class Session:
 
     def _add_section(self, item: pytest.Item, report: pytest.TestReport) -> None:
         calls = self._capture.calls
+        began = time.perf_counter()
         found: FailureReport = report_failure(
-            item.nodeid, list(calls.recorded), list(self._comparisons.last), self._folder
+            item.nodeid,
+            list(calls.recorded),
+            list(self._comparisons.last),
+            self._folder,
+            self._seconds if self._seconds_left > 0 else 0.0,
         )
+        self._seconds_left -= time.perf_counter() - began
         report.sections.append(("attnlab", "\n".join(found.lines())))
         self._add_properties(item, report, found.properties())
 

@@ -14,13 +14,13 @@ from attnlab.case.shown import Shown
 from attnlab.diagnosis.captured import check_diagnosable
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.control import Instability, controlled, uncontrolled
+from attnlab.kernels.run_call import run_call
 from attnlab.replay.parts import KeptSequence, whole, with_sequences
 from attnlab.replay.replay_call import (
     Difference,
     Expected,
     Ran,
     compare_outputs,
-    run_call,
     run_once,
 )
 from attnlab.tensors.call import KernelCall

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from attnlab.case.case import Case
-from attnlab.case.errors import InvalidCase
-from attnlab.kernels.backend import Backend
+from attnlab.kernels.runner import one_backend, runners
 from attnlab.replay.probe import Probe, probe
 from attnlab.replay.replay_call import Replays, replay_all
 from attnlab.replay.shrinking import Judge, Shrunk, shrink
-from attnlab.replay.targets import replay_targets
 from attnlab.tensors.call import KernelCall
 
 
@@ -31,7 +29,7 @@ def replay_call(
 
     Raises InvalidCall for a call that is no attention or has arguments without a reference.
     """
-    targets = replay_targets([str(one) for one in sources], backends, device)
+    targets = runners([str(one) for one in sources], backends, device)
     return replay_all(call, targets, Case(**changes), tuple(changes))
 
 
@@ -78,19 +76,3 @@ def probe_call(
     found = one_backend(source, name, device)
     assert found is not None
     return probe(call, found, Case(**changes), tuple(changes))
-
-
-def one_backend(
-    source: Path | str | None, backend: str | None, device: str | None
-) -> Backend | None:
-    """Return the backend of a source, or of a name, or None without both. Raises InvalidCase or
-    Unavailable."""
-    if source is None and backend is None:
-        return None
-    sources = [] if source is None else [str(source)]
-    targets = replay_targets(sources, [] if backend is None else [backend], device)
-    if len(targets) > 1:
-        raise InvalidCase(
-            f"backend must be vllm or rocm with a source, got {backend}", field="backend"
-        )
-    return targets[0].find()

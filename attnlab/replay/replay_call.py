@@ -1,6 +1,5 @@
 """Replay a call on several targets, and compare each output with the correct and with the recorded one."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,24 +14,20 @@ from attnlab.case.errors import (
     KernelRejected,
     NotDeterministic,
     Unavailable,
-    Unsupported,
 )
-from attnlab.case.fields import refuse
-from attnlab.case.masks import MASKS
 from attnlab.case.shown import Shown, json_number
 from attnlab.contracts.call_dispatch import kernels_of
 from attnlab.contracts.contract import Target
 from attnlab.defects.problem import Problem, RowSlice
 from attnlab.diagnosis.captured import check_diagnosable, where_it_ran
 from attnlab.diagnosis.cells import correct_and_bound
-from attnlab.kernels.backend import Backend, OnStep, RunOptions, ignore_step
-from attnlab.kernels.control import controlled, run_backend
-from attnlab.kernels.plugin import PluginBackend
+from attnlab.kernels.backend import Backend
+from attnlab.kernels.control import controlled
+from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import Runner
 from attnlab.lab.cache_write import expected_write
-from attnlab.replay.targets import ReplayTarget
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.call_file import moved
-from attnlab.tensors.quantised import Formats, has_fp8_query, has_scaled_output
+from attnlab.tensors.quantised import Formats
 
 # Expected: the correct output of a call and its rounding bound, and how an output differs from it.
 
@@ -130,9 +125,7 @@ def other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return differs & ~(one.double().isnan() & other.double().isnan())
 
 
-# Run a KernelCall on a backend, in the memory layout in which it was saved.
-
-_UNREAD = ("lse", "block_ids")  # tensors that no op reads
+# The call and the Case that say where it runs.
 
 
 def check_replayable(call: KernelCall) -> None:
@@ -147,57 +140,6 @@ def where_to_run(call: KernelCall, backend: Backend, case: Case, given: tuple[st
     """
     ran = where_it_ran(call, case, given).case
     return ran if "release" in given else ran.replace(release=backend.release)
-
-
-def run_call(
-    call: KernelCall, backend: Backend, ran: Case, on_step: OnStep = ignore_step
-) -> torch.Tensor:
-    """Run a call and return its output, on the CPU. The call itself is not changed.
-
-    The output buffer starts as the call's ``before``, or as NaN if that is unknown. ``ran`` has the platform
-    and the release. Raises KernelRejected, KernelFailed, Unavailable, or InvalidCase for an op or format
-    that the backend does not have.
-    """
-    _check_runs(call, backend)
-    call = call.with_buffer()
-    fresh = call.buffer.new_full(call.buffer.shape, float("nan"))
-    output = fresh if call.before is None else call.before.clone()
-    slots = call.slot_mapping if call.spec.writes_cache else None
-    given = dataclasses.replace(call, output=output, before=None, lse=None, slot_mapping=slots)
-    there = on_device(given, backend.device)
-    options = RunOptions(on_step=on_step)
-    run_backend(backend, there, Target.of(ran), kernels_of(ran, call), options)
-    return there.buffer.cpu()
-
-
-def _check_runs(call: KernelCall, backend: Backend) -> None:
-    """Raise InvalidCase or Unsupported for a call that the backend would compute as another one."""
-    if call.op not in backend.ops:
-        refuse("op", f"{' or '.join(backend.ops)} with backend {backend.name}", call.op)
-    if call.kv_cache_dtype not in backend.kv_cache_dtypes:
-        allowed = " or ".join(backend.kv_cache_dtypes)
-        refuse("kv_cache_dtype", f"{allowed} with backend {backend.name}", call.kv_cache_dtype)
-    if isinstance(backend, PluginBackend):
-        return
-    for name in call.visibility.masks:
-        if name not in backend.masks or not MASKS[name].is_in(call.op, backend.release):
-            where = f"{call.op} and backend {backend.name} of vLLM {backend.release}"
-            raise Unsupported(f"mask must be causal with {where}, got {name}")
-    if backend.name != "vllm" and (has_fp8_query(call) or has_scaled_output(call)):
-        raise Unsupported(f"query and output must not be FP8 or scaled with backend {backend.name}")
-    for name in ("k_scale", "v_scale"):
-        call.number(name)
-
-
-def on_device(call: KernelCall, device: str) -> KernelCall:
-    """Return the call with its tensors on a device, "cpu" or "cuda".
-
-    Storages are moved as a whole, so that strides are kept, and so that keys and values which share memory
-    still do. The output is a tensor of its own.
-    """
-    read = {name: one for name, one in call.tensors().items() if name not in _UNREAD}
-    changes: dict[str, Any] = {**moved(read, device)}
-    return dataclasses.replace(call, **changes)
 
 
 # Replay: what one backend made of a call. Replays: those of several backends, as one table.
@@ -407,7 +349,7 @@ def compare_outputs(
 
 def replay_all(
     call: KernelCall,
-    targets: Sequence[ReplayTarget],
+    targets: Sequence[Runner],
     case: Case,
     given: tuple[str, ...] = (),
     *,
@@ -440,7 +382,7 @@ def replay_all(
     )
 
 
-def _replay(call: KernelCall, target: ReplayTarget, case: Case, given: tuple[str, ...]) -> Replay:
+def _replay(call: KernelCall, target: Runner, case: Case, given: tuple[str, ...]) -> Replay:
     """Run a call on one target."""
     try:
         backend = target.find()

@@ -323,6 +323,7 @@ def _cached(file: Path, name: str) -> int:
 
 # Worker: a child process that keeps a job's state and runs one task at a time.
 
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IDLE_SHARE = 0.25  # of the time in which a task does nothing
 
 
@@ -339,7 +340,7 @@ class Worker(Slot):
         self.connection, theirs = context.Pipe()
         work = pickle.dumps((_serve, (job,)))
         self._process: BaseProcess = context.Process(target=run_in_child, args=(work, theirs))
-        with _visible(gpu):
+        with _environment(gpu):
             self._process.start()
         theirs.close()
         self._begin()
@@ -405,19 +406,25 @@ class Worker(Slot):
 
 
 @contextmanager
-def _visible(gpu: str | None) -> Iterator[None]:
-    """Set CUDA_VISIBLE_DEVICES for a process that starts inside the block."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
+def _environment(gpu: str | None) -> Iterator[None]:
+    """Set the environment of a process that starts inside the block.
+
+    It sees one GPU, if ``gpu`` names one. Its linear algebra uses one thread unless a variable says
+    otherwise, because other workers use the other cores. Libraries read these variables when they are loaded.
+    """
+    wanted = {name: os.environ.get(name, "1") for name in _THREADS}
+    if gpu is not None:
+        wanted["CUDA_VISIBLE_DEVICES"] = gpu
+    before = {name: os.environ.get(name) for name in wanted}
     try:
-        if gpu is not None:
-            os.environ[name] = gpu
+        os.environ.update(wanted)
         yield
     finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def processor_s(process: int | None) -> float | None:

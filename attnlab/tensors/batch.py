@@ -95,6 +95,23 @@ CHANGES: Mapping[str, Change] = {
 }
 
 
+def distribution_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """Return the distribution of a Case that is most like given numbers; shapes as :func:`change_values`."""
+    if not query.numel() or not key.numel():
+        return "normal"
+    if max(float(one.abs().max()) for one in (query, key)) <= 1e-3:
+        return "uniform_1e-3"
+    first = query[..., 0].abs()
+    if bool((first == LARGE).all() and (key[..., 0] == LARGE).all()):
+        return "large_scores"
+    if len(key) > 1 and bool((key == key[:1]).all()):
+        return "ties"
+    if bool((first == _DOMINANT[0]).all()):
+        return "dominant_key"
+    smallest = _NEAR[0] * torch.finfo(torch.float16).max * (1 - 2**-7)  # as bfloat16 rounds it
+    return "near_limit" if bool((value.abs().float() >= smallest).all()) else "normal"
+
+
 SINK_RANGE = (1.0, 6.0)
 _CHUNK = 1 << 22  # elements that one generator draws
 _PART = 1 << 18  # elements drawn at a time in float32: 1 MiB

@@ -1,6 +1,7 @@
 """PagedCache: keys and values in blocks, and which token each slot holds."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -421,6 +422,18 @@ def make_cache(case: Case, batch: Batch) -> PagedCache:
         v_scale=case.v_scale,
         provenance=copy.deepcopy(provenance),
     )
+
+
+def with_empty_slots(cache: PagedCache, case: Case) -> PagedCache:
+    """Return a copy of a cache whose slots without a token hold ``case.empty_slots``."""
+    owned = (cache.provenance.seq != NOBODY).to(cache.key.device)
+    plain = interleaved(cache.value, back=True) if case.interleave_v else cache.value
+    key = _empty(tuple(cache.key.shape), cache.format, case, 2, cache.key.device)
+    value = _empty(tuple(plain.shape), cache.format, case, 3, plain.device)
+    key = torch.where(owned[:, None, None, :, None], cache.key, key)
+    value = torch.where(owned[:, None, None, :], plain, value)
+    value = interleaved(value) if case.interleave_v else value
+    return dataclasses.replace(cache, key=key, value=value)
 
 
 @lru_cache(maxsize=2)

@@ -73,7 +73,7 @@ def _padded(call: KernelCall) -> KernelCall:
     if not call.padding:
         return call
     fill = 3.0 if call.spec.writes_cache else float("nan")
-    names = ("query", "key", "value", "output")[: 3 if call.spec.writes_cache else 4]
+    names = ("query", "key", "value", "output", "before")[: 3 if call.spec.writes_cache else 5]
     tokens: dict[str, Any] = {
         name: _longer(given, call.padding, fill)
         for name in names

@@ -636,10 +636,7 @@ def xray(
         chosen = backend if backend is not None else changes.pop("backend", None)
         if chosen is None:
             raise InvalidCase(NO_RUNNER, field="backend")
-        if isinstance(chosen, str):
-            return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
-        subject = _of_call(case, Case(**changes), chosen)
-        return xray_of(_on_fastest(subject, lab.device), limit_s=limit_s)
+        return xray_of_call(case, Case(**changes), chosen, lab=lab, limit_s=limit_s)
     if isinstance(backend, str):
         changes["backend"] = backend
     case = as_case(case, **changes)
@@ -668,10 +665,12 @@ def _of_one_head(case: Case, backend: Backend, heads: tuple[int, ...] | None) ->
 
 
 def xray_of_call(
-    call: KernelCall, ran: Case, backend: str | None = None, *, lab: Lab, limit_s: float
+    call: KernelCall, ran: Case, backend: str | Backend | None = None, *, lab: Lab, limit_s: float
 ) -> XRay:
     """Return the X-ray of a call; ``ran`` has the platform, the release and, by default, the backend."""
-    found = find_backend(backend or ran.backend, lab.source, lab.device)
+    found = backend
+    if not isinstance(found, Backend):
+        found = find_backend(found or ran.backend, lab.source, lab.device)
     return xray_of(_on_fastest(_of_call(call, ran, found), lab.device), limit_s=limit_s)
 
 

@@ -113,9 +113,9 @@ import sys
 from pathlib import Path
 
 from attnlab.cli.main import main
-from attnlab.replay import targets
+from attnlab.kernels.vllm import source
 
-targets.fetched_wheel = lambda version: Path("vllm-0.33.0.whl").resolve()
+source.fetched = lambda version: Path("vllm-0.33.0.whl").resolve()
 if __name__ == "__main__":
     sys.exit(main())
 """

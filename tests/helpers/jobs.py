@@ -56,7 +56,9 @@ class ToyJob(Job):
         if fault == "bug":
             raise ValueError("two\nlines")
         time.sleep(payload.get("sleep", 0.0))
-        return {"double": 2 * payload["n"], "count": state["count"], "pid": os.getpid()}
+        found = {"double": 2 * payload["n"], "count": state["count"], "pid": os.getpid()}
+        names = payload.get("variables", ())
+        return found | {name: os.environ.get(name) for name in names}
 
 
 def _spin(fault: str, payload: dict[str, Any]) -> None:

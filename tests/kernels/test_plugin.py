@@ -174,7 +174,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(changes, field):
     assert not lab.shared.count("batch")
 
 
-@pytest.mark.parametrize("name", ["modell", "mine.py", "mine.py:", "a:b", "plugin:", "x.py:1f", ""])
+@pytest.mark.parametrize(
+    "name", ["modell", "mine.py", "mine.py:", "a b:c", "plugin:", "x.py:1f", ""]
+)
 def test_a_name_of_another_form_is_no_case(name):
     with pytest.raises(InvalidCase) as caught:
         Case(backend=name)

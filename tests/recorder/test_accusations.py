@@ -73,7 +73,7 @@ def found(tmp_path_factory):
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    pytest_in(folder, "--attnlab", "-q")
+    pytest_in(folder, "--attnlab", "-q", "--attnlab-seconds=0")
     return properties(folder)
 
 
@@ -118,3 +118,50 @@ def test_an_op_of_another_library_has_no_contracts_of_vllm(found):
     facts = found["test_sglang_decode[right]"]
     assert facts["attnlab_op"].startswith("sglang.")
     assert KernelCall.load(Path(facts["attnlab_call"])).is_foreign
+
+
+_RUNS = """
+import kernels
+from test_kernels import batch, check, expected
+
+
+def test_wrong(monkeypatch):
+    monkeypatch.setattr(kernels, "FACTOR", 1.3)
+    check(kernels.joined(**batch())[0], expected(batch(), "scale").flatten(1))
+
+
+def test_mended_before_the_report(monkeypatch):
+    monkeypatch.setattr(kernels, "FACTOR", 1.3)
+    found = kernels.joined(**batch())[0]
+    monkeypatch.setattr(kernels, "FACTOR", 1.0)
+    check(found, expected(batch(), "scale").flatten(1))
+
+
+def test_slow(monkeypatch):
+    monkeypatch.setattr(kernels, "FACTOR", 1.3)
+    found = kernels.joined(**batch())[0]
+    right = expected(batch(), "scale").flatten(1)
+
+    def endless(*given):
+        while True:
+            pass
+
+    monkeypatch.setattr(kernels, "attend", endless)
+    check(found, right)
+"""
+
+
+def test_a_kernel_is_run_again_in_a_copy_of_the_process(tmp_path):
+    """Its fault is then stated as that of a Case, with further cases; an endless run is ended."""
+    for name, text in {**FILES, "test_runs.py": _RUNS}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    pytest_in(tmp_path, "--attnlab", "-q", "--attnlab-seconds=15", "test_runs.py")
+    found = properties(tmp_path)
+    words = "the scores of keys are multiplied by a further 1.3 (confirmed on"
+    assert words in found["test_wrong"]["attnlab_diagnosis"]
+    assert "attnlab_not_run" not in found["test_wrong"]
+    assert "--kernel kernels:joined" in Path(found["test_wrong"]["attnlab_page"]).read_text()
+    for name in ("test_mended_before_the_report", "test_slow"):
+        assert words not in found[name]["attnlab_diagnosis"]
+    assert "they take more than 15 s" in found["test_slow"]["attnlab_not_run"]

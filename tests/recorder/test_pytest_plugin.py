@@ -164,7 +164,8 @@ def run(tmp_path_factory):
     (folder / "kern.py").write_text(KERNEL)
     (folder / "test_kern.py").write_text(TESTS.format(helpers=str(ROOT / "tests")))
     (folder / "pytest.ini").write_text("[pytest]\nattnlab_ops = kern:paged\n")
-    return folder, pytest_in(folder, "--attnlab", "--attnlab-power-json", "power.json")
+    options = ("--attnlab", "--attnlab-power-json", "power.json", "--attnlab-seconds=0")
+    return folder, pytest_in(folder, *options)
 
 
 def test_which_side_is_wrong(run):

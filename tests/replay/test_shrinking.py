@@ -16,6 +16,8 @@ from helpers.upstream import script_outcome
 import attnlab
 from attnlab.case.errors import InvalidCall
 from attnlab.contracts.contract import Target
+from attnlab.kernels.run_call import run_call
+from attnlab.kernels.runner import one_backend
 from attnlab.kernels.vllm.source import find_source
 from attnlab.replay.parts import (
     KeptSequence,
@@ -25,8 +27,6 @@ from attnlab.replay.parts import (
     with_sequences,
     without_tokens,
 )
-from attnlab.replay.public import one_backend
-from attnlab.replay.replay_call import run_call
 from attnlab.reports.upstream import call_script, why_no_script
 
 LARGE = {"query_lens": (5, 1, 9), "ctx_lens": (40, 33, 70), "num_heads": 8}

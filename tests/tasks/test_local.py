@@ -48,6 +48,18 @@ def test_a_fault_costs_only_its_task():
     assert "ValueError" in found["task-6"].traceback
 
 
+def test_linear_algebra_of_a_worker_has_one_thread(monkeypatch):
+    """Unless the environment of the parent says otherwise, which stays as it is."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    for name in names[:2]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(names[2], "3")
+    task = Task(key="threads", payload={"n": 1, "variables": names}, limit_s=20.0)
+    verdict = outcomes([task])["threads"].verdict
+    assert [verdict[name] for name in names] == ["1", "1", "3"]
+    assert [os.environ.get(name) for name in names] == [None, None, "3"]
+
+
 def test_workers_are_kept_between_tasks_and_runs():
     job, found = ToyJob(), []
     with LocalEngine(1) as engine:

@@ -21,7 +21,7 @@ from typing import Any
 from attnlab.kernels.triton.kernel_text import compile_tree, text_of
 
 Points = set[str]
-_RAN, _IF, _FOR = "__attnlab_ran__", "__attnlab_if__", "__attnlab_for__"
+RAN_MARK, IF_MARK, FOR_MARK = "__attnlab_ran__", "__attnlab_if__", "__attnlab_for__"
 _KINDS = {ast.If: "if", ast.IfExp: "if", ast.While: "while", ast.For: "for"}
 
 
@@ -70,7 +70,7 @@ class Marker(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.AST:
         name = self._named(node, node.iter)
         self.generic_visit(node)
-        node.iter = _call(_FOR, name, node.iter)
+        node.iter = _call(FOR_MARK, name, node.iter)
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -86,7 +86,7 @@ class Marker(ast.NodeTransformer):
     def _condition(self, node: ast.If | ast.IfExp | ast.While) -> ast.AST:
         name = self._named(node, node.test)
         self.generic_visit(node)
-        node.test = _call(_IF, name, node.test)
+        node.test = _call(IF_MARK, name, node.test)
         return node
 
     def _named(self, node: ast.If | ast.IfExp | ast.While | ast.For, condition: ast.expr) -> str:
@@ -116,7 +116,7 @@ class Marker(ast.NodeTransformer):
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 line = statement.lineno + self._offset
                 self.statements.add(line)
-                mark = ast.Expr(_call(_RAN, str(line)))
+                mark = ast.Expr(_call(RAN_MARK, str(line)))
                 found.append(ast.copy_location(mark, statement))
             visited = self.visit(statement)
             found.append(visited)
@@ -166,19 +166,24 @@ def marks(file: str) -> dict[str, Any]:
         if not entered:
             seen.add(f"{name}-")
 
-    return {_RAN: seen.add, _IF: branch, _FOR: loop}
+    return {RAN_MARK: seen.add, IF_MARK: branch, FOR_MARK: loop}
 
 
 def marked_kernel(function: Any) -> Callable[..., Any]:
     """Return the interpreted form of a function of Triton with marks."""
     if function.fn not in _MARKED:
-        tree = ast.parse(text_of(function))
-        rewriter = function.rewriter
-        Marker(rewriter.def_file_lineno - 1).visit(tree.body[0])
-        function.fn.__globals__.update(marks(rewriter.filename))
-        _MARKED[function.fn] = compile_tree(function, tree)
+        _MARKED[function.fn] = compile_tree(function, marked_tree(function))
     found: Callable[..., Any] = _MARKED[function.fn]
     return found
+
+
+def marked_tree(function: Any) -> ast.Module:
+    """Return the syntax tree of a function of Triton with marks; its module gets what they need."""
+    tree = ast.parse(text_of(function))
+    rewriter = function.rewriter
+    Marker(rewriter.def_file_lineno - 1).visit(tree.body[0])
+    function.fn.__globals__.update(marks(rewriter.filename))
+    return tree
 
 
 def is_measuring() -> bool:

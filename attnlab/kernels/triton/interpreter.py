@@ -20,6 +20,8 @@ functions defined here. The launch differs from Triton's own in these points:
   read in place of another. Overflows of int32 products are recorded, too.
 - Programs whose output is not requested are skipped, and the rest can be split over processes. The tests
   compare the result bit by bit with the whole grid in one process.
+- All programs of a launch run together (:mod:`attnlab.kernels.triton.lockstep.launch`), unless a probe is
+  active, or the launch does what lockstep refuses.
 """
 
 import functools
@@ -28,9 +30,7 @@ import inspect
 import itertools
 import mmap
 import os
-import pickle
 import re
-import signal
 import sys
 import time
 import warnings
@@ -45,15 +45,17 @@ import numpy as np
 import torch
 
 from attnlab.case.errors import AttnLabError, Unavailable
-from attnlab.kernels.child_process import end_with_parent, restorable
+from attnlab.kernels.child_process import fork
 from attnlab.kernels.triton.coverage import is_measuring, marked_kernel
 from attnlab.kernels.triton.launch_plan import (
     LaunchPlan,
     Program,
     current_plan,
     is_recorded,
+    launching,
     one_at_a_time,
 )
+from attnlab.kernels.triton.lockstep.launch import Form, Together, is_lockstep, using_lockstep
 from attnlab.kernels.triton.patches import is_bfloat16, language, with_bool_ops
 from attnlab.kernels.triton.probe import LaunchLog, current_probe
 from attnlab.kernels.triton.run_log import Accesses, Launch, Memory, RunLog, Trace, limited
@@ -219,6 +221,24 @@ def interpreting() -> Iterator[None]:
 
 
 @contextmanager
+def interpret(*, lockstep: bool = True) -> Iterator[RunLog]:
+    """Run every launch of a ``@triton.jit`` function inside the block on the CPU, with attnlab's checks.
+
+    With ``lockstep``, all programs of a launch run together, in batches; what that does not support runs one
+    program after another, with the same result. The tensors must be on the CPU, and the environment variable
+    TRITON_INTERPRET must be 1 before Triton is imported.
+
+    Yields a log, filled during the block: ``launches``; ``alone``, by kernel, why its programs ran one after
+    another; ``wraps``, int32 products that overflowed; ``outside``, accesses outside of all tensors.
+    Raises Unavailable if Triton cannot interpret here.
+    """
+    load_triton(interpret=True)
+    plan = LaunchPlan()
+    with launching(plan), interpreting(), using_lockstep(lockstep):
+        yield plan.observed
+
+
+@contextmanager
 def noting_bfloat16() -> Iterator[list[str]]:
     """Yield a list that gets the operations on bfloat16 that Triton's own interpreter computes in the block.
 
@@ -321,6 +341,12 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
     ]
 
     probe = current_probe()
+    if (
+        probe is None
+        and is_lockstep()
+        and _run_together(function, arguments, converted, programs, sizes, plan)
+    ):
+        return
     if probe is not None:
         plan = replace(plan, processes=1)
         plan.observed.budget = probe.budget
@@ -343,6 +369,39 @@ def launch(function: Any, args: Sequence[Any], kwargs: dict[str, Any], grid: Any
         _run_all(run, programs, plan)
 
 
+def _run_together(
+    function: Any,
+    arguments: dict[str, Any],
+    converted: dict[str, Any],
+    programs: list[Program],
+    sizes: Program,
+    plan: LaunchPlan,
+) -> bool:
+    """Run the programs of a launch together; return False, and note why, if they must run one by one."""
+    trace = None
+    if plan.watched is not None:
+        trace = Trace.of(plan.watched, arguments, plan.observed.reads)
+    kernel = function.fn
+    together = Together(
+        function=function,
+        arguments=arguments,
+        converted=converted,
+        programs=programs,
+        trace=trace,
+        prepare=lambda observed, extension: prepared(
+            kernel, arguments, sizes, observed, extension=extension
+        ),
+        on_programs=plan.on_programs,
+        observed=plan.observed,
+        processes=plan.processes,
+        alone_s=_ALONE_S,
+    )
+    why = together.run() if programs else ""
+    if why:
+        plan.observed.alone.setdefault(kernel.__name__, why)
+    return not why
+
+
 @contextmanager
 def prepared(
     kernel: Any,
@@ -350,13 +409,18 @@ def prepared(
     sizes: Program,
     observed: RunLog,
     trace: Accesses | None = None,
+    extension: Any = None,
 ) -> Iterator[None]:
     """Patch Triton's language for programs of a kernel in a grid of ``sizes``, inside the block."""
     from triton.runtime import interpreter
 
+    form = _launched_type().of
+    if extension is not None:
+        form = _together_form
+
     with (
         one_at_a_time(),
-        language(interpreter, kernel, observed, _launched_type().of, Memory(arguments, trace)),
+        language(interpreter, kernel, observed, form, Memory(arguments, trace), extension),
         warnings.catch_warnings(),
         np.errstate(all="ignore"),
     ):
@@ -364,6 +428,12 @@ def prepared(
         warnings.filterwarnings("ignore", "tl.where with a non-boolean condition", UserWarning)
         interpreter.interpreter_builder.set_grid_dim(*sizes)
         yield
+
+
+def _together_form(function: Any) -> Any:
+    """Return a function as a batch of programs runs it; Triton's own functions as they are."""
+    found = _launched_type().of(function)
+    return Form(found) if isinstance(found, _launched_type()) else found
 
 
 def _converted(kernel: Any, name: str, value: Any, memory: Memory) -> Any:
@@ -413,7 +483,8 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
     if not rest:
         return
     children = [
-        _fork(run, rest[i :: plan.processes], plan.observed) for i in range(1, plan.processes)
+        fork(functools.partial(_run_part, run, rest[i :: plan.processes], plan.observed))
+        for i in range(1, plan.processes)
     ]
     mine = rest[:: plan.processes]
     try:
@@ -421,42 +492,22 @@ def _run_all(run: Callable[[Program], None], programs: list[Program], plan: Laun
             run(program)
             plan.on_programs(done + i * len(rest) // len(mine), len(programs))
     except BaseException:  # on_programs may cancel the launch
-        for child, _ in children:
-            os.kill(child, signal.SIGKILL)
+        for child in children:
+            child.kill()
         raise
     finally:
-        errors = [_join(*child, plan.observed) for child in children]
-    error = next((error for error in errors if error is not None), None)
-    if error is not None:
-        raise error
+        ended = [child.result() for child in children]
+    for observed, error in ended:
+        if error is not None:
+            raise error
+        plan.observed.take(observed)
 
 
-def _fork(
-    run: Callable[[Program], None], programs: list[Program], observed: RunLog
-) -> tuple[int, int]:
-    """Run programs in a child process; return its id and the read end of its result pipe.
-
-    The child uses one thread and ends with os._exit, because the threads of the parent do not exist in it.
-    """
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
-        parent = os.getpid()
-        child = os.fork()
-    if child:
-        os.close(writer)
-        return child, reader
-    end_with_parent(parent)
-    problem: Exception | None = None
-    torch.set_num_threads(1)
-    try:
-        for program in programs:
-            run(program)
-    except BaseException as error:
-        problem = restorable(error)
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(pickle.dumps((problem, observed)))
-    os._exit(0)
+def _run_part(run: Callable[[Program], None], programs: list[Program], observed: RunLog) -> RunLog:
+    """Run programs in a copy of the process; return its log."""
+    for program in programs:
+        run(program)
+    return observed
 
 
 @contextmanager
@@ -503,16 +554,3 @@ def _own_failure(error: Exception) -> str:
     )
     cannot = f"the interpreter of Triton {triton.__version__} cannot run this kernel"
     return cannot if is_removed or is_missing else ""
-
-
-def _join(child: int, reader: int, observed: RunLog) -> Exception | None:
-    """Wait for a child, merge its log into ``observed``, and return its exception or None."""
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        return RuntimeError(f"a process of the interpreter ended with status {status}")
-    problem, seen = pickle.loads(answer)
-    observed.take(seen)
-    found: Exception | None = problem
-    return found

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def _converter(convert: Any, ir: Any) -> Any:
 # first block and returns one of the two, so that half of a mask is lost. The rewriter of Triton 3.6 to 3.8
 # does not visit the value of an assignment; this one does.
 
-_AND, _OR, _CHAIN = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
+AND_CALL, OR_CALL, CHAIN_CALL = "__attnlab_and__", "__attnlab_or__", "__attnlab_chain__"
 
 
 def with_bool_ops(rewriter: Any) -> None:
@@ -151,19 +151,19 @@ def with_bool_ops(rewriter: Any) -> None:
                     ast.Lambda(args=_arguments(pair), body=compared),
                     ast.Lambda(args=_arguments([]), body=right),
                 ]
-            call = ast.Call(func=ast.Name(_CHAIN, ast.Load()), args=parts, keywords=[])
+            call = ast.Call(func=ast.Name(CHAIN_CALL, ast.Load()), args=parts, keywords=[])
             return ast.copy_location(call, node)
 
         def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
             self.generic_visit(node)
-            name = _AND if isinstance(node.op, ast.And) else _OR
+            name = AND_CALL if isinstance(node.op, ast.And) else OR_CALL
             first, *rest = node.values
             later = [ast.Lambda(args=_arguments([]), body=one) for one in rest]
             call = ast.Call(func=ast.Name(name, ast.Load()), args=[first, *later], keywords=[])
             return ast.copy_location(call, node)
 
     rewriter.ast_transformer = Transformer()
-    rewriter.fn.__globals__.update({_AND: _all, _OR: _any, _CHAIN: _chain})
+    rewriter.fn.__globals__.update({AND_CALL: _all, OR_CALL: _any, CHAIN_CALL: _chain})
 
 
 def _arguments(names: list[ast.arg]) -> ast.arguments:
@@ -455,6 +455,16 @@ def _computation_type(compute: Any) -> Any:
 Placed = Callable[[str, Any, Any, int], tuple[Any, Any]]
 
 
+class Extension(Protocol):
+    """Further patches of the language, after those of this module."""
+
+    def patch_language(self, scope: Any) -> None:
+        """Patch what the functions of a module see, through ``scope``; called for each module."""
+
+    def patch_builder(self, scope: Any) -> None:
+        """Patch the operations, through ``scope``; called once."""
+
+
 @contextmanager
 def language(
     interpreter: Any,
@@ -462,20 +472,22 @@ def language(
     observed: RunLog,
     launched: Callable[[Any], Any],
     memory: Memory,
+    extension: Extension | None = None,
 ) -> Iterator[None]:
     """Patch the language inside the block, once for each module whose functions the kernel calls.
 
     ``launched`` returns the form of a function that the lab interprets.
     ``memory`` is the memory that the launch may access. ``observed`` records int32 overflows and
     out-of-bounds accesses; the trace of ``memory``, if there is one, records every load and store.
+    ``extension``: further patches.
     """
-    scope = _patched(interpreter, kernel)
+    scope = _patched(interpreter, kernel, extension)
     scopes = {id(kernel.__globals__): scope}
 
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
         module = id(function.fn.__globals__)
         if module not in scopes:
-            scopes[module] = _patched(interpreter, function.fn)
+            scopes[module] = _patched(interpreter, function.fn, extension)
         return launched(function).rewrite()(*args, **kwargs)
 
     try:
@@ -486,6 +498,8 @@ def language(
         _make_handles(interpreter, scope, observed)
         _skip_overflow_checks(interpreter, scope)
         _watch(interpreter, scope, observed, memory)
+        if extension is not None:
+            extension.patch_builder(scope)
         scope.set_attr(interpreter.InterpretedFunction, "__call__", called)
         yield
     finally:
@@ -493,7 +507,7 @@ def language(
             scope.restore()
 
 
-def _patched(interpreter: Any, function: Any) -> Any:
+def _patched(interpreter: Any, function: Any, extension: Extension | None) -> Any:
     """Patch the language as Triton does for a function, and return the scope that restores it.
 
     A scalar is an array of shape (1,) here. Triton 3.6 makes an index of it with ``int``, which NumPy
@@ -504,6 +518,8 @@ def _patched(interpreter: Any, function: Any) -> Any:
         interpreter.tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item())
     )
     patch_dtypes(interpreter, scope)
+    if extension is not None:
+        extension.patch_language(scope)
     return scope
 
 

@@ -204,14 +204,21 @@ class Region:
     def indices(self, addresses: Any) -> list[int]:
         """Return the rows, or the slots as block × block_size + slot, of uint64 addresses."""
         inside = addresses[(addresses >= self.begin) & (addresses < self.end)]
-        rest = (inside - np.uint64(self.begin)).astype(np.int64)
-        index, good = np.zeros_like(rest), np.ones(rest.shape, dtype=np.bool_)
+        index = self.index_of(inside)
+        found: list[int] = np.unique(index[index >= 0]).tolist()
+        return found
+
+    def index_of(self, addresses: Any) -> Any:
+        """Return the row or slot of each address (uint64), int64; -1 for an address of no element."""
+        rest = addresses.astype(np.int64) - self.begin
+        good = (rest >= 0) & (rest < self.end - self.begin)
+        index = np.zeros_like(rest)
         for stride, size, factor in self.places:
             at, rest = np.divmod(rest, max(1, stride))
             good &= at < size  # an address between two elements belongs to another tensor
-            index += at * factor
-        found: list[int] = np.unique(index[good]).tolist()
-        return found
+            if factor:
+                index += at * factor
+        return np.where(good, index, -1)
 
 
 @dataclass(slots=True)
@@ -222,7 +229,7 @@ class Trace:
     """
 
     reads: dict[Key, set[int]]
-    _regions: list[Region] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
     _rows: set[int] = field(default_factory=set)
     _slots: dict[str, set[int]] = field(default_factory=dict)
 
@@ -234,7 +241,7 @@ class Trace:
         tensors = {n: value for n, value in arguments.items() if isinstance(value, torch.Tensor)}
         dims = {name: watched.dims(tensor) for name, tensor in tensors.items()}
         regions = [Region.of(n, tensors[n], found) for n, found in dims.items() if found]
-        return cls(reads=reads, _regions=regions)
+        return cls(reads=reads, regions=regions)
 
     def loaded(self, addresses: Any, mask: Any) -> None:
         """Record a load; ``addresses`` uint64, ``mask`` bool of the same shape."""
@@ -249,7 +256,7 @@ class Trace:
         if not live.size:
             return
         low, high = live.min(), live.max()
-        for region in self._regions:
+        for region in self.regions:
             if high < region.begin or low >= region.end or (region.is_cache and not reads):
                 continue
             found = region.indices(live)
@@ -338,6 +345,14 @@ class Memory:
         own = tensor.untyped_storage().data_ptr()
         return self._given.get(own, own) + tensor.data_ptr() - own
 
+    def extent(self, low: int, high: int) -> tuple[int, int, int] | None:
+        """Return the storage with all bytes of [low, high), or None: its address for the kernel, its own
+        address, and its size in bytes."""
+        i = bisect_right(self._bases, low) - 1
+        if i < 0 or high > self._bases[i] + self._sizes[i]:
+            return None
+        return self._bases[i], self._own[i], self._sizes[i]
+
     def inside(self, addresses: Any, mask: Any, size: int) -> tuple[Any, Any, str]:
         """Return the tensors' own addresses, the mask without elements that are not in a tensor, and a
         description of the first of these.
@@ -348,10 +363,9 @@ class Memory:
         live = addresses if mask.all() else addresses[mask]
         if not live.size:
             return addresses, mask, ""
-        low, high = int(live.min()), int(live.max())
-        i = bisect_right(self._bases, low) - 1
-        if i >= 0 and high + size <= self._bases[i] + self._sizes[i]:
-            return addresses - np.uint64(self._bases[i] - self._own[i]), mask, ""
+        found = self.extent(int(live.min()), int(live.max()) + size)
+        if found is not None:
+            return addresses - np.uint64(found[0] - found[1]), mask, ""
         bases, own = (np.array(some, dtype=np.uint64) for some in (self._bases, self._own))
         ends = bases + np.array(self._sizes, dtype=np.uint64)
         at = np.searchsorted(bases, addresses, side="right") - 1
@@ -444,6 +458,8 @@ class RunLog:
     - ``reads``: the cache slots that each program loaded, if the launch was traced
       (:mod:`attnlab.kernels.triton.run_log`).
     - ``operations``: the number of operations of the interpreter; ``budget``: a limit of them, or None.
+    - ``alone``: kernels whose programs ran one after another, each with what they have that cannot run in
+      lockstep. Empty if lockstep is off.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -454,6 +470,7 @@ class RunLog:
     reads: dict[Key, set[int]] = field(default_factory=dict)
     operations: int = 0
     budget: Budget | None = None
+    alone: dict[str, str] = field(default_factory=dict)
 
     def operated(self) -> None:
         """Count an operation of the interpreter."""
@@ -469,14 +486,14 @@ class RunLog:
             wrong = np.atleast_1d(exact != product)
             if wrong.any():
                 first, second = (np.broadcast_to(n, wrong.shape)[wrong][0] for n in (left, right))
-                file, line = _kernel_line()
+                file, line = kernel_line()
                 wrap = Wrap(file=file, line=line, left=int(first), right=int(second))
                 self.wraps.setdefault((file, line), wrap)
         return product
 
     def stray(self, verb: str, place: str) -> None:
         """Record an out-of-bounds access by the kernel's current line."""
-        file, line = _kernel_line()
+        file, line = kernel_line()
         note = Outside(file=file, line=line, verb=verb, place=place)
         self.outside.setdefault((file, line), note)
 
@@ -489,7 +506,7 @@ class RunLog:
             self.reads[key] = self.reads.get(key, set()) | slots
 
 
-def _kernel_line() -> tuple[str, int]:
+def kernel_line() -> tuple[str, int]:
     """Return the file and line of the running kernel: the nearest frame outside Triton and this folder."""
     frame = sys._getframe(1)
     skipped = {Path(__file__).parent, *_triton_folder()}

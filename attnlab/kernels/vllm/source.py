@@ -156,6 +156,28 @@ def fetched_wheel(version: str) -> Path | None:
     return next(iter(_wheels(cache_folder() / "releases" / version, version)), None)
 
 
+def fetched(version: str) -> Path | None:
+    """Return the wheel of a release that was downloaded earlier, or else the folder of its ops, or None."""
+    folder = cache_folder() / "releases" / version / "ops"
+    return fetched_wheel(version) or (folder if folder.is_dir() else None)
+
+
+def source_path(text: str) -> Path:
+    """Return the path of a source that exists: itself, or what was downloaded of a version."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    if re.fullmatch(r"\d+\.\d+[\w.]*", text):
+        found = fetched(text)
+        if found is None:
+            raise InvalidCase(
+                f"source must be a release that was downloaded, got {text}; run attnlab fetch {text}",
+                field="source",
+            )
+        return found
+    refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
+
+
 def _wheels(folder: Path, version: str) -> list[Path]:
     return sorted(folder.glob(f"vllm-{version}-*.whl"))
 

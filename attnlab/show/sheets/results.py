@@ -433,6 +433,7 @@ def result(one: "Result") -> Sheet:
     notes: tuple[tuple[str, Sequence[str], Tone], ...] = (
         ("slot reads", one.memory.lines() if one.memory is not None else [], ""),
         ("launches", one.launches, ""),
+        ("one program at a time", one.alone, ""),
         ("int32 overflow", one.wraps, "warn"),
         ("out of bounds", one.outside, "warn"),
     )

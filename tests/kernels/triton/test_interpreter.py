@@ -124,14 +124,14 @@ def test_threads_take_turns(kernels) -> None:
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int) -> None:
     """The error of program 7 arrives from any process, and no child remains."""
-    fork, forked = interpreter._fork, []
+    fork, forked = interpreter.fork, []
 
     def record(*args):
         forked.append(fork(*args))
         return forked[-1]
 
     monkeypatch.setattr(interpreter, "_ALONE_S", 0.0)
-    monkeypatch.setattr(interpreter, "_fork", record)
+    monkeypatch.setattr(interpreter, "fork", record)
     out = interpreter.shared_copy(torch.zeros(20, dtype=torch.int32))
     with (
         launching(LaunchPlan(processes=processes)),
@@ -139,9 +139,9 @@ def test_an_error_in_any_process_is_raised(kernels, monkeypatch, processes: int)
     ):
         kernels["number"][(5, 4)](out, fail=True)
     assert len(forked) == processes - 1
-    for child, _ in forked:
+    for one in forked:
         with pytest.raises(ChildProcessError):
-            os.waitpid(child, os.WNOHANG)
+            os.waitpid(one.child, os.WNOHANG)
 
 
 def test_nothing_of_triton_stays_changed(kernels) -> None:
@@ -246,15 +246,15 @@ def test_a_launch_that_is_ended_does_not_wait_for_its_children():
         if forked:
             raise Enough
 
-    interpreter_fork = interpreter._fork
+    interpreter_fork = interpreter.fork
     plan = LaunchPlan(processes=2, on_programs=on_programs)
     programs = [(i, 0, 0) for i in range(2000)]  # more than 100 s per process
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_fork", fork)
+        patch.setattr(interpreter, "fork", fork)
         with pytest.raises(Enough):
             interpreter._run_all(lambda program: time.sleep(0.1), programs, plan)
     assert time.monotonic() - start < 30
-    ((child, _),) = forked
+    (one,) = forked
     with pytest.raises(ChildProcessError):  # no child remains
-        os.waitpid(child, os.WNOHANG)
+        os.waitpid(one.child, os.WNOHANG)

@@ -1,8 +1,9 @@
-"""Targets: the backends on which a call is replayed, from names and paths.
+"""Runners: what maps a recorded call to its output, by the names that a user gives; without torch.
 
-This module imports no torch: the command checks its targets first."""
+A :class:`Runner` names a backend; :mod:`attnlab.kernels.run_call` runs a call on it. Replay, shrink, probe,
+X-ray and diagnosis of a call take their backend from here.
+"""
 
-import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnlab.case.errors import InvalidCase
-from attnlab.case.fields import refuse
 from attnlab.kernels import find_backend
-from attnlab.kernels.vllm.source import fetched_wheel, find_source
+from attnlab.kernels.vllm.source import find_source, source_path
 
 if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
 
+ORIGIN = "origin"  # the name of a kernel: the op that a call's origin names
 _OF_SOURCE = ("vllm", "rocm")  # backends that run the kernels of a source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayTarget:
+class Runner:
     """A backend by name, the vLLM whose kernels it runs (None: the installed one) and its device.
 
     ``given``: the source as the user named it.
@@ -45,9 +46,9 @@ class ReplayTarget:
         return find_backend(self.backend, self.source, self.device)
 
 
-def replay_targets(
+def runners(
     sources: Sequence[str], backends: Sequence[str], device: str | None = None
-) -> list[ReplayTarget]:
+) -> list[Runner]:
     """Return one target per source, and one per backend that needs no source; without any, the models.
 
     - ``sources``: paths of wheels, sdists and checkouts, or versions that ``attnlab fetch`` downloaded.
@@ -58,8 +59,8 @@ def replay_targets(
     vLLM. A folder in git may be none: another of its commits may have the attention ops.
     """
     if not sources and not backends:
-        return [ReplayTarget(backend="model")]
-    paths = [_source_path(text) for text in sources]
+        return [Runner(backend="model")]
+    paths = [source_path(text) for text in sources]
     named: list[tuple[Path | None, str]] = [*zip(paths, sources, strict=True)]
     for path in paths:
         if not is_in_git(path):
@@ -71,30 +72,14 @@ def replay_targets(
     for name in names:
         if name not in _OF_SOURCE:
             _check_backend(name)
-            targets.append(ReplayTarget(backend=name))
+            targets.append(Runner(backend=name))
             continue
         on = device if name == "vllm" else None
         targets += [
-            ReplayTarget(backend=name, source=path, device=on, given=text)
+            Runner(backend=name, source=path, device=on, given=text)
             for path, text in named or [(None, "")]
         ]
     return targets
-
-
-def _source_path(text: str) -> Path:
-    """Return the path of a source that exists: itself, or the wheel of a version that was downloaded."""
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    if re.fullmatch(r"\d+\.\d+[\w.]*", text):
-        wheel = fetched_wheel(text)
-        if wheel is None:
-            raise InvalidCase(
-                f"source must be a release that was downloaded, got {text}; run attnlab fetch {text}",
-                field="source",
-            )
-        return wheel
-    refuse("source", "a wheel, an sdist or a folder that exists, or a version", text)
 
 
 def _check_backend(name: str) -> None:
@@ -125,3 +110,19 @@ def _git(*words: str, folder: Path) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def one_backend(
+    source: Path | str | None, backend: str | None, device: str | None
+) -> "Backend | None":
+    """Return the backend of a source, or of a name, or None without both. Raises InvalidCase or
+    Unavailable."""
+    if source is None and backend is None:
+        return None
+    sources = [] if source is None else [str(source)]
+    found = runners(sources, [] if backend is None else [backend], device)
+    if len(found) > 1:
+        raise InvalidCase(
+            f"backend must be vllm or rocm with a source, got {backend}", field="backend"
+        )
+    return found[0].find()

@@ -1,0 +1,252 @@
+"""Call a function that takes tensors, not a KernelCall: its arguments are found by their names.
+
+The names are those of vLLM, FlashAttention and FlashInfer. :mod:`attnlab.recorder.arguments` reads calls by
+the same table.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnlab.case.errors import Unsupported
+from attnlab.case.ops import UNIFIED
+from attnlab.tensors.cache import in_layout
+from attnlab.tensors.call import KernelCall
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "query": ("query", "q"),
+    "key_cache": ("key_cache", "k_cache", "k_buffer"),
+    "value_cache": ("value_cache", "v_cache", "v_buffer"),
+    "key": ("key", "k"),
+    "value": ("value", "v"),
+    "output": ("output", "out", "o"),
+    "block_table": (
+        "block_table",
+        "block_tables",
+        "b_loc",
+        "req_to_token",
+        "page_table",
+        "block_offsets",
+    ),
+    "request_index": ("b_req_idx", "req_pool_indices"),
+    "token_starts": ("kv_indptr",),
+    "token_slots": ("kv_indices",),
+    "seq_lens": ("seq_lens", "seqused_k", "b_seq_len", "cache_seqlens", "kv_seqlens"),
+    "query_start_loc": (
+        "query_start_loc",
+        "cu_seqlens_q",
+        "b_start_loc",
+        "cum_seq_lens_q",
+        "qo_indptr",
+        "q_start_loc",
+    ),
+    "slot_mapping": ("slot_mapping",),
+    "max_query_len": ("max_query_len", "max_seqlen_q", "max_input_len", "max_q_len"),
+    "max_seq_len": ("max_seq_len", "max_seqlen_k", "max_kv_len"),
+    "sm_scale": ("sm_scale", "softmax_scale", "scale"),
+    "k_scale": ("k_scale", "k_descale"),
+    "v_scale": ("v_scale", "v_descale"),
+    "softcap": ("softcap", "logit_cap", "logits_soft_cap"),
+    "alibi_slopes": ("alibi_slopes",),
+    "sinks": ("sinks", "s_aux"),
+    "sliding_window": ("sliding_window",),
+    "kv_cache_dtype": ("kv_cache_dtype",),
+    "q_scale": ("q_scale", "q_descale"),
+    "output_scale": ("output_scale", "fp8_out_scale"),
+    "causal": ("causal", "is_causal"),
+    "mm_prefix_range": ("mm_prefix_range",),
+    "mm_prefix_clamp_sliding_window": ("mm_prefix_clamp_sliding_window",),
+    "rswa_prefix_lens": ("rswa_prefix_lens",),
+    "chunk_lookback": ("chunk_lookback",),
+    "qq_bias": ("qq_bias",),
+    "lse": ("lse", "softmax_lse"),
+    "before": ("before",),
+    "op": ("op",),
+    "layout": ("layout",),
+}
+# Arguments that repeat a size of the tensors: neutral if they have this value.
+SIZES: dict[str, Callable[[KernelCall], int]] = {
+    **dict.fromkeys(("num_heads", "num_q_heads", "num_qo_heads"), lambda call: call.query.shape[1]),
+    **dict.fromkeys(("num_kv_heads", "kv_heads"), lambda call: call.key.shape[1]),
+    **dict.fromkeys(("head_size", "head_dim"), lambda call: call.query.shape[2]),
+    **dict.fromkeys(("block_size", "page_size"), lambda call: call.block_size),
+    **dict.fromkeys(("batch_size", "num_seqs"), lambda call: len(call.seq_lens)),
+    **dict.fromkeys(("kv_group_num", "num_queries_per_kv"), lambda call: call.num_queries_per_kv),
+}
+_FIELDS = {alias: name for name, aliases in NAMES.items() for alias in aliases}
+_CACHES = {"key": "key_cache", "value": "value_cache"}
+_WINDOWS = ("window_size", "window_left")
+_MISSING = inspect.Parameter.empty
+
+
+def output_of(result: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return output and log-sum-exp of what an op returned: a tensor, or a sequence that starts with both.
+
+    The output is None if no tensor was returned.
+    """
+    tensors = result if isinstance(result, (tuple, list)) else (result,)
+    found = [one if isinstance(one, torch.Tensor) else None for one in (*tensors[:2], None, None)]
+    return found[0], found[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByName:
+    """A kernel, a function of a KernelCall, that calls a function with arguments by their names.
+
+    ``example``: the arguments of a recorded call by name, which state the form of each: a number or a tensor,
+    the dimensions, the sides of a window. Without it, the forms of vLLM's ops are used.
+    """
+
+    function: Callable[..., Any]
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def op(self) -> str:
+        """Return the op that the function stands for: its attribute, or unified_attention."""
+        return getattr(self.function, "op", UNIFIED)
+
+    @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        """Return the scales for which the function has no argument."""
+        parameters = inspect.signature(self.function).parameters
+        given = {self._field(name, parameters) for name in parameters}
+        return tuple(name for name in ("sm_scale", "k_scale", "v_scale") if name not in given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("kv_cache_dtypes", "masks", "large_caches"):  # attributes of a user's kernel
+            return getattr(self.function, name)
+        raise AttributeError(name)
+
+    def __call__(self, call: KernelCall) -> None:
+        """Call the function and write what it returns, if it has no argument for the output.
+
+        Raises Unsupported for an argument that a call does not hold.
+        """
+        parameters = inspect.signature(self.function).parameters
+        given: dict[str, Any] = {}
+        for name, parameter in parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            value = self._argument(name, parameters, call)
+            if value is not _MISSING:
+                given[name] = value
+            elif parameter.default is _MISSING:
+                raise Unsupported(f"argument {name} must be one that a call holds")
+        fields_given = {self._field(name, parameters) for name in given}
+        for name, is_needed in _needed(call).items():
+            if is_needed and name not in fields_given:
+                raise Unsupported(f"the function must have an argument {name} for this call")
+        positional = [
+            name for name in given if parameters[name].kind is parameters[name].POSITIONAL_ONLY
+        ]
+        returned = self.function(*[given.pop(name) for name in positional], **given)
+        if "output" not in fields_given:
+            found = output_of(returned)[0]
+            if found is not None:
+                call.buffer.copy_(found.reshape(call.buffer.shape))
+
+    def _field(self, name: str, parameters: Mapping[str, Any]) -> str | None:
+        """Return the field of a KernelCall, or of NAMES, that an argument is; None if it is none."""
+        found = "sliding_window" if name in _WINDOWS else _FIELDS.get(name)
+        if found not in _CACHES or any(cache in parameters for cache in NAMES[_CACHES[found]]):
+            return found
+        example = self.example.get(name)
+        is_cache = not isinstance(example, torch.Tensor) or example.dim() >= 4
+        return _CACHES[found] if is_cache else found
+
+    def _argument(self, name: str, parameters: Mapping[str, Any], call: KernelCall) -> Any:
+        """Return the value of an argument, _MISSING to leave it at its default."""
+        example = self.example.get(name, parameters[name].default)
+        field_name = self._field(name, parameters)
+        if field_name == "sliding_window":
+            return _window(name, call.sliding_window, example)
+        if field_name is None:
+            if name in SIZES:
+                return SIZES[name](call)
+            if isinstance(example, torch.Tensor):
+                raise Unsupported(f"argument {name} must be one that a call holds, got a tensor")
+            return example
+        if field_name in ("key_cache", "value_cache"):
+            return _formed(self._cache(field_name, call), example)
+        value = getattr(call, field_name, _MISSING)
+        if value is _MISSING:
+            raise Unsupported(f"argument {name} must be one that a call holds")
+        if field_name == "sm_scale" and value is None and example is not None:
+            value = call.query.shape[2] ** -0.5
+        if value is None and example is not _MISSING and not isinstance(example, torch.Tensor):
+            return example
+        has_starts = any(name in parameters for name in NAMES["query_start_loc"])
+        return _formed(value, example, at=0 if has_starts else 1)
+
+    def _cache(self, name: str, call: KernelCall) -> torch.Tensor:
+        """Return keys or values in the layout of the function's cache."""
+        layout = call.layout
+        if layout == "x-split" and call.spec.cache_layout == "flash":
+            layout = "flash"
+        key, value = in_layout(call.key_cache, call.value_cache, layout)
+        return (key if name == "key_cache" else value).contiguous()
+
+
+def _needed(call: KernelCall) -> dict[str, bool]:
+    """Return, by field, whether a call's output depends on it."""
+    scale, default = call.sm_scale, call.query.shape[2] ** -0.5
+    needed = {
+        "query_start_loc": bool((call.query_lens != 1).any()),
+        "sm_scale": scale is not None and abs(scale - default) > 1e-6 * default,
+        "sliding_window": call.sliding_window > 0,
+        "causal": call.causal is not True,
+    }
+    optional: tuple[str, ...] = (
+        "softcap",
+        "alibi_slopes",
+        "sinks",
+        "q_scale",
+        "output_scale",
+        "qq_bias",
+    )
+    optional += ("mm_prefix_range", "rswa_prefix_lens")
+    needed |= {name: getattr(call, name) is not None for name in optional}
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        is_one = not isinstance(scale, torch.Tensor) and scale == 1.0
+        needed[name] = call.kv_cache_dtype != "auto" and not is_one
+    return needed
+
+
+def _formed(value: Any, example: Any, *, at: int = 0) -> Any:
+    """Return a value in the form of an example: a tensor of one number, its FP8 dtype, its dimensions.
+
+    Further dimensions are of size 1, before dimension ``at``.
+    """
+    if not isinstance(example, torch.Tensor):
+        return value
+    if isinstance(value, int | float):
+        if example.numel() != 1:
+            raise Unsupported(f"a tensor {tuple(example.shape)} must be one number")
+        return torch.full_like(example, value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype == torch.uint8 and example.dtype.itemsize == 1:
+        value = value.view(example.dtype)
+    if example.dim() == 3 and value.dim() == 4:  # a cache without a dimension for its blocks
+        value = value.flatten(0, 1)
+    if example.dim() == value.dim() - 1:  # heads and elements in one
+        value = value.view(*value.shape[:-2], -1)
+    for _ in range(example.dim() - value.dim()):
+        value = value.unsqueeze(at)
+    return value
+
+
+def _window(name: str, window: int, example: Any) -> Any:
+    """Return a window in the form that an argument has: a number of keys, keys to the left, or both sides."""
+    if name == "window_left":
+        return window - 1
+    if isinstance(example, tuple | list):
+        right = example[1] if len(example) > 1 and window else -1
+        return type(example)((window - 1, right))
+    if name == "window_size":
+        return (window - 1, 0) if window else (-1, -1)
+    return window or (None if example is None else 0)

@@ -1,0 +1,102 @@
+"""Notes of a batch: int32 overflows and accesses outside of all tensors, by source line.
+
+Of each line the log of a launch keeps the first note, in the order in which programs run one after another.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attnlab.kernels.triton.lockstep.control import Refused, running
+from attnlab.kernels.triton.run_log import Outside, RunLog, Wrap, kernel_line
+
+Line = tuple[str, int]
+Noted = dict[Line, tuple[int, int, Any]]  # number of the program, a time in the batch, the note
+
+
+@dataclass(slots=True, eq=False)
+class Notes:
+    """The notes of a launch. It takes the place of its log while batches run.
+
+    ``_wraps`` and ``_outside`` are those of batches that ended, ``_new`` those of the batch that runs.
+    """
+
+    operations: int = 0
+    _time: int = 0
+    _wraps: Noted = field(default_factory=dict)
+    _outside: Noted = field(default_factory=dict)
+    _new: tuple[Noted, Noted] = field(default_factory=lambda: ({}, {}))
+
+    def operated(self) -> None:
+        """Count an operation."""
+        self.operations += 1
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        """Return left × right as NumPy computes it; note an int32 overflow."""
+        product = np.multiply(left, right)
+        if product.dtype == np.int32:
+            wrong = np.multiply(left, right, dtype=np.int64) != product
+            if wrong.any():
+                self._wrapped(left, right, wrong)
+        return product
+
+    def _wrapped(self, left: Any, right: Any, wrong: Any) -> None:
+        found = first_program(wrong)
+        if found is None:
+            return
+        if running().scalar_loops:
+            raise Refused("an int32 overflow in a loop that begins differently in each program")
+        number, at = found
+        lanes = wrong[at]
+        one, other = (np.broadcast_to(n, wrong.shape)[at][lanes].flat[0] for n in (left, right))
+        file, line = kernel_line()
+        wrap = Wrap(file=file, line=line, left=int(one), right=int(other))
+        self._keep(self._new[0], (file, line), number, wrap)
+
+    def strayed(self, verb: str, number: int, place: str) -> None:
+        """Note an access outside of all tensors by the program with a number."""
+        file, line = kernel_line()
+        note = Outside(file=file, line=line, verb=verb, place=place)
+        self._keep(self._new[1], (file, line), number, note)
+
+    def _keep(self, notes: Noted, line: Line, number: int, note: Any) -> None:
+        self._time += 1
+        if line not in notes or number < notes[line][0]:
+            notes[line] = (number, self._time, note)
+
+    def forget(self) -> None:
+        """Forget the notes of a batch that does not end."""
+        self._new = ({}, {})
+
+    def end(self) -> None:
+        """Keep the notes of the batch that ended."""
+        for kept, new in zip((self._wraps, self._outside), self._new, strict=True):
+            for line, noted in new.items():
+                if line not in kept or noted[0] < kept[line][0]:
+                    kept[line] = noted
+        self.forget()
+
+    def take(self, other: "Notes") -> None:
+        """Add the notes of batches that a copy of the process ran."""
+        self._new = other._wraps, other._outside
+        self.end()
+
+    def tell(self, log: RunLog) -> None:
+        """Add the notes to the log of the launch."""
+        for kept, known in ((self._wraps, log.wraps), (self._outside, log.outside)):
+            for line, (*_, note) in sorted(kept.items(), key=lambda item: item[1][:2]):
+                known.setdefault(line, note)
+        log.operations += self.operations
+
+
+def first_program(lanes: Any) -> tuple[int, int] | None:
+    """Return the number of the first active program that has one of ``lanes``, (P or 1, …) bool, and its
+    index in them; None if there is none."""
+    batch = running()
+    which = lanes.reshape(len(lanes), -1).any(axis=1)
+    at = np.flatnonzero(np.broadcast_to(which, (batch.size,)) & batch.is_active)
+    if not at.size:
+        return None
+    first = int(at[np.argmin(batch.numbers[at])])
+    return int(batch.numbers[first]), first if len(lanes) > 1 else 0
