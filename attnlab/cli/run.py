@@ -236,15 +236,19 @@ def _run_case(args: argparse.Namespace) -> int:
     if args.against and args.stages:
         raise InvalidCase("against must not be given with stages", field="against")
     args.against = _changes(args.against or ())
+    platforms = [] if args.platforms is None else args.platforms.split(",")
+    for platform in platforms:
+        field_type("platform").check("platforms", platform)
+    if args.seconds is not None:
+        args.seconds = Number().check("seconds", Number().parse("seconds", args.seconds))
+    if args.save_call is not None:
+        check_output_file(args.save_call, "save-call")  # before minutes are spent
     case = _reduced(args, case)
     check_memory(case)
     if args.stages:
-        return _run_stages(args, case)
-    if args.save_call is not None:
-        check_output_file(args.save_call, "save-call")  # before minutes are spent
+        return _run_stages(args, case, platforms)
     if args.seconds is not None:
-        seconds = Number().check("seconds", Number().parse("seconds", args.seconds))
-        return run_limited(_run_run_case, args, case, seconds)
+        return run_limited(_run_run_case, args, case, args.seconds)
     with progress("running") as on_step:
         return _run_run_case(args, case, on_step)
 
@@ -292,10 +296,7 @@ def _run_run_case(args: argparse.Namespace, case: Case, on_step: Callable[..., N
     return 0 if result.status == "match" and (other is None or other.is_equal) else 1
 
 
-def _run_stages(args: argparse.Namespace, case: Case) -> int:
-    platforms = [] if args.platforms is None else args.platforms.split(",")
-    for platform in platforms:
-        field_type("platform").check("platforms", platform)
+def _run_stages(args: argparse.Namespace, case: Case, platforms: Sequence[str]) -> int:
     from attnlab.lab.run import platforms_shown, stage_table, to_json
 
     platforms = platforms or platforms_shown(case)
