@@ -104,6 +104,33 @@ class DescribedWeights:
         return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"
 
 
+# FeatureClaim: features of a call without which its output is right.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureClaim:
+    """The statement that an output is wrong with some features of a call, and right without any of them.
+
+    - ``features``: nouns with their articles; without one of them, the output is right in all cases.
+    - ``cases``: the number of further cases with wrong outputs that are right without one of the features.
+    """
+
+    features: tuple[str, ...]
+    cases: int
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words."""
+        *others, last = self.features
+        every = f"{', '.join(others)} and {last}" if others else last
+        without = "if one of these is left out" if others else "without it"
+        plural = "case" if self.cases == 1 else "cases"
+        return (
+            f"the output is wrong with {every}, and right {without} (confirmed on {self.cases} further "
+            f"{plural})"
+        )
+
+
 # Statements about what the programs of a Triton kernel store and load, from their recorded addresses.
 
 UNWRITTEN = "no kernel writes"

@@ -299,7 +299,8 @@ def _merge_memory(call: KernelCall, problem: Problem) -> dict[str, TensorMemory]
 
 def _sizes(problem: Problem, memory: TensorMemory) -> dict[str, int]:
     """Return the strides of a tensor, the sizes of the call, and the strides of other tensors."""
-    return dict(memory.strides) | sizes_of(problem.call) | _other_strides(problem)
+    own = dict(memory.strides) | dict(memory.contiguous)
+    return own | sizes_of(problem.call) | _other_strides(problem)
 
 
 @lru_cache(maxsize=2)

@@ -43,7 +43,8 @@ class SoftmaxLaw:
     - ``loop``: the loop in which they hold, None for all; it is right in the others.
     - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
     - ``weight_minus``, ``sum_minus``, ``output_minus``: how often the new maximum is subtracted in the
-      exponents of the weights, and of both rescalings. ``sum_is_one``, ``output_is_one``: the sum or the
+      exponents of the weights, and of both rescalings. ``of_tile``: from the scores, the maximum of their own
+      tile is subtracted. ``sum_is_one``, ``output_is_one``: the sum or the
       accumulator of earlier tiles counts as 1. ``added_sum``: the factor of a tile's sum when it is added.
     - ``scaled_sum``, ``scaled_output``: what the rescaling multiplies: "earlier" (tiles), "added" (the tile
       that is added), or "both". ``spares_first``: the first tile is not multiplied. ``by_sums``: the
@@ -71,6 +72,7 @@ class SoftmaxLaw:
     weight_minus: float = 1.0
     sum_minus: float = 1.0
     output_minus: float = 1.0
+    of_tile: bool = False
     sum_is_one: bool = False
     output_is_one: bool = False
     added_sum: float = 1.0
@@ -112,6 +114,7 @@ class SoftmaxLaw:
             keep_output=self.keep_output,
             sum_minus=self.sum_minus,
             output_minus=self.output_minus,
+            of_tile=self.of_tile,
             sum_is_one=self.sum_is_one,
             output_is_one=self.output_is_one,
             scaled_sum=self.scaled_sum,
@@ -242,7 +245,10 @@ class _Part:
             higher = torch.maximum(higher, scores.amax(-1, keepdim=True))
         if slots:
             higher = higher.clamp(min=0.0)
-        exps = _exp(scores - step.weight_minus * higher, step.weight)
+        subtracted = step.weight_minus * higher
+        if step.of_tile and scores.shape[-1]:
+            subtracted = scores.amax(-1, keepdim=True)
+        exps = _exp(scores - subtracted, step.weight)
         before = torch.ones_like(self.total) if step.sum_is_one else self.total
         scale = _exp(self.maximum - step.sum_minus * higher, step.rescale_sum)
         added = step.added_sum * exps.sum(-1, keepdim=True)
@@ -316,7 +322,7 @@ def loop_defects(problem: Problem) -> list[Defect]:
     if everywhere:
         found[None] = everywhere
     if has_loops:
-        found |= {0: changes | _window_of_new_rows(problem), 1: changes}
+        found |= {loop: changes | _window_of_numbers(problem, loop) for loop in (0, 1)}
     return [
         rule_defect(FAMILY, text, text, _in_loop(change, loop))
         for loop, laws in found.items()
@@ -471,16 +477,21 @@ def _window(problem: Problem) -> dict[str, _Change]:
     return {f"the window is {text}": _of_window(size) for text, size in sizes.items()}
 
 
-def _window_of_new_rows(problem: Problem) -> dict[str, _Change]:
-    """Return the window over the context that takes a row's number among the new tokens for its position."""
+def _window_of_numbers(problem: Problem, loop: int) -> dict[str, _Change]:
+    """Return the window that counts rows or keys of a loop by their numbers among the new tokens.
+
+    Over the context these are rows without the length of the context, over the new tokens keys without it.
+    """
 
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
         causal = mask_of(problem.call, row_slice.seq, sliding_window=0).visible(inputs.position)
-        row = inputs.position - _context(problem, row_slice.seq)
-        is_near = row[:, None] - torch.arange(causal.shape[1]) < problem.call.sliding_window
+        context = _context(problem, row_slice.seq)
+        lost = context if loop == 0 else -context
+        distance = inputs.position[:, None] - lost - torch.arange(causal.shape[1])
+        is_near = distance < problem.call.sliding_window
         return dataclasses.replace(inputs, visible=causal & is_near)
 
-    text = "the window counts rows without the length of the context"
+    text = f"the window counts {('rows', 'keys')[loop]} without the length of the context"
     return {text: change} if problem.call.sliding_window else {}
 
 
@@ -521,6 +532,16 @@ _STEPS: dict[str, SoftmaxLaw] = {
     "exp2 is used instead of exp in the rescaling of the accumulator": SoftmaxLaw(
         rescale_output=_LN_2
     ),
+    "the exponents of the rescaling of earlier tiles are doubled": SoftmaxLaw(
+        rescale_sum=2.0, rescale_output=2.0
+    ),
+    "the exponents of the rescaling of earlier tiles are halved": SoftmaxLaw(
+        rescale_sum=0.5, rescale_output=0.5
+    ),
+    "the exponents of the rescaling of earlier tiles have the wrong sign": SoftmaxLaw(
+        rescale_sum=-1.0, rescale_output=-1.0
+    ),
+    "the weights of each tile are relative to its own maximum": SoftmaxLaw(of_tile=True),
     "the sum of earlier tiles is not rescaled": SoftmaxLaw(rescale_sum=0.0),
     "the sum of earlier tiles, which begins at 1, is not rescaled": SoftmaxLaw(
         rescale_sum=0.0, first_sum=1.0
@@ -580,6 +601,9 @@ _MERGES: dict[str, SoftmaxLaw] = {
     ),
     "exp2 is used instead of exp to rescale the parts": SoftmaxLaw(
         merge_sum=_LN_2, merge_output=_LN_2
+    ),
+    "the exponents of the factors of the parts are multiplied by log2(e)": SoftmaxLaw(
+        merge_new=1 / _LN_2, merge_sum=1 / _LN_2, merge_output=1 / _LN_2
     ),
     "the sums of the parts are not rescaled": SoftmaxLaw(merge_sum=0.0),
     "the outputs of the parts are not rescaled": SoftmaxLaw(merge_output=0.0),
