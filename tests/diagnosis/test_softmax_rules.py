@@ -288,6 +288,15 @@ def test_parts_in_base_2_are_merged_with_exp():
     torch.testing.assert_close(found, torch.stack([first / 2, first / 2, last]))
 
 
+@pytest.mark.parametrize("merge", ["running", "at once"])
+def test_maxima_without_the_scale_weigh_parts_by_more(merge):
+    """Maxima 1 and 0 with the scale 0.5 are merged as 2 and 0."""
+    scores = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    parts = [[(0, 1, 0, 0)], [(1, 2, 0, 0)]]
+    found = SoftmaxLaw(unscaled=True).weights(scores, parts, merge, None, None, 0.5)[0, 0]
+    torch.testing.assert_close(found, torch.tensor([2.0, 0.0]).double().softmax(0))
+
+
 def test_parts_that_store_a_log_sum_exp_count_more_keys_more():
     """Parts of 2 and 1 equal scores: the first gets the weight 2 × 2 of 5 in place of 2 of 3."""
     scores = torch.zeros(1, 1, 3, dtype=torch.float64)

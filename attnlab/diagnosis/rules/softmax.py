@@ -52,6 +52,7 @@ class SoftmaxLaw:
     - ``divides``: whether the output of a part is divided by its sum. ``log_of_sum``: the factor of the
       logarithm of a part's sum in its log-sum-exp, of a running merge.
     - ``padding``: the slots of a tile after its last key count with score 0 and value 0; at most so many.
+    - ``unscaled``: the maximum that a part stores, alone or in its log-sum-exp, lacks the softmax scale.
     - ``max_plus_log``: how often the logarithm of a part's sum is added to the maximum that it stores, of a
       merge at once.
     - ``merge_sum``, ``merge_output``: factors of the exponents in the merge; ``merge_new``: in a running
@@ -82,6 +83,7 @@ class SoftmaxLaw:
     by_sums: bool = False
     divides: bool = True
     log_of_sum: float = 1.0
+    unscaled: bool = False
     max_plus_log: float = 0.0
     padding: int = 0
     merge_sum: float = 1.0
@@ -138,10 +140,12 @@ class SoftmaxLaw:
         merge: str,
         sinks: torch.Tensor | None,
         stops: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Return the weights of the keys, [heads, rows, keys], from their scores; ``sinks``: [heads].
 
-        ``stops``: [rows, 1], the slot from which on no tile of a row begins, or None for no limit. All
+        ``stops``: [rows, 1], the slot from which on no tile of a row begins, or None for no limit;
+        ``scale``: that of the scores, which the stored maxima of parts may lack. All
         weights of a row are 0 if all of its tiles are lost. With ``output_is_one``, one more column, at the
         end, holds what is added to each element of the output.
         """
@@ -149,9 +153,10 @@ class SoftmaxLaw:
             _Part.of(self, scores, tiles, sinks if i == 0 else None, stops)
             for i, tiles in enumerate(self._moved(parts, scores.shape[-1]))
         ]
+        lost = scale if self.unscaled else 1.0
         if merge == "running":
-            return self._merged_one_by_one(found)
-        return self._merged_at_once(found)
+            return self._merged_one_by_one(found, lost)
+        return self._merged_at_once(found, lost)
 
     def _moved(self, parts: Parts, length: int) -> Parts:
         """Return the parts with other ends."""
@@ -170,9 +175,10 @@ class SoftmaxLaw:
         is_out = index == place and count > 1
         return float(not (is_out and self.in_sum)), float(not (is_out and self.in_output))
 
-    def _merged_at_once(self, parts: "list[_Part]") -> torch.Tensor:
+    def _merged_at_once(self, parts: "list[_Part]", lost: float) -> torch.Tensor:
         stored = [
-            part.maximum + self.max_plus_log * part.total.clamp(min=1e-300).log() for part in parts
+            part.maximum / lost + self.max_plus_log * part.total.clamp(min=1e-300).log()
+            for part in parts
         ]
         highest = torch.stack(stored).amax(0)
         output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(highest)
@@ -183,12 +189,12 @@ class SoftmaxLaw:
             output = output + in_output * part.weights * scale
         return _quotient(output, total) if self.divides else output
 
-    def _merged_one_by_one(self, parts: "list[_Part]") -> torch.Tensor:
+    def _merged_one_by_one(self, parts: "list[_Part]", lost: float) -> torch.Tensor:
         output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(parts[0].total)
         highest = torch.full_like(total, _LOWEST)
         for i, part in enumerate(parts):
             in_sum, in_output = self._shares(i, len(parts))
-            log_sum = part.maximum + self.log_of_sum * part.total.clamp(min=1e-300).log()
+            log_sum = part.maximum / lost + self.log_of_sum * part.total.clamp(min=1e-300).log()
             higher = torch.maximum(highest, log_sum)
             new = _exp(log_sum - higher, self.merge_new)
             scale = _exp(highest - higher, self.merge_sum)
@@ -605,6 +611,7 @@ _MERGES: dict[str, SoftmaxLaw] = {
     "the exponents of the factors of the parts are multiplied by log2(e)": SoftmaxLaw(
         merge_new=1 / _LN_2, merge_sum=1 / _LN_2, merge_output=1 / _LN_2
     ),
+    "the maxima of the parts lack the softmax scale": SoftmaxLaw(unscaled=True),
     "the sums of the parts are not rescaled": SoftmaxLaw(merge_sum=0.0),
     "the outputs of the parts are not rescaled": SoftmaxLaw(merge_output=0.0),
     "the parts are not rescaled": SoftmaxLaw(merge_sum=0.0, merge_output=0.0),
@@ -679,7 +686,7 @@ def _computed(law: SoftmaxLaw, division: Division) -> Compute:
             parts = with_tiles_to(parts, int(stops.max()))
 
         def weigh(scores: torch.Tensor) -> torch.Tensor:
-            found = law.weights(scores, parts, division.merge, inputs.sinks, stops)
+            found = law.weights(scores, parts, division.merge, inputs.sinks, stops, inputs.sm_scale)
             is_empty.copy_((found == 0).all(-1).all(0))
             if law.output_is_one:
                 added.copy_(found[..., -1:].transpose(0, 1))
