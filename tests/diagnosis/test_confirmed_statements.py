@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
+from attnlab.diagnosis.claims import FeatureClaim
 from attnlab.diagnosis.confirmation import confirmed_features, with_second_cases
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
@@ -114,6 +116,20 @@ def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, featur
     found = confirmed_features(Spoiled(spoil=spoil), case)
     assert (None if found is None else found.features) == features
     assert found is None or found.cases > 4
+
+
+def test_features_are_judged_by_fresh_cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from fault_verification import _needs
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        output *= 2 if case.sliding_window else 1
+
+    lab, case = Spoiled(spoil=spoil), MIXED.replace(sliding_window=9, alibi=True)
+    claims = [
+        FeatureClaim(features=(noun,), cases=5) for noun in ("a sliding window", "ALiBi slopes")
+    ]
+    assert [_needs(lab, case, one) for one in claims] == [True, False]
 
 
 def factors_of_rows(case: Case, output: torch.Tensor) -> None:

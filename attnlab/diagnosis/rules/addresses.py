@@ -466,9 +466,9 @@ def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
     """
     if not isinstance(rule, AddressRule) or rule.tensor != "block_table":
         return True
-    if rule.index not in range(len(TABLE_TERMS)):
+    if rule.index is None or rule.index < 0 or rule.feature not in ("0", "1"):
         return True
-    if TABLE_TERMS[rule.index][0] != "p // block_size" or rule.feature not in ("0", "1"):
+    if TABLE_TERMS[rule.index][0] != "p // block_size":
         return True
     size = problem.call.block_size
     return all(
