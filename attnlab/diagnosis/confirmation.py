@@ -155,6 +155,8 @@ def features_of(case: Case) -> dict[str, dict[str, Any]]:
         "ALiBi slopes": {"alibi": False},
         "a soft cap": {"softcap": None},
         "attention sinks": {"sinks": False},
+        "a softmax scale above 1": {"sm_scale": None} if (case.sm_scale or 0) > 1 else {},
+        f"distribution {case.distribution}": {"distribution": "normal"},
         "interleaved values": {"interleave_v": False},
         f"the strides of kv_layout {case.kv_layout}": {"kv_layout": "contiguous"},
         "several query heads per KV head": {
@@ -186,7 +188,8 @@ def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
             break
         if (right := is_right(lab, other)) is None:
             continue
-        left = [noun for noun in left if _is_right_without(lab, other, features_of(other)[noun])]
+        features = features_of(other)
+        left = [noun for noun in left if _is_right_without(lab, other, features.get(noun, {}))]
         cases += not right
     if not left or cases < _LEAST_CASES:
         return None
