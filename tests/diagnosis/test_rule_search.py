@@ -167,6 +167,13 @@ def test_a_part_with_weight_1_may_be_empty(name):
     assert found.isfinite().all()
 
 
+def test_an_exponent_of_a_merge_is_halved():
+    """The larger part, the suffix, keeps the weight 1 before the division."""
+    lse = torch.tensor([1.0, 3.0], dtype=torch.float64)[:, None, None, None]
+    found = MERGE_LAWS["the exponent of the weight of the prefix is halved"](lse).flatten()
+    torch.testing.assert_close(found, torch.tensor([-1.0, 0.0]).double().softmax(0))
+
+
 def as_heads_first(output: torch.Tensor) -> torch.Tensor:
     """Return what a kernel reads from [rows, heads, size] if it takes it for [heads, rows, size]."""
     rows, heads, size = output.shape
