@@ -264,6 +264,8 @@ class RepairClaim:
       cases: then a rerun confirms the line alone.
     - ``only_finite``: some outputs stay wrong with NaN in slots without a token, so the claim is about finite
       numbers there.
+    - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
+      it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
     - ``others``: other edits that pass the same cases.
     """
 
@@ -272,6 +274,7 @@ class RepairClaim:
     cases: int
     only_finite: bool = False
     is_stated: bool = True
+    untouched: int = 0
     others: tuple[Repair, ...] = ()
 
     @property
@@ -301,9 +304,12 @@ class RepairClaim:
         what = f"with {self.repair.edit.text}" if self.is_stated else "with a change of this line"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
         other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.edit.text}"
+        rest = (
+            f"; in {self.untouched} other {_cases(self.untouched)} it stays wrong, without a change"
+        )
         return (
             f"{what} the output is right, here and in {self.cases} further "
-            f"{_cases(self.cases)}{finite}{other}"
+            f"{_cases(self.cases)}{finite}{other}{rest if self.untouched else ''}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,6 +324,7 @@ class RepairClaim:
             "cases": self.cases,
             "only_finite": self.only_finite,
             "stated": self.is_stated,
+            "untouched": self.untouched,
             "others": [
                 {"file": one.line[0], "line": one.line[1], "edit": one.edit.text}
                 for one in self.others

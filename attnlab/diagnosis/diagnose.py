@@ -179,7 +179,7 @@ def _of_argument(
         found = diagnose_argument(lab, case, output, diagnose_in)
         if output is None and found.location is None:
             found = _with_location(lab, case, found, limit)
-        return found
+        return found if output is not None or limit is None else with_features(lab, case, found)
     found = diagnose_in(case.replace(op_argument=NONE), lab=own)
     what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
     return dataclasses.replace(

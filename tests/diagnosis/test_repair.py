@@ -435,6 +435,18 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     assert verdict(claim_of(last, "first // BLOCK"), set()) == "misleading"
     assert verdict(claim_of(last, "first * 0"), lines, 1) == "misleading"
 
+    right = claim_of(last, "first // BLOCK").repair
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3), long])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 40)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    found = find_claim(lab, case, [right])
+    assert (found.cases, found.untouched) == (10, 1)
+    assert found.text.endswith(
+        "in 10 further cases; in 1 other case it stays wrong, without a change"
+    )
+    assert find_claim(lab, case, [claim_of(last, "first * 0").repair]) is None
+
     part = claim_of(last, "first // BLOCK")
     status = {"status": "explained", "cause": NEVER, "explanations": [NEVER]}
     named = Diagnosis(wrong_rows=1, repair=part, **status)
