@@ -9,6 +9,7 @@ call and is still wrong if it does not concern exactly the wrong rows of the fre
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from attnlab.diagnosis.claims import (
     AccessClaim,
     ConfirmedRule,
     DescribedWeights,
+    FeatureClaim,
     PatternClaim,
     RepairClaim,
 )
+from attnlab.diagnosis.confirmation import features_of
 from attnlab.diagnosis.decision import SLOTS_OF, examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -37,6 +40,8 @@ from attnlab.diagnosis.side_claim import common_claims, side_claims
 from attnlab.kernels.backend import Backend
 from attnlab.kernels.triton.probe import Line, Probe, probing
 from attnlab.lab.lab import Lab
+from attnlab.weights.conclude import xray
+from attnlab.weights.evidence import compare
 
 MOST_REPAIR_S = 60.0  # processor time for the cases of the check with a repair
 SoundRuns = Sequence[
@@ -94,11 +99,14 @@ def answer_of(lab: Lab, backend: Backend, case: Case, diagnosis: Diagnosis) -> d
         return {**base, "answer": _judged("described by weights", verified)}
     if diagnosis.is_by_repair:
         return {**base, "answer": _judged("described by a repair", _repairs(lab, case, diagnosis))}
-    if diagnosis.accesses is not None:
-        verified = _accessed(lab, case, diagnosis.accesses)
-        return {**base, "answer": _judged("described by its accesses", verified)}
-    if diagnosis.leak is not None:
-        return {**base, "answer": _judged("described by a leak", _leaks(lab, backend, case))}
+    judges: dict[str, tuple[Any, Callable[[], bool]]] = {
+        "its accesses": (diagnosis.accesses, lambda: _accessed(lab, case, diagnosis.accesses)),
+        "a leak": (diagnosis.leak, lambda: _leaks(lab, backend, case)),
+        "its features": (diagnosis.features, lambda: _needs(lab, case, diagnosis.features)),
+    }
+    for kind, (said, is_right_there) in judges.items():
+        if said is not None:
+            return {**base, "answer": _judged(f"described by {kind}", is_right_there())}
     if diagnosis.side_errors and not diagnosis.wrong_rows and diagnosis.status == "described":
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
@@ -246,6 +254,12 @@ def answer_of_argument(lab: Lab, case: Case, diagnosis: Diagnosis) -> dict[str, 
     if diagnosis.status == "described" and not diagnosis.wrong_rows:
         verified = _side_outputs(lab, case, diagnosis)
         return {**base, "answer": _judged("described by a pattern", verified)}
+    if diagnosis.features is not None:
+        verified = _needs(lab, case, diagnosis.features)
+        return {**base, "answer": _judged("described by its features", verified)}
+    if diagnosis.weights is not None:
+        verified = _measures(lab, case, diagnosis.weights)
+        return {**base, "answer": _judged("described by weights", verified)}
     if diagnosis.claim is None:
         return {**base, "answer": "abstained"}
     decisive = 0
@@ -340,8 +354,9 @@ def _repairs(lab: Lab, case: Case, diagnosis: Diagnosis) -> bool:
     return decisive > 0
 
 
-def _accessed(lab: Lab, case: Case, claim: AccessClaim) -> bool:
+def _accessed(lab: Lab, case: Case, claim: AccessClaim | None) -> bool:
     """Return whether the stated accesses concern every wrong row of fresh outputs, and no right output."""
+    assert claim is not None
     found = [access_facts(lab, fresh, lab.run) for fresh in fresh_cases(case)]
     is_decisive = any(bool(one.is_wrong.any()) for one in found)
     return is_decisive and all(claim.holds_in(one) for one in found)
@@ -354,6 +369,36 @@ def _leaks(lab: Lab, backend: Backend, case: Case) -> bool:
         for fresh in fresh_cases(case)
     ]
     return True in found and False not in found
+
+
+def _needs(lab: Lab, case: Case, claim: FeatureClaim | None) -> bool:
+    """Return whether some fresh output is wrong, and each is right without any of the features."""
+    assert claim is not None
+    fresh = [one for one in fresh_cases(case) if is_right(lab, one) is not None]
+    lacking = [
+        one.replace(**changes)
+        for one in fresh
+        for noun, changes in features_of(one).items()
+        if noun in claim.features
+    ]
+    is_wrong = any(is_right(lab, one) is False for one in fresh)
+    return is_wrong and all(is_right(lab, one) for one in lacking)
+
+
+def _measures(lab: Lab, case: Case, weights: DescribedWeights) -> bool:
+    """Return whether the description gives most weights that X-rays of fresh cases measure.
+
+    Outputs of cases with an op argument are not predicted, and their formats leave few digits of a weight.
+    """
+    shares = []
+    for fresh in fresh_cases(case):
+        with suppress(AttnLabError):
+            seen = xray(fresh, lab=lab, confirm=False, limit_s=0.1)
+            readable = seen.weights.isfinite().all(-1)
+            predicted = weights.description.weights(seen.setup)
+            explained = compare(seen.setup, seen.weights, predicted).explained[readable]
+            shares.append(float(explained.double().mean()))
+    return bool(shares) and min(shares) > 0.5
 
 
 def _claims(lab: Lab, backend: Backend, case: Case, claim: PatternClaim) -> bool:

@@ -92,7 +92,7 @@ HIP_OP, HIP_KERNEL = "chunked_prefill_paged_decode", "paged_attention_rocm"
 HELPERS = "triton_attention_helpers.py"  # functions that the kernels of newer releases share
 HIP_FILES = ("csrc/rocm/attention.cu", "csrc/rocm/attention_kernels.cuh")
 FURTHER_ROUNDS = 2
-LIMIT_S = 420.0
+LIMIT_S = 420.0  # processor time of a mutant
 
 
 def main() -> None:
@@ -276,7 +276,7 @@ def order_by_hand(
 def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
     """Return the versions and texts of mutants in files.
 
-    A file has one JSON object a line, or is docs/real-faults.json.
+    A file has one JSON object a line, or is docs/real-faults.json or docs/held-out-faults.json.
     """
     found = []
     for file in files:
@@ -285,8 +285,9 @@ def judged_before(files: Sequence[Path]) -> set[tuple[str, str]]:
             found += [json.loads(line) for line in text.splitlines()]
         else:
             record = json.loads(text)
-            draws = (record, record["hip"])
-            found += [one for draw in draws for one in draw["mutants"]] + record["left_out"]
+            draws = record.get("draws") or (record, record["hip"])
+            found += [one for draw in draws for one in draw["mutants"]]
+            found += record.get("left_out", [])
     return {(one["version"], one["text"]) for one in found}
 
 
@@ -327,11 +328,16 @@ def described(order: dict[str, Any]) -> dict[str, Any]:
     return {**{name: order[name] for name in names}, "rule": mutant["rule"], "line": mutant["line"]}
 
 
+def processor_s() -> float:
+    """Return the processor time of this process and of the children that ended, in seconds."""
+    return sum(os.times()[:4])
+
+
 def judge(order: dict[str, Any]) -> dict[str, Any]:
     """Return the class of a mutant and, if it is found, what the diagnosis says and whether it is right."""
     torch.set_num_threads(1)
     limit_processes(1)  # other mutants use the other cores
-    began = time.perf_counter()
+    began = processor_s()
     with tempfile.TemporaryDirectory() as folder:
         root = plant(order, Path(folder) / "vllm")
         os.environ["ATTNLAB_CACHE"] = str(Path(folder) / "cache")  # a mutant is built once
@@ -340,7 +346,7 @@ def judge(order: dict[str, Any]) -> dict[str, Any]:
         result = classify(order, backend, lab, root)
         if "located" in result:
             result |= place_of(order, root, result.pop("located"))
-    return {**described(order), **result, "seconds": round(time.perf_counter() - began, 1)}
+    return {**described(order), **result, "seconds": round(processor_s() - began, 1)}
 
 
 def plant(order: dict[str, Any], folder: Path) -> Path:
@@ -356,7 +362,7 @@ def plant(order: dict[str, Any], folder: Path) -> Path:
 def classify(order: dict[str, Any], backend: Backend, lab: Lab, root: Path) -> dict[str, Any]:
     """Run the hostile cases, then further ones, until one output differs from the sound one."""
     sound = torch.load(order["sound"], weights_only=True)
-    changed, missed, ran = 0, [], 0
+    began, changed, missed, ran = processor_s(), 0, [], 0
     cases, num_checked = [Case.from_json(one) for one in sound["cases"]], len(sound["faults"])
     for i, (case, expected) in enumerate(zip(cases, sound["outputs"], strict=True)):
         if i >= num_checked and (missed or not ran):
@@ -370,6 +376,7 @@ def classify(order: dict[str, Any], backend: Backend, lab: Lab, root: Path) -> d
             known = sound["faults"][i] if i < num_checked else []
             if i < num_checked and (faults := faults_of(lab, backend, case, known)):
                 runs = list(zip(cases, sound["outputs"], strict=True))[:num_checked]
+                faults["check_s"] = round(processor_s() - began, 1)
                 said = named(lab, backend, case, runs, partial(is_planted, order, root))
                 return {"class": "found", "case": i, **faults, **said}
             if is_new_error(lab, backend, case, got, expected):
@@ -485,9 +492,9 @@ def named(
         return {"answer": "not an attention op"}
     case = case.replace(backend=backend.name)
     try:
-        began = time.process_time()
+        began = processor_s()
         diagnosis = diagnose(case, lab=lab, propose=False, limit=FULL)
-        seconds = round(time.process_time() - began, 1)
+        ended = processor_s()
         if diagnosis.status == "rejected":
             return {"answer": "fails", "error": diagnosis.rejection}
         answer = of_argument if case.op_argument != NONE else answer_of
@@ -503,7 +510,8 @@ def named(
         return {"answer": "fails", "error": str(error)}
     found |= {
         "repair": None if diagnosis.repair is None else diagnosis.repair.text,
-        "diagnosis_s": seconds,
+        "diagnosis_s": round(ended - began, 1),
+        "judge_s": round(processor_s() - ended, 1),
     }
     if backend.name == "vllm" and diagnosis.location is not None:  # lines of C++ are not located
         found["located"] = [[one.file, one.line] for one in diagnosis.locations]
@@ -568,10 +576,19 @@ def print_summary(path: Path) -> None:
     for name, number in answers.most_common():
         print(f"| found, {name} | {number} |")
     print_statements(results)
+    print_seconds(results)
     ranks = Counter(result["rank"] for result in results if "rank" in result)
     print(f"\n| planted line | of {sum(ranks.values())} wrong outputs |\n| --- | --- |")
     for name in RANKS:
         print(f"| {name} | {ranks[name]} |")
+
+
+def print_seconds(results: Sequence[dict[str, Any]]) -> None:
+    """Print the mean processor time of the parts of judging a wrong output, and of a mutant."""
+    for name in ("check_s", "diagnosis_s", "judge_s", "seconds"):
+        given = [one[name] for one in results if name in one]
+        if given:
+            print(f"{name}: {sum(given) / len(given):.1f} on average of {len(given)}")
 
 
 def print_statements(results: Sequence[dict[str, Any]]) -> None:

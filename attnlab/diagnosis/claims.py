@@ -104,6 +104,33 @@ class DescribedWeights:
         return f"{self.description.text}{scope} (confirmed on {self.cases} further {plural})"
 
 
+# FeatureClaim: features of a call without which its output is right.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureClaim:
+    """The statement that an output is wrong with some features of a call, and right without any of them.
+
+    - ``features``: nouns with their articles; without one of them, the output is right in all cases.
+    - ``cases``: the number of further cases with wrong outputs that are right without one of the features.
+    """
+
+    features: tuple[str, ...]
+    cases: int
+
+    @property
+    def text(self) -> str:
+        """Return the claim in words."""
+        *others, last = self.features
+        every = f"{', '.join(others)} and {last}" if others else last
+        without = "if one of these is left out" if others else "without it"
+        plural = "case" if self.cases == 1 else "cases"
+        return (
+            f"the output is wrong with {every}, and right {without} (confirmed on {self.cases} further "
+            f"{plural})"
+        )
+
+
 # Statements about what the programs of a Triton kernel store and load, from their recorded addresses.
 
 UNWRITTEN = "no kernel writes"
@@ -237,6 +264,8 @@ class RepairClaim:
       cases: then a rerun confirms the line alone.
     - ``only_finite``: some outputs stay wrong with NaN in slots without a token, so the claim is about finite
       numbers there.
+    - ``untouched``: the number of further cases that are wrong with the same bits with the edit and without
+      it, because the same fault, or another, is elsewhere, too: in a second kernel, for example.
     - ``others``: other edits that pass the same cases.
     """
 
@@ -245,6 +274,7 @@ class RepairClaim:
     cases: int
     only_finite: bool = False
     is_stated: bool = True
+    untouched: int = 0
     others: tuple[Repair, ...] = ()
 
     @property
@@ -274,9 +304,12 @@ class RepairClaim:
         what = f"with {self.repair.edit.text}" if self.is_stated else "with a change of this line"
         elsewhere = next((one for one in self.others if one.line != self.repair.line), None)
         other = "" if elsewhere is None else f"; or {_place(elsewhere)}: with {elsewhere.edit.text}"
+        rest = (
+            f"; in {self.untouched} other {_cases(self.untouched)} it stays wrong, without a change"
+        )
         return (
             f"{what} the output is right, here and in {self.cases} further "
-            f"{_cases(self.cases)}{finite}{other}"
+            f"{_cases(self.cases)}{finite}{other}{rest if self.untouched else ''}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -291,6 +324,7 @@ class RepairClaim:
             "cases": self.cases,
             "only_finite": self.only_finite,
             "stated": self.is_stated,
+            "untouched": self.untouched,
             "others": [
                 {"file": one.line[0], "line": one.line[1], "edit": one.edit.text}
                 for one in self.others

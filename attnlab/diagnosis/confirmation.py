@@ -1,24 +1,31 @@
-"""Confirmation: an explanation must hold in further cases with other lengths and odd scales."""
+"""Confirmation: a statement must hold in further cases with other lengths and odd scales."""
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 import torch
 
 from attnlab.case.case import Case
-from attnlab.case.errors import AttnLabError
+from attnlab.case.errors import AttnLabError, InvalidCase
+from attnlab.case.masks import CAUSAL, MASK_DATA
+from attnlab.case.op_arguments import NONE
 from attnlab.defects import Defect
 from attnlab.defects.problem import Problem, sample_rows
 from attnlab.diagnosis.candidates import Candidate, fit
+from attnlab.diagnosis.claims import FeatureClaim
 from attnlab.diagnosis.decision import NEVER_WRITTEN, SLOTS_OF, examine, with_explanations, withdraw
 from attnlab.diagnosis.diagnosis import Diagnosis
+from attnlab.diagnosis.location.repair_check import is_right
 from attnlab.diagnosis.pattern import Pattern
-from attnlab.diagnosis.reruns import Rerun, further_cases, with_other_numbers
+from attnlab.diagnosis.reruns import Rerun, further_cases, nearby_cases, with_other_numbers
 from attnlab.lab.lab import Lab
 
-# Reruns with another output buffer show the first directly; further cases have no freed blocks.
-_SHOWN_BY_RERUNS = ("query_start_loc_as_int32", "freed_leaked")
+_SHOWN_BY_RERUNS = ("query_start_loc_as_int32",)  # with another output buffer
 
 
 def with_second_cases(
@@ -42,7 +49,7 @@ def with_second_cases(
             break
         known = other.replace(output_init="recycled")  # so that unwritten rows can be recognised
         if any(one.name in SLOTS_OF for one in diagnosis.explanations):
-            known = known.replace(empty_slots="nan")  # finite numbers times 0 would not show it
+            known = with_leaks(known, case)
         try:
             output = rerun(known)
         except AttnLabError:
@@ -59,6 +66,14 @@ def with_second_cases(
             f"{{names}} does not explain a second run with {_changes_text(case, other)}",
         )
     return _with_cases(diagnosis, cases)
+
+
+def with_leaks(other: Case, case: Case) -> Case:
+    """Return a further case with NaN in slots without a token and the freed blocks of a Case.
+
+    Finite numbers times 0 would not show what leaks.
+    """
+    return other.replace(empty_slots="nan", freed=case.freed)
 
 
 def _with_cases(diagnosis: Diagnosis, cases: Counter[str]) -> Diagnosis:
@@ -121,3 +136,78 @@ def _changes_text(case: Case, other: Case) -> str:
         for name in names
         if getattr(other, name) != getattr(case, name)
     )
+
+
+# Features without which an output is right: what is stated of a fault if nothing else describes it.
+
+_LEAST_CASES, _MOST_CASES = 5, 10  # with wrong outputs that are right without a feature
+_MOST_S = 20.0  # processor time
+_PLAIN_CACHE = {"kv_cache_dtype": "auto", "cache_format": None, "k_scale": 1.0, "v_scale": 1.0}
+
+
+def features_of(case: Case) -> dict[str, dict[str, Any]]:
+    """Return the features of a Case that it could lack, as nouns, each with the changes that leave it out."""
+    found: dict[str, dict[str, Any]] = {
+        f"op_argument {case.op_argument}": {"op_argument": NONE},
+        "an FP8 cache": _PLAIN_CACHE,
+        "a sliding window": {"sliding_window": 0, "freed": "kept"},
+        f"mask {case.mask}": {"mask": CAUSAL, **dict.fromkeys(MASK_DATA)},
+        "ALiBi slopes": {"alibi": False},
+        "a soft cap": {"softcap": None},
+        "attention sinks": {"sinks": False},
+        "a softmax scale above 1": {"sm_scale": None} if (case.sm_scale or 0) > 1 else {},
+        f"distribution {case.distribution}": {"distribution": "normal"},
+        "interleaved values": {"interleave_v": False},
+        f"the strides of kv_layout {case.kv_layout}": {"kv_layout": "contiguous"},
+        "several query heads per KV head": {
+            "num_queries_per_kv": 1,
+            "num_heads": case.num_kv_heads,
+        },
+        "several KV heads": {"num_heads": case.num_queries_per_kv},
+        f"head_size {case.head_size}, no power of 2": {
+            "head_size": 1 << (case.head_size - 1).bit_length()
+        },
+    }
+    return {
+        noun: changes
+        for noun, changes in found.items()
+        if any(getattr(case, name) != value for name, value in changes.items())
+    }
+
+
+def confirmed_features(lab: Lab, case: Case) -> FeatureClaim | None:
+    """Return the features without which the outputs of a Case and of further cases are right, or None.
+
+    Wrong outputs must be right without a feature, and no output may be wrong without it.
+    """
+    end, cases = time.process_time() + _MOST_S, 0
+    features = features_of(case)
+    left = [noun for noun in features if _is_right_without(lab, case, features[noun])]
+    for other in chain(further_cases(case), nearby_cases(case)):
+        if not left or cases == _MOST_CASES or time.process_time() > end:
+            break
+        if (right := is_right(lab, other)) is None:
+            continue
+        features = features_of(other)
+        left = [noun for noun in left if _is_right_without(lab, other, features.get(noun, {}))]
+        cases += not right
+    if not left or cases < _LEAST_CASES:
+        return None
+    return FeatureClaim(features=tuple(left), cases=cases)
+
+
+def _is_right_without(lab: Lab, case: Case, changes: dict[str, Any]) -> bool:
+    """Answer whether an output is right without a feature; False if the Case cannot lack it."""
+    with suppress(InvalidCase):
+        return is_right(lab, case.replace(**changes)) is True
+    return False
+
+
+def with_features(lab: Lab, case: Case, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with the features that the fault needs, if nothing else describes it."""
+    if diagnosis.status != "unexplained" or not diagnosis.wrong_rows:
+        return diagnosis
+    claim = confirmed_features(lab, case)
+    if claim is None:
+        return diagnosis
+    return dataclasses.replace(diagnosis, status="described", features=claim)

@@ -27,6 +27,7 @@ from attnlab.diagnosis.argument_pattern import argument_lab
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.cells import ErrorLocations, locate
 from attnlab.diagnosis.claims import KernelLocation
+from attnlab.diagnosis.confirmation import with_features
 from attnlab.diagnosis.decision import (
     check_output,
     collect_evidence,
@@ -178,7 +179,7 @@ def _of_argument(
         found = diagnose_argument(lab, case, output, diagnose_in)
         if output is None and found.location is None:
             found = _with_location(lab, case, found, limit)
-        return found
+        return found if output is not None or limit is None else with_features(lab, case, found)
     found = diagnose_in(case.replace(op_argument=NONE), lab=own)
     what = f"whether it depends on op_argument {case.op_argument}, with which all cases ran"
     return dataclasses.replace(
@@ -240,7 +241,8 @@ def _holds_results(before: torch.Tensor, output: torch.Tensor, locations: ErrorL
 def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | None) -> Diagnosis:
     """Return the diagnosis with the source lines that may hold the fault, and an edit that repairs it.
 
-    Models have no source, and a wrong call is no fault of the kernel.
+    If nothing describes the fault, the features that it needs are stated. Models have no source, and a wrong
+    call is no fault of the kernel.
     """
     is_callers = any(violation.effect != "harmless" for violation in diagnosis.violations)
     is_wrong = diagnosis.wrong_rows or diagnosis.side_errors
@@ -253,7 +255,7 @@ def _with_location(lab: Lab, case: Case, diagnosis: Diagnosis, limit: Limit | No
     except AttnLabError as error:
         location = KernelLocation(why_none=f"the kernels cannot be traced: {error}")
     diagnosis = dataclasses.replace(diagnosis, location=location)
-    return with_repair(lab, case, diagnosis, location.repairs)
+    return with_features(lab, case, with_repair(lab, case, diagnosis, location.repairs))
 
 
 def _distinguish(case: Case, problem: Problem, diagnosis: Diagnosis) -> Distinction:

@@ -13,6 +13,7 @@ from attnlab.diagnosis.claims import (
     AccessClaim,
     ConfirmedRule,
     DescribedWeights,
+    FeatureClaim,
     KernelLine,
     KernelLocation,
     LeakClaim,
@@ -146,6 +147,7 @@ class Diagnosis(Shown):
     - ``accesses``: wrong accesses that recur wherever the output of a further case is wrong, or None.
     - ``leak``: that the output is wrong by NaN in unwritten slots alone, here and in further cases, or None.
     - ``claim``: what of the pattern also holds in further cases, or None.
+    - ``features``: if nothing else describes the fault, what the call must have for it, or None.
     - ``side_errors``: what is wrong with the log-sum-exp and the rows of padding.
     - ``location``: lines of the kernel's source that may hold the fault, or why there are none; None if they
       were not looked for. Only the line of ``repair`` is confirmed by reruns, and printed.
@@ -188,6 +190,7 @@ class Diagnosis(Shown):
     accesses: AccessClaim | None = None
     leak: LeakClaim | None = None
     claim: PatternClaim | None = None
+    features: FeatureClaim | None = None
     side_errors: tuple[SideClaim, ...] = ()
     location: KernelLocation | None = None
     violations: Violations = field(default_factory=Violations)
@@ -404,6 +407,8 @@ class Diagnosis(Shown):
             return f"wherever a further output is wrong, {lines} has a bad access, too{claim}"
         if self.claim is not None:
             return f"{self.claim.text} (confirmed on further cases)"
+        if self.features is not None:
+            return self.features.text
         return "; ".join(fact.sentence for fact in self.pattern.rules)
 
     def _violation_sentences(self) -> list[str]:
@@ -449,6 +454,7 @@ class Diagnosis(Shown):
             "accesses": None if self.accesses is None else self.accesses.text,
             "leak": None if self.leak is None else self.leak.text,
             "claim": None if self.claim is None else self.claim.text,
+            "features": None if self.features is None else self.features.text,
             "locations": [line.to_dict() for line in self.locations],
             "no_location": None if self.location is None else self.location.why_none or None,
             "violations": [violation.to_dict() for violation in self.violations],

@@ -23,7 +23,7 @@ from attnlab.diagnosis.argument_pattern import ArgumentLab
 from attnlab.diagnosis.candidates import Candidate
 from attnlab.diagnosis.cells import limit_of, ratio_of
 from attnlab.diagnosis.claims import DescribedWeights, LeakClaim, PatternClaim, claim_of
-from attnlab.diagnosis.confirmation import is_hidden, with_second_cases
+from attnlab.diagnosis.confirmation import is_hidden, with_leaks, with_second_cases
 from attnlab.diagnosis.decision import (
     Evidence,
     Examination,
@@ -292,7 +292,7 @@ def confirmed_leak(lab: Lab, case: Case, rerun: Rerun) -> LeakClaim | None:
     """Return the claim if it holds for the Case and for all further cases, else None."""
     if leak_of(lab, case, rerun) is not True:
         return None
-    found = [leak_of(lab, other, rerun) for other in further_cases(case)]
+    found = [leak_of(lab, with_leaks(other, case), rerun) for other in further_cases(case)]
     if False in found or True not in found:
         return None
     return LeakClaim(cases=found.count(True))

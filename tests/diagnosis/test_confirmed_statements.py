@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from attnlab.contracts.slot_states import STATES, SlotState
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import make_problem
 from attnlab.diagnosis.access_check import with_accesses
-from attnlab.diagnosis.confirmation import with_second_cases
+from attnlab.diagnosis.claims import FeatureClaim
+from attnlab.diagnosis.confirmation import confirmed_features, with_second_cases
 from attnlab.diagnosis.decision import examine
 from attnlab.diagnosis.diagnose import diagnose
 from attnlab.diagnosis.diagnosis import Diagnosis
@@ -62,9 +64,18 @@ def always_nan(case: Case, output: torch.Tensor) -> None:
     output[0] = torch.nan
 
 
-@pytest.mark.parametrize(("spoil", "is_leak"), [(nan_from_slots, True), (always_nan, False)])
+def nan_from_freed_blocks(case: Case, output: torch.Tensor) -> None:
+    if case.empty_slots == "nan" and case.freed == "empty":
+        output[0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("spoil", "is_leak"),
+    [(nan_from_slots, True), (nan_from_freed_blocks, True), (always_nan, False)],
+)
 def test_a_leak_is_stated_if_finite_numbers_make_all_outputs_right(spoil, is_leak):
-    found = confirmed_leak(Lab(), MIXED, Spoiled(spoil=spoil).output)
+    case = MIXED.replace(sliding_window=9, freed="empty")
+    found = confirmed_leak(Lab(), case, Spoiled(spoil=spoil).output)
     assert (found is not None) == is_leak
     assert found is None or found.cases > 2
 
@@ -83,6 +94,42 @@ def test_a_name_of_a_leak_must_hold_in_further_cases():
     again = diagnose(case, lab=lab, limit=None, propose=False)
     assert again.explanations == []
     assert again.leak is not None
+
+
+@pytest.mark.parametrize(
+    ("is_spoilt", "features"),
+    [
+        (lambda case: case.sliding_window, ("a sliding window",)),
+        (lambda case: case.sliding_window and case.alibi, ("a sliding window", "ALiBi slopes")),
+        (lambda case: case.sliding_window or max(case.lengths.ctx_lens) > 200, None),
+        (lambda case: case.sliding_window and case.seed == MIXED.seed, None),
+        (lambda case: True, None),
+    ],
+    ids=["one", "two", "another fault", "no further case", "always"],
+)
+def test_features_are_stated_if_outputs_without_them_are_right(is_spoilt, features):
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        if is_spoilt(case):
+            output *= 2
+
+    case = MIXED.replace(sliding_window=9, alibi=True)
+    found = confirmed_features(Spoiled(spoil=spoil), case)
+    assert (None if found is None else found.features) == features
+    assert found is None or found.cases > 4
+
+
+def test_features_are_judged_by_fresh_cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from fault_verification import _needs
+
+    def spoil(case: Case, output: torch.Tensor) -> None:
+        output *= 2 if case.sliding_window else 1
+
+    lab, case = Spoiled(spoil=spoil), MIXED.replace(sliding_window=9, alibi=True)
+    claims = [
+        FeatureClaim(features=(noun,), cases=5) for noun in ("a sliding window", "ALiBi slopes")
+    ]
+    assert [_needs(lab, case, one) for one in claims] == [True, False]
 
 
 def factors_of_rows(case: Case, output: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.cases import hostile
-from helpers.tiled_attention import CONTEXT, right_hides, tiled_attention
+from helpers.tiled_attention import CONTEXT, NEW, right_hides, tiled_attention
 
 from attnlab.case.case import Case
 from attnlab.defects.problem import all_rows, make_problem, scores_of
@@ -69,6 +69,15 @@ def window_of_new_rows(block, at: torch.Tensor, longer: int = 0) -> torch.Tensor
 
 def longer_window_of_new_rows(block, at: torch.Tensor) -> torch.Tensor:
     return window_of_new_rows(block, at, longer=1)
+
+
+def window_of_new_keys(block, at: torch.Tensor) -> torch.Tensor:
+    """Hide, in the loop over the new tokens, what a window that counts these from 0 does not see."""
+    starts = block.call.query_start_loc
+    first = starts[starts <= block.rows[0]].max()
+    context = block.position[0] - (block.rows[0] - first)
+    is_before = at - context <= block.position[:, None] - block.call.sliding_window
+    return is_before | (at > block.position[:, None])
 
 
 def only_ends(block, at: torch.Tensor) -> torch.Tensor:
@@ -163,10 +172,14 @@ def test_a_fault_is_described_by_its_rule(op, window, faults, parts):
             {"loop": CONTEXT, "hides": window_of_new_rows},
             (LOOPS[0], "the window counts rows without the length of the context"),
         ),
+        (
+            {"loop": NEW, "hides": window_of_new_keys},
+            (LOOPS[1], "the window counts keys without the length of the context"),
+        ),
         ({"loop": CONTEXT, "hides": longer_window_of_new_rows}, ()),
         ({"loop": None, "as_zero": before_window, "shift": 1.0}, ()),
     ],
-    ids=["zero in both", "zero in the context", "new rows", "longer window", "shifted"],
+    ids=["zero in both", "zero in the context", "new rows", "new keys", "longer window", "shifted"],
 )
 def test_a_wrong_window_is_described_by_its_rule(faults, parts):
     """Other faults get no rule."""

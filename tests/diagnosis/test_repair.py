@@ -414,12 +414,14 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     first, last = kernel.text.index("first % BLOCK"), kernel.text.rindex("first % BLOCK")
     assert first < last
 
+    def edited(at: int, after: str) -> Repair:
+        row, before = kernel.text[:at].count("\n") + 1, "first % BLOCK"
+        places = {"line": row, "statement": row, "start": at, "end": at + len(before)}
+        edit = Edit(**places, before=before, after=after, cost=1)
+        return Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
+
     def claim_of(at: int, after: str) -> RepairClaim:
-        row = kernel.text[:at].count("\n") + 1
-        end = at + len("first % BLOCK")
-        edit = Edit(line=row, statement=row, start=at, end=end, before="", after=after, cost=1)
-        repair = Repair(kernel=kernel, text=kernel.text, edit=edit, share=1.0)
-        return RepairClaim(repair=repair, source="", cases=1)
+        return RepairClaim(repair=edited(at, after), source="", cases=1)
 
     sound = [
         (one, (lab.run(one.replace(backend=f"{EXAMPLE}:my_attention")).output.clone(), None, None))
@@ -434,6 +436,18 @@ def test_a_repair_of_one_of_two_planted_places_is_a_part_of_the_fault(tmp_path, 
     assert verdict(claim_of(last, "first // BLOCK"), lines, 1) == "the fault"
     assert verdict(claim_of(last, "first // BLOCK"), set()) == "misleading"
     assert verdict(claim_of(last, "first * 0"), lines, 1) == "misleading"
+
+    right, all_long = edited(last, "first // BLOCK"), long.replace(query_lens=(1,), ctx_lens=(40,))
+    monkeypatch.setattr(repair_check, "further_cases", lambda _: [case.replace(seed=3), all_long])
+    monkeypatch.setattr(repair_check, "varied_cases", lambda _: [])
+    similar = [case.replace(seed=seed) for seed in range(20, 40)]
+    monkeypatch.setattr(repair_check, "similar_cases", lambda _: similar)
+    found = find_claim(lab, case, [right])
+    assert (found.cases, found.untouched) == (10, 1)
+    assert found.text.endswith(
+        "in 10 further cases; in 1 other case it stays wrong, without a change"
+    )
+    assert find_claim(lab, case, [edited(last, "first * 0")]) is None
 
     part = claim_of(last, "first // BLOCK")
     status = {"status": "explained", "cause": NEVER, "explanations": [NEVER]}

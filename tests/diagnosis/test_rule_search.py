@@ -20,12 +20,13 @@ from attnlab.diagnosis.rules.outputs import (
     wrong_addresses,
 )
 from attnlab.diagnosis.rules.rule import DECODES, rows_of
+from attnlab.diagnosis.rules.search import find_rule
 from attnlab.kernels import model
 from attnlab.kernels.backend import RunOutput
 from attnlab.kernels.model import partials
 from attnlab.lab.lab import Lab
 from attnlab.tensors.call import KernelCall
-from attnlab.tensors.case_call import make_output
+from attnlab.tensors.case_call import make_output, strided
 
 Change = Callable[[KernelCall], dict[str, object]]
 
@@ -78,6 +79,50 @@ def values_of_pairs(call: KernelCall) -> dict[str, object]:
     return {"value_cache": call.value_cache.index_select(1, heads)}
 
 
+def as_strided(name: str, strides: Callable[[torch.Tensor], tuple[int, ...]]) -> Change:
+    """Return the change in which a tensor is read with other strides from where it begins."""
+
+    def change(call: KernelCall) -> dict[str, object]:
+        one = getattr(strided(call), name)
+        first = one.storage_offset()
+        flat = torch.zeros(2 * one.untyped_storage().nbytes(), dtype=one.dtype)
+        memory = one.as_strided((one.untyped_storage().nbytes() // one.element_size(),), (1,), 0)
+        flat[: len(memory) - first] = memory[first:]
+        return {name: flat.as_strided(one.shape, strides(one)), "strides": "contiguous"}
+
+    return change
+
+
+def exchanged(one: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides with those of the dimension and of the slot exchanged."""
+    return (*one.stride()[:2], one.stride(3), one.stride(2))
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "text"),
+    [
+        (
+            "unified_attention",
+            as_strided("query", lambda one: (one.shape[1:].numel(), one.shape[2], 1)),
+            "queries are read at a wrong address: with row × contiguous stride 0 in place of",
+        ),
+        (
+            "chunked_prefill_paged_decode",
+            as_strided("value_cache", exchanged),
+            "cached values are read at a wrong address: stride 2 and stride 3 are exchanged",
+        ),
+    ],
+    ids=["contiguous", "exchanged"],
+)
+def test_a_read_with_other_strides_is_described(op, change, text):
+    case = hostile(
+        op=op, platform="sm_90", empty_slots="garbage", kv_layout="fused", num_heads=4,
+        query_lens=(1, 1, 1), ctx_lens=(9, 15, 40),
+    )  # fmt: skip
+    rule = find_rule(Lab(), case, ReadsWrong(change=change).output)
+    assert text in rule.text
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -120,6 +165,13 @@ def test_a_part_with_weight_1_may_be_empty(name):
     part = 0 if "prefix" in name else 1
     assert found[part].tolist() == [1.0, 1.0]
     assert found.isfinite().all()
+
+
+def test_an_exponent_of_a_merge_is_halved():
+    """The larger part, the suffix, keeps the weight 1 before the division."""
+    lse = torch.tensor([1.0, 3.0], dtype=torch.float64)[:, None, None, None]
+    found = MERGE_LAWS["the exponent of the weight of the prefix is halved"](lse).flatten()
+    torch.testing.assert_close(found, torch.tensor([-1.0, 0.0]).double().softmax(0))
 
 
 def as_heads_first(output: torch.Tensor) -> torch.Tensor:

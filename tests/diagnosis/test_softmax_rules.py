@@ -269,6 +269,34 @@ def test_log_sum_exps_without_their_logarithm_weigh_parts_by_maxima():
     torch.testing.assert_close(found, torch.stack([(1 - last) / 2, (1 - last) / 2, last]))
 
 
+def test_weights_of_a_tile_are_relative_to_its_own_maximum():
+    """The second tile, whose scores are lower by 2, counts as if its highest score were 0."""
+    scores = torch.tensor([[[0.0, -1.0, -2.0, -3.0]]], dtype=torch.float64)
+    parts = [[(0, 2, 0, 0), (2, 4, 0, 0)]]
+    found = SoftmaxLaw(of_tile=True).weights(scores, parts, "", None)[0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.0, -1.0, 0.0, -1.0]).double().softmax(0))
+
+
+def test_parts_in_base_2_are_merged_with_exp():
+    """The log-sum-exps of the parts, ln 2 and 0, are 1 and 0 to base 2."""
+    scores = torch.zeros(1, 1, 3, dtype=torch.float64)
+    parts = [[(0, 2, 0, 0)], [(2, 3, 0, 0)]]
+    factor = 1 / math.log(2)
+    law = SoftmaxLaw(merge_new=factor, merge_sum=factor, merge_output=factor)
+    found = law.weights(scores, parts, "running", None)[0, 0]
+    first, last = torch.tensor([1.0, 0.0]).double().softmax(0)
+    torch.testing.assert_close(found, torch.stack([first / 2, first / 2, last]))
+
+
+@pytest.mark.parametrize("merge", ["running", "at once"])
+def test_maxima_without_the_scale_weigh_parts_by_more(merge):
+    """Maxima 1 and 0 with the scale 0.5 are merged as 2 and 0."""
+    scores = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    parts = [[(0, 1, 0, 0)], [(1, 2, 0, 0)]]
+    found = SoftmaxLaw(unscaled=True).weights(scores, parts, merge, None, None, 0.5)[0, 0]
+    torch.testing.assert_close(found, torch.tensor([2.0, 0.0]).double().softmax(0))
+
+
 def test_parts_that_store_a_log_sum_exp_count_more_keys_more():
     """Parts of 2 and 1 equal scores: the first gets the weight 2 × 2 of 5 in place of 2 of 3."""
     scores = torch.zeros(1, 1, 3, dtype=torch.float64)

@@ -52,7 +52,8 @@ def leak(kind: str) -> Callable[[Case, KernelCall], None]:
     def spoil(case: Case, call: KernelCall) -> None:
         size = case.block_size
         for seq, seq_len in enumerate(case.lengths.seq_lens):
-            if case.lengths.query_lens[seq] > 1:
+            has_freed = kind == "tail" or seq_len >= case.sliding_window + size
+            if case.lengths.query_lens[seq] > 1 or not has_freed:
                 continue
             column = (seq_len - 1) // size if kind == "tail" else 0
             slots = slice(seq_len % size or size, None) if kind == "tail" else slice(None)

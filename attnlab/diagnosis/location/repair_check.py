@@ -208,15 +208,23 @@ def find_claim(lab: Lab, case: Case, repairs: Sequence[Repair]) -> RepairClaim |
             _claim_of(proofs, varied, more, other, end) for other in _neighbours(repair)
         ):
             found = dataclasses.replace(found, is_stated=False)
-        if claim is None or (found.is_stated and not claim.is_stated):
-            claim = found
-            left_s = _MOST_OTHERS_S if found.is_stated else _MOST_STATED_S
+        if claim is None or _is_better(found, claim):
+            claim, others = found, []
+            is_best = found.is_stated and not found.untouched
+            left_s = _MOST_OTHERS_S if is_best else _MOST_STATED_S
             end = min(end, time.process_time() + left_s)
         elif found.is_stated and found.only_finite == claim.only_finite:
-            others.append(repair)
+            others += [] if _is_better(claim, found) else [repair]
     if claim is None:
         return None
     return dataclasses.replace(claim, others=tuple(others) if claim.is_stated else ())
+
+
+def _is_better(one: RepairClaim, other: RepairClaim) -> bool:
+    """Answer whether an edit repairs more cases than another, or can be stated and the other cannot."""
+    if bool(one.untouched) != bool(other.untouched):
+        return not one.untouched
+    return one.is_stated and not other.is_stated
 
 
 def _more(shown: Sequence["_Proof"], known: dict[Case, "_Proof"]) -> Iterator["_Proof"]:
@@ -227,6 +235,13 @@ def _more(shown: Sequence["_Proof"], known: dict[Case, "_Proof"]) -> Iterator["_
             if case is not None and case not in done:
                 done.add(case)
                 yield known.setdefault(case, _Proof(lab=proof.lab, case=case))
+
+
+def _holds(proofs: Sequence["_Proof"], repair: Repair, end: float) -> bool:
+    """Answer whether an edit repairs the first case, and each further one or nothing in it, in time."""
+    return proofs[0].accepts(repair) and all(
+        time.process_time() <= end and proof.allows(repair) for proof in proofs[1:]
+    )
 
 
 def _claim_of(
@@ -241,7 +256,7 @@ def _claim_of(
 
     ``more``: proofs by further cases that an edit before needed, to which this one adds its own.
     """
-    if any(time.process_time() > end or not proof.accepts(repair) for proof in proofs):
+    if not _holds(proofs, repair, end):
         return None
     cases = sum(proof.is_decisive(repair) for proof in proofs[1:])
     leaks = any(proof.leaks(repair) for proof in proofs)
@@ -260,6 +275,7 @@ def _claim_of(
         cases += proof.is_decisive(repair)
     if cases < _FEWEST:
         return None
+    untouched = sum(proof.is_untouched(repair) for proof in proofs)
     is_constant = _is_constant(repair, [*proofs, *varied])
     if is_constant and repair.is_in_test:
         return None  # it switches a branch on or off, in which the fault may be
@@ -269,6 +285,7 @@ def _claim_of(
         cases=cases,
         only_finite=leaks,
         is_stated=not is_constant,
+        untouched=untouched,
     )
 
 
@@ -435,6 +452,13 @@ class _Proof:
             return right is None and self._is_right("garbage", None) is None
         return self._is_right("nan", repair) is True or self._is_right("nan", None) is not True
 
+    def allows(self, repair: Repair) -> bool:
+        """Answer whether outputs are right with an edit, or the edit changes nothing in a wrong one.
+
+        The same fault may be in several kernels of an op.
+        """
+        return self.accepts(repair) or self.is_untouched(repair)
+
     def refutes(self, repair: Repair) -> bool:
         """Answer whether an output is wrong with an edit, unless it has the same bits without it.
 
@@ -447,9 +471,14 @@ class _Proof:
         edited, plain = (self._result("garbage", one) for one in (repair, None))
         if edited is None:
             return plain is not None
-        if edited[0] or plain is None or edited[1].shape != plain[1].shape:
-            return not edited[0]
-        return not bool(rows_equal(edited[1], plain[1]).all())
+        return not (edited[0] or self.is_untouched(repair))
+
+    def is_untouched(self, repair: Repair) -> bool:
+        """Answer whether an output is wrong, and has the same bits with an edit and without it."""
+        edited, plain = (self._result("garbage", one) for one in (repair, None))
+        if edited is None or plain is None or plain[0] or edited[1].shape != plain[1].shape:
+            return False
+        return bool(rows_equal(edited[1], plain[1]).all())
 
     def _spreads_nan(self, repair: Repair) -> bool:
         """Answer whether, with NaN in slots without a token, an edit adds elements that are NaN."""

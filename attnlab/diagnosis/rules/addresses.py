@@ -6,8 +6,9 @@ block × stride 0 + KV head × stride 1 + d × stride 2 + offset × stride 3.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import combinations
 
 import torch
 
@@ -27,6 +28,7 @@ from attnlab.tensors.call import KernelCall
 from attnlab.tensors.case_call import flash, strided
 
 Term = tuple[str, str]  # feature, stride
+_CONTIGUOUS = "contiguous"
 Features = Mapping[str, torch.Tensor]
 
 # Permutations of the query heads.
@@ -63,13 +65,15 @@ class TensorMemory:
     """One tensor as the op gets it.
 
     - ``flat``: [n], the memory; ``base``: where the tensor begins in it.
-    - ``terms``: of the address of an element. ``strides``: in elements, by name.
+    - ``terms``: of the address of an element. ``strides``: in elements, by name; ``contiguous``: those of a
+      contiguous tensor of its shape, by name, if a kernel may take these for them.
     """
 
     flat: torch.Tensor
     base: int
     terms: tuple[Term, ...]
     strides: Mapping[str, int]
+    contiguous: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, terms: tuple[Term, ...]) -> "TensorMemory":
@@ -80,6 +84,10 @@ class TensorMemory:
             base=int(tensor.storage_offset()),
             terms=terms,
             strides={f"stride {i}": stride for i, stride in enumerate(tensor.stride())},
+            contiguous={
+                f"{_CONTIGUOUS} stride {i}": tensor.shape[i + 1 :].numel()
+                for i in range(tensor.dim())
+            },
         )
 
     def read(self, address: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,7 +225,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
 # compared with an output, and confirmed on further cases, as the catalogue's defects are.
 
 FAMILY = "addresses"
-SLOT, TRANSPOSED = -2, -3
+SLOT, TRANSPOSED, LAYOUT = -2, -3, -4
 _OF_SLOT = ("block", "p % block_size")
 NOUNS = {
     "query": "queries",
@@ -241,7 +249,8 @@ class AddressRule:
 
     - ``index``: which term; None if all terms are missing, so that the tensor's first element is read;
       SLOT for the terms of the block and of the slot in it together, which a kernel may compute as one;
-      TRANSPOSED for the first two, as if the tensor had its first two dimensions exchanged.
+      TRANSPOSED for the first two, as if the tensor had its first two dimensions exchanged; LAYOUT for
+      the strides of all terms, which are ``strides`` instead.
     - ``feature``, ``stride``: what the term is instead; ``sign``: -1 if it is subtracted.
     """
 
@@ -250,12 +259,15 @@ class AddressRule:
     feature: str = "0"
     stride: str = "1"
     sign: int = 1
+    strides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Return a name that no other rule has."""
         if self.index is None:
             return f"{self.tensor} at 0"
+        if self.index == LAYOUT:
+            return f"{self.tensor} with {', '.join(self.strides)}"
         return f"{self.tensor} term {self.index}: {self.sign} × {self.feature} × {self.stride}"
 
     def address(
@@ -270,6 +282,10 @@ class AddressRule:
             found = features[second] * features[f"number of {first}"] + features[first]
             return found * inner + (features["d"] if len(terms) > 2 else 0)
         found = features["0"]
+        if self.index == LAYOUT:
+            terms = tuple(
+                (feature, to) for (feature, _), to in zip(terms, self.strides, strict=True)
+            )
         if self.index == SLOT:
             found = found + features[self.feature] * sizes[self.stride]
         for i, (feature, stride) in enumerate(terms):
@@ -290,6 +306,8 @@ class AddressRule:
         if self.index == TRANSPOSED:
             first, second = (f"{feature}s" for feature, _ in terms[:2])
             return f"{what}: as [{second}, {first}] in place of [{first}, {second}]"
+        if self.index == LAYOUT:
+            return f"{what}: {self._layout_text(terms)}"
         feature, stride = _own_term(terms, self.index)
         right = f"{_braced(feature)} × {stride}"
         if self.feature == "0":
@@ -299,6 +317,17 @@ class AddressRule:
         factor = {"1": ""}.get(self.feature, f"{_braced(self.feature)} × ")
         sign = "-" if self.sign < 0 else ""
         return f"{what}: with {sign}{factor}{self.stride} in place of {right}"
+
+    def _layout_text(self, terms: tuple[Term, ...]) -> str:
+        """Return the strides of all terms in words."""
+        other = self.strides[0].removesuffix(" stride 0")
+        if other == _CONTIGUOUS:
+            return "as if the tensor were contiguous"
+        if other in NOUNS:
+            return f"with the strides of {NOUNS[other]}"
+        own = [stride for _, stride in terms]
+        pair = [one for one, new in zip(own, self.strides, strict=True) if one != new]
+        return f"{' and '.join(pair)} are exchanged"
 
 
 def _own_term(terms: tuple[Term, ...], index: int) -> Term:
@@ -319,10 +348,12 @@ def rules_of(
 
     ``sizes`` also has the strides; ``of_others`` are those of other tensors, which replace strides only.
     """
-    others = set(of_others)
+    others = {*of_others, *memory.contiguous}
     yield AddressRule(tensor, None)
     if memory.terms in _TRANSPOSABLE:
         yield AddressRule(tensor, TRANSPOSED)
+    for strides in _layouts(memory, sizes):
+        yield AddressRule(tensor, LAYOUT, strides=strides)
     has_slots = {feature for feature, _ in memory.terms} >= set(_OF_SLOT)
     for index in (*range(len(memory.terms)), *([SLOT] if has_slots else [])):
         own, stride = _own_term(memory.terms, index)
@@ -336,6 +367,25 @@ def rules_of(
                 seen.add(key)
                 yield AddressRule(tensor, index, feature, other)
         yield AddressRule(tensor, index, own, stride, -1)
+
+
+def _layouts(memory: TensorMemory, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Yield strides of all terms that differ in two at least: those of a contiguous tensor and of other
+    tensors with as many dimensions, and two that are exchanged."""
+    own = [stride for _, stride in memory.terms]
+    found = [[f"{name} {stride}" for stride in own] for name in (_CONTIGUOUS, *NOUNS)]
+    for first, second in combinations(own, 2):
+        exchanged = {first: second, second: first}
+        found.append([exchanged.get(stride, stride) for stride in own])
+    seen = set[tuple[int, ...]]()
+    for strides in found:
+        if not sizes.keys() >= set(strides) or f"{strides[0][:-1]}{len(own)}" in sizes:
+            continue
+        numbers = tuple(sizes[stride] for stride in strides)
+        changed = sum(sizes[stride] != number for stride, number in zip(own, numbers, strict=True))
+        if changed > 1 and numbers not in seen:
+            seen.add(numbers)
+            yield tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,9 +464,11 @@ def _is_shown(rule: Rule, problem: Problem, seqs: Sequence[int]) -> bool:
     Without the term p // block_size of the block table, each key comes from one block. That needs a part of
     a sequence, however a kernel may divide it, in which the term has two values other than 0.
     """
-    if not isinstance(rule, AddressRule) or rule.tensor != "block_table" or rule.index is None:
+    if not isinstance(rule, AddressRule) or rule.tensor != "block_table":
         return True
-    if TABLE_TERMS[rule.index][0] != "p // block_size" or rule.feature not in ("0", "1"):
+    if rule.index is None or rule.index < 0 or rule.feature not in ("0", "1"):
+        return True
+    if TABLE_TERMS[rule.index][0] != "p // block_size":
         return True
     size = problem.call.block_size
     return all(
@@ -438,7 +490,7 @@ def _is_modelled(call: KernelCall) -> bool:
 
 
 def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
-    """Return the strides of a tensor, other sizes, and those of other tensors that differ, by name."""
+    """Return the strides of a tensor, other sizes, and the strides of other tensors, by name."""
     memory = memory_of(call)
     other = {
         "key_cache": "value_cache",
@@ -446,13 +498,12 @@ def _sizes(call: KernelCall, tensor: str) -> dict[str, int]:
         "key": "value",
         "value": "key",
     }.get(tensor, "")
-    strides = dict(memory[tensor].strides)
-    found = strides | sizes_of(call)
-    rest = [name for name in memory if name not in (tensor, other)]
-    for name in [other] * (other in memory) + rest:
-        own = {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
-        found |= {text: size for text, size in own.items() if size not in found.values()}
-    return found
+    one = memory[tensor]
+    found = dict(one.strides) | sizes_of(call) | dict(one.contiguous)
+    names = [other] * (other in memory) + [name for name in memory if name not in (tensor, other)]
+    for name in names:
+        found |= {f"{name} {stride}": size for stride, size in memory[name].strides.items()}
+    return found | {f"output stride {i}": size for i, size in enumerate(call.buffer.stride())}
 
 
 def _of_others(call: KernelCall, tensor: str) -> list[str]:

@@ -160,6 +160,14 @@ MERGE_LAWS: dict[str, Scales] = {
     "exp2 is used instead of exp in the weight of the prefix": _scaled(prefix=_LN_2),
     "exp2 is used instead of exp in the weight of the suffix": _scaled(suffix=_LN_2),
     "exp2 is used instead of exp in the weights of both parts": _scaled(_LN_2, _LN_2),
+    "the exponent of the weight of the prefix is halved": _scaled(prefix=0.5),
+    "the exponent of the weight of the prefix is doubled": _scaled(prefix=2.0),
+    "the exponent of the weight of the suffix is halved": _scaled(suffix=0.5),
+    "the exponent of the weight of the suffix is doubled": _scaled(suffix=2.0),
+    "the exponents of both weights are halved": _scaled(0.5, 0.5),
+    "the exponents of both weights are doubled": _scaled(2.0, 2.0),
+    "the exponents of both weights are multiplied by log2(e)": _scaled(1 / _LN_2, 1 / _LN_2),
+    "tokens without context, whose suffix must be copied, are merged": _scaled(),
     "the denominator lacks the prefix": _scaled(counts=(0.0, 1.0)),
     "the denominator lacks the suffix": _scaled(counts=(1.0, 0.0)),
     "the denominator subtracts the suffix": _scaled(counts=(1.0, -1.0)),
@@ -299,7 +307,8 @@ def _merge_memory(call: KernelCall, problem: Problem) -> dict[str, TensorMemory]
 
 def _sizes(problem: Problem, memory: TensorMemory) -> dict[str, int]:
     """Return the strides of a tensor, the sizes of the call, and the strides of other tensors."""
-    return dict(memory.strides) | sizes_of(problem.call) | _other_strides(problem)
+    own = dict(memory.strides) | dict(memory.contiguous)
+    return own | sizes_of(problem.call) | _other_strides(problem)
 
 
 @lru_cache(maxsize=2)

@@ -43,7 +43,8 @@ class SoftmaxLaw:
     - ``loop``: the loop in which they hold, None for all; it is right in the others.
     - ``first_sum``: the sum before the first tile; ``first_max``: the maximum before it, None for none.
     - ``weight_minus``, ``sum_minus``, ``output_minus``: how often the new maximum is subtracted in the
-      exponents of the weights, and of both rescalings. ``sum_is_one``, ``output_is_one``: the sum or the
+      exponents of the weights, and of both rescalings. ``of_tile``: from the scores, the maximum of their own
+      tile is subtracted. ``sum_is_one``, ``output_is_one``: the sum or the
       accumulator of earlier tiles counts as 1. ``added_sum``: the factor of a tile's sum when it is added.
     - ``scaled_sum``, ``scaled_output``: what the rescaling multiplies: "earlier" (tiles), "added" (the tile
       that is added), or "both". ``spares_first``: the first tile is not multiplied. ``by_sums``: the
@@ -51,6 +52,7 @@ class SoftmaxLaw:
     - ``divides``: whether the output of a part is divided by its sum. ``log_of_sum``: the factor of the
       logarithm of a part's sum in its log-sum-exp, of a running merge.
     - ``padding``: the slots of a tile after its last key count with score 0 and value 0; at most so many.
+    - ``unscaled``: the maximum that a part stores, alone or in its log-sum-exp, lacks the softmax scale.
     - ``max_plus_log``: how often the logarithm of a part's sum is added to the maximum that it stores, of a
       merge at once.
     - ``merge_sum``, ``merge_output``: factors of the exponents in the merge; ``merge_new``: in a running
@@ -71,6 +73,7 @@ class SoftmaxLaw:
     weight_minus: float = 1.0
     sum_minus: float = 1.0
     output_minus: float = 1.0
+    of_tile: bool = False
     sum_is_one: bool = False
     output_is_one: bool = False
     added_sum: float = 1.0
@@ -80,6 +83,7 @@ class SoftmaxLaw:
     by_sums: bool = False
     divides: bool = True
     log_of_sum: float = 1.0
+    unscaled: bool = False
     max_plus_log: float = 0.0
     padding: int = 0
     merge_sum: float = 1.0
@@ -112,6 +116,7 @@ class SoftmaxLaw:
             keep_output=self.keep_output,
             sum_minus=self.sum_minus,
             output_minus=self.output_minus,
+            of_tile=self.of_tile,
             sum_is_one=self.sum_is_one,
             output_is_one=self.output_is_one,
             scaled_sum=self.scaled_sum,
@@ -135,10 +140,12 @@ class SoftmaxLaw:
         merge: str,
         sinks: torch.Tensor | None,
         stops: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Return the weights of the keys, [heads, rows, keys], from their scores; ``sinks``: [heads].
 
-        ``stops``: [rows, 1], the slot from which on no tile of a row begins, or None for no limit. All
+        ``stops``: [rows, 1], the slot from which on no tile of a row begins, or None for no limit;
+        ``scale``: that of the scores, which the stored maxima of parts may lack. All
         weights of a row are 0 if all of its tiles are lost. With ``output_is_one``, one more column, at the
         end, holds what is added to each element of the output.
         """
@@ -146,9 +153,10 @@ class SoftmaxLaw:
             _Part.of(self, scores, tiles, sinks if i == 0 else None, stops)
             for i, tiles in enumerate(self._moved(parts, scores.shape[-1]))
         ]
+        lost = scale if self.unscaled else 1.0
         if merge == "running":
-            return self._merged_one_by_one(found)
-        return self._merged_at_once(found)
+            return self._merged_one_by_one(found, lost)
+        return self._merged_at_once(found, lost)
 
     def _moved(self, parts: Parts, length: int) -> Parts:
         """Return the parts with other ends."""
@@ -167,9 +175,10 @@ class SoftmaxLaw:
         is_out = index == place and count > 1
         return float(not (is_out and self.in_sum)), float(not (is_out and self.in_output))
 
-    def _merged_at_once(self, parts: "list[_Part]") -> torch.Tensor:
+    def _merged_at_once(self, parts: "list[_Part]", lost: float) -> torch.Tensor:
         stored = [
-            part.maximum + self.max_plus_log * part.total.clamp(min=1e-300).log() for part in parts
+            part.maximum / lost + self.max_plus_log * part.total.clamp(min=1e-300).log()
+            for part in parts
         ]
         highest = torch.stack(stored).amax(0)
         output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(highest)
@@ -180,12 +189,12 @@ class SoftmaxLaw:
             output = output + in_output * part.weights * scale
         return _quotient(output, total) if self.divides else output
 
-    def _merged_one_by_one(self, parts: "list[_Part]") -> torch.Tensor:
+    def _merged_one_by_one(self, parts: "list[_Part]", lost: float) -> torch.Tensor:
         output, total = torch.zeros_like(parts[0].weights), torch.zeros_like(parts[0].total)
         highest = torch.full_like(total, _LOWEST)
         for i, part in enumerate(parts):
             in_sum, in_output = self._shares(i, len(parts))
-            log_sum = part.maximum + self.log_of_sum * part.total.clamp(min=1e-300).log()
+            log_sum = part.maximum / lost + self.log_of_sum * part.total.clamp(min=1e-300).log()
             higher = torch.maximum(highest, log_sum)
             new = _exp(log_sum - higher, self.merge_new)
             scale = _exp(highest - higher, self.merge_sum)
@@ -242,7 +251,10 @@ class _Part:
             higher = torch.maximum(higher, scores.amax(-1, keepdim=True))
         if slots:
             higher = higher.clamp(min=0.0)
-        exps = _exp(scores - step.weight_minus * higher, step.weight)
+        subtracted = step.weight_minus * higher
+        if step.of_tile and scores.shape[-1]:
+            subtracted = scores.amax(-1, keepdim=True)
+        exps = _exp(scores - subtracted, step.weight)
         before = torch.ones_like(self.total) if step.sum_is_one else self.total
         scale = _exp(self.maximum - step.sum_minus * higher, step.rescale_sum)
         added = step.added_sum * exps.sum(-1, keepdim=True)
@@ -316,7 +328,7 @@ def loop_defects(problem: Problem) -> list[Defect]:
     if everywhere:
         found[None] = everywhere
     if has_loops:
-        found |= {0: changes | _window_of_new_rows(problem), 1: changes}
+        found |= {loop: changes | _window_of_numbers(problem, loop) for loop in (0, 1)}
     return [
         rule_defect(FAMILY, text, text, _in_loop(change, loop))
         for loop, laws in found.items()
@@ -471,16 +483,21 @@ def _window(problem: Problem) -> dict[str, _Change]:
     return {f"the window is {text}": _of_window(size) for text, size in sizes.items()}
 
 
-def _window_of_new_rows(problem: Problem) -> dict[str, _Change]:
-    """Return the window over the context that takes a row's number among the new tokens for its position."""
+def _window_of_numbers(problem: Problem, loop: int) -> dict[str, _Change]:
+    """Return the window that counts rows or keys of a loop by their numbers among the new tokens.
+
+    Over the context these are rows without the length of the context, over the new tokens keys without it.
+    """
 
     def change(problem: Problem, row_slice: RowSlice, inputs: AttentionInputs) -> AttentionInputs:
         causal = mask_of(problem.call, row_slice.seq, sliding_window=0).visible(inputs.position)
-        row = inputs.position - _context(problem, row_slice.seq)
-        is_near = row[:, None] - torch.arange(causal.shape[1]) < problem.call.sliding_window
+        context = _context(problem, row_slice.seq)
+        lost = context if loop == 0 else -context
+        distance = inputs.position[:, None] - lost - torch.arange(causal.shape[1])
+        is_near = distance < problem.call.sliding_window
         return dataclasses.replace(inputs, visible=causal & is_near)
 
-    text = "the window counts rows without the length of the context"
+    text = f"the window counts {('rows', 'keys')[loop]} without the length of the context"
     return {text: change} if problem.call.sliding_window else {}
 
 
@@ -521,6 +538,16 @@ _STEPS: dict[str, SoftmaxLaw] = {
     "exp2 is used instead of exp in the rescaling of the accumulator": SoftmaxLaw(
         rescale_output=_LN_2
     ),
+    "the exponents of the rescaling of earlier tiles are doubled": SoftmaxLaw(
+        rescale_sum=2.0, rescale_output=2.0
+    ),
+    "the exponents of the rescaling of earlier tiles are halved": SoftmaxLaw(
+        rescale_sum=0.5, rescale_output=0.5
+    ),
+    "the exponents of the rescaling of earlier tiles have the wrong sign": SoftmaxLaw(
+        rescale_sum=-1.0, rescale_output=-1.0
+    ),
+    "the weights of each tile are relative to its own maximum": SoftmaxLaw(of_tile=True),
     "the sum of earlier tiles is not rescaled": SoftmaxLaw(rescale_sum=0.0),
     "the sum of earlier tiles, which begins at 1, is not rescaled": SoftmaxLaw(
         rescale_sum=0.0, first_sum=1.0
@@ -581,6 +608,10 @@ _MERGES: dict[str, SoftmaxLaw] = {
     "exp2 is used instead of exp to rescale the parts": SoftmaxLaw(
         merge_sum=_LN_2, merge_output=_LN_2
     ),
+    "the exponents of the factors of the parts are multiplied by log2(e)": SoftmaxLaw(
+        merge_new=1 / _LN_2, merge_sum=1 / _LN_2, merge_output=1 / _LN_2
+    ),
+    "the maxima of the parts lack the softmax scale": SoftmaxLaw(unscaled=True),
     "the sums of the parts are not rescaled": SoftmaxLaw(merge_sum=0.0),
     "the outputs of the parts are not rescaled": SoftmaxLaw(merge_output=0.0),
     "the parts are not rescaled": SoftmaxLaw(merge_sum=0.0, merge_output=0.0),
@@ -655,7 +686,7 @@ def _computed(law: SoftmaxLaw, division: Division) -> Compute:
             parts = with_tiles_to(parts, int(stops.max()))
 
         def weigh(scores: torch.Tensor) -> torch.Tensor:
-            found = law.weights(scores, parts, division.merge, inputs.sinks, stops)
+            found = law.weights(scores, parts, division.merge, inputs.sinks, stops, inputs.sm_scale)
             is_empty.copy_((found == 0).all(-1).all(0))
             if law.output_is_one:
                 added.copy_(found[..., -1:].transpose(0, 1))
