@@ -381,7 +381,8 @@ STATES = {
     ABSENT: "the release does not have the op, or does not support the case",
     NOT_RUN: "the case did not run there",
 }
-YES, NO, NOT_RUNNABLE, UNTRIED = "yes", "no", "not runnable", "not tried"
+YES, NO, UNCONFIRMED = "yes", "no", "not confirmed"
+NOT_RUNNABLE, UNTRIED = "not runnable", "not tried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +402,7 @@ class NativeRun:
             return f"{NOT_RUNNABLE}, {self.why}"
         if self.is_confirmed:
             return "confirmed"
-        return f"{OTHER}, {self.why}" if self.why else "right"
+        return f"{UNCONFIRMED}, {self.why}" if self.why else "right"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,14 +421,15 @@ class Fault:
 
     @property
     def is_native(self) -> str:
-        """Return whether a GPU confirms the fault: "yes", "no", "other fault", "not runnable" or "not tried".
+        """Return whether a GPU confirms the fault: "yes", "no", "not confirmed", "not runnable" or
+        "not tried".
 
-        It is "no" if one of the releases that ran there is right.
+        It is "no" if one of the releases that ran there is right, "not confirmed" if one shows something else.
         """
         ran = [one for one in self.native.values() if one.is_confirmed is not None]
         unlike = [one for one in ran if not one.is_confirmed]
         if unlike:
-            return OTHER if all(one.why for one in unlike) else NO
+            return UNCONFIRMED if all(one.why for one in unlike) else NO
         return YES if ran else NOT_RUNNABLE if self.native else UNTRIED
 
     @property
