@@ -389,8 +389,8 @@ NOT_RUNNABLE, UNTRIED = "not runnable", "not tried"
 class NativeRun:
     """A run of a fault's smallest Case on a GPU.
 
-    ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or the other
-    faults that it shows, such as an illegal memory access; "" if it is confirmed or right.
+    ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or the
+    other faults that it shows, such as an illegal memory access; "" if it is confirmed or right.
     """
 
     is_confirmed: bool | None
@@ -424,7 +424,7 @@ class Fault:
         """Return whether a GPU confirms the fault: "yes", "no", "not confirmed", "not runnable" or
         "not tried".
 
-        It is "no" if one of the releases that ran there is right, "not confirmed" if one shows something else.
+        It is "no" if one of the releases that ran there is right, "not confirmed" if one shows another fault.
         """
         ran = [one for one in self.native.values() if one.is_confirmed is not None]
         unlike = [one for one in ran if not one.is_confirmed]

@@ -396,7 +396,7 @@ class Diagnosis(Shown):
         return f"{self.cause.name}{where}: {self.cause.text}{same}"
 
     def _bad_lines_text(self) -> str:
-        """Return what the lines do that have a bad access or an overflow wherever a further output is wrong."""
+        """Return which lines have a bad access or an overflow wherever a further output is wrong."""
         overflows = {text.split()[0] for text in self.wraps}
         wraps = [line for line in self.bad_lines if line in overflows]
         others = [line for line in self.bad_lines if line not in overflows]

@@ -167,11 +167,7 @@ def _by_runs(one: Recorded, alone: Diagnosis, seconds: float) -> FoundByRuns | N
         with not_recording():
             again = diagnose_captured(one.call, Case(), runner=one.runner, limit=None)
         unknown = tuple(one for one in again.unknown if one not in alone.unknown)
-        send(
-            FoundByRuns(
-                conclusion=_conclusion(again), unknown=unknown, sheet=sheets.html(again)
-            )
-        )
+        send(FoundByRuns(conclusion=_conclusion(again), unknown=unknown, sheet=sheets.html(again)))
 
     try:
         ended = run_in_copy(diagnose, found.append, seconds)
