@@ -36,8 +36,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.diagnosis.claims import KernelLocation
 from attnlab.diagnosis.location.lines import locate_lines
 from attnlab.diagnosis.location.trials import FULL, Limit, judge_of

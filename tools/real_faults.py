@@ -72,8 +72,8 @@ from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import OPS, TRITON_OPS
 from attnlab.checker.case_check import check_case
 from attnlab.checker.case_run import run_case
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.contracts.dispatch import decide
 from attnlab.diagnosis.argument_pattern import argument_lab, coarse_lab
 from attnlab.diagnosis.decision import examine

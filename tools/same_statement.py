@@ -38,8 +38,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import AttnLabError, InvalidCase
 from attnlab.case.op_arguments import NONE
 from attnlab.case.ops import MERGE, OPS, TRITON_OPS
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.cli.bench.fault_injection import applicable, random_case
 from attnlab.defects import DEFECTS
 from attnlab.defects.problem import Problem

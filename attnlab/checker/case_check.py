@@ -219,7 +219,8 @@ def _wrong_output(
     text = diagnosis_of_zeros.evidence
     if case.alibi and case.sliding_window and _is_correct(lab, backend, zeros.replace(alibi=False)):
         text = f"{text}; correct without ALiBi"
-    if case.first_block and _is_correct(lab, backend, case.replace(first_block=0, num_blocks=None)):
+    near = zeros.replace(first_block=0, num_blocks=None)
+    if case.first_block and _is_correct(lab, backend, near):
         text = f"{text}; correct with small block numbers"
         return _finding(zeros, "wrong_output", text, f"block {_FAR}")
     label = layout or evidence_label(lab, backend, zeros, output_of_zeros, diagnosis_of_zeros)

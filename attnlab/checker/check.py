@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from attnlab.kernels.backend import Backend
     from attnlab.tasks.task import Engine
 
-DEFAULT_CASES = (
-    36  # for each op in benchmarks: more than there are variants, so that all kinds of cases occur
-)
 _CASE_SECONDS = {"cpu": 60.0, "cuda": 180.0}  # compiling a kernel takes long
 _MODEL_SHARE = 0.1  # of the time of an interpreted kernel that a model takes
 _SHORT_S = 10.0  # models that take less run in this process

@@ -189,11 +189,6 @@ def _is_one_fault(one: Finding, other: Finding) -> bool:
     return bool(set(one.names) & set(other.names)) and one.is_same(other)
 
 
-# Where findings are in source code: the definition of an op, or the line that the evidence names.
-
-# As RunLog writes it: "prefix_prefill.py:123 reads …" and "int32 overflow at prefix_prefill.py:123: …".
-
-
 # Known findings: a list of faults that are expected, each with a link, so that only new ones count.
 #
 # As text, one finding per line, "#" begins a comment; "*" stands for any diagnosis:

@@ -13,7 +13,7 @@ from attnlab.kernels.backend import Backend
 from attnlab.kernels.plugin import PluginBackend
 from attnlab.kernels.vllm.backend import VllmBackend
 
-# As RunLog writes it: "prefix_prefill.py:123 reads …" and "int32 overflow at prefix_prefill.py:123: …".
+# As RunLog writes it: "prefix_prefill.py:123 reads …" and "prefix_prefill.py:123 multiplies in int32: …".
 _EVIDENCE = re.compile(r"(?:^| )([\w.-]+\.py):(\d+)\b")
 
 

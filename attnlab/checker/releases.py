@@ -381,18 +381,28 @@ STATES = {
     ABSENT: "the release does not have the op, or does not support the case",
     NOT_RUN: "the case did not run there",
 }
-YES, NO, NOT_RUNNABLE, UNTRIED = "yes", "no", "not runnable", "not tried"
+YES, NO, UNCONFIRMED = "yes", "no", "not confirmed"
+NOT_RUNNABLE, UNTRIED = "not runnable", "not tried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRun:
     """A run of a fault's smallest Case on a GPU.
 
-    ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or "".
+    ``is_confirmed``: whether it shows the fault, None if it cannot run there; ``why``: the reason, or the
+    other faults that it shows, such as an illegal memory access; "" if it is confirmed or right.
     """
 
     is_confirmed: bool | None
     why: str = ""
+
+    def text(self) -> str:
+        """Return what the run showed, in words."""
+        if self.is_confirmed is None:
+            return f"{NOT_RUNNABLE}, {self.why}"
+        if self.is_confirmed:
+            return "confirmed"
+        return f"{UNCONFIRMED}, {self.why}" if self.why else "right"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,23 +421,21 @@ class Fault:
 
     @property
     def is_native(self) -> str:
-        """Return whether a GPU confirms the fault: "yes", "no", "not runnable" or "not tried".
+        """Return whether a GPU confirms the fault: "yes", "no", "not confirmed", "not runnable" or
+        "not tried".
 
-        It is "no" if one of the releases that ran there is right.
+        It is "no" if one of the releases that ran there is right, "not confirmed" if one shows another fault.
         """
-        ran = [one.is_confirmed for one in self.native.values() if one.is_confirmed is not None]
-        if ran:
-            return YES if all(ran) else NO
-        return NOT_RUNNABLE if self.native else UNTRIED
+        ran = [one for one in self.native.values() if one.is_confirmed is not None]
+        unlike = [one for one in ran if not one.is_confirmed]
+        if unlike:
+            return UNCONFIRMED if all(one.why for one in unlike) else NO
+        return YES if ran else NOT_RUNNABLE if self.native else UNTRIED
 
     @property
     def native_text(self) -> str:
         """Return what the runs on a GPU showed, release by release."""
-        words = {True: "confirmed", False: "right"}
-        return "; ".join(
-            f"{version}: {words.get(one.is_confirmed) or f'not runnable, {one.why}'}"  # type: ignore[arg-type]
-            for version, one in self.native.items()
-        )
+        return "; ".join(f"{version}: {one.text()}" for version, one in self.native.items())
 
     @property
     def releases(self) -> list[str]:
@@ -640,7 +648,10 @@ class _Results:
             if outcome is None:
                 continue
             is_shown = shows(task, outcome, row.is_kind)
-            why = why_no_verdict(outcome) if is_shown is None else ""
+            others = [one for one in findings_of(task, outcome) if one.is_fault and not is_shown]
+            why = "; ".join(dict.fromkeys(f"{one.kind}: {one.diagnosis}" for one in others))
+            if is_shown is None:
+                why = why_no_verdict(outcome)
             found[version] = NativeRun(is_confirmed=is_shown, why=why)
         return found
 

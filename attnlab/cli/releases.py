@@ -29,8 +29,8 @@ _DOCUMENT = """\
   releases, device, platform, cases, cases_run, seconds, versions
   ops: {release: {op: the release whose identical op ran}}; an absent op is left out
   faults: list of {op, kind, diagnosis, names, description, native, native_runs, first, last,
-    cells: {release: state}, evidence, case, run}; native: yes, no, not runnable or not tried;
-    native_runs: {release: {is_confirmed, why}}
+    cells: {release: state}, evidence, case, run}; native: yes, no, not confirmed, not runnable
+    or not tried; native_runs: {release: {is_confirmed, why}}
   states: the meaning of each state
   not_run, left_out: lists of {op, reason, cases, run}; op has the release before it; left_out: what an op
     does not support, or what violates its contract"""

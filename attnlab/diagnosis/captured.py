@@ -28,7 +28,13 @@ from attnlab.diagnosis.pattern import Fact, Pattern, list_text
 from attnlab.diagnosis.rules.search import is_general, rules_of
 from attnlab.kernels import model as paged
 from attnlab.kernels.backend import Backend, OnStep
-from attnlab.kernels.control import controlled, rows_close, rows_equal, uncontrolled
+from attnlab.kernels.control import (
+    MOST_RUNS,
+    controlled,
+    rows_close,
+    rows_equal,
+    uncontrolled,
+)
 from attnlab.kernels.run_call import for_call, run_call
 from attnlab.lab.cache_write import ExpectedWrite, expected_write, numbers_of, scale_of
 from attnlab.lab.call_lab import CallLab, call_lab
@@ -410,6 +416,11 @@ def _with_runner(
         return _with_unknown(alone, f"what runs of {runner.version} would show: {error}")
     other = _other_rows(lab, output)
     if other:
+        with controlled() as control:
+            runs = 1 if runner.is_deterministic else MOST_RUNS
+            control.compare(output, lambda: lab.output(lab.case).cpu(), least=runs)
+        if control.found is not None:
+            return if_stable(alone, alone, control)
         which = (
             f"another wrong output, in {other} rows"
             if _is_wrong(lab, output)

@@ -250,7 +250,7 @@ class Diagnosis(Shown):
             return [f"the kernel rejects the call: {self.rejection}", *self._violation_sentences()]
         if self.instability is not None:
             return [
-                f"not deterministic: {self.instability.text}",
+                self.conclusion,
                 *self.place_sentences(),
                 *self.pattern.sentences(),
                 *self._violation_sentences(),
@@ -323,7 +323,7 @@ class Diagnosis(Shown):
         Many right kernels read outside of their tensors and use nothing of it, so an access of no effect is
         in :meth:`to_dict` alone.
         """
-        wraps = [f"an int32 product overflows: {text}" for text in self.wraps]
+        wraps = [f"int32 overflow: {text}" for text in self.wraps]
         accesses = [
             f"out-of-bounds access: {text}"
             for text in self.outside
@@ -368,7 +368,12 @@ class Diagnosis(Shown):
 
     @property
     def conclusion(self) -> str:
-        """Return the cause or the description in one sentence, with its source line if one is confirmed."""
+        """Return the cause or the description in one sentence, with its source line if one is confirmed.
+
+        Equal runs that differ come first.
+        """
+        if self.instability is not None:
+            return f"not deterministic: {self.instability.text}"
         if self.repair is None:
             return self._cause_sentence()
         if self.is_by_repair:
@@ -393,18 +398,28 @@ class Diagnosis(Shown):
         where = "" if self.cause.scope.rows == "all" else f" in {self.cause.scope.text}"
         return f"{self.cause.name}{where}: {self.cause.text}{same}"
 
+    def _bad_lines_text(self) -> str:
+        """Return which lines have a bad access or an overflow wherever a further output is wrong."""
+        overflows = {text.split()[0] for text in self.wraps}
+        wraps = [line for line in self.bad_lines if line in overflows]
+        others = [line for line in self.bad_lines if line not in overflows]
+        does = "reads out of bounds" if self.outside_rows else "has a bad access"
+        parts = [f"an int32 product overflows in {' and '.join(wraps)}"] if wraps else []
+        parts += [f"{' or '.join(others)} {does}"] if others else []
+        return f"wherever a further output is wrong, {', and '.join(parts)}" if parts else ""
+
     def _description(self) -> str:
         """Return what is stated of a fault without a name."""
-        lines = " or ".join(self.bad_lines)
+        lines = self._bad_lines_text()
         if lines and self.outside_rows:
             why = "" if self.rule is None else f"; {self.rule.text}"
-            return f"wherever a further output is wrong, {lines} reads out of bounds{why}"
+            return f"{lines}{why}"
         found = self.rule or self.weights or self.leak or self.accesses
         if found is not None:
             return found.text
         if lines:
             claim = "" if self.claim is None else f"; {self.claim.text}"
-            return f"wherever a further output is wrong, {lines} has a bad access, too{claim}"
+            return f"{lines}, too{claim}"
         if self.claim is not None:
             return f"{self.claim.text} (confirmed on further cases)"
         if self.features is not None:

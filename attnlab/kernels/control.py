@@ -21,7 +21,7 @@ from attnlab.contracts.contract import Target
 from attnlab.kernels.backend import Backend, RunOptions, RunOutput
 from attnlab.tensors.call import KernelCall
 
-_MOST_RUNS, _MOST_S = 8, 10.0  # of one call, to count how many runs differ
+MOST_RUNS, _MOST_S = 8, 10.0  # of one call, to count how many runs differ
 _MOST_BYTES = 1 << 30  # of an output, of which copies are kept
 _LEAST, _MOST = 2.0, 16.0  # units of the output's precision that another order of sums may change
 _SHARE = 1 / 16  # of the largest number of a row and head, up to which the second holds
@@ -71,27 +71,33 @@ class Control:
     found: Instability | None = None
     reorders: bool = False
 
-    def compare(self, first: torch.Tensor, run: Callable[[], torch.Tensor]) -> None:
+    def compare(
+        self, first: torch.Tensor, run: Callable[[], torch.Tensor], *, least: int = 2
+    ) -> None:
         """Run a call again and compare its output with the first, [num_tokens, …].
 
-        If they differ, run it up to 8 times and raise NotDeterministic.
+        ``least``: the number of runs, the first included, if all agree. If two differ, run the call up to 8
+        times and raise NotDeterministic.
         """
         if self.found is not None:  # a caller that has left out the error goes on
             raise NotDeterministic(self.found.text)
-        began = time.perf_counter()
+        began, outputs, differ = time.perf_counter(), [first], False
         with uncontrolled():
-            second = run()
-        if bool(rows_equal(first, second).all()):
-            return
-        if bool(rows_close(first, second).all()):
-            self.reorders = True
-            return
-        outputs = [first, second]
-        with uncontrolled():
-            while len(outputs) < _MOST_RUNS and time.perf_counter() - began < _MOST_S:
+            while len(outputs) < (MOST_RUNS if differ else least):
+                if len(outputs) > 1 and time.perf_counter() - began >= _MOST_S:
+                    break
                 outputs.append(run())
-        self.found = _instability(outputs)
-        raise NotDeterministic(self.found.text)
+                differ = differ or not self._agree(first, outputs[-1])
+        if differ:
+            self.found = _instability(outputs)
+            raise NotDeterministic(self.found.text)
+
+    def _agree(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        if bool(rows_equal(first, second).all()):
+            return True
+        is_close = bool(rows_close(first, second).all())
+        self.reorders |= is_close
+        return is_close
 
 
 T = TypeVar("T")

@@ -135,9 +135,13 @@ def _fill(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundByRuns:
-    """What runs of the kernel showed: the conclusion and the sheet, or why there is neither."""
+    """What runs of the kernel showed: the conclusion and the sheet, or why there is neither.
+
+    ``unknown``: what they leave open, such as that the kernel gives another output now.
+    """
 
     conclusion: str = ""
+    unknown: tuple[str, ...] = ()
     sheet: str = ""
     why_none: str = ""
 
@@ -162,7 +166,8 @@ def _by_runs(one: Recorded, alone: Diagnosis, seconds: float) -> FoundByRuns | N
         limit_processes(1)
         with not_recording():
             again = diagnose_captured(one.call, Case(), runner=one.runner, limit=None)
-        send(FoundByRuns(conclusion=_conclusion(again), sheet=sheets.html(again)))
+        unknown = tuple(one for one in again.unknown if one not in alone.unknown)
+        send(FoundByRuns(conclusion=_conclusion(again), unknown=unknown, sheet=sheets.html(again)))
 
     try:
         ended = run_in_copy(diagnose, found.append, seconds)
@@ -259,6 +264,8 @@ def _add_judgement(report: FailureReport, judgement: Judgement, found: FoundByRu
     report.add("diagnosis", by_runs or _conclusion(diagnosis))
     if found is not None and found.why_none:
         report.add("not run", f"the kernel, again and varied: {found.why_none}")
+    for text in () if found is None else found.unknown:
+        report.add("unknown", text)
     report.add("evidence", judgement.evidence)
     rows = _rows(diagnosis)
     if rows:

@@ -181,7 +181,7 @@ def _coloured(text: str) -> list[str]:
 # The page of ``attnlab releases``: a row per fault, a column per release.
 
 SIGNS = {"finding": "●", "sound": "·", "other fault": "○", "absent": "", "not run": "?"}
-NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not runnable": "–", "not tried": ""}
+NATIVE_SIGNS = {"yes": "✓", "no": "✗", "not confirmed": "≠", "not runnable": "–", "not tried": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from helpers.sources import of_release
 
 from attnlab.case.op_arguments import OP_ARGUMENTS
 from attnlab.case.ops import OPS, TRITON_OPS, UNIFIED
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.coverage import INDEX_DTYPES, VALUE_REASONS, parameter_uses
 from attnlab.checker.hostile import hostile_cases, launches
 from attnlab.checker.library import check_library
 from attnlab.checker.plan import Plan
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.triton.coverage import measuring
 from attnlab.kernels.vllm import op_calls

@@ -11,9 +11,9 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import TRITON_OPS
 from attnlab.checker.case_check import check_case, is_callers_fault
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.finding import KINDS
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.cli.main import main
 from attnlab.kernels import find_backend
 from attnlab.kernels.model import ModelBackend

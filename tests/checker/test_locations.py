@@ -51,7 +51,7 @@ def test_evidence_names_a_line() -> None:
     ops = {UNIFIED: Location(file="a/b/op.py", line=7)}
     lines = {
         "kernels.py:12 reads 4 bytes before out": Location(file="a/b/kernels.py", line=12),
-        "int32 overflow at op.py:30: 1 × 2 = 3": Location(file="a/b/op.py", line=30),
+        "op.py:30 multiplies in int32: 1 × 2 = 3": Location(file="a/b/op.py", line=30),
         "rows [1, 2] differ at 3:4": ops[UNIFIED],
     }
     for evidence, location in lines.items():

@@ -188,6 +188,16 @@ def test_a_wrong_window_is_described_by_its_rule(faults, parts):
     assert all(part in rule.text for part in parts), rule.text
 
 
+@pytest.mark.parametrize("constant", [0.0, -1e4])
+def test_the_score_of_hidden_slots_is_that_of_cases_with_normal_values(constant):
+    """All scores are near -18432 or 18432, so that either constant gives the same output."""
+    values = {"distribution": "large_scores", "sm_scale": 0.125, "head_size": 32}
+    case = case_of("context_attention_fwd", sliding_window=3, **values)
+    rule = rule_of(case, loop=None, as_zero=before_window, constant=constant)
+    assert rule is not None
+    assert f"count with score {constant:g}: keys before the window" in rule.text
+
+
 @pytest.mark.parametrize(
     ("op", "changes"),
     [

@@ -33,7 +33,7 @@ WRAP = Finding(
     op=PREFILL,
     kind="int32_wrap",
     case=CASE.replace(op=PREFILL),
-    evidence="int32 overflow at prefix_prefill.py:55: 65536 × 65536 = 4294967296 exceeds 2^31",
+    evidence="prefix_prefill.py:55 multiplies in int32: 65536 × 65536 = 4294967296 exceeds 2^31",
     diagnosis="int32_wrap",
 )
 LINK = "https://example.org/issues/1_2"

@@ -44,6 +44,7 @@ def tiled_attention(
     hides: Hides = right_hides,
     is_late: bool = False,
     as_zero: Hides | None = None,
+    constant: float = 0.0,
 ) -> None:
     """Run it on a call.
 
@@ -52,10 +53,10 @@ def tiled_attention(
     ``unified_attention`` has one loop, NEW; with ``whole_only`` it leaves out a last tile that is not full,
     with ``as_first`` all rows of a block see what its first row sees. ``hides``: what the mask hides. With
     ``is_late`` the accumulator is rescaled after a tile is added, except after the first. ``as_zero``: which
-    slots have the score 0. ``loop`` None: both loops.
+    slots have the score ``constant``. ``loop`` None: both loops.
     """
     faults = {"hidden": hidden, "shift": shift, "rescale": rescale, "rescale_sum": rescale_sum}
-    faults |= {"hides": hides, "is_late": is_late, "as_zero": as_zero}
+    faults |= {"hides": hides, "is_late": is_late, "as_zero": as_zero, "constant": constant}
     caches = [cache.flatten(0, 1).float() for cache in to_flash(call.key_cache, call.value_cache)]
     own = torch.arange(call.query.shape[1]) // call.num_queries_per_kv
     is_unified = call.op == "unified_attention"
@@ -117,7 +118,7 @@ class _Block:
             hidden = faults.get("hidden", -torch.inf)
             scores = own if hidden == "own" else own.masked_fill(is_hidden, hidden)
             if as_zero := faults.get("as_zero"):
-                scores = scores.masked_fill(as_zero(self, at), 0.0)
+                scores = scores.masked_fill(as_zero(self, at), faults["constant"])
             top = torch.maximum(self.top, scores.amax(2, keepdim=True))
             weights = (scores - top).exp()
             rescale = faults.get("rescale", right_rescale)(self.top, top)

@@ -137,6 +137,18 @@ def test_mended_before_the_report(monkeypatch):
     check(found, expected(batch(), "scale").flatten(1))
 
 
+def test_every_fourth_call(monkeypatch):
+    attend, numbers = kernels.attend, iter(range(10_000))
+
+    def damaged(*given):
+        out = attend(*given)
+        out[0] += next(numbers) % 4 == 0
+        return out
+
+    monkeypatch.setattr(kernels, "attend", damaged)
+    check(kernels.joined(**batch())[0], expected(batch(), "right").flatten(1))
+
+
 def test_slow(monkeypatch):
     monkeypatch.setattr(kernels, "FACTOR", 1.3)
     found = kernels.joined(**batch())[0]
@@ -164,4 +176,9 @@ def test_a_kernel_is_run_again_in_a_copy_of_the_process(tmp_path):
     assert "--kernel kernels:joined" in Path(found["test_wrong"]["attnlab_page"]).read_text()
     for name in ("test_mended_before_the_report", "test_slow"):
         assert words not in found[name]["attnlab_diagnosis"]
+    mended = found["test_mended_before_the_report"]
+    assert "run on this call, it gives the right output" in mended["attnlab_unknown"]
+    unstable = found["test_every_fourth_call"]["attnlab_diagnosis"]
+    assert "not deterministic: the same call gives different outputs" in unstable
+    assert "row 0" not in unstable
     assert "they take more than 15 s" in found["test_slow"]["attnlab_not_run"]

@@ -8,6 +8,7 @@ zeros, so it adds to the sum alone.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -192,9 +193,10 @@ def _window_laws(problem: Problem, visited: Visits) -> Iterator[MaskLaw]:
             yield dataclasses.replace(law, score=score)
             if is_unified:
                 yield dataclasses.replace(law, score=score, no_values=True)
+    yield MaskLaw(before=True, score=_LOWEST)
     if visited.loop == 0:
-        for both in (False, True):
-            yield MaskLaw(before=True, padding=True, of_window=True, score=0.0, both_loops=both)
+        for both, score in product((False, True), (_LOWEST, 0.0)):
+            yield MaskLaw(before=True, padding=True, of_window=True, score=score, both_loops=both)
     if not visited.prunes and visited.loop != 1 and problem.call.sliding_window > 1:
         yield MaskLaw(missing="window")
         if is_unified:

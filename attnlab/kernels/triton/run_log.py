@@ -426,7 +426,7 @@ class Wrap:
         """Return the overflow as one sentence."""
         product = self.left * self.right
         return (
-            f"int32 overflow at {Path(self.file).name}:{self.line}: "
+            f"{Path(self.file).name}:{self.line} multiplies in int32: "
             f"{self.left} × {self.right} = {product} exceeds 2^31"
         )
 

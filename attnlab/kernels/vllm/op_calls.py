@@ -138,6 +138,9 @@ class OpCall:
     lse: Callable[[Arguments], torch.Tensor | None] = lambda arguments: None
 
 
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
+
+
 def bind(
     function: Callable[..., None],
     call: KernelCall,
@@ -157,7 +160,7 @@ def bind(
     for name, parameter in parameters.items():
         if name in known:
             given[name] = known[name]
-        elif parameter.default is inspect.Parameter.empty:
+        elif parameter.default is inspect.Parameter.empty and parameter.kind not in _OPEN:
             raise Unavailable(
                 f"{call.op} requires the argument {name}, which the lab does not know"
             )

@@ -59,7 +59,10 @@ def diagnosis(one: "Diagnosis") -> Sheet:
         cells[5] = Words(str(cells[5]), _CANDIDATE.get(candidate.verdict, "quiet"))
         rows.append(cells)
     title = "candidates at the failing place; sizes are largest absolute errors"
-    covered = f"{one.looked_at[0]} of {one.looked_at[1]} rows examined, {one.seconds:.1f} s"
+    examined, every = one.looked_at
+    covered = [f"{every} rows compared with the reference"] if every else []
+    covered += [f"candidates with {examined} of them"] if one.candidates else []
+    covered += [f"{one.seconds:.1f} s"]
     head = one.status if one.cause is None else f"{one.status}: {one.cause.name}"
     head = head if one.instability is None else f"{head}: not deterministic"
     command = None if one.distinction is None else one.distinction.command
@@ -76,7 +79,7 @@ def diagnosis(one: "Diagnosis") -> Sheet:
             ),
             *([Grid(CANDIDATE_COLUMNS, rows, title, most=8)] if rows else []),
             *([Lines([_excluded_text(one.counts())])] if len(excluded) > _NEAREST else []),
-            Lines([Words(covered, "quiet")]),
+            Lines([Words(", ".join(covered), "quiet")]),
         ],
     )
 

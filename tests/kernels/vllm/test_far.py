@@ -92,6 +92,19 @@ def test_a_planted_int32_offset_is_found(tmp_path: Path, wide: bool) -> None:
     assert wide == (not found)
 
 
+def test_an_int32_offset_is_named_if_empty_slots_leak_too(tmp_path: Path) -> None:
+    """The same Case with small block numbers is right only without NaN in the empty slots."""
+    text = TRITON.replace("call.value_cache)", "call.value_cache, int(call.block_table.min()))")
+    text = text.replace("first // BLOCK).to(tl.int64)", "first // BLOCK)")
+    text = text.replace("value + at, mask=both,", "value + at, mask=d[None, :] < DIM,")
+    file = tmp_path / "kernel.py"
+    file.write_text(f"{text}\nmy_attention.large_caches = True\n")
+    backend = find_backend(f"{file}:my_attention")
+    found = check_case(Lab(), backend, far_case(backend, "unified_attention"))
+    (wrong,) = (one for one in found if one.kind == "wrong_output")
+    assert wrong.diagnosis == "block offset beyond 2^31 elements"
+
+
 def test_it_takes_little_memory(source: Source) -> None:
     """All four ops run in less than 1 GiB, imports included, with caches of 4 GiB each."""
     command = [sys.executable, "-W", "ignore", "-c", MEASURED, str(source.path), *OPS]

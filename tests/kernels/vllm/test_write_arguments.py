@@ -10,8 +10,8 @@ from attnlab.case.case import Case
 from attnlab.case.errors import InvalidCase
 from attnlab.case.ops import WRITE
 from attnlab.checker.case_check import check_case
-from attnlab.checker.check import DEFAULT_CASES
 from attnlab.checker.hostile import hostile_cases
+from attnlab.checker.variants import DEFAULT_CASES
 from attnlab.kernels import find_backend
 from attnlab.kernels.vllm import op_arguments
 from attnlab.lab.cache_write import int4_write_bound, write_bound
