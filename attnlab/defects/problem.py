@@ -378,6 +378,10 @@ class Problem:
         """Return the number of tokens of a sequence, context and new."""
         return int(self.call.seq_lens[seq])
 
+    def ctx_len(self, seq: int) -> int:
+        """Return the number of tokens of a sequence before its new ones."""
+        return self.seq_len(seq) - self.query_len(seq)
+
     def is_decode(self, seq: int) -> bool:
         """Answer whether the sequence has one new token and the op does not serve it by prefill alone."""
         return self.query_len(seq) == 1 and self.kernels not in ((PREFILL,), (ENCODER,))
@@ -477,7 +481,7 @@ class Problem:
         self, seq: int, kv: torch.Tensor | slice, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a call without a Case: from the cache, and from its new tokens."""
-        context = self.seq_len(seq) - self.query_len(seq)
+        context = self.ctx_len(seq)
         known = context if self.call.new_tokens == "given" else self.seq_len(seq)
         heads = torch.arange(self.call.key.shape[1])[kv]
         read, positions = self.cache_read(seq), torch.arange(known)
@@ -600,14 +604,13 @@ Compute = Callable[[Problem, RowSlice], Predicted]
 Applies = Callable[[Problem], bool]
 IsShown = Callable[[Problem, Sequence[int]], bool]
 ChangeInputs = Callable[[Problem, RowSlice, AttentionInputs], AttentionInputs]
-ChangeCacheRead = Callable[[Problem, int, CacheRead], CacheRead]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Defect:
     """One way for a kernel, or for the code that calls it, to be wrong.
 
-    - ``name``: unique; ``family``: the module that defines it.
+    - ``name``: unique; ``family``: its group in the catalogue.
     - ``text``: what happens, in one sentence without a full stop.
     - ``seen_in``: public issues and pull requests that report it, as "repository #number".
     - ``touches``: which rows it can change: "all", "cached" (rows with keys read from the cache),
@@ -653,16 +656,6 @@ def changing_inputs(change: ChangeInputs) -> Compute:
     def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
         inputs = problem.attention_inputs(row_slice)
         return problem.predict(change(problem, row_slice, inputs))
-
-    return compute
-
-
-def changing_cache_read(change: ChangeCacheRead) -> Compute:
-    """Return the ``compute`` of a defect that changes how a sequence is read from the cache."""
-
-    def compute(problem: Problem, row_slice: RowSlice) -> Predicted:
-        cache_read = change(problem, row_slice.seq, problem.cache_read(row_slice.seq))
-        return problem.predict(problem.inputs_read_by(row_slice, cache_read))
 
     return compute
 
